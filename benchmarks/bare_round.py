@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.rounds import OPTIMIZER, Case, in_processes, settle, values_digest
-from diloco.codec.base import bytes_of
-from diloco.codec.buffers import Buffers
-from diloco.codec.merging import State, layout_of, outer_pass
+from diloco.codec.base import Buffers, bytes_of
+from diloco.codec.kernel_library import SUM_BLOCK, FollowJob, SealJob
+from diloco.codec.merging import State, outer_pass
 from diloco.codec.native import kernels, tile
 from diloco.codec.registry import Coded, make_codec
 from diloco.codec.site_pass import pieces_of, rebase_pieces, updates
-from diloco.codec.structures import SUM_BLOCK, FollowJob, SealJob
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
 
 if TYPE_CHECKING:
@@ -54,25 +53,25 @@ def run_middle(case: Case, port: int, pipe: Any) -> None:
 def run_site(case: Case, index: int, port: int, pipe: Any) -> None:
     """A site's process; answers as ``rounds.run_site`` does."""
     settle()
-    task, codec, fast, buffers = case.task, make_codec(case.codec), kernels(), Buffers(1)
+    task, codec, fast, buffers = case.task, make_codec(case.codec).plain, kernels(), Buffers(1)
     assert fast is not None, "no compiled kernels here"
     pieces = [torch.zeros(shape) for _, shape in task.shapes()]
     values = [tensor.numpy() for tensor in pieces]
     base = buffers.values(task.numel).zero_()
     up, down = (torch.empty(codec.payload_bytes(task.numel), dtype=torch.uint8) for _ in range(2))
-    span = (layout_of(codec).format(task.numel), 0, task.numel, tile(SUM_BLOCK, codec.granule))
+    span = (codec.layout.format(task.numel), 0, task.numel, tile(SUM_BLOCK, codec.granule))
     spans = []
     with _dialled(port) as middle:
         middle.sendall(bytes([index]))
         for step in range(task.rounds_in_all):
             task.disturb(values, index, step)
             began = time.monotonic()
-            fast.seal(SealJob(*span, pieces_of(pieces), base.data_ptr(), updates([]), 0, up.data_ptr(), None))
+            fast.run(SealJob(*span, pieces_of(pieces), base.data_ptr(), updates([]), 0, up.data_ptr(), None))
             middle.sendall(bytes_of(up))
             _receive(middle, bytes_of(down))
             version = buffers.values(task.numel)
             follow = (base.data_ptr(), updates([Coded(codec, bytes_of(down), task.numel)]), 1, version.data_ptr())
-            fast.follow(FollowJob(*span[1:], *follow, None, codec.lossless))
+            fast.run(FollowJob(*span[1:], *follow, None, codec.lossless))
             rebase_pieces(pieces, base, version, [Coded(codec, bytes_of(up), task.numel)])
             base = version
             del version

@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
-from diloco.codec.base import bytes_of, digest_of, hasher, payload_view
+from diloco.codec.base import Hasher, bytes_of, digest_of
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
-from diloco.launch.arenas import limit_arenas
+from diloco.launch.process import limit_arenas
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule, outer_step
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.events import Outcome
 from diloco.sync.options import OuterOptions
@@ -122,7 +121,7 @@ class Expected:
         theta, self._states[fragment] = outer_step(self._theta[fragment], merged, self._states[fragment], optimizer)
         _, published = publish(theta, self._published[fragment], codec)
         told = torch.empty(FOLLOWED)
-        codec.decode_into(payload, numel, told)
+        codec.plain.decode_into(payload, numel, told)
         found = told if codec.lossless else told.add_(self._published[fragment])
         self._theta[fragment], self._published[fragment] = theta, published
         return torch.equal(found, published)
@@ -170,14 +169,14 @@ def memory(pid: int) -> dict[str, int]:
 
 def update_of(work: Work, site: int, version: int, fragment: int, numel: int) -> tuple[memoryview, str]:
     """A payload and the digest of its values, of which only a block is ever in memory."""
-    codec, values_digest = make_codec(work.codec), hasher()
+    codec, values_digest = make_codec(work.codec).plain, Hasher()
     assert BLOCK % codec.granule == 0, f"{work.codec} cannot be cut every {BLOCK} values"
     payload = torch.empty(codec.payload_bytes_max(numel), dtype=torch.uint8)
     for start in range(0, numel, BLOCK):
         values = work.block(f"site-{site} {version}", fragment, start, min(BLOCK, numel - start), 1e-3)
-        codec.encode_into(values, payload, values, start=start, numel=numel)
+        codec.encode_into((values,), payload, values, start=start, numel=numel)
         values_digest.update(bytes_of(values))
-    return payload_view(payload), values_digest.text()
+    return bytes_of(payload), values_digest.text()
 
 
 def run_site(work: Work, site: int, address: str, pipe: Connection) -> None:

@@ -1,8 +1,8 @@
 """How fast are the codecs on one core, beside memcpy?
 
 GB/s of fp32 (4 bytes for each value of the fragment, whatever else a call reads or writes) and times memcpy, which is
-``Tensor.copy_`` of the same values in the same run.  All memory, memcpy's too, is that of ``codec.buffers``, where the
-fragments of a run live; it is made before and used again.  ``encode`` makes the payload of ``base - local``;
+``Tensor.copy_`` of the same values in the same run.  All memory, memcpy's too, is that of ``codec.base.Buffers``, where
+the fragments of a run live; it is made before and used again.  ``encode`` makes the payload of ``base - local``;
 ``ef_encode`` does so with error feedback, and reads and writes the residual as well; ``decode`` writes the values, and
 ``accumulate`` moves a running mean towards them.  Times are CPU seconds of the one thread that works, because the
 question is about a core and the machine's cores are shared.  All calls go in turns, forwards and backwards; the first
@@ -26,9 +26,7 @@ import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.codec import kernel_library, native
-from diloco.codec.base import Carry, Towards, payload_view
-from diloco.codec.buffers import Buffers
-from diloco.codec.ranged import RangedCodec
+from diloco.codec.base import Buffers, Carry, Towards, bytes_of
 from diloco.codec.registry import make_codec
 
 if TYPE_CHECKING:
@@ -53,22 +51,30 @@ class Bench:
         self.codec: Codec = make_codec(name)
         room = Buffers(0)
         self.base, self.local, self.out = base, local, out
-        self.payload = room.raw(self.codec.payload_bytes_max(base.numel()))
-        self.length = self.codec.encode_difference(base, local, self.payload)
-        self.sent = bytes(payload_view(self.payload[: self.length]))
+        self.payload = room.raw(self.codec.payload_bytes(base.numel()))
+        self.sent = bytes(self.encode())
         self.carry = Carry(room.like(base).zero_(), BETA)
+
+    def encode(self, carry: Carry | None = None) -> memoryview:
+        """The payload of the difference, as it is sent."""
+        self.codec.plain.encode_into((self.base, self.local), self.payload, carry=carry)
+        return self.codec.closed(self.payload)
+
+    def decode(self, accumulate: Towards | None = None) -> None:
+        """What was sent, into ``out``."""
+        plain, raw = self.codec.opened(self.sent, self.base.numel())
+        plain.decode_into(raw, self.base.numel(), self.out, 0, accumulate)
 
     def check(self) -> float:
         """Compare with the plain version and return the relative L2 error."""
         numel = self.base.numel()
         difference = self.base - self.local
         inner, raw = self.codec.opened(self.sent, numel)
-        assert isinstance(inner, RangedCodec)
         plain, decoded = torch.empty(len(raw), dtype=torch.uint8), torch.empty(numel)
         inner.encode_plain((difference,), None, plain, decoded, 0, numel)
-        if bytes(payload_view(plain)) != bytes(raw):
+        if bytes(bytes_of(plain)) != bytes(raw):
             raise SystemExit(f"{self.codec.name}: the payload is not that of the plain version")
-        self.codec.decode_into(self.sent, numel, self.out)
+        self.decode()
         if not torch.equal(self.out.view(torch.int32), decoded.view(torch.int32)):
             raise SystemExit(f"{self.codec.name}: the values are not those of the plain version")
         error = torch.linalg.vector_norm((decoded - difference).double())
@@ -76,12 +82,11 @@ class Bench:
 
     def jobs(self) -> dict[str, Job]:
         """The operations, ready to be called."""
-        numel = self.base.numel()
         return {
-            "encode": lambda: self.codec.encode_difference(self.base, self.local, self.payload),
-            "ef_encode": lambda: self.codec.encode_difference(self.base, self.local, self.payload, carry=self.carry),
-            "decode": lambda: self.codec.decode_into(self.sent, numel, self.out),
-            "accumulate": lambda: self.codec.decode_into(self.sent, numel, self.out, 0, Towards(0.5)),
+            "encode": self.encode,
+            "ef_encode": lambda: self.encode(self.carry),
+            "decode": self.decode,
+            "accumulate": lambda: self.decode(Towards(0.5)),
         }
 
 
@@ -110,7 +115,7 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
         row[f"{name}_p50_gb_per_s"] = round(4 * numel / percentile(seconds[name], 50) / 1e9, 3)
         row[f"{name}_p95_gb_per_s"] = round(4 * numel / percentile(seconds[name], 95) / 1e9, 3)
         row[f"{name}_x_memcpy"] = round(copied / percentile(seconds[name], 50), 3)
-    row |= {"bits_per_value": round(8 * bench.length / numel, 4), "relative_l2_error": round(error, 6)}
+    row |= {"bits_per_value": round(8 * len(bench.sent) / numel, 4), "relative_l2_error": round(error, 6)}
     return row
 
 

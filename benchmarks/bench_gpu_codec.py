@@ -23,39 +23,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
-from diloco.codec.blocks import BlockCodec
-from diloco.codec.gpu import DeviceCodec, Launch, accelerated, new_fault
-from diloco.codec.grids import GridCodec, Int2Grid, PowerGrid, SignGrid
+from diloco.codec.blocks import E3m0Codec, Int2Codec, Int4Codec, Int8Codec, SignCodec
+from diloco.codec.gpu import Launch, accelerated, new_fault
 from diloco.codec.topk import TopKCodec
-from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
+from diloco.outer.pseudo_gradient import pseudo_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from diloco.codec.ranged import RangedCodec
+    from diloco.codec.base import PlainCodec
 
 # Not by their names, because the registry also wants the library of the entropy stage.
-TIMED: tuple[RangedCodec, ...] = (
-    BlockCodec("int4:32", 4, 32),
-    BlockCodec("int4:256", 4, 256),
-    BlockCodec("int8:128", 8, 128),
-    GridCodec("e3m0:128", 128, PowerGrid()),
-    GridCodec("int2:256", 256, Int2Grid()),
-    GridCodec("sign:128", 128, SignGrid()),
+TIMED: tuple[PlainCodec, ...] = (
+    Int4Codec("int4:32", 32),
+    Int4Codec("int4:256", 256),
+    Int8Codec("int8:128", 128),
+    E3m0Codec("e3m0:128", 128),
+    Int2Codec("int2:256", 256),
+    SignCodec("sign:128", 128),
     TopKCodec("topk:4096x64", 4096, 64),
 )
-ONLY_CHECKED: tuple[RangedCodec, ...] = (
-    BlockCodec("int4:2", 4, 2),
-    BlockCodec("int8:48", 8, 48),
-    BlockCodec("int8:4096", 8, 4096),
-    GridCodec("int2:40", 40, Int2Grid()),
+ONLY_CHECKED: tuple[PlainCodec, ...] = (
+    Int4Codec("int4:2", 2),
+    Int8Codec("int8:48", 48),
+    Int8Codec("int8:4096", 4096),
+    Int2Codec("int2:40", 40),
     TopKCodec("topk:256x16", 256, 16),
 )
-SUMMARY = {"int4_encode": ("int4:32", "difference"), "int4_decode": ("int4:32", "follow")} | {
+SUMMARY = {
+    "int4_encode": ("int4:32", "difference"),
     "int8_encode": ("int8:128", "difference"),
-    "int8_decode": ("int8:128", "follow"),
     "topk_encode": ("topk:4096x64", "difference"),
 }
 TARGET = 0.8
@@ -76,14 +75,14 @@ class Room:
     """The tensors of one measurement on the device, filled with fresh values."""
 
     def __init__(
-        self, codec: RangedCodec, numel: int, launch: Launch | None, values: list[Tensor], device: torch.device
+        self, codec: PlainCodec, numel: int, launch: Launch | None, values: list[Tensor], device: torch.device
     ) -> None:
         self.plain, self.device, self.numel = codec, device, numel
         found = accelerated(codec, launch)
         assert found is not None, codec.name
         self.codec = found
-        self.launch: Launch = found.launch  # type: ignore[attr-defined]
-        self.base, self.local, self.sent, self.published = (each.to(device, copy=True) for each in values)
+        self.launch = found.launch
+        self.base, self.local, self.sent = (each.to(device, copy=True) for each in values)
         self.out, self.other = torch.full((2, numel), torch.nan, device=device).unbind()
         self.payload = self.codec.payload(numel, device)
         self.fault = new_fault(device)
@@ -91,46 +90,35 @@ class Room:
     def passes(self) -> list[Pass]:
         """What is timed."""
         codec, base, local, sent, out, payload = self.codec, self.base, self.local, self.sent, self.out, self.payload
-        fault, held = self.fault, self.published
-        encoding = [
-            Pass("encode", 1, lambda: codec.encode(base, payload, fault)),
-            Pass("difference", 2, lambda: codec.encode_difference(base, local, (), payload, fault)),
-            Pass("difference, decoded", 3, lambda: codec.encode_difference(base, local, (), payload, fault, out)),
-            Pass(
-                "one in flight, decoded", 4, lambda: codec.encode_difference(base, local, [sent], payload, fault, out)
-            ),
-            Pass("residual", 4, lambda: codec.encode_with_residual(base, local, sent, 0.95, payload, fault)),
-        ]
-        if not isinstance(codec, DeviceCodec):
-            return encoding
+        fault = self.fault
         return [
-            *encoding,
-            Pass("decode", 1, lambda: codec.decode(payload, out, fault)),
-            Pass("follow", 2, lambda: codec.follow(held, payload, out, fault)),
-            Pass("rebase", 5, lambda: codec.rebase(held, payload, local, base, (), out, self.other, fault)),
+            Pass("encode", 1, lambda: codec.encode((base,), payload, fault)),
+            Pass("difference", 2, lambda: codec.encode((base, local), payload, fault)),
+            Pass("difference, decoded", 3, lambda: codec.encode((base, local), payload, fault, out)),
+            Pass("one in flight, decoded", 4, lambda: codec.encode((base, local, sent), payload, fault, out)),
         ]
 
 
 def pairs_of_values(numel: int, seed: int) -> Iterator[tuple[str, list[Tensor]]]:
-    """Base, local, an update in flight and a published tensor, of three kinds of data."""
+    """Base, local and an update in flight, of three kinds of data."""
     random = torch.Generator().manual_seed(seed)
-    normal = torch.randn(4, numel, generator=random)
-    base, step, sent, published = normal.unbind()
-    yield "gaussian", [base, base - step * 1e-3, sent * 1e-4, published]
+    normal = torch.randn(3, numel, generator=random)
+    base, step, sent = normal.unbind()
+    yield "gaussian", [base, base - step * 1e-3, sent * 1e-4]
     tailed = step / torch.rand(numel, generator=random).clamp_(min=1e-4)
-    yield "heavy-tailed", [base, base - tailed * 1e-4, sent * 1e-5, published]
+    yield "heavy-tailed", [base, base - tailed * 1e-4, sent * 1e-5]
     bits = torch.randint(-(2**31), 2**31, (numel,), generator=random).to(torch.int32).view(torch.float32)
     # Halved, so that no sum of two of them overflows.
     wild = torch.where(torch.isfinite(bits), bits, -0.0) / 2
-    yield "any bits", [wild, torch.where(normal[1] > 0, 0.0, -wild), torch.zeros(numel), published]
+    yield "any bits", [wild, torch.where(normal[1] > 0, 0.0, -wild), torch.zeros(numel)]
 
 
-def differences(codec: RangedCodec, numel: int, seed: int, device: torch.device) -> list[str]:
+def differences(codec: PlainCodec, numel: int, seed: int, device: torch.device) -> list[str]:
     """What differs from the plain codec, in words; nothing else is right."""
     found: list[str] = []
     for kind, values in pairs_of_values(numel, seed):
         room = Room(codec, numel, None, values, device)
-        base, local, sent, published = values
+        base, local, sent = values
         where = f"{codec.name}, {numel} values, {kind}"
 
         def same(name: str, one: Tensor, other: Tensor, where: str = where) -> None:
@@ -141,20 +129,10 @@ def differences(codec: RangedCodec, numel: int, seed: int, device: torch.device)
         for sents in ((), (sent,), (sent, sent)) if codec in TIMED else ((sent,),):
             payload = torch.frombuffer(bytearray(codec.encode(pseudo_gradient(base, local, sents))), dtype=torch.uint8)
             there = [room.sent] * len(sents)
-            room.codec.encode_difference(room.base, room.local, there, room.payload, room.fault, room.out)
+            room.codec.encode((room.base, room.local, *there), room.payload, room.fault, room.out)
             same(f"the payload, {len(sents)} in flight", room.payload, payload)
             decoded = codec.decode(payload.numpy().tobytes(), numel)
             same("what was sent", room.out, decoded)
-        room.codec.check(int(room.fault))
-        new_base = decoded + published
-        if not isinstance(room.codec, DeviceCodec) or not torch.isfinite(new_base).all():
-            continue
-        room.codec.follow(room.published, room.payload, room.out, room.fault)
-        same("follow", room.out, new_base)
-        room.codec.rebase(
-            room.published, room.payload, room.local, room.base, [room.sent], room.out, room.other, room.fault
-        )
-        same("the rebased model", room.other, rebase(local, base, new_base, [sent]))
         room.codec.check(int(room.fault))
     return found
 
@@ -214,7 +192,7 @@ def to_host(room: Room, repeats: int) -> dict[str, Any]:
     def encoded() -> None:
         side.wait_stream(torch.cuda.current_stream(room.device))
         with torch.cuda.stream(side):
-            room.codec.encode_difference(room.base, room.local, (), room.payload, room.fault)
+            room.codec.encode((room.base, room.local), room.payload, room.fault)
             pinned.copy_(room.payload, non_blocking=True)
         torch.cuda.current_stream(room.device).wait_stream(side)
 
@@ -229,7 +207,7 @@ def to_host(room: Room, repeats: int) -> dict[str, Any]:
 
 
 def timed(options: argparse.Namespace, numel: int, device: torch.device) -> list[dict[str, Any]]:
-    """Time every pass of every codec, and with ``--sweep`` the two that a site uses most under other launches."""
+    """Time every pass of every codec, and with ``--sweep`` the one that a site uses most under other launches."""
     repeats = LEAST_REPEATS if options.quick else max(LEAST_REPEATS, options.repeats)
     values = next(pairs_of_values(numel, options.seed))[1]
     rows = []
@@ -244,7 +222,7 @@ def timed(options: argparse.Namespace, numel: int, device: torch.device) -> list
         room.codec.check(int(room.fault))
         for launch in SWEEP if options.sweep else ():
             swept = Room(codec, numel, launch, values, device)
-            wanted = [each for each in swept.passes() if each.name in {"difference", "follow"}]
+            wanted = [each for each in swept.passes() if each.name == "difference"]
             for each in wanted:
                 rows.append(measure(swept, each, repeats) | {"swept": True})
                 show(rows[-1])

@@ -38,10 +38,12 @@ from typing import Any
 import torch
 
 from benchmarks.bench_trainer import (
+    BATCH,
     CALM_S,
     CALM_S_MAX,
     CALM_SHARE,
     CODEC,
+    MODEL,
     NUM_FRAGMENTS,
     agreement_of,
     answer,
@@ -50,23 +52,21 @@ from benchmarks.bench_trainer import (
 )
 from benchmarks.record import add_arguments, finish, percentile, record
 from benchmarks.rounds import quiet
-from diloco.inner.data import DataOptions, TokenStream, prepare_corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import TokenStream
 from diloco.inner.holding import Holding
-from diloco.inner.model import ModelOptions, Transformer, flops_per_token, next_token_loss
+from diloco.inner.model import Transformer, flops_per_token, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.precision import autocast_dtype, resolve_precision
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
-from diloco.learner.channel import Orders
-from diloco.learner.options import AgentOptions
-from diloco.learner.owner import Follower
+from diloco.learner.exchange import AgentOptions, Follower
+from diloco.learner.ranks import Orders
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.options import LearnerOptions
 from diloco.wire.client import SyncClient
 
-MODEL = ModelOptions(vocab_size=1025, layers=3, dim=128, heads=4, context=128)
-BATCH = 16
 WARM_PAIRS = 1
 ANSWER_S_MAX = 600.0
 OPTIMIZER_SHARE_MAX = 0.25
@@ -282,7 +282,13 @@ def main() -> None:
         for agent, world in product(arguments.agent, arguments.ranks):
             rows.append(measure(world, agent == "on", arguments, data))
             print(json.dumps(rows[-1]), flush=True)
-    config = {"steps": arguments.steps, "batch": BATCH, "model": "4x128", "optimizer": "muon", "threads": 1}
+    config = {
+        "steps": arguments.steps,
+        "batch": BATCH,
+        "model": f"{MODEL.layers}x{MODEL.dim}",
+        "optimizer": "muon",
+        "threads": 1,
+    }
     config |= {"products": resolve_precision("auto", torch.device("cpu"))}
     config |= {"inner_steps": arguments.inner_steps, "codec": CODEC, "fragments": NUM_FRAGMENTS}
     top = {f"overhead_{found['case'].replace('-', '_')}": found["overhead"] for found in rows}

@@ -22,8 +22,8 @@ from diloco.codec.registry import make_codec
 from diloco.launch.build import layout_of
 from diloco.launch.config import compose
 from diloco.launch.fleeting import Told, fleet_of, with_sites
+from diloco.plan.estimate import loads
 from diloco.sim.fleet import simulate
-from diloco.sim.planning import loads
 
 SITES = (2, 4, 8)
 DIMS = {96: 3, 192: 4, 320: 5}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import JoinRequested, OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
-from diloco.sync.journal import Record, digest_effects, encode_record
+from diloco.sync.journal import Record, digest_effects, encode_records
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 
@@ -79,7 +79,7 @@ def journalled(events: list[OuterEvent]) -> int:
     size = 0
     for now_ns, event in enumerate(events):
         effects = outer.handle(event, now_ns)
-        size += len(encode_record(Record(now_ns, event, digest_effects(effects))))
+        size += len(encode_records([Record(now_ns, event, digest_effects(effects))]))
     return size
 
 

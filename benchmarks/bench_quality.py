@@ -39,7 +39,8 @@ from benchmarks.record import add_arguments, commit, finish, percentile, record
 from diloco.codec.base import Carry
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
-from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus, validation_batches
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import CorpusManifest, TokenStream, validation_batches
 from diloco.inner.evaluate import evaluate
 from diloco.inner.model import ModelOptions, Transformer, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers, lr_factor
@@ -262,7 +263,7 @@ class Bench:
                     site.step(turn / rounds)
                 decoded = torch.empty_like(theta)
                 carry = None if arm.beta is None else Carry(residual, arm.beta)
-                up.encode_difference(published, site.values(), payload, decoded, carry=carry)
+                up.plain.encode_into((published, site.values()), payload, decoded, carry=carry)
                 sent.append((1.0, [decoded]))
             theta, state = outer_step(theta, merge_mean(sent), state, arm.outer)
             _, published = publish(theta, published, down)

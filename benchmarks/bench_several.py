@@ -39,13 +39,11 @@ from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent
-from diloco.learner.channel import Orders
-from diloco.learner.meter import OneVoice
-from diloco.learner.options import AgentOptions
-from diloco.learner.several_syncers import Agents
+from diloco.learner.exchange import AgentOptions
+from diloco.learner.ranks import Orders
+from diloco.learner.several_syncers import Agents, OneVoice
 from diloco.outer.fragments import Layout, part_of, place, plan_layout
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions

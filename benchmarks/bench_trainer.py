@@ -30,7 +30,8 @@ import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from benchmarks.rounds import quiet
-from diloco.inner.data import DataOptions, TokenStream, prepare_corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import TokenStream
 from diloco.inner.holding import Holding
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
@@ -38,11 +39,10 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.precision import resolve_precision
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
-from diloco.learner.channel import Orders
-from diloco.learner.options import AgentOptions
+from diloco.learner.exchange import AgentOptions
+from diloco.learner.ranks import Orders
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -53,7 +53,8 @@ from diloco.wire.options import SecurityOptions, ServerOptions
 CODEC = "int4:32"
 NUM_FRAGMENTS = 4
 OVERLAP_STEPS = 2
-MODEL = ModelOptions(vocab_size=1025, layers=4, dim=128, heads=4, context=128)
+MODEL = ModelOptions(vocab_size=1025, layers=2, dim=128, heads=4, context=128)
+"""That of ``configs/model/tiny.yaml``, which the demo trains."""
 BATCH = 16
 START_S_MAX = 120.0
 CALM_S, CALM_SHARE, CALM_S_MAX = 0.2, 0.02, 20.0
@@ -266,7 +267,12 @@ def main() -> None:
             rows.append(measure(case, blocks, arguments, data))
             print(json.dumps(rows[-1]), flush=True)
     config = {name: getattr(arguments, name) for name in ("steps", "inner_steps")}
-    config |= {"codec": CODEC, "fragments": NUM_FRAGMENTS, "overlap_steps": OVERLAP_STEPS, "model": "4x128"}
+    config |= {
+        "codec": CODEC,
+        "fragments": NUM_FRAGMENTS,
+        "overlap_steps": OVERLAP_STEPS,
+        "model": f"{MODEL.layers}x{MODEL.dim}",
+    }
     top = {f"slowdown_{found['case']}": found["slowdown"] for found in rows}
     top |= {"p99_over_p50": {found["case"]: found["p99_over_p50"] for found in rows}}
     finish({**record("trainer", config, rows, arguments.seed, repeats=blocks), **top}, save=arguments.save)

@@ -4,8 +4,8 @@ Whole runs (``diloco up``) of two sites over emulated links, whose rate is given
 the model each way and period asks for: values x bits / (inner_steps x step).  Sites that wait (``outer=diloco``), with
 the model in one and in four fragments, and sites that train on meanwhile (``outer=decoupled outer.adopt=rebase``), for
 which the formula says 1 and the row says how many of the updates due were merged.  The formula
-(``diloco/sim/planning.py``) is given what the run measured: the step, the outer step and the bytes.  Figures are of the
-site whose steps took longer, for which the other waits; ``off_points`` is the difference.  Run as
+(``diloco/plan/estimate.py``) is given what the run measured: the step, the outer step and the bytes.  Figures are of
+the site whose steps took longer, for which the other waits; ``off_points`` is the difference.  Run as
 ``python -m benchmarks.bench_utilisation``.
 """
 
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.record import add_arguments, finish, record
 from diloco.launch.likening import MadeRun, read_made
 from diloco.launch.run_dir import RunDir
-from diloco.sim.bandwidth import Load, Star
-from diloco.sim.planning import formula_utilisation
+from diloco.plan.bandwidth import Load, Star
+from diloco.plan.estimate import formula_utilisation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

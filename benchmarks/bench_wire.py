@@ -25,11 +25,11 @@ from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.sync.events import Outcome
 from diloco.wire.chunks import checksum
 from diloco.wire.client import SyncClient
+from diloco.wire.handlers import PullSource
 from diloco.wire.messages import KIB, MIB, PullAsk, PullHeader, PushHeader, PushResult
-from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from diloco.wire.pulling import PullSink
-from diloco.wire.server import serve
-from diloco.wire.service import PullSource
+from diloco.wire.server import RunningServer
 
 RUN = "bench"
 DIGEST = "0" * 64
@@ -61,7 +61,7 @@ class NullSyncer:
         )
         self._source = PullSource(header, (payload,))
 
-    def open_push(self, header: PushHeader, identity: object) -> NullSession:
+    def open_push(self, header: PushHeader) -> NullSession:
         """Admit everything."""
         return NullSession()
 
@@ -80,7 +80,9 @@ def serve_until_closed(payload_bytes: int, seed: int, chunk_bytes: int) -> None:
     """The other process: the gRPC server and the raw socket; ends when its standard input does."""
     payload = random_bytes(payload_bytes, seed)
     api: Any = NullSyncer(payload)
-    server = serve(api, ServerOptions(run_id=RUN, chunk_bytes=chunk_bytes))
+    options = ServerOptions(run_id=RUN, chunk_bytes=chunk_bytes)
+    server = RunningServer(api, options, SecurityOptions(), lambda what, why: None)
+    server.start(ready=True)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=answer_raw, args=(listener, payload), daemon=True).start()
     print(server.address, listener.getsockname()[1], flush=True)

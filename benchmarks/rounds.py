@@ -22,19 +22,18 @@ import torch
 
 from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task, round_seconds
 from benchmarks.record import percentile
-from diloco.codec.base import hasher
+from diloco.codec.base import Hasher
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.launch.certificates import issue, make_authority
-from diloco.launch.lasting import keep_what_is_loaded
+from diloco.launch.process import keep_what_is_loaded
 from diloco.learner.agent import Agent
-from diloco.learner.channel import Orders
-from diloco.learner.options import AgentOptions
+from diloco.learner.exchange import AgentOptions
+from diloco.learner.ranks import Orders
 from diloco.outer.fragments import plan_layout
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -125,7 +124,7 @@ def tls_files(folder: Path) -> dict[str, str]:
 
 def values_digest(values: Sequence[np.ndarray]) -> str:
     """Of a model's values, to the bit."""
-    found = hasher()
+    found = Hasher()
     for each in values:
         found.update(each.data)
     return found.text()

@@ -1,9 +1,9 @@
-"""Files that a crash leaves either old or new, never half written.  Used by every floor that keeps something.
+"""Write files atomically: a crash leaves the old file or the new one, never a partial one.  Every package uses it.
 
-``Step`` names every durable step of a process and ``Disk`` does them all: each operation reaches its step once before
-and once after.  The plain disk does nothing there.  Others that are handed down in its place find what is not durable
-enough: one that ends the process (``KillingDisk``), and in the tests one that writes down what it was asked to do and
-one that fails.
+``Step`` names every durable step of a process, and ``Disk`` carries them all out.  Each operation calls ``reached``
+once before its step and once after it.  The plain disk does nothing there.  Other disks passed in its place find
+missing fsyncs: ``KillingDisk`` kills the process, and the tests have one that records the operations and one that
+fails them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 
 class Step(StrEnum):
-    """A durable step: what is kept, a dot, what is done to it.  Every one has a kill case in ``tests/hunts/crash.py``.
+    """A durable step, named OBJECT.OPERATION.  Every one has a kill case in ``tests/hunts/crash.py``.
 
-    ``ack``, ``fate``, ``merge`` and ``publish`` write nothing: they are what must not run ahead of the disk.
+    ``ack``, ``fate``, ``merge`` and ``publish`` write nothing: they must not happen before the writes they rest on.
     """
 
     FILE = "file"
-    """Any file that nothing acknowledged rests on: addresses, reports, configuration, an image for an operator."""
+    """Any file that no acknowledgement depends on: addresses, reports, configuration, an image for an operator."""
 
     # The syncer's data folder.
     CARD = "syncer.card"
@@ -72,10 +72,10 @@ class Step(StrEnum):
     BACKUP_WHOLE = "backup.whole"
     BACKUP_DROP = "backup.drop"
 
-    # A standby's data folder, beside those of a syncer.
+    # A standby's data folder, in addition to the steps of a syncer.
     STANDBY_FILE = "standby.file"
 
-    # What begins a lineage: ``diloco restore``, or a standby that an operator promotes though it may lack something.
+    # The start of a lineage: ``diloco restore``, or an operator promotes a standby that may lack acknowledged data.
     LINEAGE_FOLDER = "lineage.folder"
     LINEAGE_IMAGE = "lineage.image"
     LINEAGE_CARD = "lineage.card"
@@ -99,7 +99,7 @@ class Step(StrEnum):
 
 WINDOWS = sys.platform == "win32"
 LOCK = "lock"
-"""The file in a folder by which a process holds it."""
+"""The lock file: a process that locks it holds the folder."""
 
 
 class LockedError(OSError):
@@ -107,20 +107,35 @@ class LockedError(OSError):
 
 
 class DiskFullError(OSError):
-    """There was no room for a write; nothing of it is left, and it may be tried again."""
+    """The disk had no room for a write; no part of the write is left, and the caller may retry it."""
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an operation failed for want of room, on the disk or in a quota."""
+    """Return whether an operation failed because the disk or a quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def full_in_words() -> Iterator[None]:
+    """Turn an OSError for a full disk or quota into ``DiskFullError``.
+
+    Wrap a sync only where the caller discards everything written when the sync fails: a failed sync cannot be retried.
+    Never wrap the code that discards: when that fails, the state of the disk is unknown.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise DiskFullError(error.errno, error.strerror) from error
 
 
 def when_there_is_room(
     write: Callable[[], T], stopping: threading.Event, again_s: float, say: Callable[[OSError | None], None]
 ) -> T | None:
-    """What ``write`` gives once it finds room on the disk, tried every ``again_s`` seconds; None once ``stopping``.
+    """Retry ``write`` every ``again_s`` seconds while the disk is full and return its result; None once ``stopping``.
 
-    ``say`` hears once what it waits for, and None when there is room again.
+    Calls ``say`` once with the error when the wait begins, and with None when there is room again.
     """
     waits = False
     while True:
@@ -141,7 +156,7 @@ def when_there_is_room(
 
 
 class Disk:
-    """Does every durable step of a process.  A failed sync is final: the caller must stop, never try again."""
+    """Carries out every durable step of a process.  A failed sync is final: the caller must stop, never retry."""
 
     def reached(self, step: Step) -> None:
         """An operation of ``step`` is about to begin, or has just ended."""
@@ -157,18 +172,18 @@ class Disk:
         """Write ``data``; durable after ``sync``."""
         self.reached(step)
         left = memoryview(data)
-        while left:  # A file without a buffer takes what fits, and says so only at the next attempt.
+        while left:  # An unbuffered file writes only what fits, and raises the error only at the next call.
             left = left[file.write(left) :]
         self.reached(step)
 
     def make(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
-        """Have ``write`` make the file ``path``; durable after ``sync_file``."""
+        """Call ``write`` to create the file ``path``; durable after ``sync_file``."""
         self.reached(step)
         write(path)
         self.reached(step)
 
     def cut(self, path: Path, size: int, step: Step) -> None:
-        """Cut ``path`` off at ``size`` bytes."""
+        """Truncate ``path`` to ``size`` bytes."""
         self.reached(step)
         os.truncate(path, size)
         self.reached(step)
@@ -183,39 +198,39 @@ class Disk:
     def sync_file(self, path: Path, step: Step) -> None:
         """Make the content of ``path`` durable."""
         self.reached(step)
-        _sync(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows flushes what is open for writing alone.
+        _sync(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows flushes only files open for writing.
         self.reached(step)
 
     def sync_folder(self, folder: Path, step: Step) -> None:
-        """Make the names inside ``folder`` durable: a created or renamed file is not, until its folder is."""
+        """Make the names inside ``folder`` durable: a new or renamed file is durable only once its folder is synced."""
         self.reached(step)
-        if not WINDOWS:  # It opens no folder; its file systems keep names by themselves.
+        if not WINDOWS:  # Windows cannot open a folder; its file systems keep names durable by themselves.
             _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
         self.reached(step)
 
     def make_folder(self, path: Path, step: Step) -> None:
-        """Make the folder ``path`` and those above it, unless it is there."""
+        """Create the folder ``path`` and its parents where they are missing."""
         self.reached(step)
         path.mkdir(parents=True, exist_ok=True)
         self.reached(step)
 
     def settle(self, folder: Path, step: Step) -> None:
-        """Make ``folder``, durably: its name and those of all above it, which an earlier process may have just made."""
+        """Create ``folder`` durably: sync its name and all its parents; a dead process may have just made them."""
         self.make_folder(folder, step)
         for above in folder.absolute().parents:
             try:
                 self.sync_folder(above, step)
             except PermissionError:
-                return  # Another's, and older than anything that is ours in it.
+                return  # Another user's folder: it existed before this process made anything in it.
 
     def rename(self, path: Path, target: Path, step: Step) -> None:
-        """Rename ``path``, in place of ``target`` if that is a file that exists."""
+        """Rename ``path`` to ``target``, replacing the file there."""
         self.reached(step)
         path.replace(target)
         self.reached(step)
 
     def remove(self, path: Path, step: Step) -> None:
-        """Remove a file, or a folder with everything in it; nothing happens where there is none."""
+        """Remove a file, or a folder with everything in it; do nothing where there is none."""
         self.reached(step)
         if path.is_dir():
             shutil.rmtree(path)
@@ -223,36 +238,46 @@ class Disk:
             path.unlink(missing_ok=True)
         self.reached(step)
 
+    def sweep(self, folder: Path, step: Step) -> None:
+        """Remove the partial files that a dead process left in ``folder``, which this process holds now."""
+        for leftover in folder.glob(".*.tmp"):
+            self.remove(leftover, step)
+
     def keep(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
-        """Replace ``path`` by what ``write`` makes: beside it, made durable, renamed, the name made durable."""
+        """Replace ``path`` atomically: ``write`` a temporary file beside it, sync that, rename it, sync the folder."""
         beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             self.make(beside, write, step)
             self.sync_file(beside, step)
             self.rename(beside, path, step)
         except BaseException:
-            beside.unlink(missing_ok=True)  # A full disk does not get fuller with every attempt.
+            beside.unlink(missing_ok=True)  # So that retries on a full disk do not fill it further.
             raise
         self.sync_folder(path.parent, step)
 
     def write_file(self, path: Path, data: bytes | memoryview, step: Step) -> None:
-        """Replace ``path`` by ``data``, in the same way."""
+        """Replace ``path`` by ``data``, as ``keep`` does."""
         self.keep(path, lambda beside: beside.write_bytes(data), step)
 
     def write_parts(
         self, path: Path, parts: Iterable[bytes | memoryview], step: Step, over: Path | None = None
     ) -> None:
-        """The same with ``parts``, one behind the other: a large file is never whole in memory.
+        """Replace ``path`` by ``parts``, one after the other, so that a large file is never whole in memory.
 
-        The file ``over``, which nobody needs, is written over where it is there: to ask the system for new room, and to
-        hand the old back, takes longer than to write.
+        Overwrites the unneeded file ``over`` where it exists: allocating new blocks and freeing the old ones takes
+        longer than the write.
         """
 
         def write(beside: Path) -> None:
             if over is not None:
                 with contextlib.suppress(FileNotFoundError):
                     over.replace(beside)
-            _write_all(beside, parts)
+            with beside.open("r+b" if beside.exists() else "wb", buffering=0) as file:
+                for part in parts:
+                    left = memoryview(part)
+                    while left:  # An unbuffered file writes only what fits, and one call writes at most 2 GiB.
+                        left = left[file.write(left) :]
+                file.truncate()
 
         self.keep(path, write, step)
 
@@ -261,32 +286,32 @@ PLAIN_DISK = Disk()
 
 
 class ReadingDisk(Disk):
-    """Changes nothing: for whoever looks into a folder that may be another process's.
+    """Changes nothing: for a reader of a folder that another process may hold.
 
-    What a reader would make or tidy up is left as it is; to write is a mistake in the program.
+    Creating folders, removing and truncating do nothing; every other operation is an error in the program.
     """
 
     def make_folder(self, path: Path, step: Step) -> None:
-        """Leave it to who writes there."""
+        """Do nothing: the writer creates it."""
 
     def remove(self, path: Path, step: Step) -> None:
-        """Leave it where it is."""
+        """Do nothing."""
 
     def cut(self, path: Path, size: int, step: Step) -> None:
-        """Leave it as long as it is: its writer may be about to write the rest."""
+        """Do nothing: the writer may be about to write the rest."""
 
     def sync_folder(self, folder: Path, step: Step) -> None:
-        """Nothing was changed."""
+        """Do nothing: no name was changed."""
 
     def reached(self, step: Step) -> None:
-        """Every other operation writes."""
+        """Raise AssertionError: every operation that gets here writes."""
         raise AssertionError(f"{step.value} on a disk that is only read")
 
 
 class KillingDisk(Disk):
-    """Ends the process by SIGKILL when it reaches ``step`` for the ``passage``-th time.  For tests only.
+    """Kills the process with SIGKILL when it reaches ``step`` for the ``passage``-th time.  For tests only.
 
-    Every operation counts twice, before and after it: an odd passage is before, an even one after.
+    Every operation counts twice: an odd passage is before it, an even one after it.
     """
 
     def __init__(self, step: Step, passage: int) -> None:
@@ -295,7 +320,7 @@ class KillingDisk(Disk):
         self._lock = threading.Lock()
 
     def reached(self, step: Step) -> None:
-        """Count down, and kill at the end."""
+        """Count down, and kill the process at zero."""
         if step is not self._step:
             return
         with self._lock:
@@ -305,7 +330,7 @@ class KillingDisk(Disk):
 
 
 def armed_disk(text: str) -> Disk:
-    """The disk that ``text`` asks for: ``"journal.sync:7"`` kills at that passage, ``""`` is the plain one."""
+    """Return the disk for ``text``: ``"journal.sync:7"`` kills at that passage, ``""`` is the plain disk."""
     if not text:
         return PLAIN_DISK
     name, _, passage = text.partition(":")
@@ -315,22 +340,13 @@ def armed_disk(text: str) -> Disk:
 
 
 def write_file(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None:
-    """Replace a file that nothing acknowledged rests on, whole; never for an instant with more rights than ``mode``."""
+    """Replace a file that no acknowledgement depends on, atomically and never with more permissions than ``mode``."""
 
     def write(beside: Path) -> None:
         with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
 
     PLAIN_DISK.keep(path, write, Step.FILE)
-
-
-def _write_all(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
-        for part in parts:
-            left = memoryview(part)
-            while left:  # A file without a buffer takes what fits, and one call takes no more than 2 GiB.
-                left = left[file.write(left) :]
-        file.truncate()
 
 
 def _sync(path: Path, flags: int) -> None:
@@ -342,7 +358,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make ``folder`` in a place where others make theirs (/dev/shm); PermissionError unless it is ours alone."""
+    """Create ``folder`` in a shared place (/dev/shm); PermissionError unless only this user can access it."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     told = folder.lstat()
@@ -351,21 +367,21 @@ def private_folder(folder: Path) -> None:
 
 
 def lock(file: IO[str] | int) -> None:
-    """Lock ``file``, or the one of that descriptor, for this process until it closes the file or ends.
+    """Lock ``file``, an open file or a descriptor, for this process until it closes the file or ends.
 
-    ``BlockingIOError`` while another process has it.
+    Raises ``BlockingIOError`` while another process holds the lock.
     """
-    import fcntl  # Here, because Windows lacks it and its users may import every module.
+    import fcntl  # Imported here because Windows lacks it, and every module must import there.
 
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for this process; ``LockedError`` at once when another process has it.
+    """Hold ``folder`` for this process; raise ``LockedError`` at once when another process holds it.
 
-    The lock is the kernel's and ends with the process, so that nothing is left behind by a crash.  What lies in the
-    folder is its owner's alone (0700), also where it was not before.
+    The kernel drops the lock when the process ends, so that a crash leaves no stale lock.  The folder's mode becomes
+    0700, also where it was wider before.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:

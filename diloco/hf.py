@@ -1,6 +1,6 @@
-"""A run's site out of Hugging Face's ``Trainer``: one callback.  Needs ``pip install 'diloco[hf]'``.
+"""Make Hugging Face's ``Trainer`` a site of a run, with one callback.  Needs ``pip install 'diloco[hf]'``.
 
-``from diloco.hf import DiLoCoCallback`` brings transformers along; the name is looked up when it is asked for.
+``from diloco.hf import DiLoCoCallback`` imports transformers; ``import diloco.hf`` alone does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["DiLoCoCallback"]
 def __getattr__(name: str) -> object:
     if name != "DiLoCoCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from diloco.launch.forking import let_workers_fork
+    from diloco.launch.process import let_workers_fork
 
     let_workers_fork()
     try:

@@ -1,7 +1,7 @@
-"""How many files and connections a process may have open, and that a crash leaves no copy of its memory.
+"""Raise the limit on open files and connections, and disable core dumps.
 
-The soft limit of open files is the user's to raise to the hard one.  The usual one, 1,024, is there for programs that
-call select(), and a syncer that has used it up can neither take a connection nor open a file of its own.
+A user may raise the soft limit on open files up to the hard limit.  The usual soft limit, 1,024, is meant for programs
+that call select(); a syncer that has reached it can neither accept a connection nor open a file of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ WANTED = 65_536
 
 
 def raise_limit() -> None:
-    """Raise the soft limit of this process, and of what it starts, to the hard one, at most to ``WANTED``."""
+    """Raise the soft limit of this process and its children to the hard limit, at most to ``WANTED``."""
     soft, hard = limits()
     if soft < (wanted := min(hard, WANTED)):
         import resource
@@ -21,10 +21,10 @@ def raise_limit() -> None:
 
 
 def leave_no_core() -> None:
-    """No core of this process, nor of what it starts: its memory holds tokens and keys.
+    """Disable core dumps of this process and its children: its memory holds tokens and keys.
 
-    The limit is one byte: no core fits into such a file, and Linux makes none for a pipe (systemd-coredump) either.  A
-    limit of 0 says nothing to a pipe.
+    The limit is one byte: no core fits into such a file, and at that limit Linux dumps nothing to a pipe
+    (systemd-coredump) either.  A limit of 0 does not apply to a pipe.
     """
     if sys.platform != "win32":
         import resource
@@ -34,7 +34,7 @@ def leave_no_core() -> None:
 
 
 def limits() -> tuple[int, int]:
-    """The soft and the hard limit; ``sys.maxsize`` where there is none."""
+    """Return the soft and the hard limit on open files; ``sys.maxsize`` where there is none."""
     if sys.platform == "win32":
         return sys.maxsize, sys.maxsize
     import resource

@@ -1,15 +1,15 @@
-"""A torchtitan job as a site of a run, by its command line alone.  Needs ``pip install 'diloco[titan]'``.
+"""Make a torchtitan job a site of a run through its command line alone.  Needs ``pip install 'diloco[titan]'``.
 
-Where torchtitan is told ``--module llama3 --config llama3_8b``, a site is told the same through this module::
+Where a torchtitan job takes ``--module llama3 --config llama3_8b``, a site takes the same through this module::
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module diloco.titan --config llama3.llama3_8b \\
         --diloco.syncer host:7077 --diloco.site fra
 
-``llama3`` is any module that torchtitan's ``--module`` takes, one of your own too.  In a module of your own it is one
-line for a config: ``return diloco.titan.site_of(llama3_8b())``.
+``llama3`` is any module that torchtitan's ``--module`` takes, including your own.  In your own module, one line makes
+a site's config from another config: ``return diloco.titan.site_of(llama3_8b())``.
 
-The model is torchtitan's, so version 0 is a file that one process makes once, ``--diloco.version0 v0.safetensors``, and
-that the syncer is started from: ``diloco syncer model.kind=file run.init_from=v0.safetensors``.
+The model is torchtitan's, so version 0 is a file: one process writes it once with ``--diloco.version0 v0.safetensors``,
+and the syncer starts from it: ``diloco syncer model.kind=file run.init_from=v0.safetensors``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Site", "site_of"]
 
 
 def __getattr__(name: str) -> Any:
-    """``site_of`` when it is asked for, and for ``MODULE.CONFIG`` what makes the config of a site from that one."""
+    """Import a public name on first access; for ``MODULE.CONFIG`` return what makes a site's config of that one."""
     if name in __all__:
         from diloco.launch import titan_trainer
 
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _registry(module: str) -> Any:
-    """What torchtitan takes ``--module`` for."""
+    """Import the module that torchtitan's ``--module`` names; AttributeError when there is none."""
     if find_spec("torchtitan") is None:
         raise ImportError("diloco.titan needs torchtitan: pip install 'diloco[titan]'")
     torchtitans = [] if "." in module else [f"torchtitan.{part}.{module}" for part in ("models", "experiments")]
@@ -52,5 +52,5 @@ def _registry(module: str) -> Any:
             return import_module(each)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{each}.".startswith(f"{error.name}."):
-                raise  # It is there, and what it wants is not.
+                raise  # The module exists; one of its own imports is missing.
     raise AttributeError(f"there is no module {module}: one that torchtitan's --module takes")

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.inner.data import DataOptions, TokenStream, prepare_corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import TokenStream
 from diloco.inner.model import ModelOptions, Transformer, next_token_loss
 
 BATCH, CONTEXT = 16, 64

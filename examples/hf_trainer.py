@@ -22,7 +22,8 @@ from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from diloco.hf import DiLoCoCallback
-from diloco.inner.data import DataOptions, TokenStream, prepare_corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import TokenStream
 
 BATCH, CONTEXT = 16, 64
 CONFIG = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}

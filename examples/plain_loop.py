@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 import diloco
-from diloco.inner.data import DataOptions, TokenStream, prepare_corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import TokenStream
 from diloco.inner.model import ModelOptions, Transformer, next_token_loss
 
 BATCH, CONTEXT = 16, 64

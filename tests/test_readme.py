@@ -15,11 +15,10 @@ import pytest
 
 from diloco.launch.cli import main
 from diloco.wire.options import ServerOptions
-from diloco.wire.server import serve
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.cluster import free_port
 from tests.sooner import sooner
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BY_CI = frozenset({"make demo", "make test"})  # .ci/run runs these two as they stand.

@@ -27,12 +27,14 @@ FLOORS = {
     "learner": 4,
     "sim": 5,
     "wan": 5,
-    "launch": 6,
+    "plan": 6,
+    "launch": 7,
 }
 # Beyond the order of the floors: who never imports whom.
 NEVER = {
     "inner": frozenset(FLOORS) - {"inner"},  # a plain trainer, usable and testable without the rest
     "sim": frozenset({"wire", "syncer", "learner"}),  # it drives the machines themselves, not the processes
+    "plan": frozenset({"wire", "syncer", "learner", "wan"}),
 }
 PURE = ("diloco.sync", "diloco.outer", "diloco.codec", "diloco.wire.chunks")
 IMPURE_IMPORTS = frozenset(
@@ -259,6 +261,8 @@ def imports_have_no_side_effects(module: Module) -> Iterator[str]:
         guard = isinstance(node, ast.If) and ast.unparse(node.test) in GUARDS
         if not (isinstance(node, harmless) or text or guard):
             yield f"line {node.lineno}: importing the module runs `{ast.unparse(node).splitlines()[0]}`"
+        if guard and "__name__" in ast.unparse(node.test) and node is not module.tree.body[-1]:
+            yield f"line {node.lineno}: the module runs before all of it is defined"
 
 
 def mutable(value: ast.expr | None) -> bool:

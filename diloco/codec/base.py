@@ -1,169 +1,216 @@
-"""What every codec is built from: digests, the contract and its errors, packed fields, units and two levels of a group.
+"""The building blocks of codecs: digests, the interface and its errors, memory, fields, units and levels of a group.
 
-Digests.  Two ends compare bytes by their digest, and a reader knows by it that a file is what was written.  A digest is
-written as its name and 32 hexadecimal digits, ``xxh3:<digits>`` (XXH3 of 128 bits, big-endian).  XXH3 runs at the speed
-of memory; SHA-256 runs at a tenth of it, and was the largest part of a round.  64 digits without a name are a SHA-256,
-the form of earlier versions.  It stays readable: a comparison computes in the form of the digest that it is given
-(``like``), and every file and every peer keeps the form that it began with.
+Digests.  Two ends compare bytes by their digest, and a reader verifies a file by it.  A digest is written as its name
+and 32 hexadecimal digits, ``xxh3:<digits>`` (XXH3 of 128 bits, big-endian).  XXH3 runs at the speed of memory; SHA-256
+runs at a tenth of it, and was the largest part of a round.  64 digits without a name are a SHA-256, the form of earlier
+versions.  It stays readable: a comparison uses the form of the digest that it is given (``like``), and every file and
+every peer keeps the form that it began with.
 
-XXH3 finds damage as SHA-256 does, and misses it with a chance of 2**-128.  It does not withstand an attacker who looks
-for two inputs of one digest: a site that does so has two updates of its own under one name, and harms no other site.
-What must withstand an attacker (the journal's chain, manifests, certificates) has SHA-256 and none of this.
+XXH3 finds damage as SHA-256 does, and misses it with a chance of 2**-128.  It does not resist an attacker who searches
+for two inputs with one digest: a site that does so has two updates of its own with one digest, and harms no other site.
+Data that must resist an attacker (the journal's chain, manifests, certificates) uses only SHA-256.
 
-Contract.  :class:`Codec` says what every codec promises, with two errors: :class:`NonFiniteError` refuses values,
-:class:`DecodeError` refuses a payload.  :func:`digest` is the digest by which two ends compare a tensor.
+A :class:`KernelDigest` is computed within a pass of the compiled kernels, while the values are in the first-level
+cache.  It equals the digest that :class:`Hasher` makes of the same bytes.  Two ends compare a tensor by :func:`digest`.
 
-Fields.  A field has 1, 2 or 4 bits.  Several share a byte, the earlier in the lower bits; what fills up the last byte
-is 0.
+Contract.  :class:`Codec` is the interface of every codec, with two errors: :class:`NonFiniteError` refuses values,
+:class:`DecodeError` refuses a payload.
+
+Buffers.  The system maps memory in pages, each at its first touch, and that costs ten times as much as the write
+itself: new tensors for each version cost more than all the arithmetic on them.  :class:`Buffers` reuses memory of a
+fragment's size for the next version.
+
+Fields.  A field has 1, 2, 4 or 8 bits.  Several share a byte, the earlier in the lower bits.
 
 Units.  Magnitudes are counted as whole numbers, so that a mean of them is the same on every machine and in every order
 of summation.  A group of values (a block, or a chunk of top-k) has a ``top``, the largest biased exponent of fp32 in
-it.  Its unit is ``2**(top - 127 - 23)``, and a value of it is ``u`` units, with its significand as a whole number of 24
-bits::
+it.  Its unit is ``2**(top - 127 - 23)``, and a value of the group is ``u`` units, with its significand as a whole
+number of 24 bits::
 
     u = significand >> (top - exponent)          which is at most 2**24 - 1; 0 for a subnormal
 
-A sum of such numbers is exact.  The mean of ``count`` of them, times a fraction where a codec wants one, is rounded up
-to a whole number m, so that it is 0 only if all are.  As a scale it is cut to bf16::
+A sum of such numbers is exact.  The mean of ``count`` of them, times a fraction in some codecs, is rounded up to a
+whole number m, so that it is 0 only if all are.  As a scale it is truncated to bf16::
 
     scale = 0                                                 if m is 0
           = max(bf16_down(m units), 2**-126)        otherwise; bf16_down cuts off the low 16 bits of the fp32 number
 
-m is below 2**24, an fp32 number therefore, and never above the largest value of the group: the scale is finite.  It is
-never subnormal, so a kernel that flushes subnormals to zero reads the same.
+m is below 2**24, so it is an fp32 number, and never above the largest value of the group, so the scale is finite.  It
+is never subnormal, so a kernel that flushes subnormals to zero reads the same value.
 
-Two levels.  int2 puts the magnitudes of a block at two levels, and topk those of the values that it keeps.  A value is
-big or it is not, by a rule of the codec's own under which never all of a group are::
+Two levels.  int2 rounds the magnitudes of a block to two levels, and topk those of the values that it keeps.  Each
+codec has its own rule for which values are big; it never makes all values of a group big::
 
     low   = mean of those that are not big, high = mean of those that are, each as ``mean_scale`` makes it of units
     x'    = high where big, low otherwise, with the sign of x (that of 0 is plus)
 
 Where none is big, or high is no larger than low once both are bf16, high is 0 and nothing is big.
 
-A field has 2 bits: 1 for big, 2 for a negative x'.  No two (levels, fields) mean the same values.  Refused on decoding:
-a level that is no normal bf16 or 0; a high that is neither 0 nor above low; a high of 0 with a big value, and another
-with none or with nothing else; a sign on a value of 0.
+A field has 2 bits: 1 for big, 2 for a negative x'.  Different (levels, fields) mean different values.  Refused on
+decoding: a level that is neither a normal bf16 nor 0; a high that is neither 0 nor above low; a high of 0 with a big
+value, and another high with no big value or only big ones; a sign on a value of 0.
 
-The mean of a set is the point with the least squares to it, so the sum of squares of a group shrinks by
-``count mean**2`` or more (less what is cut off the levels, at most 2**-14 of it).
+The mean of a set minimises the sum of squared distances to it, so the sum of squares of a group shrinks by
+``count mean**2`` or more (less the truncation of the levels, at most 2**-14 of it).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from diloco.codec.kernel_library import SUM_BLOCK, DecodeJob, DigestState, EncodeJob, Fold, Kind, Layout, Status
+from diloco.codec.native import address, kernels, pointer, pointers
 
-    from diloco.codec.structures import Layout
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from diloco.codec.native import Kernels
 
 Raw = bytes | bytearray | memoryview
 XXH3 = "xxh3:"
 
 
-class Hasher(Protocol):
-    """A digest in the making."""
+class Hasher:
+    """Computes a digest incrementally."""
 
-    def update(self, data: Raw, /) -> None:
-        """Take the next bytes."""
-        ...
+    __slots__ = ("_name", "_state", "update")
 
-    def text(self) -> str:
-        """The digest of all bytes so far, as it is written."""
-        ...
-
-
-class _Xxh3:
-    """The form of today."""
-
-    __slots__ = ("_state",)
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, data: Raw, /) -> None:
-        self._state.update(data)
+    def __init__(self, like: str = "") -> None:
+        """Use the form of the digest ``like``; the present form where it is empty."""
+        self._name = "" if is_sha256(like) else XXH3
+        self._state: hashlib._Hash | xxhash.xxh3_128 = hashlib.sha256() if is_sha256(like) else xxhash.xxh3_128()
+        self.update: Callable[[Raw], None] = self._state.update
+        """Add the next bytes."""
 
     def text(self) -> str:
-        return XXH3 + self._state.hexdigest()
-
-
-class _Sha256:
-    """The form of earlier versions."""
-
-    __slots__ = ("_state",)
-
-    def __init__(self) -> None:
-        self._state = hashlib.sha256()
-
-    def update(self, data: Raw, /) -> None:
-        self._state.update(data)
-
-    def text(self) -> str:
-        return self._state.hexdigest()
-
-
-def hasher(like: str = "") -> Hasher:
-    """A new one, in the form of the digest ``like``; in that of today where there is none to compare with."""
-    return _Sha256() if is_sha256(like) else _Xxh3()
+        """Return the digest of all bytes so far, in its written form."""
+        return self._name + self._state.hexdigest()
 
 
 def digest_of(data: Raw, like: str = "") -> str:
-    """The digest of ``data``, in the form of ``like``."""
-    found = hasher(like)
+    """Return the digest of ``data``, in the form of ``like``."""
+    found = Hasher(like)
     found.update(data)
     return found.text()
 
 
 def is_sha256(digest: str) -> bool:
-    """Whether it has the form of earlier versions."""
+    """Return whether ``digest`` has the form of earlier versions."""
     return bool(digest) and not digest.startswith(XXH3)
 
 
 def digits(digest: str) -> str:
-    """Its hexadecimal digits, without the name."""
+    """Return the hexadecimal digits of ``digest``, without the name."""
     return digest.removeprefix(XXH3)
 
 
 def shorter(digest: str) -> str:
-    """As much of it as tells two apart for people."""
+    """Return ``digest`` shortened to 12 digits, for people."""
     return digest[: 12 + (len(XXH3) if digest.startswith(XXH3) else 0)]
 
 
+BYTES_MIN = 241
+"""XXH3 hashes shorter input by another algorithm, which the kernels lack."""
+
+
+class KernelDigest:
+    """The digest of ``total`` bytes, which kernels add in order; all parts but the last are whole ``SUM_BLOCK``s."""
+
+    def __init__(self, total: int) -> None:
+        assert total >= BYTES_MIN, total
+        self._state = DigestState(total)
+
+    @property
+    def address(self) -> int:
+        """The address of the state, for a job of the kernels."""
+        return ctypes.addressof(self._state)
+
+    def text(self) -> str:
+        """Return the digest in its written form, once all bytes are in."""
+        assert self._state.done == self._state.total, (self._state.done, self._state.total)
+        return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
+
+
+def hashing_kernels(total: int, like: str, *granules: int) -> tuple[Kernels, KernelDigest] | None:
+    """Return the kernels, and a digest of ``total`` bytes in the form of ``like`` for them to compute in their pass.
+
+    None where torch makes the pass and a ``Hasher`` the digest; ``granules`` as in ``native.kernels``.
+    """
+    fast = kernels(SUM_BLOCK, *granules)
+    return None if fast is None or total < BYTES_MIN or is_sha256(like) else (fast, KernelDigest(total))
+
+
+def digest(values: Tensor, like: str = "") -> str:
+    """Return the digest of the values' fp32 little-endian bytes, in the form of ``like``."""
+    check_values(values)
+    return digest_of(values.numpy().data, like)
+
+
 CHUNK_VALUES = 256 * 1024
-"""Values handled at a time (1 MiB of fp32), so that the passes over a chunk find it in the cache."""
+"""Values handled at a time (1 MiB of fp32), so that a chunk stays in the cache for all passes over it."""
 
 
 class NonFiniteError(ValueError):
-    """A NaN or an infinity was to be encoded; nothing was."""
+    """The values to encode hold a NaN or an infinity; nothing was encoded."""
 
 
 class DecodeError(ValueError):
-    """The payload is not one that ``encode`` makes."""
+    """The payload is not one that ``encode`` produces."""
 
 
 class NonFinitePayload(DecodeError):
-    """The payload is well formed and holds a NaN or an infinity: its sender's values are at fault, not its bytes."""
+    """The payload is well formed but holds a NaN or an infinity: its sender's values are wrong, not its bytes."""
 
 
-NON_FINITE = 1
-BAD_SCALE = 2
-BAD_CODE = 4
-BAD_FILLING = 8
-TOO_LARGE = 16
-"""What a kernel on an accelerator finds wrong, as the bits of its ``fault``."""
+MALFORMED: Mapping[Status, str] = MappingProxyType(
+    {
+        Status.BAD_SCALE: "holds a scale that is negative, subnormal or not finite",
+        Status.BAD_CODE: "holds a code below",
+        Status.BEHIND: "holds something behind its last value",
+        Status.BEYOND: "holds a value beyond fp32",
+        Status.BAD_INDEX: "holds indices that do not rise or lie outside",
+        Status.BAD_LEVELS: "holds levels that are not those of its values",
+        Status.BAD_SIGN: "holds a sign without a value",
+        Status.NOT_FIRST: "holds a value of 0 that is not the first",
+        Status.BEHIND_INDEX: "holds something behind its last index",
+        Status.BAD_TOP: "holds a scale of 255",
+        Status.SIGN_ALONE: "holds a sign without a code",
+        Status.OTHER_TOP: "holds a scale that is not that of its block's largest code",
+        Status.TOO_SMALL: "holds a code below 2**-126",
+        Status.SIGN_OF_ZERO: "holds a sign in a block of scale 0",
+    }
+)
+
+
+def refuse(status: Status, name: str, layout: Layout) -> None:
+    """Raise the ``DecodeError`` of the plain version of decoding for ``status``; do nothing for ``DONE``."""
+    if status is Status.DONE:
+        return
+    if status is Status.NOT_FINITE:
+        raise NonFinitePayload(f"{name} payload holds a NaN or an infinity")
+    what = MALFORMED[status]
+    if status is Status.BAD_CODE:
+        what += " -127" if layout.kind is Kind.INT8 else " -7"
+    raise DecodeError(f"{name} payload {what}")
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """``out <- out + x``: a further update of the same site, or a version for one who holds the one before."""
+    """``out <- out + x``: a further update of the same site, or a version added to the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,80 +222,207 @@ class Towards:
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """Error feedback: ``fp32(beta residual)`` is added to what is encoded, and ``residual`` becomes what got lost."""
+    """Error feedback: encoding adds ``fp32(beta residual)`` to the values; ``residual`` becomes the rounding error."""
 
     residual: Tensor
     beta: float
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """A fixed mapping between a flat fp32 CPU tensor and bytes, defined to the bit.
 
-    ``encode`` and ``decode`` make new memory.  The others work in the caller's, and on a part of a tensor at a time:
-    before the entropy stage a payload has a fixed length, and each run of ``granule`` values has its own bytes in it.
-    Ranges may therefore be given to several threads, and no bit depends on how they were cut.
+    It is a :class:`PlainCodec`, or a plain codec followed by an entropy stage.
     """
 
+    __slots__ = ()
+    name: str
+    """The name that it was built from, e.g. ``int4:32+zstd1``."""
+
     @property
-    def name(self) -> str:
-        """The name it was made from, e.g. ``int4:32+zstd1``."""
-        ...
+    @abstractmethod
+    def plain(self) -> PlainCodec:
+        """The codec without the entropy stage."""
+
+    @abstractmethod
+    def opened(self, payload: bytes | memoryview, numel: int) -> tuple[PlainCodec, memoryview]:
+        """Undo the entropy stage: return the plain codec and its payload, which is a view where it is stored raw."""
+
+    @abstractmethod
+    def closed(self, payload: Tensor) -> memoryview:
+        """Apply the entropy stage to a whole payload of :attr:`plain` (flat uint8); return what ``encode`` would."""
+
+    @abstractmethod
+    def payload_bytes_max(self, numel: int) -> int:
+        """Return the largest length of a result of ``encode``: ``payload_bytes``, plus one with an entropy stage."""
 
     @property
     def lossless(self) -> bool:
         """Whether ``decode(encode(values))`` is ``values``, bit for bit."""
-        ...
+        return self.plain.layout.kind is Kind.FP32
 
-    @property
-    def granule(self) -> int:
-        """How many values are coded together: a range starts at a multiple and ends at one, or with the tensor."""
-        ...
+    def payload_bytes(self, numel: int) -> int:
+        """Return the exact length of the payload before the entropy stage."""
+        at, size = self.plain.sections(numel, 0, numel)[-1]
+        return at + size
 
     def encode(self, values: Tensor) -> bytes:
         """Encode flat contiguous fp32 ``values``; ``NonFiniteError`` if any is NaN or infinite."""
-        ...
-
-    def encode_into(
-        self,
-        values: Tensor,
-        payload: Tensor,
-        decoded: Tensor | None = None,
-        *,
-        start: int = 0,
-        numel: int | None = None,
-    ) -> int:
-        """Encode into ``payload``, flat uint8 with room for ``payload_bytes_max``, and return the payload's length.
-
-        ``decoded`` receives what the payload says where it is given, and may be ``values``.  Where ``numel`` is given,
-        ``values`` are those from ``start`` of a tensor of that size, and only their bytes are written; a codec with an
-        entropy stage takes whole tensors only.  After a ``NonFiniteError`` both hold nothing of use.
-        """
-        ...
-
-    def encode_difference(
-        self,
-        base: Tensor,
-        local: Tensor,
-        payload: Tensor,
-        decoded: Tensor | None = None,
-        *,
-        in_flight: Sequence[Tensor] = (),
-        carry: Carry | None = None,
-        start: int = 0,
-        numel: int | None = None,
-    ) -> int:
-        """The same of ``base - local - in_flight[0] - ...``, of which no tensor is made; ``decoded`` may be ``local``.
-
-        With ``carry`` its residual is part of it, and holds afterwards what was to be sent less what is.
-        """
-        ...
+        payload = torch.empty(self.payload_bytes(values.numel()), dtype=torch.uint8)
+        self.plain.encode_into((values,), payload)
+        return bytes(self.closed(payload))
 
     def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
         """Decode to a new fp32 tensor of shape (``numel``,), all finite; ``DecodeError`` on anything malformed.
 
-        The casts (fp32, bf16) say ``NonFinitePayload`` for values that are not finite.
+        The casts (fp32, bf16) raise ``NonFinitePayload`` for values that are not finite.
         """
-        ...
+        plain, raw = self.opened(payload, numel)
+        values = torch.empty(numel, dtype=torch.float32)
+        plain.decode_into(raw, numel, values)
+        return values
+
+
+class PlainCodec(Codec):
+    """A codec without an entropy stage: each run of ``granule`` values has its own bytes at fixed offsets.
+
+    ``encode_into`` and ``decode_into`` work in the caller's memory, and on a part of a tensor at a time.  Several
+    threads may handle different ranges, and no bit depends on how the ranges are cut.
+
+    A subclass defines how rows of values are rounded, and where and how the result is stored.  A row is a whole
+    granule, or the last one of a tensor, alone, which may be shorter.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """The format's description for the compiled kernels."""
+
+    @abstractmethod
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Return (offset, length) of each piece of the values from ``start`` to ``stop`` in a payload of ``numel``.
+
+        Joined, the pieces are a payload of these values alone: so a payload on disk can be decoded by ranges, and one
+        that is still arriving as far as it has come.
+        """
+
+    @abstractmethod
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the codes of ``rows``, fp32 (rows, values); ``NonFiniteError`` if any value is NaN or infinite."""
+
+    @abstractmethod
+    def decode_rows(self, *codes: Tensor) -> Tensor:
+        """Return the fp32 values of codes from ``encode_rows`` or ``unpack``; ``DecodeError`` if one is not finite."""
+
+    @abstractmethod
+    def pack(self, *codes: Tensor) -> Sequence[Tensor]:
+        """Return the bytes of codes from ``encode_rows``, flat uint8, for each of the sections."""
+
+    @abstractmethod
+    def unpack(self, pieces: Sequence[Tensor], rows: int, width: int) -> tuple[Tensor, ...]:
+        """Return the codes of ``rows`` of ``width`` values; ``DecodeError`` for bytes that ``pack`` never produces."""
+
+    @property
+    def granule(self) -> int:
+        """Number of values coded together: a range starts at a multiple of it and ends at one, or with the tensor."""
+        return self.layout.block
+
+    @property
+    def plain(self) -> PlainCodec:
+        """The codec itself."""
+        return self
+
+    def opened(self, payload: bytes | memoryview, numel: int) -> tuple[PlainCodec, memoryview]:
+        """Return the codec itself and the payload; ``DecodeError`` unless that has the length for ``numel`` values."""
+        if len(payload) != self.payload_bytes(numel):
+            expected = f"{numel} values take {self.payload_bytes(numel)}"
+            raise DecodeError(f"{self.name} payload has {len(payload)} bytes, {expected}")
+        return self, memoryview(payload)
+
+    def closed(self, payload: Tensor) -> memoryview:
+        """Return the payload as it is."""
+        return bytes_of(payload)
+
+    def payload_bytes_max(self, numel: int) -> int:
+        """Return the same as :meth:`payload_bytes`."""
+        return self.payload_bytes(numel)
+
+    def encode_into(
+        self,
+        terms: Sequence[Tensor],
+        payload: Tensor,
+        decoded: Tensor | None = None,
+        *,
+        carry: Carry | None = None,
+        start: int = 0,
+        numel: int | None = None,
+    ) -> None:
+        """Encode the first of ``terms`` minus the others, without a tensor for the difference, into ``payload``.
+
+        ``payload`` is flat uint8 with room for ``payload_bytes``.  ``carry``: its residual is part of the encoded
+        values, and afterwards holds their rounding error.  ``decoded``, if given, receives the decoded payload,
+        and may be one of the terms.  Where ``numel`` is given, the terms are the values from ``start`` of a tensor of
+        that size, and only their bytes are written.  After a ``NonFiniteError`` the contents of all outputs are
+        undefined.
+        """
+        values = terms[0]
+        whole = values.numel() if numel is None else numel
+        self.check_place(values.numel(), start, whole)
+        for each in (*terms, *([] if decoded is None else [decoded]), *([] if carry is None else [carry.residual])):
+            check_values(each)
+            assert each.shape == values.shape, (each.shape, values.shape)
+        length = self.payload_bytes(whole)
+        assert payload.dtype == torch.uint8, f"payload is {payload.dtype}"
+        assert payload.is_contiguous(), "payload is not contiguous"
+        assert payload.dim() == 1, f"payload has shape {tuple(payload.shape)}"
+        assert payload.numel() >= length, f"payload has room for {payload.numel()} bytes, {length} are needed"
+        fast = kernels(self.granule)
+        if fast is None:
+            self.encode_plain(terms, carry, payload[:length], decoded, start, whole)
+        elif values.numel():
+            job = EncodeJob(
+                self.layout.format(whole),
+                start,
+                values.numel(),
+                pointer(values),
+                pointers(terms[1:]),
+                len(terms) - 1,
+                None if carry is None else pointer(carry.residual),
+                pointer(payload),
+                pointer(decoded),
+                0.0 if carry is None else carry.beta,
+            )
+            if fast.run(job) is not Status.DONE:
+                raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+
+    def encode_plain(
+        self,
+        terms: Sequence[Tensor],
+        carry: Carry | None,
+        payload: Tensor,
+        decoded: Tensor | None,
+        start: int,
+        numel: int,
+    ) -> None:
+        """Compute :meth:`encode_into` in torch: its definition."""
+        for first, last in self._chunks(terms[0].numel()):
+            chunk = terms[0][first:last]
+            for index, term in enumerate(terms[1:]):
+                chunk = torch.sub(chunk, term[first:last], out=chunk if index else None)
+            if carry is not None:
+                chunk = torch.add(chunk, carry.residual[first:last] * carry.beta)
+            codes = self.encode_rows(self._rows(chunk))
+            sections = self.sections(numel, start + first, start + last)
+            for (at, size), piece in zip(sections, self.pack(*codes), strict=True):
+                payload[at : at + size] = piece
+            if carry is None and decoded is None:
+                continue
+            said = self.decode_rows(*codes).view(-1)
+            if carry is not None:
+                torch.sub(chunk, said, out=carry.residual[first:last])
+            if decoded is not None:
+                decoded[first:last] = said
 
     def decode_into(
         self,
@@ -260,53 +434,56 @@ class Codec(Protocol):
     ) -> None:
         """Decode the values from ``start``, as many as ``out`` has, of a payload of ``numel`` into ``out``.
 
-        With ``accumulate`` they are added to what ``out`` holds, or the mean in ``out`` moves towards them.  ``decode``
-        says what is refused; of a range only its own bytes are looked at, and ``out`` holds nothing of use after it.
-        With an entropy stage each call opens the payload anew: see :meth:`opened`.
+        With ``accumulate`` they are added to ``out``, or the mean in ``out`` moves towards them.  It refuses what
+        ``decode`` refuses, but checks only the bytes of the range; after an error the contents of ``out`` are
+        undefined.
         """
-        ...
+        self.opened(payload, numel)  # Refuses another length.
+        check_values(out)
+        self.check_place(out.numel(), start, numel)
+        fast, layout = kernels(self.granule), self.layout
+        if fast is None:
+            self.decode_plain(payload, numel, out, start, accumulate)
+        elif out.numel():
+            fold = Fold.WRITE if accumulate is None else Fold.ADD if isinstance(accumulate, Add) else Fold.TOWARDS
+            share = accumulate.share if isinstance(accumulate, Towards) else 0.0
+            at = pointer(out)
+            job = DecodeJob(layout.format(numel), start, out.numel(), address(payload), at, at, fold, share)
+            refuse(fast.run(job), self.name, layout)
 
-    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Where the values from ``start`` to ``stop`` lie in a payload of ``numel``: (offset, length) of each piece.
+    def decode_plain(
+        self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, accumulate: Add | Towards | None
+    ) -> None:
+        """Compute :meth:`decode_into` in torch: its definition."""
+        view = memoryview(payload)
+        for first, last in self._chunks(out.numel()):
+            sections = self.sections(numel, start + first, start + last)
+            pieces = [torch.frombuffer(bytearray(view[at : at + size]), dtype=torch.uint8) for at, size in sections]
+            codes = self.unpack(pieces, *self._rows(out[first:last]).shape)
+            accumulate_into(out[first:last], self.decode_rows(*codes).view(-1), accumulate)
 
-        Joined, the pieces are a payload of these values by themselves: so one that lies on a disk is decoded by
-        ranges, and one that is on its way as far as it has come.  Of the payload before the entropy stage.
-        """
-        ...
+    def check_place(self, count: int, start: int, numel: int) -> None:
+        """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole granules."""
+        stop, granule = start + count, self.granule
+        assert 0 <= start <= stop <= numel, f"values {start} to {stop} of {numel}"
+        assert start % granule == 0, f"a range of {self.name} starts at {start}"
+        assert stop % granule == 0 or stop == numel, f"a range of {self.name} ends at {stop} of {numel}"
 
-    def opened(self, payload: bytes | memoryview, numel: int) -> tuple[Codec, memoryview]:
-        """Take the entropy stage off: the codec inside and its payload, which is a view wherever it is stored raw."""
-        ...
+    def _chunks(self, numel: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of ``numel`` values, cut at granules so that temporaries stay in the cache; a short last granule
+        is a range of its own."""
+        step, whole = max(1, CHUNK_VALUES // self.granule) * self.granule, numel // self.granule * self.granule
+        yield from ((start, min(start + step, whole)) for start in range(0, whole, step))
+        if whole < numel:
+            yield whole, numel
 
-    @property
-    def layout(self) -> Layout | None:
-        """How the compiled kernels know the format; None where they do not."""
-        ...
-
-    @property
-    def plain(self) -> Codec:
-        """The codec without the entropy stage."""
-        ...
-
-    def closed(self, payload: Tensor) -> memoryview:
-        """Put the entropy stage on a whole payload of :attr:`plain` (flat uint8): what ``encode`` would have made."""
-        ...
-
-    def payload_bytes(self, numel: int) -> int:
-        """Length of the payload before the entropy stage, exactly."""
-        ...
-
-    def payload_bytes_max(self, numel: int) -> int:
-        """Largest length ``encode`` returns: ``payload_bytes``, and one more where there is an entropy stage."""
-        ...
-
-    def error_bound(self, values: Tensor) -> Tensor:
-        """Largest ``|decode(encode(values)) - values|``, elementwise, fp32 of the same shape."""
-        ...
+    def _rows(self, chunk: Tensor) -> Tensor:
+        """Return a view of the chunk as rows of a granule each; a shorter chunk is one row."""
+        return chunk.view(-1, min(self.granule, chunk.numel()))
 
 
 def check_values(values: Tensor) -> None:
-    """Assert what the exchange level promises of a fragment: flat, contiguous, fp32, on the CPU."""
+    """Assert that ``values`` have the form of an exchanged fragment: flat, contiguous, fp32, on the CPU."""
     assert sys.byteorder == "little", "the formats are little-endian, and values are read where they lie"
     assert values.dtype == torch.float32, f"values are {values.dtype}"
     assert values.dim() == 1, f"values have shape {tuple(values.shape)}"
@@ -315,56 +492,79 @@ def check_values(values: Tensor) -> None:
 
 
 def accumulate_into(out: Tensor, values: Tensor, accumulate: Add | Towards | None) -> None:
-    """Write ``values`` to ``out``, or do with them what ``accumulate`` says."""
+    """Write ``values`` to ``out``, or combine them with it as ``accumulate`` says."""
     if accumulate is None:
         out.copy_(values)
     elif isinstance(accumulate, Add):
         out.add_(values)
     else:
-        # Subtracted rather than added, so that the sign of a zero is kept too: -0 - 0 is -0, but -0 + 0 is +0.
+        # Subtract rather than add, to keep the sign of a zero too: -0 - 0 is -0, but -0 + 0 is +0.
         out.sub_(torch.sub(out, values).mul_(accumulate.share))
 
 
-def payload_view(payload: Tensor) -> memoryview:
-    """Return the memory of a flat uint8 tensor, which lives as long as the view does."""
-    return payload.numpy().data
-
-
-def tensor_bytes(values: Tensor) -> bytes:
-    """Return the memory of a contiguous CPU tensor; its type must be one that numpy has."""
-    return values.numpy().tobytes()
-
-
 def bytes_of(values: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor where they lie; the view keeps them."""
+    """Return the bytes of a contiguous CPU tensor, without a copy; the view keeps the memory alive."""
     return values.numpy().reshape(-1).data.cast("B") if values.numel() else memoryview(b"")
 
 
-def bytes_tensor(payload: bytes | memoryview, dtype: torch.dtype) -> Tensor:
-    """Return a copy of ``payload`` as a flat tensor of ``dtype``; the length must be a multiple of its size."""
-    if len(payload) == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(payload), dtype=dtype)
+ALIGNMENT = 64
+"""Alignment of every buffer in bytes: a cache line."""
+LONGER_MAX = 4 / 3
+"""Largest ratio of reused memory to the size asked for: fragment sizes differ by no more."""
 
 
-def check_length(payload: bytes | memoryview, expected: int, name: str, numel: int) -> None:
-    """Raise ``DecodeError`` unless ``payload`` has the ``expected`` length."""
-    if len(payload) != expected:
-        raise DecodeError(f"{name} payload has {len(payload)} bytes, {numel} values take {expected}")
+class Buffers:
+    """Allocates tensors whose memory returns by itself when the last tensor, array or view on it is gone.
 
+    Nothing has to be released explicitly: the storage of a tensor owns the array that it was made from, every view owns
+    the storage, and the memory becomes spare when that array dies.  At most ``spare_max`` pieces are spare.  Any thread
+    may allocate or drop a tensor.
+    """
 
-def check_place(codec: Codec, count: int, start: int, numel: int) -> None:
-    """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole granules."""
-    stop = start + count
-    assert 0 <= start <= stop <= numel, f"values {start} to {stop} of {numel}"
-    assert start % codec.granule == 0, f"a range of {codec.name} starts at {start}"
-    assert stop % codec.granule == 0 or stop == numel, f"a range of {codec.name} ends at {stop} of {numel}"
+    def __init__(self, spare_max: int) -> None:
+        self._spare: deque[np.ndarray[tuple[int], np.dtype[np.uint8]]] = deque(maxlen=spare_max)
 
+    @property
+    def spare_bytes(self) -> int:
+        """Total size of the spare memory."""
+        return sum(each.nbytes for each in tuple(self._spare))
 
-def digest(values: Tensor, like: str = "") -> str:
-    """Return the digest of the values' fp32 little-endian bytes, in the form of ``like``."""
-    check_values(values)
-    return digest_of(values.numpy().data, like)
+    def values(self, numel: int) -> Tensor:
+        """Return a flat, uninitialised fp32 tensor of ``numel`` values."""
+        return self.raw(4 * numel).view(torch.float32)
+
+    def like(self, values: Tensor) -> Tensor:
+        """Return a tensor of the size of ``values``, uninitialised."""
+        return self.values(values.numel())
+
+    def raw(self, size: int) -> Tensor:
+        """Return a flat, uninitialised uint8 tensor of ``size`` bytes."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = self._taken(size + ALIGNMENT)
+        begin = -memory.ctypes.data % ALIGNMENT
+        lease = memory[begin : begin + size]
+        # Appending to a deque is safe at any moment, even during its own ``popleft``: no lock is needed.
+        weakref.finalize(lease, self._spare.append, memory).atexit = False
+        return torch.from_numpy(lease)
+
+    def _taken(self, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Return memory for ``size`` bytes: the first spare piece of fitting length, or new memory.
+
+        Without a fitting piece the one that has been spare for longest is freed: spare and new memory together never
+        exceed the memory in use before.
+        """
+        for _ in range(len(self._spare)):
+            try:
+                memory = self._spare.popleft()
+            except IndexError:
+                break  # Another thread took the last piece.
+            if size <= memory.nbytes <= LONGER_MAX * size:
+                return memory
+            self._spare.append(memory)
+        with contextlib.suppress(IndexError):
+            self._spare.popleft()
+        return np.empty(size, dtype=np.uint8)
 
 
 def packed_bytes(numel: int, bits: int) -> int:
@@ -372,27 +572,29 @@ def packed_bytes(numel: int, bits: int) -> int:
     return (numel * bits + 7) // 8
 
 
-def pack(fields: Tensor, bits: int) -> Tensor:
-    """Return the bytes of flat uint8 ``fields``, each below ``2**bits``."""
+WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""By number of fields in a byte, the integer type that holds them unpacked, one field in each of its bytes."""
+
+
+def pack(fields: Tensor, bits: int, filling: int = 0) -> Tensor:
+    """Return the packed bytes of flat uint8 ``fields``, each below ``2**bits``; ``filling`` pads the last byte."""
     per_byte = 8 // bits
-    missing = -fields.numel() % per_byte
-    if missing:
-        fields = torch.nn.functional.pad(fields, (0, missing))
-    lanes = fields.view(-1, per_byte)
-    packed = lanes[:, 0].clone()
+    fields = torch.nn.functional.pad(fields, (0, -fields.numel() % per_byte), value=filling)
+    words = fields.view(WORDS[per_byte])
+    packed = words
     for place in range(1, per_byte):
-        packed |= lanes[:, place] << (bits * place)
-    return packed
+        packed = packed | (words >> (place * (8 - bits)))
+    return packed.to(torch.uint8)
 
 
-def unpack(packed: Tensor, numel: int, bits: int, name: str) -> Tensor:
-    """Return the ``numel`` fields of ``packed``; ``DecodeError`` where what fills up the last byte is not 0."""
+def unpack(packed: Tensor, numel: int, bits: int, name: str, filling: int = 0) -> Tensor:
+    """Return the ``numel`` fields of ``packed``; ``DecodeError`` where the last byte has another padding."""
     per_byte = 8 // bits
-    lanes = torch.empty(packed.numel(), per_byte, dtype=torch.uint8)
-    for place in range(per_byte):
-        lanes[:, place] = (packed >> (bits * place)) & (2**bits - 1)
-    fields = lanes.view(-1)
-    if bool(fields[numel:].any()):
+    words = found = packed.to(WORDS[per_byte])
+    for place in range(1, per_byte):
+        found = found | (words << (place * (8 - bits)))
+    fields: Tensor = found.view(torch.uint8) & (2**bits - 1)
+    if bool((fields[numel:] != filling).any()):
         raise DecodeError(f"{name} payload holds something behind its last value")
     return fields[:numel]
 
@@ -408,7 +610,7 @@ SCALE_MAX_BITS = 0x7F7F
 
 
 def magnitudes(values: Tensor, name: str) -> Tensor:
-    """Return the bits of |x| as int32, which are in the order of |x|; ``NonFiniteError`` for a NaN or an infinity."""
+    """Return the bits of |x| as int32, which sort like |x|; ``NonFiniteError`` for a NaN or an infinity."""
     found = values.view(torch.int32) & MAGNITUDE_BITS
     if found.numel() and int(found.max()) >= INFINITY_BITS:
         raise NonFiniteError(f"{name} was to encode a NaN or an infinity")
@@ -416,7 +618,7 @@ def magnitudes(values: Tensor, name: str) -> Tensor:
 
 
 def is_negative(values: Tensor) -> Tensor:
-    """Return where x is below 0, which -0 is not, subnormals included wherever the machine flushes them."""
+    """Return where x is below 0: not for -0, but for subnormals even on a machine that flushes them."""
     bits = values.view(torch.int32)
     return (bits < 0) & ((bits & MAGNITUDE_BITS) != 0)
 
@@ -429,7 +631,7 @@ def units(found: Tensor) -> tuple[Tensor, Tensor]:
     return significands >> (top[:, None] - exponents).clamp_(max=31), top
 
 
-def mean_scale(sums: Tensor, counts: Tensor, top: Tensor) -> Tensor:
+def mean_scale(sums: Tensor, counts: Tensor | int, top: Tensor) -> Tensor:
     """Return the scale of each group, the upper 16 bits of its fp32 as int32, for ``sums / counts`` (int64) units."""
     means = -(-sums // counts)
     bits = means.to(torch.float32).view(torch.int32)
@@ -444,7 +646,7 @@ def scale_values(scale_bits: Tensor) -> Tensor:
 
 
 def check_scales(scale_bits: Tensor, name: str) -> None:
-    """Refuse what ``mean_scale`` never makes: NaN, infinity, negatives (with -0) and subnormals."""
+    """Refuse scales that ``mean_scale`` never makes: NaN, infinity, negatives (with -0) and subnormals."""
     legal = (scale_bits == 0) | ((scale_bits >= SCALE_MIN_BITS) & (scale_bits <= SCALE_MAX_BITS))
     if not bool(legal.all()):
         raise DecodeError(f"{name} payload holds a scale that is negative, subnormal or not finite")
@@ -455,15 +657,14 @@ LEVELS_BYTES = 4
 BIG, NEGATIVE = 1, 2
 
 
-def two_levels(found: Tensor, top: Tensor, is_big: Tensor, counts: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+def two_levels(found: Tensor, top: Tensor, is_big: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
     """Return the levels (groups, 2) as int32, the upper 16 bits of fp32, and the fields (groups, values) as uint8.
 
-    ``found`` are units (int64, 0 behind a group's ``counts``) and ``top`` those of the group; ``is_big`` and
-    ``negative`` say so of each value.
+    ``found`` are units (int64), ``top`` is that of each group; ``is_big`` and ``negative`` are masks of the values.
     """
     num_big = is_big.sum(dim=1)
     sum_big = torch.where(is_big, found, 0).sum(dim=1)
-    low = mean_scale(found.sum(dim=1) - sum_big, counts - num_big, top)
+    low = mean_scale(found.sum(dim=1) - sum_big, found.shape[1] - num_big, top)
     high = mean_scale(sum_big, num_big.clamp(min=1), top)
     high = torch.where(high > low, high, 0)
     is_big = is_big & (high > 0)[:, None]
@@ -471,13 +672,13 @@ def two_levels(found: Tensor, top: Tensor, is_big: Tensor, counts: Tensor, negat
     return torch.stack([low, high], dim=1), is_big.to(torch.uint8) * BIG + signs.to(torch.uint8) * NEGATIVE
 
 
-def check_levels(levels: Tensor, fields: Tensor, counts: Tensor, name: str) -> None:
-    """Raise ``DecodeError`` for what ``two_levels`` never makes."""
+def check_levels(levels: Tensor, fields: Tensor, name: str) -> None:
+    """Raise ``DecodeError`` for levels and fields that ``two_levels`` never makes."""
     check_scales(levels, name)
     low, high = levels[:, 0], levels[:, 1]
     is_big = (fields & BIG) > 0
     num_big = is_big.sum(dim=1)
-    two = (high > low) & (num_big > 0) & (num_big < counts)
+    two = (high > low) & (num_big > 0) & (num_big < fields.shape[1])
     if not bool((two | ((high == 0) & (num_big == 0))).all()):
         raise DecodeError(f"{name} payload holds levels that are not those of its values")
     if bool(((fields == NEGATIVE) & (low == 0)[:, None]).any()):
@@ -485,7 +686,7 @@ def check_levels(levels: Tensor, fields: Tensor, counts: Tensor, name: str) -> N
 
 
 def level_values(levels: Tensor, fields: Tensor) -> Tensor:
-    """Return what checked levels and fields say, fp32."""
+    """Return the fp32 values of checked levels and fields."""
     both = scale_values(levels)
     values = torch.where((fields & BIG) > 0, both[:, 1:], both[:, :1])
     return torch.where((fields & NEGATIVE) > 0, -values, values)

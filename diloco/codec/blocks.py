@@ -1,7 +1,11 @@
-"""Symmetric blockwise integer codecs: int8 and int4, one bf16 scale per block.
+"""Block codecs, with one or two scales a block and a field for each value: int8, int4, e3m0, int2 and sign.
 
-A block is ``block`` consecutive values of the fragment, counted from its start; the last may be shorter.  With
-``code_max`` = 127 (int8) or 7 (int4) and ``peak`` = max |x| of the block::
+A block is ``block`` consecutive values of the fragment, counted from its start; the last may be shorter.
+
+Byte layout, little-endian: first the scales of all blocks, then the fields of all values, packed by ``base.pack``.
+
+int8 and int4 (:class:`IntCodec`) are symmetric, with one bf16 scale per block.  With ``code_max`` = 127 (int8) or 7
+(int4) and ``peak`` = max |x| of the block::
 
     scale = 0                                    if peak is 0
           = max(bf16_up(fp32(peak / code_max)), 2**-126)   otherwise; bf16_up rounds to the next bf16 away from zero
@@ -11,177 +15,307 @@ A block is ``block`` consecutive values of the fragment, counted from its start;
 The scale is rounded up so that no code leaves its range.  It is never subnormal, so a kernel that flushes subnormals
 to zero decodes the same bits.  ``code * scale`` has at most 7 + 8 significant bits and is exact in fp32.
 
-Byte layout, little-endian: first the scales of all blocks, bf16 (2 bytes each), then the codes of all values.  int8:
-one two's-complement byte each.  int4: ``code + 8`` (1 to 15), two to a byte: value 2i in the low four bits of byte i,
-value 2i + 1 in the high four; where the number of values is odd, the last four bits hold the code 0 (8).
+A field of int8 is the code as a two's-complement byte, one of int4 is ``code + 8`` (1 to 15); where the number of
+values of int4 is odd, the last four bits hold the code 0 (8).
 
 Error: ``|x' - x| <= scale / 2``, and scale is at most ``(1 + 2**-7) peak / code_max`` (or 2**-126).  Rounding the
-quotient to fp32 first costs nothing: division keeps order and a tie is an fp32 number, so a quotient never crosses one;
-and an x beside a tie is off it by an ulp of x, which makes more than half an ulp of the quotient, so it never lands on
-one.  One exception near the top of fp32: where ``code_max * scale`` overflows, the codes are held to the largest
-magnitude whose value is finite, and the bound is one scale.
+quotient to fp32 first adds no error: division keeps order and a tie is an fp32 number, so a quotient never crosses one;
+and an x beside a tie is off it by an ulp of x, which is more than half an ulp of the quotient, so it never lands on
+one.  One exception near the top of fp32: where ``code_max * scale`` overflows, the codes are limited to the largest
+magnitude whose value is finite, and the error bound is one scale.
+
+e3m0, int2 and sign round a block's values to a few points.  Different payloads mean different values: payloads that
+their ``encode`` never makes are refused.
+
+e3m0 (:class:`E3m0Codec`): a sign and three bits of exponent, so only powers of two (Streaming DiLoCo, arXiv
+2501.18512).  Everything is arithmetic on the bits of fp32, so every machine gives the same result.  With ``bits`` those
+of |x|::
+
+    level = min((bits + 2**22) >> 23, 254)      the exponent of the nearest power of two; a tie (1.5 * 2**k) goes up
+    top   = largest level of the block          which is its scale, one byte
+    code  = level - (top - 7)                   where that is at least 1
+          = 1                                   below that, where bits >> 23 >= top - 7: x is nearer to code 1 than to 0
+          = 0                                   otherwise, and wherever level is 0
+    x'    = 2**(top - 7 + code - 127)           with the sign of x; 0 for the code 0
+
+A level of 0 means |x| below 2**-127, which becomes 0; nothing decodes to a subnormal.  The values of a block span
+seven powers of two, a factor of 64; values below half of the smallest power become 0.
+
+A field has 4 bits: the code in the low three, 1 for a negative x' in the fourth.  Refused on decoding: a top of 255, a
+sign without a code, a code whose power is below 2**-126, a block without the code 7 whose top is not 0 (the same
+values have a smaller top), and a block with any code whose top is 0.
+
+Size: 4 bits a value and 8 a block: 4.0625 with blocks of 128.  Error: |x| / 3 from 0.75 * 2**(top - 133) on, at most
+``2**(top - 134)`` below that; |x| / 2 from 1.5 * 2**127 on, where the power above would be infinite.  Rounding is to
+the nearest value, not the nearest exponent: for data that is uniform between two powers this keeps the mean.
+
+int2 and sign: a block's values are rounded to two levels or to one, which are means of magnitudes, computed in the
+units of ``base``: whole numbers, whose sum does not depend on the order.
+
+int2 (:class:`Int2Codec`) has two levels, as ``base.two_levels`` makes them::
+
+    big   = more units than 5/4 of the block's mean, rounded up
+
+5/4 of the mean is where the best two levels meet for Gaussian data (.98 standard deviations, Max 1960), which real
+pseudo-gradients are close to in blocks of this size; and a block of one large value among small ones keeps both.
+
+sign (:class:`SignCodec`) has one level (Seide et al. 2014; with feedback and this scale: Karimireddy et al. 2019, arXiv
+1901.09847)::
+
+    scale = mean |x|
+    x'    = scale, with the sign of x (that of 0 is plus)
+
+A field has 1 bit: 1 for a negative x.  Refused on decoding: a scale that is neither a normal bf16 nor 0, and a
+field that is not 0 in a block of scale 0.
+
+In a block with any level but 0, a value of 0 need not decode to 0: int2 and sign are made for error feedback, which
+corrects that later.
+
+Size: int2 2 bits a value and 32 a block, 2.125 with blocks of 256; sign 1 bit a value and 16 a block, 1.125 with blocks
+of 128.  Error: ``max(|x|, level)`` for each value; in a block the sum of squares shrinks by ``count mean**2`` or more
+(less the truncation of the levels), so that with feedback and no new input the residual goes to 0.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from diloco.codec.base import DecodeError, NonFiniteError, bytes_tensor
-from diloco.codec.ranged import RangedCodec
-from diloco.codec.structures import Kind, Layout
+from diloco.codec.base import (
+    EXPONENT_MAX,
+    EXPONENT_SHIFT,
+    FIELD_BITS,
+    SCALE_MIN_BITS,
+    DecodeError,
+    NonFiniteError,
+    PlainCodec,
+    check_levels,
+    check_scales,
+    is_negative,
+    level_values,
+    magnitudes,
+    mean_scale,
+    pack,
+    packed_bytes,
+    scale_values,
+    two_levels,
+    units,
+    unpack,
+)
+from diloco.codec.kernel_library import Kind, Layout
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-SCALE_MIN = 2.0**-126  # the smallest normal fp32 and bf16
 FP32_MAX = torch.finfo(torch.float32).max
-SCALE_BYTES = 2
-INT4_ZERO = 8  # what stands for the code 0 in four bits
-BLOCK_MAX = 65536
+HALF_STEP = 1 << (EXPONENT_SHIFT - 1)
+CODE_MAX = 7
+SIGN_FIELD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCodec(RangedCodec):
-    """int8 or int4 (``bits``) in blocks of ``block`` values, an even number; see the module for the format."""
+class BlockCodec(PlainCodec):
+    """Blocks of ``block`` values; ``encode_rows`` gives the scales (blocks, scales), int32, and the fields, uint8."""
 
     name: str
-    bits: int
     block: int
 
-    def __post_init__(self) -> None:
-        assert self.bits in (4, 8)
-        if not (2 <= self.block <= BLOCK_MAX and self.block % 2 == 0):
-            raise ValueError(f"codec is {self.name!r}: its block must be an even number from 2 to {BLOCK_MAX}")
+    kind: ClassVar[Kind]
+    bits: ClassVar[int]
+    """Bits of a field: 1, 2, 4 or 8."""
+    filling: ClassVar[int] = 0
+    """The field that pads the last byte."""
+    scales_type: ClassVar[torch.dtype] = torch.int16
+    """The stored dtype of a scale: uint8, or int16 for the upper half of an fp32."""
+    num_scales: ClassVar[int] = 1
+    """Scales of a block."""
+    sizes: ClassVar[tuple[int, int, str]] = (8, 4096, "a multiple of 8")
+    """A block's size is a multiple of the first number and at most the second; the text is for errors."""
 
-    @property
-    def granule(self) -> int:
-        """Return the block."""
-        return self.block
+    def __post_init__(self) -> None:
+        step, most, words = self.sizes
+        if not (step <= self.block <= most and self.block % step == 0):
+            raise ValueError(f"codec is {self.name!r}: its block must be {words} from {step} to {most}")
 
     @property
     def layout(self) -> Layout:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
-        return Layout(Kind.INT8 if self.bits == 8 else Kind.INT4, self.block)
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        return Layout(self.kind, self.block)
+
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Return (offset, length) of the scales and the fields; ``start`` is that of a block, so of a whole byte."""
+        size = self.scales_type.itemsize * self.num_scales
+        first, last, ahead = (size * -(-each // self.block) for each in (start, stop, numel))
+        begin = start * self.bits // 8
+        return (first, last - first), (ahead + begin, packed_bytes(stop, self.bits) - begin)
+
+    def pack(self, *codes: Tensor) -> Sequence[Tensor]:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        scales, fields = codes
+        stored = scales.to(self.scales_type).view(-1).view(torch.uint8)
+        return stored, pack(fields.view(-1), self.bits, self.filling)
+
+    def unpack(self, pieces: Sequence[Tensor], rows: int, width: int) -> tuple[Tensor, ...]:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        scales = pieces[0].view(self.scales_type).to(torch.int32).view(rows, self.num_scales)
+        fields = unpack(pieces[1], rows * width, self.bits, self.name, self.filling).view(rows, width)
+        self.check(scales, fields)
+        return scales, fields
+
+    @abstractmethod
+    def check(self, scales: Tensor, fields: Tensor) -> None:
+        """Raise ``DecodeError`` for scales and fields that ``encode_rows`` never returns."""
+
+
+class IntCodec(BlockCodec):
+    """int8 and int4; blocks of an even number of values."""
+
+    __slots__ = ()
+    sizes = (2, 65536, "an even number")
 
     @property
     def code_max(self) -> int:
-        """Largest magnitude of a code; the most negative number of the type is not used, for symmetry."""
+        """Largest magnitude of a code; the type's most negative number is unused, for symmetry."""
         return int(2 ** (self.bits - 1) - 1)
 
-    def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
-        blocks = self._blocks(chunk)
-        scales = self._scales(blocks)
-        codes = self._codes(blocks, scales).view(-1)[: chunk.numel()]
-        scale_bits = (scales.view(torch.int32) >> 16).to(torch.int16)
-        first = start // self.block * SCALE_BYTES
-        payload[first : first + SCALE_BYTES * len(scales)] = scale_bits.view(torch.uint8)
-        codes_start, codes_stop = self._codes_place(numel, start, chunk.numel())
-        payload[codes_start:codes_stop] = codes.view(torch.uint8) if self.bits == 8 else _pack(codes)
-        if decoded is not None:
-            self._multiply(codes, scales, out=decoded)
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`BlockCodec`."""
+        scale_bits = self._scale_bits(rows)
+        scales = scale_values(scale_bits)
+        # Where the scale is 0 all values are 0, and 0 / 1 gives the code 0.
+        divisors = torch.where(scales > 0, scales, 1.0)
+        quotients = torch.div(rows, divisors).round_()
+        if bool(torch.isinf(scales * self.code_max).any()):
+            held = torch.floor(FP32_MAX / divisors)
+            quotients = torch.minimum(torch.maximum(quotients, -held), held)
+        return scale_bits, quotients.to(torch.int8).view(torch.uint8) + self.filling
 
-    def decode_chunk(self, payload: memoryview, numel: int, start: int, out: Tensor) -> None:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
-        first, last = start // self.block, -(-(start + out.numel()) // self.block)
-        scale_bits = bytes_tensor(payload[SCALE_BYTES * first : SCALE_BYTES * last], torch.int16)
-        scales = (scale_bits.to(torch.int32) << 16).view(torch.float32)
-        self._check_scales(scales)
-        codes_start, codes_stop = self._codes_place(numel, start, out.numel())
-        raw = bytes_tensor(payload[codes_start:codes_stop], torch.uint8)
-        codes = raw.view(torch.int8) if self.bits == 8 else _unpack(raw, out.numel())
-        if int(codes.min()) < -self.code_max:
-            raise DecodeError(f"{self.name} payload holds a code below {-self.code_max}")
-        self._multiply(codes, scales, out=out)
-
-    def payload_bytes(self, numel: int) -> int:
-        """Return 2 bytes a block and ``bits`` a value, rounded up to a byte."""
-        return self._scales_bytes(numel) + (numel * self.bits + 7) // 8
-
-    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Return the place of the scales and that of the codes."""
-        first, last = start // self.block, -(-stop // self.block)
-        codes_start, codes_stop = self._codes_place(numel, start, stop - start)
-        return (SCALE_BYTES * first, SCALE_BYTES * (last - first)), (codes_start, codes_stop - codes_start)
-
-    def error_bound(self, values: Tensor) -> Tensor:
-        """Return half the scale of the value's block, or the whole where the codes had to be held."""
-        bound = torch.empty_like(values)
-        for start, stop in self.chunks(values.numel()):
-            scales = self._scales(self._blocks(values[start:stop]))
-            share = torch.where(torch.isinf(scales * self.code_max), 1.0, 0.5)
-            bound[start:stop] = (scales * share).repeat_interleave(self.block)[: stop - start]
-        return bound
-
-    def _scales_bytes(self, numel: int) -> int:
-        return SCALE_BYTES * -(-numel // self.block)
-
-    def _codes_place(self, numel: int, start: int, count: int) -> tuple[int, int]:
-        """Where the codes of ``count`` values from ``start`` lie."""
-        codes = self._scales_bytes(numel)
-        return codes + start * self.bits // 8, codes + ((start + count) * self.bits + 7) // 8
-
-    def _blocks(self, chunk: Tensor) -> Tensor:
-        """View the chunk as (blocks, block), the last block filled up with zeros, which change no peak."""
-        missing = -chunk.numel() % self.block
-        if missing:
-            chunk = torch.nn.functional.pad(chunk, (0, missing))
-        return chunk.view(-1, self.block)
-
-    def _scales(self, blocks: Tensor) -> Tensor:
-        """Return one scale per block, fp32 whose low 16 bits are zero."""
-        peaks = torch.maximum(blocks.amax(dim=1), blocks.amin(dim=1).neg_())  # both pass a NaN on
+    def _scale_bits(self, rows: Tensor) -> Tensor:
+        peaks = torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())  # both propagate NaN
         if not is_finite(peaks):
             raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
-        scale_bits = (peaks / self.code_max).view(torch.int32)
-        rounded_up = ((scale_bits + 0xFFFF) & -0x10000).view(torch.float32)
-        return torch.where(peaks > 0, rounded_up.clamp_(min=SCALE_MIN), 0.0)
+        rounded_up = ((peaks / self.code_max).view(torch.int32) + 0xFFFF) >> 16
+        return torch.where(peaks > 0, rounded_up.clamp_(min=SCALE_MIN_BITS), 0)[:, None]
 
-    def _codes(self, blocks: Tensor, scales: Tensor) -> Tensor:
-        # Where the scale is 0 all values are, and 0 / 1 is the code 0.
-        divisors = torch.where(scales > 0, scales, 1.0)
-        quotients = torch.div(blocks, divisors[:, None]).round_()
-        if bool(torch.isinf(scales * self.code_max).any()):
-            held = torch.floor(FP32_MAX / divisors)[:, None]
-            quotients = torch.minimum(torch.maximum(quotients, -held), held)
-        return quotients.to(torch.int8)
+    def check(self, scales: Tensor, fields: Tensor) -> None:
+        """See :class:`BlockCodec`."""
+        check_scales(scales, self.name)
+        if int(self._codes(fields).min()) < -self.code_max:
+            raise DecodeError(f"{self.name} payload holds a code below {-self.code_max}")
 
-    def _check_scales(self, scales: Tensor) -> None:
-        """Refuse what ``encode`` never makes: NaN, infinity, negatives (with -0) and subnormals."""
-        if scales.numel() == 0:
-            return
-        legal = (scales.view(torch.int32) == 0) | ((scales >= SCALE_MIN) & (scales <= FP32_MAX))
-        if not bool(legal.all()):
-            raise DecodeError(f"{self.name} payload holds a scale that is negative, subnormal or not finite")
-
-    def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write ``fp32(code * scale)`` into ``out``; refuse a product that is not finite."""
-        whole = codes.numel() // self.block * self.block
-        out.copy_(codes)
-        out[:whole].view(-1, self.block).mul_(scales[: whole // self.block, None])
-        if whole < codes.numel():
-            out[whole:].mul_(scales[-1])
-        if bool(torch.isinf(scales * self.code_max).any()) and not is_finite(out):
+    def decode_rows(self, *codes: Tensor) -> Tensor:
+        """Return ``fp32(code * scale)``."""
+        scales = scale_values(codes[0])
+        values = self._codes(codes[1]).to(torch.float32).mul_(scales)
+        if bool(torch.isinf(scales * self.code_max).any()) and not is_finite(values):
             raise DecodeError(f"{self.name} payload holds a value beyond fp32")
+        return values
+
+    def _codes(self, fields: Tensor) -> Tensor:
+        return (fields - self.filling if self.filling else fields).view(torch.int8)
 
 
-def _pack(codes: Tensor) -> Tensor:
-    """Pack int8 codes in [-7, 7] into bytes, the earlier of each two in the low four bits."""
-    nibbles = codes + INT4_ZERO
-    if nibbles.numel() % 2:
-        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=INT4_ZERO)
-    pairs = nibbles.view(torch.int16)  # low byte: the earlier nibble; high byte: the later one
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+class Int8Codec(IntCodec):
+    """See the module for the format."""
+
+    __slots__ = ()
+    kind, bits = Kind.INT8, 8
 
 
-def _unpack(packed: Tensor, numel: int) -> Tensor:
-    """Return the int8 codes in [-8, 7] of ``packed``; ``DecodeError`` where the filling is not the code 0."""
-    pairs = packed.to(torch.int16)
-    codes = ((pairs | (pairs << 4)) & 0x0F0F).view(torch.int8) - INT4_ZERO
-    if codes.numel() > numel and int(codes[-1]) != 0:
-        raise DecodeError("int4 payload holds something behind its last value")
-    return codes[:numel]
+class Int4Codec(IntCodec):
+    """See the module for the format."""
+
+    __slots__ = ()
+    kind, bits, filling = Kind.INT4, 4, 8
+
+
+class E3m0Codec(BlockCodec):
+    """See the module for the format."""
+
+    __slots__ = ()
+    kind, bits, scales_type = Kind.E3M0, 4, torch.uint8
+
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`BlockCodec`."""
+        found = magnitudes(rows, self.name)
+        levels = ((found + HALF_STEP) >> EXPONENT_SHIFT).clamp_(max=EXPONENT_MAX)
+        top = levels.amax(dim=1, keepdim=True)
+        lowest = top - CODE_MAX
+        codes = torch.maximum(levels - lowest, (found >> EXPONENT_SHIFT >= lowest).to(torch.int32))
+        codes = torch.where(levels > 0, codes.clamp_(min=0), 0)
+        signs = (is_negative(rows) & (codes > 0)).to(torch.int32) * SIGN_FIELD
+        return top, (codes + signs).to(torch.uint8)
+
+    def check(self, scales: Tensor, fields: Tensor) -> None:
+        """See :class:`BlockCodec`."""
+        name, top = self.name, scales[:, 0]
+        if bool((top > EXPONENT_MAX).any()):
+            raise DecodeError(f"{name} payload holds a scale of 255")
+        if bool((fields == SIGN_FIELD).any()):
+            raise DecodeError(f"{name} payload holds a sign without a code")
+        codes = fields & CODE_MAX
+        if not torch.equal(codes.amax(dim=1), torch.where(top > 0, CODE_MAX, 0).to(torch.uint8)):
+            raise DecodeError(f"{name} payload holds a scale that is not that of its block's largest code")
+        lowest = torch.where(codes > 0, codes, CODE_MAX).amin(dim=1)
+        if bool(((top > 0) & (top - CODE_MAX + lowest < 1)).any()):
+            raise DecodeError(f"{name} payload holds a code below 2**-126")
+
+    def decode_rows(self, *codes: Tensor) -> Tensor:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        scales, wide = codes[0], codes[1].to(torch.int32)
+        powers = wide & CODE_MAX
+        exponents = scales - CODE_MAX + powers
+        signs = (wide & SIGN_FIELD) << 28  # Moves bit 3 of the field to the sign bit 31.
+        return torch.where(powers > 0, (exponents << EXPONENT_SHIFT) | signs, 0).view(torch.float32)
+
+
+class Int2Codec(BlockCodec):
+    """See the module for the format."""
+
+    __slots__ = ()
+    kind, bits, num_scales = Kind.INT2, FIELD_BITS, 2
+
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`BlockCodec`."""
+        found, top = units(magnitudes(rows, self.name))
+        found = found.to(torch.int64)
+        is_big = found > -(-5 * found.sum(dim=1) // (4 * rows.shape[1]))[:, None]
+        return two_levels(found, top, is_big, is_negative(rows))
+
+    def check(self, scales: Tensor, fields: Tensor) -> None:
+        """See :class:`BlockCodec`."""
+        check_levels(scales, fields, self.name)
+
+    def decode_rows(self, *codes: Tensor) -> Tensor:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        return level_values(*codes)
+
+
+class SignCodec(BlockCodec):
+    """See the module for the format."""
+
+    __slots__ = ()
+    kind, bits = Kind.SIGN, 1
+
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """See :class:`BlockCodec`."""
+        found, top = units(magnitudes(rows, self.name))
+        scales = mean_scale(found.sum(dim=1, dtype=torch.int64), rows.shape[1], top)[:, None]
+        return scales, (is_negative(rows) & (scales > 0)).to(torch.uint8)
+
+    def check(self, scales: Tensor, fields: Tensor) -> None:
+        """See :class:`BlockCodec`."""
+        check_scales(scales, self.name)
+        if bool(((scales == 0) & (fields > 0)).any()):
+            raise DecodeError(f"{self.name} payload holds a sign in a block of scale 0")
+
+    def decode_rows(self, *codes: Tensor) -> Tensor:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        scale = scale_values(codes[0])
+        return torch.where(codes[1] > 0, -scale, scale)

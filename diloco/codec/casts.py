@@ -7,107 +7,83 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.base import NonFiniteError, NonFinitePayload, bytes_tensor
-from diloco.codec.ranged import RangedCodec
-from diloco.codec.structures import Kind, Layout
+from diloco.codec.base import NonFiniteError, NonFinitePayload, PlainCodec
+from diloco.codec.kernel_library import Kind, Layout
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 @dataclass(frozen=True, slots=True)
-class Fp32Codec(RangedCodec):
-    """Layout: the values, fp32 little-endian."""
+class Fp32Codec(PlainCodec):
+    """fp32, lossless.  Layout: the values, fp32 little-endian."""
 
     name: str = "fp32"
 
     @property
-    def granule(self) -> int:
-        """Return 1."""
-        return 1
-
-    @property
     def layout(self) -> Layout:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        """See :class:`~diloco.codec.base.PlainCodec`."""
         return Layout(Kind.FP32, 1)
 
     @property
-    def lossless(self) -> bool:
-        """True."""
-        return True
-
-    def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
-        if not is_finite(chunk):
-            raise NonFiniteError("fp32 was to encode a NaN or an infinity")
-        payload[4 * start : 4 * (start + chunk.numel())] = chunk.view(torch.uint8)
-        if decoded is not None:
-            decoded.copy_(chunk)
-
-    def decode_chunk(self, payload: memoryview, numel: int, start: int, out: Tensor) -> None:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
-        out.copy_(bytes_tensor(payload[4 * start : 4 * (start + out.numel())], torch.float32))
-        if not is_finite(out):
-            raise NonFinitePayload("fp32 payload holds a NaN or an infinity")
-
-    def payload_bytes(self, numel: int) -> int:
-        """Return 4 bytes a value."""
-        return 4 * numel
+    def stored(self) -> torch.dtype:
+        """The dtype of a value in a payload."""
+        return torch.float32
 
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Return the one place."""
-        return ((4 * start, 4 * (stop - start)),)
+        """Return the one piece."""
+        size = self.stored.itemsize
+        return ((size * start, size * (stop - start)),)
 
-    def error_bound(self, values: Tensor) -> Tensor:
-        """Return 0."""
-        return torch.zeros_like(values)
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows in the stored dtype."""
+        if not is_finite(rows):
+            raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+        return (rows,)
+
+    def decode_rows(self, *codes: Tensor) -> Tensor:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        return codes[0].to(torch.float32)
+
+    def pack(self, *codes: Tensor) -> Sequence[Tensor]:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        return (codes[0].view(-1).view(torch.uint8),)
+
+    def unpack(self, pieces: Sequence[Tensor], rows: int, width: int) -> tuple[Tensor, ...]:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        values = pieces[0].view(self.stored).view(rows, width)
+        if not is_finite(values):
+            raise NonFinitePayload(f"{self.name} payload holds a NaN or an infinity")
+        return (values,)
 
 
-@dataclass(frozen=True, slots=True)
-class Bf16Codec(RangedCodec):
+class Bf16Codec(Fp32Codec):
     """Layout: the values, bfloat16 little-endian, rounded to nearest even.
 
     Values that would round to infinity (above 3.396e38) become the largest bf16 (3.390e38) of their sign.
     """
 
-    name: str = "bf16"
+    __slots__ = ()
 
-    @property
-    def granule(self) -> int:
-        """Return 1."""
-        return 1
+    def __init__(self) -> None:
+        super().__init__("bf16")
 
     @property
     def layout(self) -> Layout:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        """See :class:`~diloco.codec.base.PlainCodec`."""
         return Layout(Kind.BF16, 1)
 
-    def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
-        if not is_finite(chunk):
-            raise NonFiniteError("bf16 was to encode a NaN or an infinity")
-        codes = chunk.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16)
-        payload[2 * start : 2 * (start + chunk.numel())] = codes.view(torch.uint8)
-        if decoded is not None:
-            decoded.copy_(codes)
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of a value in a payload."""
+        return torch.bfloat16
 
-    def decode_chunk(self, payload: memoryview, numel: int, start: int, out: Tensor) -> None:
-        """See :class:`~diloco.codec.ranged.RangedCodec`."""
-        out.copy_(bytes_tensor(payload[2 * start : 2 * (start + out.numel())], torch.bfloat16))
-        if not is_finite(out):
-            raise NonFinitePayload("bf16 payload holds a NaN or an infinity")
-
-    def payload_bytes(self, numel: int) -> int:
-        """Return 2 bytes a value."""
-        return 2 * numel
-
-    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Return the one place."""
-        return ((2 * start, 2 * (stop - start)),)
-
-    def error_bound(self, values: Tensor) -> Tensor:
-        """Return ``max(2**-8 |x|, 2**-134)``: half a step of 8 significant bits, or of bf16's subnormals."""
-        return values.abs().mul_(2.0**-8).clamp_(min=2.0**-134)
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows in the stored dtype."""
+        (finite,) = super().encode_rows(rows)
+        return (finite.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16),)

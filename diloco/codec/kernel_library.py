@@ -1,31 +1,265 @@
-"""Find the compiled kernels and choose the level of instructions that this process runs.
+"""The compiled kernels: the structures that they share with ``native``, and the choice of the instruction level.
 
-``kernels/kernels.cpp`` holds several levels, of which a process runs the best that its CPU has, unless :func:`force`
-names another.  Without the library everything runs on plain torch.  Imports no torch, because a process forces its
-level before it settles how many threads torch may use.
+``kernels/kernels.cpp`` holds several instruction levels; a process runs the best that its CPU has, unless :func:`force`
+names another.  Without the library everything runs on plain torch.  This module does not import torch, because a
+process forces its level before it sets how many threads torch may use.
+
+The numbers and structures are in the order of those in ``kernels.cpp``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_double, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from dataclasses import dataclass
+from enum import IntEnum, IntFlag
 from importlib.util import find_spec
+from typing import Any, ClassVar
 
-from diloco.codec.structures import INTERFACE
+INTERFACE = 5
+"""Version of the library's interface; a library of another version is not used."""
+TILE_MAX = 4096
+"""Most values that the kernels handle at a time."""
+TILE_USUAL = 2048
+SUM_BLOCK, LANES = 1024, 16
+"""The order of sums, see ``merging``."""
+
+
+class Kind(IntEnum):
+    """The formats that have kernels."""
+
+    FP32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+    TOPK = 4
+    E3M0 = 5
+    INT2 = 6
+    SIGN = 7
+
+
+class Status(IntEnum):
+    """The result of a kernel."""
+
+    DONE = 0
+    NOT_FINITE = 1
+    BAD_SCALE = 2
+    BAD_CODE = 3
+    BEHIND = 4
+    BEYOND = 5
+    THETA_NOT_FINITE = 6
+    PUBLISHED_NOT_FINITE = 7
+    BAD_INDEX = 8
+    BAD_LEVELS = 9
+    BAD_SIGN = 10
+    NOT_FIRST = 11
+    BEHIND_INDEX = 12
+    BAD_TOP = 13
+    SIGN_ALONE = 14
+    OTHER_TOP = 15
+    TOO_SMALL = 16
+    SIGN_OF_ZERO = 17
+
+
+class Fold(IntEnum):
+    """How decoded values are combined with the output."""
+
+    WRITE = 0
+    ADD = 1
+    TOWARDS = 2
+
+
+class Place(IntFlag):
+    """An update's position in a round: of the first counted site, first of its site, last of its site."""
+
+    IN_MEAN = 1
+    OPENS_SITE = 2
+    ENDS_SITE = 4
+
+
+class Rule(IntEnum):
+    """The outer optimizer."""
+
+    WITHOUT_MOMENTUM = 0
+    HEAVY_BALL = 1
+    NESTEROV = 2
+    PART = 3
+    """A part of a step, by the four factors of ``outer.optimizer.LinearPart``."""
+
+
+def each(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
+    """Return fields of one type."""
+    return tuple((name, kind) for name in names)
+
+
+class Format(Structure):
+    """A payload's format: ``numel`` values in blocks of ``block`` (1 for casts); top-k keeps ``kept`` of each."""
+
+    _fields_ = (("kind", c_int32), ("block", c_int32), ("numel", c_int64), ("kept", c_int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The format of a codec that has kernels: its kind and the size of its blocks, 1 for a cast.
+
+    ``kept`` is the number of values that top-k keeps of a block.
+    """
+
+    kind: Kind
+    block: int
+    kept: int = 0
+
+    def format(self, numel: int) -> Format:
+        """Return the format of a payload of ``numel`` values."""
+        return Format(self.kind, self.block, numel, self.kept)
+
+
+class Job(Structure):
+    """A pass over memory."""
+
+    function: ClassVar[str]
+    """The library's function that does it."""
+
+
+class EncodeJob(Job):
+    """``values - less[0] - ... + beta residual`` into ``payload``; the rounding error into ``residual``."""
+
+    function = "diloco_encode"
+    _fields_ = (
+        ("format", Format),
+        *each(c_int64, "start", "count"),
+        ("values", c_void_p),
+        ("less", POINTER(c_void_p)),
+        ("less_count", c_int64),
+        *each(c_void_p, "residual", "payload", "decoded"),
+        ("beta", c_float),
+    )
+
+
+class DecodeJob(Job):
+    """``payload`` into ``out``, or folded with ``held``, which may be ``out``."""
+
+    function = "diloco_decode"
+    _fields_ = (
+        ("format", Format),
+        *each(c_int64, "start", "count"),
+        *each(c_void_p, "payload", "held", "out"),
+        ("fold", c_int32),
+        ("share", c_float),
+    )
+
+
+class MeasureJob(Job):
+    """Sums over the decoded values, which ``out`` and ``digest`` receive unless they are null."""
+
+    function = "diloco_measure"
+    _fields_ = (
+        ("format", Format),
+        *each(c_int64, "start", "count", "tile"),
+        *each(c_void_p, "payload", "against", "out"),
+        *each(c_double, "squares", "products", "against_squares"),
+        ("digest", c_void_p),
+        ("largest", c_float),
+    )
+
+
+class Update(Structure):
+    """One payload of a round."""
+
+    _fields_ = (("format", Format), ("payload", c_void_p), ("place", c_int32), ("share", c_float))
+
+
+class OuterJob(Job):
+    """One range of a version; ``culprit`` is the update that was refused, or -1."""
+
+    function = "diloco_outer"
+    _fields_ = (
+        *each(c_int64, "start", "stop", "tile"),
+        ("updates", POINTER(Update)),
+        ("updates_count", c_int64),
+        *each(c_void_p, "theta", "published", "momentum", "theta_after", "published_after", "momentum_after"),
+        ("down", Format),
+        ("payload", c_void_p),
+        *each(c_int32, "lossless", "rule", "fused"),
+        *each(c_float, "minus_lr", "momentum_factor", "momentum_by_g", "theta_by_momentum"),
+        ("squares", c_double),
+        ("culprit", c_int64),
+    )
+
+
+class DigestState(Structure):
+    """XXH3 of 128 bits over ``total`` bytes, of which ``done`` are in; ``high`` and ``low`` are the final digest."""
+
+    _fields_ = (
+        *each(c_int64, "total", "done"),
+        ("lanes", c_uint64 * 8),
+        ("high", c_uint64),
+        ("low", c_uint64),
+        ("tail", c_uint8 * 64),
+    )
+
+
+class Pieces(Structure):
+    """A fragment's values in place; ``ends`` are the numbers of values up to the end of each piece."""
+
+    _fields_ = (("values", POINTER(c_void_p)), ("ends", POINTER(c_int64)), ("count", c_int64))
+
+
+class SealJob(Job):
+    """``base - local - sent...`` into ``payload``; digest and squares of the decoded values if ``digest`` is set."""
+
+    function = "diloco_seal"
+    _fields_ = (
+        ("format", Format),
+        *each(c_int64, "start", "stop", "tile"),
+        ("local", Pieces),
+        ("base", c_void_p),
+        ("sent", POINTER(Update)),
+        ("sent_count", c_int64),
+        *each(c_void_p, "payload", "digest"),
+        ("squares", c_double),
+    )
+
+
+class FollowJob(Job):
+    """``held + parts...`` into ``out``, or only the last part where each is ``whole``; digest of the result."""
+
+    function = "diloco_follow"
+    _fields_ = (
+        *each(c_int64, "start", "stop", "tile"),
+        ("held", c_void_p),
+        ("parts", POINTER(Update)),
+        ("parts_count", c_int64),
+        *each(c_void_p, "out", "digest"),
+        ("whole", c_int32),
+    )
+
+
+class TakeJob(Job):
+    """``new_base - (old_base - local - merged...)`` into ``local``."""
+
+    function = "diloco_take"
+    _fields_ = (
+        *each(c_int64, "start", "stop", "tile"),
+        ("local", Pieces),
+        *each(c_void_p, "old_base", "new_base"),
+        ("merged", POINTER(Update)),
+        ("merged_count", c_int64),
+    )
+
 
 VARIABLE = "DILOCO_KERNELS"
-"""The environment variable that ``launch`` hands to :func:`force`."""
+"""The environment variable that ``launch`` passes to :func:`force`."""
 MODULE = "diloco.codec._kernels"
 PLAIN = "plain"
 LEVELS = ("baseline", "avx2", "avx512")
-"""Names by the number that the library gives them.  AArch64 has the first alone, of which NEON is a part."""
+"""Level names by the library's numbers.  AArch64 has only the first, which includes NEON."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """What this process runs: the library at one level, or plain torch where ``library`` is None; and why."""
+    """The kernels of this process: the library at one level, or plain torch where ``library`` is None; and why."""
 
     library: ctypes.CDLL | None
     level: int
@@ -34,14 +268,14 @@ class Choice:
 
 @functools.cache
 def choice() -> Choice:
-    """Return what this process runs; the one object that :func:`force` changes."""
+    """Return the choice of this process, the one object that :func:`force` changes."""
     return _choose("")
 
 
 def force(name: str) -> str:
-    """Run the level called ``name``, plain torch for "plain", the best for ""; return a line where that cannot be.
+    """Run the level ``name``, plain torch for "plain", the best for ""; return an error line where that is impossible.
 
-    Plain torch then runs.  To be called before the first kernel, else what was asked before keeps its level.
+    Plain torch then runs.  Call it before the first kernel: kernels obtained before keep their level.
     """
     chosen, wanted = choice(), _choose(name)
     chosen.library, chosen.level, chosen.why = wanted.library, wanted.level, wanted.why
@@ -93,6 +327,4 @@ def _loaded() -> ctypes.CDLL | str:
         return "the library was compiled for another CPU: build the package again without -march in CFLAGS"
     library.diloco_sum_products.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_double]
     library.diloco_sum_products.restype = c_double
-    library.diloco_digest.argtypes = [c_int32, c_void_p, c_void_p, c_int64]
-    library.diloco_digest.restype = None
     return library

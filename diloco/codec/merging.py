@@ -1,23 +1,23 @@
-"""The next version of a fragment, made of the sites' updates by ranges: sums, merges, the outer step, one update.
+"""Making the next version of a fragment from updates, by ranges: sums, merges, the outer step; reading an update.
 
-Sums of products are fp64 and defined to the bit, because norms, cosines and what is decided by them must be the same
-everywhere.  A sum in floating point depends on its order, so the order is part of the definition.  Values are taken in
-blocks of ``SUM_BLOCK`` from the first one, the last block filled up with zeros, and a block as rows of ``LANES``.  Each
+Sums of products are fp64 and defined to the bit, because norms, cosines and the decisions by them must be the same
+everywhere.  A floating-point sum depends on its order, so the order is part of the definition.  Values are taken in
+blocks of ``SUM_BLOCK`` from the first one, the last block padded with zeros, and a block as rows of ``LANES``.  Each
 lane adds its products row by row, beginning with +0; then the lanes' upper half is added to the lower until one is
 left; then the blocks' sums are added up in order, beginning with +0.  A product of two fp32 is exact in fp64, so a
 fused multiply-add changes nothing.
 
-Merges that are more than a mean (:func:`merge_into`) read the updates twice, by ranges, so that no more than a range of
-any site is in memory.  The first pass takes the products of the contributions with each other, segment by segment, of
-which ``blend`` makes weights; the second merges with these.  Where tensors are corrected by the outer momentum, the
-products are tensor by tensor, and those with the momentum are among them.  Tensors, segments and ranges cut each other
-into parts: sums are taken as above over each part, and added up in the order of the parts.  No bit depends on threads,
-nor on whether there are kernels.
+Merges other than the mean (:func:`merge_into`) read the updates twice, by ranges, so that memory holds at most a range
+of each site.  The first pass computes the products of the contributions with each other, segment by segment, from which
+``blend`` computes weights; the second pass merges with these.  Where tensors are corrected by the outer momentum, the
+products are tensor by tensor, and include those with the momentum.  Tensors, segments and ranges cut each other into
+parts: sums are taken as above over each part, and added up in the order of the parts.  No bit depends on threads, nor
+on whether there are kernels.
 
 A version (:func:`outer_pass`) is made in one pass: decode the updates, mean, outer step, encode the down-link, follow
-it.  It is bit for bit ``merge_mean``, ``outer_step`` and ``site_pass.publish`` one after the other, but by ranges of
-about ``RANGE_VALUES`` values: of the updates and of what lies between the stages there is only ever a range, and it
-stays in the cache.
+it.  The result is bit for bit that of ``merge_mean``, ``outer_step`` and ``site_pass.publish`` one after the other, but
+computed by ranges of about ``RANGE_VALUES`` values: of updates and intermediate results only a range exists at a time,
+and it stays in the cache.
 
 One update (:class:`Reading`) is read by ranges in order: decoded, measured and hashed in one pass, and not kept.
 """
@@ -38,19 +38,21 @@ from torch import Tensor
 from diloco.codec.base import (
     CHUNK_VALUES,
     Add,
+    Buffers,
     Codec,
+    Hasher,
     NonFiniteError,
+    PlainCodec,
     Towards,
     accumulate_into,
     bytes_of,
-    check_place,
     check_values,
-    hasher,
+    hashing_kernels,
+    refuse,
 )
-from diloco.codec.buffers import Buffers
 from diloco.codec.casts import Fp32Codec
-from diloco.codec.native import Kernels, address, kernel_digest, kernels, refuse, tile
-from diloco.codec.structures import LANES, SUM_BLOCK, Layout, MeasureJob, OuterJob, Place, Rule, Status, Update
+from diloco.codec.kernel_library import LANES, SUM_BLOCK, MeasureJob, OuterJob, Place, Rule, Status, Update
+from diloco.codec.native import Kernels, address, kernels, pointer, tile, torch_fuses
 from diloco.outer.merge import (
     PAIRWISE,
     UNCORRECTED,
@@ -67,32 +69,29 @@ from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions, OuterSta
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Mapping
 
     from diloco.outer.merge import Change
-    from diloco.outer.rule import OuterRule
+    from diloco.outer.optimizer import OuterRule
 
-    Sites = Sequence[tuple[float, Sequence[tuple[Codec, memoryview]]]]
+    Sites = Sequence[tuple[float, Sequence[tuple[PlainCodec, memoryview]]]]
     Blends = Mapping[Segment, tuple[list[float], float]]
-    import ctypes
-
-    pass
-
 
 RANGE_VALUES = 128 * 1024
 Payload = tuple[Codec, bytes | memoryview]
-"""An update as it came, and the codec that reads it."""
+"""The codec of an update, and the update's payload as received."""
 Range = tuple[int, int]
 Ranges = Sequence[Range]
 Spread = Callable[[Callable[[Ranges], list[float]], Iterable[Ranges]], Iterable[list[float]]]
-"""``map`` or one that uses threads, as ``ThreadPoolExecutor.map``: it keeps the order and passes an error on."""
+"""``map``, or a threaded one such as ``ThreadPoolExecutor.map``: it keeps the order and propagates errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of some values x and others m: ``largest`` is max |x|, the rest are sums of x x, x m and m m.
+    """Sums over values x and m: ``largest`` is max |x|, the others are the sums of x x, x m and m m.
 
-    ``largest`` is infinite where an x is not finite, and the sums are nothing then.
+    Where an x is not finite, ``largest`` is infinite and the sums are meaningless.
     """
 
     largest: float = 0.0
@@ -121,28 +120,8 @@ def sums_of(values: Tensor, against: Tensor | None) -> Sums:
     return Sums(largest, squares, sum_of_products(values, against), sum_of_products(against, against))
 
 
-def decode_and_sum(
-    codec: Codec, payload: bytes | memoryview, numel: int, out: Tensor, start: int = 0, against: Tensor | None = None
-) -> Sums:
-    """Decode a range as ``codec.decode_into`` does, and return the sums of its values and of ``against``, in one pass.
-
-    The sums begin with the range, so their bits depend on how a tensor is cut, and on nothing else.
-    """
-    codec, payload = codec.opened(payload, numel)
-    fast, layout = kernels(), codec.layout
-    if fast is None or layout is None or not fast.fits(layout, granule=SUM_BLOCK) or not out.numel():
-        codec.decode_into(payload, numel, out, start)
-        return sums_of(out, against)
-    check_values(out)
-    check_place(codec, out.numel(), start, numel)
-    assert against is None or against.shape == out.shape
-    job = MeasureJob(out=out.data_ptr())
-    refuse(fast.measure(layout, numel, start, payload, out.numel(), against, job), codec.name, layout)
-    return Sums(job.largest, job.squares, job.products, job.against_squares)
-
-
 def sum_plain(a: Tensor, b: Tensor) -> float:
-    """What :func:`sum_of_products` computes, on torch: its definition."""
+    """Compute :func:`sum_of_products` in torch: its definition."""
     total = 0.0
     for start in range(0, a.numel(), CHUNK_VALUES):
         products = a[start : start + CHUNK_VALUES].double().mul_(b[start : start + CHUNK_VALUES])
@@ -160,8 +139,8 @@ def sum_plain(a: Tensor, b: Tensor) -> float:
     return total
 
 
-def decoded(updates: Sequence[tuple[Codec, memoryview]], numel: int, bounds: Range) -> Tensor:
-    """A range of one site's contribution: its updates added up in their order."""
+def decoded(updates: Sequence[tuple[PlainCodec, memoryview]], numel: int, bounds: Range) -> Tensor:
+    """Return a range of one site's contribution: its updates added up in their order."""
     contribution = torch.empty(bounds[1] - bounds[0])
     for index, (codec, payload) in enumerate(updates):
         codec.decode_into(payload, numel, contribution, bounds[0], Add() if index else None)
@@ -170,8 +149,8 @@ def decoded(updates: Sequence[tuple[Codec, memoryview]], numel: int, bounds: Ran
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """How contributions are merged: ``segments`` partition the fragment in order, each contribution is corrected, and
-    with ``factors``, one for each contribution, then made that times as much.  All have a weight then.
+    """How contributions are merged: ``segments`` partition the fragment in order; each contribution is corrected, and
+    then multiplied by its factor in ``factors``, if given.  All contributions must then have a positive weight.
     """
 
     segments: Sequence[Segment]
@@ -180,7 +159,7 @@ class Merging:
 
     @staticmethod
     def of(rule: OuterRule, fragment: int, staleness: Sequence[int]) -> Merging | None:
-        """That of a run, of contributions that are so many versions old; None for the weighted mean."""
+        """Return a fragment's merging for contributions of this ``staleness``; None for the weighted mean."""
         segments = rule.segments_of(fragment)
         return Merging(segments, rule.factors(staleness), rule.correction) if segments else None
 
@@ -188,10 +167,10 @@ class Merging:
 def merge_into(
     out: Tensor, sites: Sites, merging: Merging, cut: Ranges, spread: Spread, momentum: Tensor | None = None
 ) -> None:
-    """Write into ``out``, flat fp32 of the fragment, what ``sites`` (weight, updates) are merged to.
+    """Merge ``sites`` (weight, updates) into ``out``, flat fp32 of the fragment's size.
 
-    ``cut`` is where the codecs may be cut; ``momentum``, as ``out``, what contributions are corrected by, None before
-    the first outer step.  ``NonFiniteError`` where the result is not finite.
+    ``cut`` are ranges at which all codecs can be cut; ``momentum``, of the form of ``out``, corrects contributions, and
+    is None before the first outer step.  ``NonFiniteError`` where the result is not finite.
     """
     segments, one_by_one = merging.segments, [(bounds,) for bounds in cut]
     assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), out.numel()], "no partition"
@@ -209,7 +188,7 @@ def merge_into(
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The values ``[start, stop)`` that are of one segment and, where there are cuts, of one tensor."""
+    """The values ``[start, stop)``, all of one segment and, where the segment has cuts, of one tensor."""
 
     start: int
     stop: int
@@ -218,7 +197,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """One merge; the momentum, where there is one, stands behind the sites in their products."""
+    """One merge; the momentum, if any, comes after the sites in the product matrix."""
 
     out: Tensor
     sites: Sites
@@ -226,7 +205,7 @@ class _Merge:
     momentum: Tensor | None
 
     def blocks(self) -> list[_Block]:
-        """All of the fragment."""
+        """Return the blocks of the whole fragment."""
         return [
             _Block(start, stop, segment)
             for segment in self.merging.segments
@@ -234,7 +213,7 @@ class _Merge:
         ]
 
     def pairs(self, block: _Block) -> list[tuple[int, int]]:
-        """The products that are read of a block."""
+        """Return the (row, column) pairs whose products a block needs."""
         kind, count = block.segment.options.kind, len(self.sites)
         pairs = [(row, column) for row in range(count) for column in range(row, count)]
         if kind not in PAIRWISE:
@@ -244,7 +223,7 @@ class _Merge:
         return [] if kind == "trimmed_mean" else pairs
 
     def products(self, blocks: Sequence[_Block], some: Ranges) -> list[float]:
-        """Those of the blocks in a range, one after the other."""
+        """Return the products of the blocks in one range, concatenated."""
         (bounds,) = some
         values = self._read(bounds)
         if self.momentum is not None:
@@ -259,7 +238,7 @@ class _Merge:
         return found
 
     def decided(self, totals: Mapping[_Block, Sequence[float]]) -> tuple[dict[_Block, list[Change]], Blends]:
-        """How the contributions change in each block, and how they are then blended in each segment."""
+        """Return the change of each contribution in each block, and (weights, scale) of each segment."""
         sites = range(len(self.sites))
         changes: dict[_Block, list[Change]] = {}
         products: dict[Segment, list[list[float]]] = {}
@@ -280,7 +259,7 @@ class _Merge:
         }
 
     def write(self, changes: Mapping[_Block, Sequence[Change]], blends: Blends, some: Ranges) -> list[float]:
-        """A range of what comes out."""
+        """Merge one range into ``out``; return nothing of use."""
         (bounds,) = some
         values, out = self._read(bounds), self.out[slice(*bounds)]
         weights, factors = [weight for weight, _ in self.sites], self.merging.factors
@@ -311,7 +290,7 @@ class _Merge:
 
 
 def _parts(blocks: Iterable[_Block], bounds: Range) -> list[tuple[_Block, slice]]:
-    """The blocks that have values in a range, and where in the range."""
+    """Return the blocks with values in a range, each with its slice of the range."""
     return [
         (each, slice(max(each.start, bounds[0]) - bounds[0], min(each.stop, bounds[1]) - bounds[0]))
         for each in blocks
@@ -320,18 +299,19 @@ def _parts(blocks: Iterable[_Block], bounds: Range) -> list[tuple[_Block, slice]
 
 
 RANGES_AT_ONCE = 4
-"""That a thread is given where there are kernels: to hand it one takes as long as a part of its arithmetic."""
+"""Ranges per task of a thread with kernels: handing over a single range costs a good part of its computation."""
 THETA = "theta is not finite after the outer step"
 PUBLISHED = "what would be published is not finite"
+REFUSED = MappingProxyType({Status.THETA_NOT_FINITE: THETA, Status.PUBLISHED_NOT_FINITE: PUBLISHED})
 RULES = MappingProxyType({"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV})
-"""The outer optimizers of which a whole step has a kernel."""
+"""The outer optimizers with a kernel for a whole step."""
 LINEAR = ("heavy_ball", "nesterov", "nesterov_ema")
-"""Those of which a part of a step has one, beside sgd."""
+"""The outer optimizers, beside sgd, with a kernel for a part of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the syncer holds of a fragment, flat fp32; ``optimizer`` is what its outer optimizer remembers."""
+    """The syncer's values of a fragment, flat fp32; ``optimizer`` is the state of its outer optimizer."""
 
     theta: Tensor
     published: Tensor
@@ -342,7 +322,7 @@ class State:
 class Stepped:
     """The next version; ``payload`` is its down-link, ``norm`` the L2 norm of the merged pseudo-gradient.
 
-    ``digest`` is that of what is published, where it was asked for.
+    ``digest`` is that of the published values, where requested, else empty.
     """
 
     state: State
@@ -357,26 +337,24 @@ def outer_pass(
     optimizer: OuterOptimizerOptions,
     codec: Codec,
     spread: Spread = map,
-    fast: Callable[[], Kernels | None] = kernels,
     buffers: Buffers | None = None,
     like: str | None = None,
     merging: Merging | None = None,
     share: float = 1,
 ) -> Stepped:
-    """Return the version after ``state``, in tensors of its own out of ``buffers``; ``state`` stays as it is.
+    """Return the version after ``state``, in its own tensors from ``buffers``; ``state`` is not changed.
 
     ``contributions`` holds (weight, updates) per site in site order, as ``merge_mean`` takes them; ``codec`` is that
-    of the down-link.  ``NonFiniteError`` when the new theta or what would be published is not finite, ``DecodeError``
-    for a payload that nobody encoded, ``ValueError`` for weights that make no mean.  ``spread`` may give ranges to
-    several threads; no bit, of the norm neither, depends on it, nor on ``fast``, which says where the kernels are.
-    The digest is in the form of ``like``, made here of what is ready while those threads make the rest; None: there is
-    none.  ``merging`` says how contributions are merged where that is not by the weighted mean: then they are merged
-    first, and the pass is made with what came out.  ``share`` is the part of a full round that this one is, as
-    ``outer_step`` takes it.
+    of the down-link.  ``NonFiniteError`` when the new theta or the published values would not be finite,
+    ``DecodeError`` for an invalid payload, ``ValueError`` for weights without a mean.  ``spread`` may give ranges to
+    several threads; no bit, not even of the norm, depends on it, nor on whether there are kernels.  The
+    digest has the form of ``like``, and is computed here from finished ranges while those threads make the rest; None:
+    no digest.  ``merging`` is set for a merge other than the weighted mean: the contributions are then merged first,
+    and the pass runs on the result.  ``share`` is the part of a full round that this one is, as in ``outer_step``.
 
-    What a lossless codec sends is theta itself: theta, what is published and the payload are then the same memory.
+    A lossless codec sends theta itself: theta, the published values and the payload then share memory.
 
-    Memory: the results (three fragments and a payload), every payload that has an entropy stage once more without it,
+    Memory: the results (three fragments and a payload), a copy of every payload that has an entropy stage without it,
     and about three ranges for each thread.
     """
     numel = state.theta.numel()
@@ -403,15 +381,12 @@ def outer_pass(
     payload = theta.view(torch.uint8) if lossless else room.raw(size)
     assert payload.numel() == size, f"{codec.name} is lossless and does not send the values as they are"
     work = _Work(shares(sites), state, new, optimizer, share, codec.plain, payload)
-    found, codecs = fast(), work.codecs()
+    codecs = work.codecs()
+    found = kernels(SUM_BLOCK, *(each.granule for each in codecs)) if work.rule() is not None else None
     some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
-    if (
-        found is not None
-        and work.rule() is not None
-        and found.fits(*(each.layout for each in codecs), granule=SUM_BLOCK)
-    ):
+    if found is not None:
         some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
-    squares, told = 0.0, None if like is None else hasher(like)
+    squares, told = 0.0, None if like is None else Hasher(like)
     some = [cut[at : at + at_once] for at in range(0, len(cut), at_once)]
     for ready, parts in zip(some, spread(some_ranges, some), strict=True):
         for part in parts:
@@ -421,10 +396,10 @@ def outer_pass(
     return Stepped(new, codec.closed(payload), sqrt(squares), "" if told is None else told.text())
 
 
-def ranges(numel: int, codecs: Iterable[Codec], about: int | None = None) -> list[Range]:
-    """Cut ``numel`` values where each of the codecs can be cut, about every ``about``, by default ``RANGE_VALUES``.
+def ranges(numel: int, codecs: Iterable[PlainCodec], about: int | None = None) -> list[Range]:
+    """Return ranges of ``numel`` values, cut where all codecs can be cut, about every ``about`` (``RANGE_VALUES``).
 
-    Blocks whose sizes share no factor make the ranges longer, up to the whole.
+    Block sizes without a common factor make the ranges longer, up to the whole.
     """
     step = lcm(SUM_BLOCK, *(codec.granule for codec in codecs))
     step *= max(1, (about or RANGE_VALUES) // step)
@@ -433,27 +408,27 @@ def ranges(numel: int, codecs: Iterable[Codec], about: int | None = None) -> lis
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One pass: what it reads, and the memory that it fills range by range."""
+    """One outer pass: its inputs, and the memory that it fills range by range."""
 
-    sites: Sequence[tuple[float, Sequence[tuple[Codec, memoryview]]]]
+    sites: Sequence[tuple[float, Sequence[tuple[PlainCodec, memoryview]]]]
     state: State
     new: State
     optimizer: OuterOptimizerOptions
     share: float
-    codec: Codec
+    codec: PlainCodec
     payload: Tensor
 
     def rule(self) -> Rule | None:
-        """Of the kernels; None: torch makes the step."""
+        """Return the kernels' rule for the step; None: torch makes the step."""
         kind = self.optimizer.kind
         return Rule.PART if self.share < 1 and kind in LINEAR else RULES.get(kind)
 
-    def codecs(self) -> list[Codec]:
-        """All that are read or written."""
+    def codecs(self) -> list[PlainCodec]:
+        """Return all codecs that the pass reads or writes."""
         return [self.codec, *(codec for _, updates in self.sites for codec, _ in updates)]
 
     def plain_ranges(self, some: Ranges) -> list[float]:
-        """Ranges on torch, the definition; of each the sum of the squares of its merged pseudo-gradient."""
+        """Compute ranges in torch, the definition; return each one's sum of squares of the merged pseudo-gradient."""
         return [self._plain_range(bounds) for bounds in some]
 
     def _plain_range(self, bounds: Range) -> float:
@@ -468,13 +443,13 @@ class _Work:
         published, before = new.published[part], state.published[part]
         numel = state.theta.numel()
         if not self.codec.lossless:
-            self.codec.encode_difference(theta, before, self.payload, published, start=bounds[0], numel=numel)
+            self.codec.encode_into((theta, before), self.payload, published, start=bounds[0], numel=numel)
             if not is_finite(published.add_(before)):
                 raise NonFiniteError(PUBLISHED)
         return sum_of_products(merged, merged)
 
     def _mean(self, bounds: Range) -> Tensor:
-        """The range of ``merge_mean``."""
+        """Return the range of ``merge_mean``."""
         numel = self.state.theta.numel()
         mean: Tensor | None = None
         for share, updates in self.sites:
@@ -491,11 +466,11 @@ class _Work:
         return mean
 
     def native_updates(self) -> ctypes.Array[Update]:
-        """The updates as the kernels take them."""
+        """Return the updates in the form of the kernels."""
         numel = self.state.theta.numel()
         updates = [
             Update(
-                layout_of(codec).format(numel),
+                codec.layout.format(numel),
                 address(payload),
                 (0 if site else Place.IN_MEAN)
                 | (0 if index else Place.OPENS_SITE)
@@ -508,7 +483,7 @@ class _Work:
         return (Update * len(updates))(*updates)
 
     def native_ranges(self, fast: Kernels, updates: ctypes.Array[Update], some: Ranges) -> list[float]:
-        """The same in one pass of the kernels for each."""
+        """Compute what ``plain_ranges`` does, with one pass of the kernels for each range."""
         numel, rule, options = self.state.theta.numel(), self.rule(), self.optimizer
         factors = (-options.lr * self.share, options.momentum, 0.0, 0.0)
         if rule is Rule.PART:
@@ -522,81 +497,73 @@ class _Work:
             len(updates),
             *(pointer(each) for each in (self.state.theta, self.state.published, self.state.optimizer.momentum)),
             *(pointer(each) for each in (self.new.theta, self.new.published, self.new.optimizer.momentum)),
-            layout_of(self.codec).format(numel),
+            self.codec.layout.format(numel),
             pointer(self.payload),
             self.codec.lossless,
             rule,
-            fast.fused,
+            torch_fuses(),
             *factors,
         )
-        return [self._native_range(fast, job, bounds) for bounds in some]
-
-    def _native_range(self, fast: Kernels, job: OuterJob, bounds: Range) -> float:
-        (job.start, job.stop), job.squares = bounds, 0.0
-        status = fast.outer(job)
-        if job.culprit >= 0:
-            codec = [codec for _, parts in self.sites for codec, _ in parts][job.culprit]
-            refuse(status, codec.name, layout_of(codec))
-        if status is not Status.DONE:
-            raise NonFiniteError(
-                {Status.THETA_NOT_FINITE: THETA, Status.PUBLISHED_NOT_FINITE: PUBLISHED}.get(
-                    status, f"{self.codec.name} was to encode a NaN or an infinity"
-                )
-            )
-        return float(job.squares)
-
-
-def layout_of(codec: Codec) -> Layout:
-    """The layout of a codec that is known to have kernels."""
-    assert codec.layout is not None, codec.name
-    return codec.layout
-
-
-def pointer(values: Tensor | None) -> int | None:
-    """The address of a tensor, or null."""
-    return None if values is None else values.data_ptr()
+        found = []
+        for bounds in some:
+            (job.start, job.stop), job.squares = bounds, 0.0
+            status = fast.run(job)
+            if job.culprit >= 0:
+                codec = [codec for _, parts in self.sites for codec, _ in parts][job.culprit]
+                refuse(status, codec.name, codec.layout)
+            if status is not Status.DONE:
+                other = f"{self.codec.name} was to encode a NaN or an infinity"
+                raise NonFiniteError(REFUSED.get(status, other))
+            found.append(float(job.squares))
+        return found
 
 
 READ_VALUES = 4 * RANGE_VALUES
-"""Of a range where it is never whole in memory, but for its payload."""
+"""Values of a range with kernels, which never hold its decoded values in memory as a whole."""
 
 
 class Reading:
-    """Of one update of ``numel`` values, by ``codec``, which has no entropy stage."""
+    """Reads one update of ``numel`` values, encoded by ``codec``, range by range."""
 
-    def __init__(self, codec: Codec, numel: int, like: str = "", fast: Callable[[], Kernels | None] = kernels) -> None:
-        """``like`` is a digest in whose form that of the values is made."""
-        assert codec.plain is codec, codec.name
+    def __init__(self, codec: PlainCodec, numel: int, like: str = "") -> None:
+        """The digest of the values gets the form of ``like``."""
         self._codec = codec
         self._numel = numel
-        found, made = fast(), kernel_digest(4 * numel, like)
-        fits = found is not None and made is not None and found.fits(codec.layout, granule=SUM_BLOCK)
-        self._fast, self._made = (found, made) if fits else (None, None)
-        self._hasher = hasher(like)
+        self._hashing = hashing_kernels(4 * numel, like, codec.granule)
+        self._hasher = Hasher(like)
 
     def ranges(self) -> list[Range]:
-        """In which :meth:`read` wants the values."""
-        return ranges(self._numel, [self._codec], None if self._fast is None else READ_VALUES)
+        """Return the ranges in which :meth:`read` must be called."""
+        return ranges(self._numel, [self._codec], None if self._hashing is None else READ_VALUES)
 
     def read(
         self, payload: bytes | memoryview, numel: int, start: int, count: int, against: Tensor | None = None
     ) -> Sums:
-        """The next ``count`` values, which begin at ``start`` of a ``payload`` of ``numel``, and their sums."""
-        codec, layout = self._codec, self._codec.layout
-        if self._fast is None or self._made is None or layout is None:
+        """Read the next ``count`` values, from ``start`` of a ``payload`` of ``numel``; return their sums."""
+        codec = self._codec
+        if self._hashing is None:
             values = torch.empty(count)
-            found = decode_and_sum(codec, payload, numel, values, start, against)
+            codec.decode_into(payload, numel, values, start)
             self._hasher.update(bytes_of(values))
-            return found
+            return sums_of(values, against)
         codec.opened(payload, numel)  # Refuses another length.
-        check_place(codec, count, start, numel)
+        codec.check_place(count, start, numel)
         if against is not None:
             check_values(against)
             assert against.shape == (count,), (against.shape, count)
-        job = MeasureJob(digest=self._made.address)
-        refuse(self._fast.measure(layout, numel, start, payload, count, against, job), codec.name, layout)
+        fast, made = self._hashing
+        job = MeasureJob(
+            codec.layout.format(numel),
+            start,
+            count,
+            tile(SUM_BLOCK, codec.granule),
+            address(payload),
+            pointer(against),
+            digest=made.address,
+        )
+        refuse(fast.run(job), codec.name, codec.layout)
         return Sums(job.largest, job.squares, job.products, job.against_squares)
 
     def digest(self) -> str:
-        """That of the values, once all are read."""
-        return self._made.text() if self._made is not None else self._hasher.text()
+        """Return the digest of the values, once all are read."""
+        return (self._hasher if self._hashing is None else self._hashing[1]).text()

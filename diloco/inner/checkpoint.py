@@ -1,21 +1,21 @@
-"""Checkpoints on disk: safetensors and a manifest, whole or not there, verified on read, without pickle.
+"""Checkpoints on disk: safetensors and a manifest, written atomically, verified on read, without pickle.
 
-Names of checkpoints sort by age.  A manifest is a JSON file with its own sha256, by which it says whether it is whole.
+Names of checkpoints sort by age.  A manifest is a JSON file that contains its own sha256, to detect damage.
 
-Reading.  ``Checkpoint`` is one that is opened: it knows which tensors there are, and reads any box of any of them when
-it is asked for.  There are two formats, and either is read into any layout.
+Reading.  ``Checkpoint`` is an open checkpoint: it lists the tensors, and reads any box of any of them on demand.
+There are two formats, and either can be read into any layout.
 
 Format 1 is written by one rank (``save``).  ``<root>/<name>/manifest.json`` holds the caller's ``meta`` and the size
 and sha256 of each tensor file; tensors named ``part/rest`` lie whole in ``part.safetensors`` under ``rest``.
 
 Format 2 is written by all ranks of a site that holds its model in parts (``PartWriter``): ``rank-00003.safetensors``
-holds what rank 3 kept, and ``rank-00003.json`` says which box of which tensor each of them is.
+holds rank 3's part, and ``rank-00003.json`` lists which box of which tensor each of its values is.
 
-Writing in parts.  Every rank writes what it keeps, beside training.  In the temporary folder of a checkpoint it writes
-its two files; the JSON also has the digest of the other.  When all ranks have said that theirs is durable, in the
-collective that every step has anyway, the first one writes ``manifest.json`` with the digests of the ranks' manifests
-and gives the folder its name.  No rank waits for another's disk, nothing is gathered, and until the rename there is no
-checkpoint.  The folder must be one that all ranks see.
+Writing in parts.  Every rank writes its two files into the checkpoint's temporary folder, in the background; the JSON
+also has the digest of the other file.  The ranks report that their files are durable in the collective of the training
+step.  When all have, rank 0 writes ``manifest.json`` with the digests of the ranks' manifests and renames the folder to
+its final name.  No rank waits for the disk of another one, nothing is gathered, and before the rename there is no
+checkpoint.  All ranks must see the same folder.
 """
 
 from __future__ import annotations
@@ -40,31 +40,48 @@ from diloco.inner.checks import require
 from diloco.inner.parallel import Box, box_of, is_keeper, local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from diloco.durable import Disk
     from diloco.inner.parallel import SiteGroup
 
 
-__all__ = ["AsyncWriter", "Checkpoint", "CheckpointError", "latest", "load", "names", "publish", "save"]
-
 TEMPORARY = ".tmp-"
+MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written or read; the message names the file."""
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of reading the file ``path`` into CheckpointError."""
+    try:
+        yield
+    except (OSError, SafetensorError, LookupError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn errors of writing the checkpoint ``path`` into CheckpointError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
+
+
 def write_sealed(path: Path, told: Mapping[str, Any], disk: Disk, step: Step) -> None:
-    """Make the file ``path``, durable itself; its name is after its folder was synced."""
+    """Write ``told`` and its sha256 to ``path`` and fsync the file; its name is durable once its folder is synced."""
     text = json.dumps({**told, "sha256": _digest(told)}, indent=1, allow_nan=False)
     disk.make(path, lambda file: file.write_text(text), step)
     disk.sync_file(path, step)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What ``write_sealed`` was told; CheckpointError names the file that is missing or damaged."""
+    """Return what ``write_sealed`` wrote; CheckpointError names the file that is missing or damaged."""
     try:
         told: dict[str, Any] = json.loads(path.read_text())
         undamaged = told.pop("sha256") == _digest(told)
@@ -76,9 +93,17 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def digest_of_file(file: Path) -> str:
-    """Sha256 hex of its content."""
+    """Return the sha256 hex of the file's content."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def check_digest(file: Path, digest: str) -> None:
+    """Raise CheckpointError unless the file has the ``digest`` given in its manifest."""
+    with reading(file):
+        found = digest_of_file(file)
+    if found != digest:
+        raise CheckpointError(f"{file} is damaged: its sha256 differs from the manifest")
 
 
 def _digest(told: Mapping[str, Any]) -> str:
@@ -86,61 +111,60 @@ def _digest(told: Mapping[str, Any]) -> str:
 
 
 WHOLE, PARTS = 1, 2
-"""The formats."""
+"""Formats 1 and 2 (see the module's docstring)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: the shape of the whole, and which file holds which box of it."""
+    """One tensor: its full shape, and which file holds which box of it."""
 
     shape: tuple[int, ...]
     stretches: tuple[tuple[str, Box], ...]
 
     def meets(self, wanted: Box) -> list[tuple[str, Box, Box | None]]:
-        """The files that are read for the box ``wanted``: with the box that lies in each, and where the two meet.
+        """Return the files to read for the box ``wanted``, each with the box that it holds and their intersection.
 
-        Of an empty tensor nothing lies anywhere, but its kind of numbers does: then it is the first, with None.
+        Without any intersection (an empty box or tensor) it is the first file with None, from which to read the dtype.
         """
         met = [(file, held, meet) for file, held in self.stretches for meet in [held.within(wanted)] if meet]
         return list(met) or [(*self.stretches[0], None)]
 
 
 class Checkpoint:
-    """One checkpoint.  Opening it reads its manifests only; what is read before ``verify`` may be damaged."""
+    """An open checkpoint.  Opening reads only its manifests; values read before ``verify`` may be damaged."""
 
     def __init__(self, path: Path, skipped: tuple[str, ...] = ()) -> None:
         self.path = path
         self.skipped = skipped
-        """In words: newer checkpoints that were passed over, and why."""
-        manifest = path / "manifest.json"
+        """One message for each newer checkpoint that was skipped, with the reason."""
+        manifest = path / MANIFEST
         told = read_sealed(manifest)
         try:
             self._format, self.meta = told["format"], told["meta"]
             if self._format not in (WHOLE, PARTS):
                 raise CheckpointError(f"{manifest} has format {self._format!r}, and this program reads 1 and 2")
-            self._digests, self._boxes = _whole(told) if self._format == WHOLE else _parts(path, told)
+            if self._format == PARTS:
+                self._digests, self._boxes = _parts(path, told)
+            else:
+                files = told["files"].items()
+                self._digests, self._boxes = {f"{part}.safetensors": str(facts["sha256"]) for part, facts in files}, {}
         except (LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{manifest} cannot be read: {error}") from error
 
     meta: dict[str, Any]
-    """Plain JSON."""
+    """The writer's plain values, as JSON."""
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
         """Read every file and compare its digest; CheckpointError names the first that is damaged.
 
-        Of ``world`` ranks that share the work each takes every ``world``-th file.
+        With ``world`` ranks the work is shared: each checks every ``world``-th file.
         """
         for file in sorted(self._digests)[rank::world]:
-            path = self.path / file
-            try:
-                if digest_of_file(path) != self._digests[file]:
-                    raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest")
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            check_digest(self.path / file, self._digests[file])
 
     @property
     def num_parts(self) -> int:
-        """How many files of tensors it has: in format 2 as many as there were ranks."""
+        """Number of tensor files: in format 2 one for each rank that wrote it."""
         return len(self._digests)
 
     @cached_property
@@ -160,21 +184,24 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors, each read when it is asked for."""
-        return _Tensors(self, "")
+        """All tensors, each read on access."""
+        return Prefixed(self.entries, "", self.read)
 
     def part(self, name: str) -> Mapping[str, Tensor]:
-        """Tensors under ``name/``, without that prefix."""
-        return _Tensors(self, f"{name}/")
+        """Return the tensors under ``name/``, without that prefix, each read on access."""
+        return Prefixed(self.entries, f"{name}/", self.read)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """The values in ``box`` of the tensor ``name``, or all of them, as a new tensor on the CPU."""
+        """Return the values in ``box`` of the tensor ``name``, or all of them, as a new tensor on the CPU."""
         entry = self.entries[name]
         wanted = box or Box((0,) * len(entry.shape), entry.shape)
         values: Tensor | None = None
         for file, held, meet in entry.meets(wanted):
             inside = meet.seen_from(held).slices if meet else tuple(slice(0, 0) for _ in held.sizes)
-            found = self._sliced(file, name, inside)
+            path = self.path / file
+            key = name if self._format == PARTS else name.removeprefix(f"{path.stem}/")
+            with reading(path), safe_open(path, "pt") as tensors:
+                found: Tensor = tensors.get_slice(key)[inside]
             if values is None:
                 values = torch.empty(wanted.sizes, dtype=found.dtype)
             if meet is not None:
@@ -182,43 +209,30 @@ class Checkpoint:
         assert values is not None, "an entry lies somewhere"
         return values
 
-    def _sliced(self, file: str, name: str, inside: tuple[slice, ...]) -> Tensor:
-        path = self.path / file
-        key = name if self._format == PARTS else name.removeprefix(f"{path.stem}/")
-        try:
-            with safe_open(path, "pt") as tensors:
-                found: Tensor = tensors.get_slice(key)[inside]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        return found
-
     def _listed(self, file: str) -> Iterator[tuple[str, tuple[int, ...], Box]]:
         path = self.path / file
-        try:
-            with safe_open(path, "pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118  (it is no dictionary)
-                    shape = tuple(tensors.get_slice(key).get_shape())
-                    yield f"{path.stem}/{key}", shape, Box((0,) * len(shape), shape)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        with reading(path), safe_open(path, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (it is no dictionary)
+                shape = tuple(tensors.get_slice(key).get_shape())
+                yield f"{path.stem}/{key}", shape, Box((0,) * len(shape), shape)
 
 
-class _Tensors(Mapping[str, "Tensor"]):
-    """The tensors of a checkpoint under a prefix."""
+class Prefixed(Mapping[str, "Tensor"]):
+    """The tensors of ``names`` that begin with ``prefix``, by the rest of their names; each is read on access."""
 
-    def __init__(self, of: Checkpoint, prefix: str) -> None:
-        self._of, self._prefix = of, prefix
+    def __init__(self, names: Collection[str], prefix: str, read: Callable[[str], Tensor]) -> None:
+        self._names, self._prefix, self._read = names, prefix, read
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._prefix + name not in self._of.entries:
+        if name not in self:
             raise KeyError(name)
-        return self._of.read(self._prefix + name)
+        return self._read(self._prefix + name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name[len(self._prefix) :] for name in self._of.entries if name.startswith(self._prefix))
+        return (name.removeprefix(self._prefix) for name in self._names if name.startswith(self._prefix))
 
     def __contains__(self, name: object) -> bool:
-        return f"{self._prefix}{name}" in self._of.entries
+        return f"{self._prefix}{name}" in self._names
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -227,21 +241,13 @@ class _Tensors(Mapping[str, "Tensor"]):
 _Boxes = dict[str, list[tuple[str, tuple[int, ...], Box]]]
 
 
-def _whole(told: dict[str, Any]) -> tuple[dict[str, str], _Boxes]:
-    return {f"{part}.safetensors": str(facts["sha256"]) for part, facts in told["files"].items()}, {}
-
-
 def _parts(path: Path, told: dict[str, Any]) -> tuple[dict[str, str], _Boxes]:
-    """Digests and boxes by file, as the ranks' own manifests tell them."""
+    """Read digests and boxes by file from the ranks' own manifests."""
     digests: dict[str, str] = {}
     boxes: _Boxes = {}
     for rank, digest in told["ranks"].items():
         listed = path / f"{rank}.json"
-        try:
-            if digest_of_file(listed) != digest:
-                raise CheckpointError(f"{listed} is damaged: its sha256 differs from the manifest")
-        except OSError as error:
-            raise CheckpointError(f"{listed} cannot be read: {error}") from error
+        check_digest(listed, digest)
         own, file = read_sealed(listed), f"{rank}.safetensors"
         digests[file] = str(own["sha256_of_file"])
         boxes[file] = [
@@ -259,30 +265,35 @@ def save(
     keep: int = 3,
     disk: Disk = PLAIN_DISK,
 ) -> Path:
-    """Write ``root/name`` and delete all but the newest ``keep`` (0: none); returns its path.
+    """Write ``root/name``, delete all but the newest ``keep`` checkpoints (0 deletes none), and return its path.
 
-    After it returns the checkpoint survives a power cut; whenever it dies before, the older ones are untouched.
-    ``tensors`` are named ``part/rest``, on any device, and do not share memory.  CheckpointError in words.
+    Once it returns, the checkpoint survives a power cut; if it dies before, the older ones are untouched.
+    ``tensors`` are named ``part/rest``, on any device, and share no memory.  CheckpointError if it cannot be written.
     """
     require(keep >= 0, "keep", keep, "0 (all) or more")
     path, temporary = root / name, root / f"{TEMPORARY}{name}"
     try:
-        disk.settle(root, Step.CHECKPOINT_FOLDER)
-        disk.remove(temporary, Step.CHECKPOINT_PRUNE)
-        disk.make_folder(temporary, Step.CHECKPOINT_BEGIN)
-        files = {part: _write_part(temporary, part, named, disk) for part, named in _by_part(tensors).items()}
-        told = {"format": WHOLE, "files": files, "meta": dict(meta)}
-        write_sealed(temporary / "manifest.json", told, disk, Step.CHECKPOINT_FILE)
-        publish(root, name, keep, disk)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):  # A full disk does not get fuller with every attempt.
+        with writing(path):
+            disk.settle(root, Step.CHECKPOINT_FOLDER)
             disk.remove(temporary, Step.CHECKPOINT_PRUNE)
-        raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
+            disk.make_folder(temporary, Step.CHECKPOINT_BEGIN)
+            files = {}
+            for part, named in _by_part(tensors).items():
+                file = temporary / f"{part}.safetensors"
+                digest = _write_tensors(file, named, disk)
+                files[part] = {"bytes": file.stat().st_size, "sha256": digest}
+            told = {"format": WHOLE, "files": files, "meta": dict(meta)}
+            write_sealed(temporary / MANIFEST, told, disk, Step.CHECKPOINT_FILE)
+            publish(root, name, keep, disk)
+    except CheckpointError:
+        with contextlib.suppress(OSError):  # So failed attempts do not fill a full disk further.
+            disk.remove(temporary, Step.CHECKPOINT_PRUNE)
+        raise
     return path
 
 
 def publish(root: Path, name: str, keep: int, disk: Disk) -> None:
-    """Give the checkpoint in the temporary folder, whose files are durable, its name; delete all but ``keep``."""
+    """Rename the temporary folder, whose files are durable, to ``root/name``; delete all but the newest ``keep``."""
     path, temporary, replaced = root / name, root / f"{TEMPORARY}{name}", root / f"{TEMPORARY}old-{name}"
     disk.remove(replaced, Step.CHECKPOINT_PRUNE)
     disk.sync_folder(temporary, Step.CHECKPOINT_FOLDER)
@@ -297,38 +308,52 @@ def publish(root: Path, name: str, keep: int, disk: Disk) -> None:
 
 
 def names(root: Path) -> list[str]:
-    """Names of the checkpoints below ``root``, oldest first; temporary folders of a writer that died are not listed."""
+    """List the checkpoints below ``root``, oldest first, without temporary folders of a writer that died."""
     if not root.is_dir():
         return []
     return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def load(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Open one checkpoint, and verify it unless no value is wanted; CheckpointError names the file that is missing or
-    damaged."""
+    """Open one checkpoint and, with ``verify``, check all its files; CheckpointError names one missing or damaged."""
     found = Checkpoint(path)
     if verify:
         found.verify()
     return found
 
 
-def latest(root: Path, *, verify: bool = True) -> Checkpoint | None:
-    """The newest valid checkpoint, as ``load`` opens it, or None.  Its ``skipped`` says which newer ones were damaged.
+def latest(root: Path, *, verify: bool = True, group: SiteGroup | None = None) -> Checkpoint | None:
+    """Return the newest valid checkpoint, as ``load`` opens it, or None.  Its ``skipped`` names damaged newer ones.
 
-    CheckpointError when there are some and all are damaged: starting from nothing would be a silent loss.
+    With ``group`` it is a collective, and the ranks share the verification.  CheckpointError if there are checkpoints
+    and all are damaged: starting from nothing would be a silent loss.
     """
+    rank, world = (group.rank, group.world) if group is not None else (0, 1)
+    left = names(root) if rank == 0 else []
     skipped: list[str] = []
-    for name in reversed(names(root)):
+    while name := said(group, left.pop() if left else "")[0]:
+        why, found = "", None
         try:
-            found = load(root / name, verify=verify)
+            found = Checkpoint(root / name, tuple(skipped))
+            if verify:
+                found.verify(rank, world)
+                assert found.entries is not None
         except CheckpointError as error:
-            skipped.append(str(error))
-            continue
-        found.skipped = tuple(skipped)
-        return found
+            why = str(error)
+        whys = [each for each in said(group, why) if each]
+        if found is not None and not whys:
+            return found
+        skipped.append(whys[0])
     if skipped:
         raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(skipped)}")
     return None
+
+
+def said(group: SiteGroup | None, text: str) -> list[str]:
+    """Return the ``text`` of every rank in rank order; without ``group``, only this one.  A collective."""
+    if group is None:
+        return [text]
+    return [each[1:].decode() for each in group.all_gather_bytes(b" " + text.encode())]
 
 
 def _by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -340,18 +365,18 @@ def _by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def _write_part(directory: Path, part: str, tensors: dict[str, Tensor], disk: Disk) -> dict[str, Any]:
-    file = directory / f"{part}.safetensors"
+def _write_tensors(file: Path, tensors: dict[str, Tensor], disk: Disk) -> str:
+    """Write ``tensors`` to ``file``, fsync it and return its digest."""
     disk.make(file, lambda path: safetensors.torch.save_file(tensors, path), Step.CHECKPOINT_FILE)
     disk.sync_file(file, Step.CHECKPOINT_FILE)
-    return {"bytes": file.stat().st_size, "sha256": digest_of_file(file)}
+    return digest_of_file(file)
 
 
 class AsyncWriter:
-    """Writes checkpoints beside training, one at a time.
+    """Writes checkpoints in a background thread, one at a time.
 
-    The caller gives tensors that nobody changes any more (clones).  An error of the background write is raised by
-    the next call here.  ``synchronous`` writes in the caller's thread, for deterministic runs.
+    The caller must not change the tensors afterwards: it gives clones.  The next call here raises an error of the
+    background write.  ``synchronous`` writes in the caller's thread, for deterministic runs.
     """
 
     def __init__(self, root: Path, keep: int = 3, synchronous: bool = False, disk: Disk = PLAIN_DISK) -> None:
@@ -376,7 +401,8 @@ class AsyncWriter:
 
     def start(self, write: Callable[[], object]) -> None:
         """Start ``write``; must not be called while ``busy``."""
-        assert not self.busy, "one checkpoint at a time: ask busy first"
+        if self.busy:
+            raise AssertionError("one checkpoint at a time: ask busy first")
         if self._synchronous:
             write()
             return
@@ -385,7 +411,7 @@ class AsyncWriter:
         self._thread.start()
 
     def wait(self, bound_s: float) -> None:
-        """Return when nothing is under way; CheckpointError after ``bound_s`` or if the write failed."""
+        """Wait for the write under way; CheckpointError after ``bound_s`` seconds or if the write failed."""
         if self._thread is not None:
             self._thread.join(bound_s)
         if self.busy:
@@ -394,13 +420,13 @@ class AsyncWriter:
     def _write(self, write: Callable[[], object]) -> None:
         try:
             write()
-        except Exception as error:  # kept and raised in the caller's thread, whatever it is
+        except Exception as error:  # of any kind: it is raised in the caller's thread later
             self._error = error
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor of ``shape``, that starts at ``starts``.  ``values`` are on the CPU and nobody changes them."""
+    """The box at ``starts`` of a tensor of ``shape``.  ``values`` are on the CPU and must not change."""
 
     values: Tensor
     starts: tuple[int, ...]
@@ -408,10 +434,10 @@ class Part:
 
 
 def kept(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], place: Mapping[str, int]) -> dict[str, Part]:
-    """What the rank at ``place`` of the grid writes of the site's ``tensors``, and its ``own``, whole; all copies."""
+    """Copy what the rank at ``place`` writes: its box of each tensor that it keeps (``is_keeper``), and all ``own``."""
     found: dict[str, Part] = {}
     for name, tensor in tensors.items():
-        box = box_of(tensor)
+        box = box_of(tensor, name)
         if is_keeper(tensor, place) and not box.is_empty:
             found[name] = Part(_copy(local(tensor)), box.starts, tuple(tensor.shape))
     for name, tensor in own.items():
@@ -424,61 +450,66 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk: Disk = PLAIN_DISK) -> None:
-    """Write what ``rank`` keeps into the temporary folder of ``root/name``; durable when it returns."""
+    """Write the ``parts`` of ``rank`` into the temporary folder of ``root/name``; durable when it returns."""
     folder = root / f"{TEMPORARY}{name}"
     file = folder / f"{rank_name(rank)}.safetensors"
-    values = {key: part.values for key, part in parts.items()}
-    try:
+    boxes = {
+        key: {"starts": part.starts, "sizes": tuple(part.values.shape), "shape": part.shape}
+        for key, part in parts.items()
+    }
+    with writing(root / name):
         disk.make_folder(folder, Step.CHECKPOINT_BEGIN)
-        disk.make(file, lambda path: safetensors.torch.save_file(values, path), Step.CHECKPOINT_FILE)
-        disk.sync_file(file, Step.CHECKPOINT_FILE)
-        boxes = {
-            key: {"starts": part.starts, "sizes": tuple(part.values.shape), "shape": part.shape}
-            for key, part in parts.items()
-        }
-        told = {"format": PARTS, "sha256_of_file": digest_of_file(file), "tensors": boxes}
+        digest = _write_tensors(file, {key: part.values for key, part in parts.items()}, disk)
+        told = {"format": PARTS, "sha256_of_file": digest, "tensors": boxes}
         write_sealed(file.with_suffix(".json"), told, disk, Step.CHECKPOINT_FILE)
         disk.sync_folder(folder, Step.CHECKPOINT_FOLDER)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {root / name} could not be written: {error}") from error
 
 
 def commit(root: Path, name: str, world: int, meta: Mapping[str, Any], keep: int, disk: Disk = PLAIN_DISK) -> None:
-    """Make ``root/name`` of what ``world`` ranks have written; delete all but the newest ``keep``."""
+    """Publish what ``world`` ranks have written as ``root/name``; delete all but the newest ``keep``."""
     folder = root / f"{TEMPORARY}{name}"
     ranks = [rank_name(rank) for rank in range(world)]
-    files = {f"{rank}{end}" for rank in ranks for end in (".json", ".safetensors")}
-    try:
+    files = {file.name for rank in ranks for file in files_of(folder, rank)}
+    with writing(root / name):
         for left in sorted(folder.iterdir()):
-            if left.name not in files:  # of an attempt that died, with more ranks
+            if left.name not in files:  # left by an attempt with more ranks that died
                 disk.remove(left, Step.CHECKPOINT_PRUNE)
-        digests = {rank: digest_of_file(folder / f"{rank}.json") for rank in ranks}
-        told = {"format": PARTS, "ranks": digests, "meta": dict(meta)}
-        write_sealed(folder / "manifest.json", told, disk, Step.CHECKPOINT_FILE)
-        publish(root, name, keep, disk)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {root / name} could not be written: {error}") from error
+        publish_parts(root, name, {rank: digest_of_file(folder / f"{rank}.json") for rank in ranks}, meta, keep, disk)
+
+
+def publish_parts(
+    root: Path, name: str, digests: Mapping[str, str], meta: Mapping[str, Any], keep: int, disk: Disk
+) -> None:
+    """Write the manifest with the ``digests`` of the ranks' own manifests, by rank name, and publish the checkpoint."""
+    told = {"format": PARTS, "ranks": digests, "meta": dict(meta)}
+    write_sealed(root / f"{TEMPORARY}{name}" / MANIFEST, told, disk, Step.CHECKPOINT_FILE)
+    publish(root, name, keep, disk)
+
+
+def files_of(folder: Path, rank: str) -> list[Path]:
+    """Return the paths of the two files of the rank named ``rank`` (``rank_name``)."""
+    return [folder / f"{rank}{end}" for end in (".json", ".safetensors")]
 
 
 def rank_name(rank: int) -> str:
-    """Of the files of ``rank``, without their ends."""
+    """Return the name of the files of ``rank``, without extension."""
     return f"rank-{rank:05d}"
 
 
 class PartWriter:
-    """One rank's side of it.  All methods are called by all ranks alike; those that talk to each other say so."""
+    """One rank's side of writing in parts.  All ranks call all methods alike; those that communicate are marked."""
 
     def __init__(self, root: Path, keep: int, synchronous: bool, wait_s: float, group: SiteGroup, disk: Disk) -> None:
         self._root, self._keep, self._wait_s, self._group, self._disk = root, keep, wait_s, group, disk
         self.writer = AsyncWriter(root, keep, synchronous, disk)
         self._name = ""
-        """Of the checkpoint whose parts are being written."""
+        """Name of the checkpoint whose parts are being written; empty if none."""
         self._meta: Mapping[str, Any] = {}
         self._why = ""
-        """Why this rank's part could not be."""
+        """Why this rank's part could not be written; empty if it has not failed."""
 
     def begin(self) -> None:
-        """Remove what writers left that died.  A collective; CheckpointError where the folder cannot be one."""
+        """Remove what writers that died have left.  A collective; CheckpointError if the folder cannot be used."""
         why = ""
         if self._group.is_first:
             try:
@@ -491,7 +522,7 @@ class PartWriter:
             raise CheckpointError(why or f"rank 0 can write no checkpoint in {self._root}")
 
     def words(self) -> list[float]:
-        """Whether this rank's part is done, and whether it failed: for ``heard``, summed over the ranks."""
+        """Return [part done, part failed] of this rank as 0 or 1; ``heard`` gets the sums over the ranks."""
         if not self._name:
             return [0.0, 0.0]
         if not self._why:
@@ -504,19 +535,19 @@ class PartWriter:
 
     @property
     def is_free(self) -> bool:
-        """Whether a checkpoint can begin; raises the error of the last one if the first rank could not finish it."""
+        """Whether a checkpoint can begin; raises the error of the last one if rank 0 could not finish it."""
         return not self._name and not self.writer.busy
 
     def submit(self, name: str, parts: Mapping[str, Part], meta: Mapping[str, Any]) -> None:
-        """Begin ``name`` with this rank's ``parts``; the first rank's ``meta`` counts."""
+        """Start writing this rank's ``parts`` of ``name``; only rank 0's ``meta`` is kept."""
         self._name, self._meta, self._why = name, meta, ""
         try:
             self.writer.start(lambda: self._write(name, parts))
-        except CheckpointError as error:  # It was written at once.
+        except CheckpointError as error:  # If synchronous, the write ran in this thread.
             self._why = str(error)
 
     def heard(self, words: Sequence[float]) -> str:
-        """The sums of all ranks' ``words``: finish what all have ended.  Why that is no checkpoint, if it is none."""
+        """Take the sums of all ranks' ``words``; publish once all parts are done.  Return why a part failed, if any."""
         done, failed, *_ = words
         if not self._name or done + failed < self._group.world:
             return ""
@@ -531,22 +562,22 @@ class PartWriter:
 
     @property
     def _tidies(self) -> bool:
-        """Whether this rank is the one that removes and finishes in its folder."""
+        """Whether this rank is the one that publishes and removes in its folder."""
         return self._group.is_first
 
     def _write(self, name: str, parts: Mapping[str, Part]) -> None:
-        """Make this rank's part durable, beside training."""
+        """Make this rank's part durable; runs in the background."""
         write_part(self._root, name, self._group.rank, parts, self._disk)
 
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
-        """All ranks have said that their parts are whole.  Called by all."""
+        """Publish the checkpoint; all ranks call it once all parts are durable."""
         if self._tidies:
             self.writer.start(lambda: commit(self._root, name, self._group.world, meta, self._keep, self._disk))
 
     def settle(self) -> None:
-        """Wait until nothing is under way on any rank.  A collective; CheckpointError when it came to nothing."""
+        """Wait until no rank is writing.  A collective; CheckpointError if a write failed or is not done in time."""
         why = ""
-        for _ in range(2):  # the parts; then what the first rank makes of them
+        for _ in range(2):  # the parts; then rank 0's publishing
             try:
                 self.writer.wait(self._wait_s)
             except CheckpointError as error:
@@ -556,7 +587,7 @@ class PartWriter:
                     why = str(error)
             try:
                 why = self.heard(self._group.all_reduce_sum(self.words())) or why
-            except CheckpointError as error:  # The first rank finished it at once, or could not.
+            except CheckpointError as error:  # If synchronous, rank 0 publishes in this thread.
                 why = str(error)
         [failed] = self._group.all_reduce_sum([float(bool(why))])
         if failed:

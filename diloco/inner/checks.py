@@ -1,9 +1,13 @@
-"""The one sentence in which every option of this floor is refused."""
+"""Errors that all modules of this package raise: an invalid option, and a lost rank."""
 
 from __future__ import annotations
 
 
 def require(condition: bool, field: str, value: object, wanted: str) -> None:
-    """Raise ``ValueError`` naming ``field``, the ``value`` it has and what was ``wanted``, unless ``condition``."""
+    """Unless ``condition`` holds, raise ``ValueError`` with ``field``, its ``value`` and what is ``wanted``."""
     if not condition:
         raise ValueError(f"{field} is {value!r}: {wanted}")
+
+
+class GroupError(RuntimeError):
+    """A rank of this site did not answer in time, or was lost; the message names the operation."""

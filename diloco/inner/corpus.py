@@ -1,12 +1,27 @@
-"""The documents of a corpus, each once and split by hash, and the token shards that they are written to.
+"""A corpus: text, or existing token ids, as memory-mapped token shards with a manifest.
 
-Documents come from the Python standard library, a folder of text, or JSONL.  A document is known by the sha256 of its
-bytes.  Its place (file, offset) is how it is read again, and is part of nothing that two machines compare.
+``prepare_corpus`` makes a corpus of any kind, once: ``<cache>/<key>/{manifest.json, train-00000.bin,
+validation-00000.bin, ...}``.  A shard is little-endian uint16 (uint32 if the tokenizer has too many ids for uint16).
 
-Shards hold at most so many tokens each, and a note after each says how far the text is through.  So the process after
-one that was killed begins with the document in which the last whole shard ended.  The note of a shard is written when
-the shard is durable; a shard without a note, or a note without its shard, is written again.  Where the text comes as a
-stream, a mark among the notes says where the stream stood when all before it had been written.
+Documents of the Python standard library, a folder of text, or JSONL are deduplicated, split by hash, and ordered by
+their sha256.  The sha256 of its bytes identifies a document.  Its place (file, offset) only serves to read it again;
+two machines never compare places.
+
+Their shards hold at most ``shard_tokens`` tokens.  After each shard a note records how much of the text is done, so
+that a process after one that was killed resumes with the document in which the last complete shard ended.  The note is
+written once the shard is durable.  A shard without a note, or a note without its shard, is written again.
+
+A data set of Hugging Face's is read once as a stream and stored as token shards.  The tokens are kept and the text is
+not: units of text are addressed by number, and a stream has no random access.  Documents stay in the order of the
+stream.  Their digests, or the data set's own splits, decide which are validation, so the same data set with the same
+settings gives the same tokens to every reader.  Once there are enough tokens for a shard, everything buffered is
+written, and a mark among the notes records the position of the stream; after a crash the next process resumes there.
+Duplicate documents are not removed, because finding them would need the whole data set.  The library ``datasets`` is an
+optional dependency, imported only when a stream is read.
+
+Token ids (``tokens``) are existing little-endian files, used where they are.  They are read once, to compute digests
+and to check that the tokenizer has every id; then they are memory-mapped like other shards.  A file whose name begins
+with "val" is validation, every other one training.  A folder with a corpus of another cache is used unchanged.
 """
 
 from __future__ import annotations
@@ -14,37 +29,50 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import sys
 import sysconfig
+import time
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from diloco.durable import lock, write_file
 from diloco.inner.checks import require
+from diloco.inner.data import (
+    FORMAT,
+    SPLITS,
+    CorpusManifest,
+    DataError,
+    Shard,
+    SplitManifest,
+    load_manifest,
+)
+from diloco.inner.tokenizer import Tokenizer, check_name, make_tokenizer, token_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
 KINDS = ("stdlib", "text", "jsonl", "tokens", "hf")
-SPLITS = ("train", "validation")
 FIELD = "text"
-"""Which field of a line of JSON is the text, where nothing else is said."""
+"""Default name of the JSON field that holds the text."""
 STDLIB_BYTES_MIN = 2_000_000
 STDLIB_LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
 VALIDATION_FIRST_BYTE = 16
 """A document whose sha256 begins with a byte below this is validation: 1 in 16."""
 
 
-class DataError(ValueError):
-    """The text cannot be used as it is; the message says which and what to do."""
-
-
 class Document(NamedTuple):
-    """One distinct text and where it lies: ``length`` bytes from ``offset`` of ``path`` (for JSONL: its line)."""
+    """One distinct text and its place: ``length`` bytes from ``offset`` of ``path`` (for JSONL: its line)."""
 
     digest: bytes
     path: Path
@@ -70,10 +98,10 @@ class Corpus:
         return sum(document.text_bytes for document in self.documents)
 
     def split(self, name: str) -> list[Document]:
-        """Documents of ``train`` or ``validation``, sorted by digest.
+        """Return the documents of ``train`` or ``validation``, sorted by digest.
 
-        By the first byte of the digest, never by path order.  Of a few large documents at least the one with the
-        smallest digest is validation, and at least the one with the largest is not.
+        The first byte of the digest decides, never the path order.  However few documents there are, the one with the
+        smallest digest is validation, and the one with the largest is training.
         """
         low = sum(document.digest[0] < VALIDATION_FIRST_BYTE for document in self.documents)
         cut = min(max(low, 1), len(self.documents) - 1)
@@ -81,7 +109,7 @@ class Corpus:
 
 
 def source_files(kind: str, path: str, pattern: str) -> list[Path]:
-    """Files that a corpus of ``kind`` is read from, sorted; DataError when there are none."""
+    """Return the files that a corpus of ``kind`` is read from, sorted; DataError if there are none."""
     if kind == "stdlib":
         found = []
         for folder, inner, names in os.walk(sysconfig.get_paths()["stdlib"]):
@@ -100,9 +128,9 @@ def source_files(kind: str, path: str, pattern: str) -> list[Path]:
 
 
 def read_corpus(kind: str, files: Iterable[Path], field: str = FIELD) -> Corpus:
-    """Read and hash every document once; DataError says what is wrong with the text.  ``field`` is that of JSONL.
+    """Read and hash every document once; DataError says what is wrong with the text.  ``field`` is for JSONL.
 
-    Memory holds a few hundred bytes a document, not the text.
+    Memory holds a few hundred bytes per document, not the text.
     """
     kept: dict[bytes, Document] = {}
     duplicates = not_text = 0
@@ -165,7 +193,7 @@ def _text_of_line(line: bytes, where: str, field: str) -> str:
 
 
 def _as_document(content: bytes, file: Path, offset: int, length: int) -> Document | None:
-    """A document for ``content``, or None when it is empty or not UTF-8 (which the tokenizer could not give back)."""
+    """Return a document for ``content``, or None if it is empty or not UTF-8 (the tokenizer could not restore it)."""
     try:
         content.decode()
     except UnicodeDecodeError:
@@ -176,7 +204,7 @@ def _as_document(content: bytes, file: Path, offset: int, length: int) -> Docume
 
 
 def read_text(kind: str, document: Document, field: str = FIELD) -> str:
-    """The document's text again; DataError when the file has changed since it was hashed."""
+    """Read the document's text again; DataError if the file has changed since it was hashed."""
     with document.path.open("rb") as file:
         file.seek(document.offset)
         content = file.read(document.length)
@@ -187,28 +215,12 @@ def read_text(kind: str, document: Document, field: str = FIELD) -> str:
     return text
 
 
-def check_kind(kind: str, path: str) -> None:
-    """ValueError unless ``kind`` is known and has a ``path`` where it needs one."""
-    require(kind in KINDS, "kind", kind, f"one of {', '.join(KINDS)}")
-    wanted = "a file or folder" + (", or a name on the hub" if kind == "hf" else "")
-    require(kind == "stdlib" or bool(path), "path", path, f"{wanted}, for kind={kind}")
-
-
 NOTES = "notes.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """One file of tokens."""
-
-    file: str
-    tokens: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class Note:
-    """``shard`` of ``split`` ends behind ``documents`` whole documents and ``within`` tokens of the next."""
+    """``shard`` of ``split`` ends after ``documents`` whole documents and ``within`` tokens of the next one."""
 
     split: str
     documents: int
@@ -217,21 +229,21 @@ class Note:
 
 
 class Notes:
-    """What a folder says of shards that were written there before, of the same text."""
+    """The file of notes on the shards that earlier processes have written to a folder, for the same text."""
 
     def __init__(self, folder: Path, text: str, width: int, *, marked: bool = False) -> None:
-        """``text`` is all that decides the tokens; notes of another are thrown away, with their shards.
+        """``text`` describes all that decides the tokens; notes with another one are deleted, with their shards.
 
-        ``width`` is how many bytes a token has.  ``marked``: what is behind the last mark counts for nothing.
+        ``width`` is the number of bytes of a token.  With ``marked``, notes after the last mark are dropped.
         """
         self._path, self._text, self._width = folder / NOTES, text, width
         self.mark: dict[str, Any] | None = None
-        """The last one, of whoever wrote there before."""
+        """The last mark that an earlier process has written; None without one."""
         self._notes = self._read(folder, marked)
         kept = {NOTES, *(note.shard.file for note in self._notes)}
         for left in [path for path in folder.iterdir() if path.name not in kept]:
             left.unlink()
-        self._path.write_bytes(b"")  # Anew, without a line that was being written.
+        self._path.write_bytes(b"")  # Rewrite the file without a torn last line.
         for told in ({"text": text}, *(asdict(note) for note in self._notes)):
             self._append(told)
         if self.mark is not None:
@@ -248,7 +260,7 @@ class Notes:
                 return []
             for line in lines:
                 told = json.loads(line)
-                known = told.pop("crc32", None)  # An earlier release wrote none.
+                known = told.pop("crc32", None)  # Earlier releases wrote none.
                 if known not in (None, _crc32(told)):
                     break
                 if "mark" in told:
@@ -259,19 +271,19 @@ class Notes:
                     break
                 found.append(note)
         except (OSError, ValueError, TypeError, KeyError):
-            pass  # The last line was being written; what is before it holds.
+            pass  # The last line is torn; those before it are valid.
         return found[:whole] if marked else found
 
     def of(self, split: str) -> list[Note]:
-        """Those of one split, in order."""
+        """Return the notes of one split, in order."""
         return [note for note in self._notes if note.split == split]
 
     def add(self, note: Note) -> None:
-        """``note.shard`` is durable."""
+        """Record that ``note.shard`` is durable."""
         self._append(asdict(note))
 
     def put(self, mark: dict[str, Any]) -> None:
-        """All shards up to where ``mark`` says are durable."""
+        """Record that all shards up to the position in ``mark`` are durable."""
         self._append({"mark": mark})
 
     def _append(self, told: dict[str, object]) -> None:
@@ -281,7 +293,7 @@ class Notes:
             os.fsync(file.fileno())
 
     def remove(self) -> None:
-        """All is written."""
+        """Delete the file, once everything is written."""
         self._path.unlink()
 
 
@@ -292,49 +304,525 @@ def _crc32(told: dict[str, Any]) -> int:
 class ShardWriter:
     """Appends the ids of documents to shards of at most ``shard_tokens`` each, hashing on the way."""
 
-    def __init__(self, directory: Path, split: str, shard_tokens: int, dtype: np.dtype[Any], notes: Notes) -> None:
+    def __init__(self, directory: Path, split: str, shard_tokens: int, tokenizer: Tokenizer, notes: Notes) -> None:
         self._directory, self._split, self._shard_tokens, self._notes = directory, split, shard_tokens, notes
-        self.dtype = dtype
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._end = np.array([] if tokenizer.end_of_file is None else [tokenizer.end_of_file], dtype=self._dtype)
         before = notes.of(split)
         self._shards = [note.shard for note in before]
         self.documents = before[-1].documents if before else 0
-        """Whole documents that are written; the next one to be handed in."""
+        """Number of whole documents written, and so the index of the next one to pass to ``write``."""
         self._within = before[-1].within if before else 0
         self._pending: list[NDArray[Any]] = []
-        self._held = 0
-
-    @property
-    def held(self) -> int:
-        """Tokens that are in no shard yet."""
-        return self._held
+        self.held = 0
+        """Buffered tokens, not yet in a shard."""
 
     def write(self, ids: NDArray[Any]) -> None:
-        """Append the ``ids`` of the next document; a shard that is full goes to disk."""
+        """Append the ``ids`` of the next document and the end-of-file token; write a shard when it is full."""
+        ids = np.concatenate([ids, self._end])
         at, self._within = self._within, 0
-        while self._held + len(ids) - at >= self._shard_tokens:
-            room = self._shard_tokens - self._held
+        while self.held + len(ids) - at >= self._shard_tokens:
+            room = self._shard_tokens - self.held
             self._pending.append(ids[at : at + room])
             at += room
             self._flush(at)
         self._pending.append(ids[at:])
-        self._held += len(ids) - at
+        self.held += len(ids) - at
         self.documents += 1
 
     def close(self) -> list[Shard]:
-        """Write what is left and return all shards."""
-        if self._held:
+        """Write the buffered tokens as a shard and return all shards."""
+        if self.held:
             self._flush(0)
         return self._shards
 
     def _flush(self, within: int) -> None:
-        values = np.concatenate(self._pending).astype(self.dtype)
+        values = np.concatenate(self._pending).astype(self._dtype)
         content = values.tobytes()
         name = f"{self._split}-{len(self._shards):05d}.bin"
-        with (self._directory / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(self._directory / name, content)
         shard = Shard(name, len(values), hashlib.sha256(content).hexdigest())
         self._shards.append(shard)
         self._notes.add(Note(self._split, self.documents, within, shard))
-        self._pending, self._held = [], 0
+        self._pending, self.held = [], 0
+
+
+ENCODE_BYTES = 4_000_000
+"""Bytes of text passed to the tokenizer at once; bounds memory."""
+LOCK_POLL_S = 0.1
+STREAM_FORMAT = 1
+BATCH_BYTES = 4_000_000
+"""Bytes of a stream's text tokenized at once; bounds memory.  Shards end with a batch: another value, other shards."""
+TOLD_AS = "the stream"
+READ_TOKENS = 1 << 22
+"""Tokens read at once; bounds memory."""
+FILES_FORMAT = 1
+Progress = Callable[[str, int, int], None]
+DTYPES = ("uint16", "uint32")
+PATTERNS = MappingProxyType({"jsonl": "**/*.jsonl", "tokens": "**/*.bin"})
+
+
+@dataclass(kw_only=True, slots=True)
+class DataOptions:
+    """Where the text comes from and how it becomes tokens."""
+
+    kind: str = "stdlib"
+    """``stdlib``: source of this Python's standard library.  ``text``: UTF-8 files.  ``jsonl``: a field of every line.
+    ``tokens``: existing token ids.  ``hf``: a data set of Hugging Face's."""
+    path: str = ""
+    """A file or a folder, for all kinds but ``stdlib``; for ``hf`` also a name on the hub."""
+    pattern: str = ""
+    """Glob of the folder's files; empty: all (``text``), ``**/*.jsonl`` (``jsonl``), ``**/*.bin`` (``tokens``)."""
+    field: str = FIELD
+    """Name of the field with the text, for ``jsonl`` and ``hf``."""
+    name: str = ""
+    """Name of the data set's configuration.  This option and the next four are for ``hf`` only."""
+    split: str = "train"
+    validation_split: str = ""
+    """Empty: 1 in 16 documents of ``split``, chosen by digest."""
+    revision: str = ""
+    """A commit, a tag or a branch on the hub; empty for the newest."""
+    documents_max: int = 0
+    """Documents to take from the front of each split; 0 for all."""
+    tokenizer: str = "bpe1024"
+    end_of_file: bool = True
+    """Whether a token marks the end of each document."""
+    dtype: str = "uint16"
+    """Type of an id in the files of ``tokens``, little-endian."""
+    shard_tokens: int = 1 << 26
+    lock_wait_s: float = 600.0
+    """How long to wait for another process that prepares the same text, counted from its last complete shard."""
+
+    def __post_init__(self) -> None:
+        require(self.kind in KINDS, "kind", self.kind, f"one of {', '.join(KINDS)}")
+        wanted = "a file or folder" + (", or a name on the hub" if self.kind == "hf" else "")
+        require(self.kind == "stdlib" or bool(self.path), "path", self.path, f"{wanted}, for kind={self.kind}")
+        unread = f"kind=stdlib reads this Python's own sources; for other files choose kind={'|'.join(KINDS[1:])}"
+        for name, value in (("path", self.path), ("pattern", self.pattern)):
+            require(self.kind != "stdlib" or not value, name, value, unread)
+        check_name(self.tokenizer)
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(bool(self.field), "field", self.field, "a name")
+        require(bool(self.split), "split", self.split, "a name")
+        require(self.split != self.validation_split, "validation_split", self.validation_split, "another than split")
+        require(self.documents_max >= 0, "documents_max", self.documents_max, "0 (all) or more")
+        require(self.shard_tokens >= 1024, "shard_tokens", self.shard_tokens, "at least 1024")
+        require(self.lock_wait_s > 0, "lock_wait_s", self.lock_wait_s, "positive")
+
+    @property
+    def pattern_used(self) -> str:
+        """``pattern`` with the empty default resolved."""
+        return self.pattern or PATTERNS.get(self.kind, "**/*")
+
+
+def prepare_corpus(
+    options: DataOptions, cache_dir: Path, told: Progress = lambda split, done, total: None
+) -> CorpusManifest:
+    """Make the corpus if it is not in ``cache_dir``, and return its manifest.
+
+    A corpus in the cache is found by its options and the files' names, sizes and times; one of the hub by its options
+    alone, without the network.  Several processes may call this at once: one works, and the others wait at most
+    ``options.lock_wait_s`` for it.  After a process that died, the next one resumes behind its last complete shard.
+    ``told(split, done, total)`` reports progress in bytes of text; ``total`` is 0 while it is unknown.  Raises
+    DataError.
+    """
+    tokenizer, path = make_tokenizer(options.tokenizer, options.end_of_file), Path(options.path).expanduser()
+    if options.kind == "tokens" and (path / "manifest.json").is_file():
+        return _ours(path, tokenizer)
+    is_here = options.kind != "hf" or path.exists() or path.is_absolute() or options.path.startswith((".", "~"))
+    files = source_files(options.kind, options.path, options.pattern_used) if is_here else []
+    made_by = [tokenizer.digest, options.end_of_file]
+    if options.kind == "tokens":
+        name, how = f"tokens-{options.dtype}", [FILES_FORMAT, options.dtype, *made_by]
+    elif options.kind == "hf":
+        name, how = f"hf-{tokenizer.name}", [STREAM_FORMAT, BATCH_BYTES, *made_by, options.shard_tokens]
+        how += ["" if is_here else options.path, options.pattern, options.field, options.documents_max]
+        how += [options.name, options.split, options.validation_split, options.revision]
+    else:
+        name, how = f"{options.kind}-{tokenizer.name}", [FORMAT, options.kind, *made_by, options.shard_tokens]
+        how += [] if options.field == FIELD else [options.field]
+
+    def make(folder: Path) -> None:
+        if options.kind == "tokens":
+            _describe_files(options, tokenizer, path.parent if path.is_file() else path, files, folder)
+        elif options.kind == "hf":
+            _Reading(
+                options, tokenizer, _opened(options, path if is_here else None, cache_dir), folder, how, told
+            ).write()
+        else:
+            _write_documents(read_corpus(options.kind, files, options.field), options, tokenizer, folder, told)
+
+    return _made_once(cache_dir, f"{name}-{_key_of(how, files)[:16]}", options.lock_wait_s, make)
+
+
+def _made_once(cache_dir: Path, key: str, wait_s: float, make: Callable[[Path], None]) -> CorpusManifest:
+    """Return the manifest in ``cache_dir/key``; if there is none, have ``make`` write it into a temporary folder.
+
+    ``make`` finds in that folder what an earlier process that died has left.  One process at a time calls it.
+    """
+    directory = cache_dir / key
+    if (directory / "manifest.json").is_file():
+        return load_manifest(directory)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    temporary = cache_dir / f"{key}.tmp"
+    with _lock(cache_dir / f"{key}.lock", wait_s, temporary / NOTES):
+        if not (directory / "manifest.json").is_file():
+            for left in cache_dir.glob(f"{key}.tmp-*"):
+                shutil.rmtree(left)  # Left by an earlier release, which did not resume.
+            temporary.mkdir(exist_ok=True)
+            make(temporary)
+            temporary.rename(directory)
+            _sync_directory(cache_dir)
+    return load_manifest(directory)
+
+
+def _key_of(how: Sequence[object], files: Sequence[Path]) -> str:
+    """Return the sha256 hex of the recipe ``how`` and of the names, sizes and times of ``files``."""
+    told = hashlib.sha256(json.dumps(how).encode())
+    for file in files:
+        facts = file.stat()
+        told.update(f"\n{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
+    return told.hexdigest()
+
+
+@contextmanager
+def _lock(path: Path, wait_s: float, notes: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``; the system releases it if its holder dies.
+
+    DataError if another process has held it for ``wait_s`` without a new line in its ``notes``.
+    """
+    deadline, seen = time.monotonic() + wait_s, _size(notes)
+    with path.open("w") as file:
+        while True:
+            try:
+                lock(file)
+                break
+            except BlockingIOError:
+                if (written := _size(notes)) != seen:
+                    deadline, seen = time.monotonic() + wait_s, written
+                if time.monotonic() >= deadline:
+                    raise DataError(
+                        f"another process has been preparing the same text for over {wait_s:g} s (it holds {path}) and "
+                        "wrote nothing: wait for it, or stop it if it hangs"
+                    ) from None
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _sync_directory(directory: Path) -> None:
+    """Fsync ``directory``, so that the names in it are durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_manifest(
+    folder: Path,
+    options: DataOptions,
+    tokenizer: Tokenizer,
+    digest: str,
+    splits: Mapping[str, SplitManifest],
+    **more: Any,
+) -> None:
+    """Write ``folder/manifest.json`` durably; ``more`` are its other fields."""
+    manifest = CorpusManifest(
+        directory=folder,
+        kind=options.kind,
+        tokenizer=tokenizer.name,
+        tokenizer_sha256=tokenizer.digest,
+        end_of_file=options.end_of_file,
+        vocab_size=tokenizer.vocab_size,
+        corpus_sha256=digest,
+        train=splits["train"],
+        validation=splits["validation"],
+        **more,
+    )
+    write_file(folder / "manifest.json", manifest.to_json().encode())
+
+
+def _split_of(documents: int, text_bytes: int, shards: Sequence[Shard]) -> SplitManifest:
+    return SplitManifest(documents, text_bytes, sum(shard.tokens for shard in shards), tuple(shards))
+
+
+def _write_documents(
+    corpus: Corpus, options: DataOptions, tokenizer: Tokenizer, directory: Path, told: Progress
+) -> None:
+    how = [FORMAT, options.kind, tokenizer.digest, options.end_of_file, options.shard_tokens, corpus.digest]
+    notes, splits = Notes(directory, json.dumps(how), token_dtype(tokenizer.vocab_size).itemsize), {}
+    for name in SPLITS:
+        documents, writer = corpus.split(name), ShardWriter(directory, name, options.shard_tokens, tokenizer, notes)
+        text_bytes = sum(document.text_bytes for document in documents)
+        done = sum(document.text_bytes for document in documents[: writer.documents])
+        for texts, size in _text_batches(options, documents[writer.documents :]):
+            told(name, done, text_bytes)
+            for ids in tokenizer.encode_batch(texts):
+                writer.write(ids)
+            done += size
+        told(name, text_bytes, text_bytes)
+        splits[name] = _split_of(len(documents), text_bytes, writer.close())
+    left_out = {"num_duplicates": corpus.num_duplicates, "num_not_text": corpus.num_not_text}
+    notes.remove()
+    _write_manifest(directory, options, tokenizer, corpus.digest, splits, **left_out)
+
+
+def _text_batches(options: DataOptions, documents: list[Document]) -> Iterator[tuple[list[str], int]]:
+    """Yield batches of texts of about ``ENCODE_BYTES``, each with its size in bytes."""
+    texts: list[str] = []
+    held = 0
+    for document in documents:
+        texts.append(read_text(options.kind, document, options.field))
+        held += document.text_bytes
+        if held >= ENCODE_BYTES:
+            yield texts, held
+            texts, held = [], 0
+    if texts:
+        yield texts, held
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An opened data set, of which no text has been read yet."""
+
+    digest: str
+    """The state of the data set (on the hub, its commit) and the release of ``datasets``, because another release may
+    not understand a saved position of a stream."""
+    streams: Mapping[str, Any]
+    """Streams by split name."""
+
+
+Batch = list[tuple[str, str]]
+"""Pairs of (split, text)."""
+
+
+def _opened(options: DataOptions, here: Path | None, cache_dir: Path) -> _Opened:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"kind 'hf' needs the library datasets ({error}): pip install 'diloco[datasets]'") from error
+    path, pattern = str(here or options.path), options.pattern
+    if here is not None and here.is_file():
+        path, pattern = str(here.parent), here.name
+    try:
+        builder = datasets.load_dataset_builder(
+            path,
+            options.name or None,
+            data_files={options.split: pattern} if pattern else None,
+            cache_dir=str(cache_dir / "datasets"),
+            revision=options.revision or None,
+        )
+        return _Opened(f"{builder.hash} {datasets.__version__}", builder.as_streaming_dataset())
+    except Exception as error:
+        nothing_here = "" if here is not None else "there is no such file or folder here, and of the hub: "
+        raise DataError(f"path is {options.path!r}: {nothing_here}{_line(error)}") from error
+
+
+@dataclass(slots=True)
+class _Mark:
+    """The position in the streams, kept in the notes so that a process can resume after one that died."""
+
+    stream: int = 0
+    """Index of the stream being read."""
+    documents: int = 0
+    """Documents read of this stream, including those left out."""
+    state: dict[str, Any] | None = None
+    """The position in it, as the library ``datasets`` represents it."""
+    left_out: int = 0
+    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+
+
+class _Reading:
+    """Reads the documents of the streams and writes their tokens."""
+
+    def __init__(
+        self,
+        options: DataOptions,
+        tokenizer: Tokenizer,
+        opened: _Opened,
+        folder: Path,
+        how: list[object],
+        told: Progress,
+    ) -> None:
+        self._options, self._tokenizer, self._streams = options, tokenizer, opened.streams
+        self._folder, self._told = folder, told
+        text, width = json.dumps([*how, opened.digest]), token_dtype(tokenizer.vocab_size).itemsize
+        self._notes = Notes(folder, text, width, marked=True)
+        self._mark = _Mark(**self._notes.mark) if self._notes.mark is not None else _Mark()
+        # The writers never end a shard by themselves: all shards end at a mark.
+        self._writers = {name: ShardWriter(folder, name, sys.maxsize, tokenizer, self._notes) for name in SPLITS}
+
+    def write(self) -> None:
+        """Read all streams to the end, and write the manifest."""
+        options = self._options
+        parts = [(options.split, "")]
+        if options.validation_split:
+            parts = [(options.split, "train"), (options.validation_split, "validation")]
+        for split, into in parts[self._mark.stream :]:
+            self._read(self._stream(split), into)
+        splits = {name: self._split(name) for name in SPLITS}
+        digests = [shard.sha256 for name in SPLITS for shard in splits[name].shards]
+        digest = hashlib.sha256("".join(digests).encode()).hexdigest()
+        self._notes.remove()
+        left_out = {"num_duplicates": 0, "num_not_text": self._mark.left_out}
+        _write_manifest(self._folder, options, self._tokenizer, digest, splits, **left_out)
+
+    def _split(self, name: str) -> SplitManifest:
+        shards = self._writers[name].close()
+        if not shards:
+            more = ": give documents, or validation_split where the data set has one" if name == "validation" else ""
+            raise DataError(f"{self._options.path} has no document for {name}{more}")
+        return _split_of(self._writers[name].documents, self._mark.text_bytes[name], shards)
+
+    def _stream(self, split: str) -> Any:
+        if split not in self._streams:
+            setting = "split" if split == self._options.split else "validation_split"
+            there = ", ".join(self._streams) or "none"
+            raise DataError(f"{setting} is {split!r}: {self._options.path} has {there}")
+        stream, wanted = self._streams[split], self._options.field
+        columns = stream.column_names
+        if columns is not None:  # The columns may be unknown before the first document.
+            if wanted not in columns:
+                raise self._without_field(columns)
+            stream = stream.select_columns([wanted])
+        if self._mark.state is not None:
+            stream.load_state_dict(self._mark.state)
+        return stream
+
+    def _read(self, stream: Any, into: str) -> None:
+        """Read one stream to its end; write its documents ``into`` a split or, if that is empty, split by digest."""
+        for batch in self._batches(stream, into):
+            encoded = self._tokenizer.encode_batch([text for _, text in batch])
+            for (name, text), ids in zip(batch, encoded, strict=True):
+                self._writers[name].write(ids)
+                self._mark.text_bytes[name] += len(text.encode())
+            self._told(TOLD_AS, sum(self._mark.text_bytes.values()), 0)
+            if max(writer.held for writer in self._writers.values()) >= self._options.shard_tokens:
+                self._cut(stream.state_dict())
+        self._mark.stream, self._mark.documents = self._mark.stream + 1, 0
+        self._cut(None)
+        through = sum(self._mark.text_bytes.values())
+        self._told(TOLD_AS, through, through)
+
+    def _batches(self, stream: Any, into: str) -> Iterator[Batch]:
+        """Yield batches of about ``BATCH_BYTES``; at each yield the stream's position is just after the batch."""
+        batch, held = Batch(), 0
+        for row in self._rows(stream):
+            text = self._text(row)
+            self._mark.documents += 1
+            content = _utf8(text)
+            self._mark.left_out += not content
+            if content:
+                low = hashlib.sha256(content).digest()[0] < VALIDATION_FIRST_BYTE
+                batch.append((into or ("validation" if low else "train"), text))
+                held += len(content)
+            if held >= BATCH_BYTES:
+                yield batch
+                batch, held = Batch(), 0
+        if batch:
+            yield batch
+
+    def _rows(self, stream: Any) -> Iterator[Mapping[str, Any]]:
+        bound = self._options.documents_max
+        try:
+            yield from islice(stream, bound - self._mark.documents if bound else None)
+        except Exception as error:
+            where = f"the stream of {self._options.path!r} broke off behind {self._mark.documents:,} documents"
+            raise DataError(f"{where}: {_line(error)}; the next start goes on behind the last whole shard") from error
+
+    def _text(self, row: Mapping[str, Any]) -> str:
+        wanted = self._options.field
+        if wanted not in row:
+            raise self._without_field(row)
+        text = row[wanted]
+        if text is not None and not isinstance(text, str):
+            kind = type(text).__name__
+            raise DataError(f"field is {wanted!r}: in document {self._mark.documents} it is no text, but {kind}")
+        return text or ""
+
+    def _without_field(self, columns: Any) -> DataError:
+        there = ", ".join(map(str, columns)) or "none"
+        return DataError(f"field is {self._options.field!r}: the documents of {self._options.path} have {there}")
+
+    def _cut(self, state: dict[str, Any] | None) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._mark.state = state
+        self._notes.put(asdict(self._mark))
+
+
+def _utf8(text: str) -> bytes:
+    """Return ``text`` in UTF-8; empty if it cannot be encoded, because the tokenizer could not restore it."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return b""
+
+
+def _line(error: Exception) -> str:
+    """Return the error's message in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _ours(directory: Path, tokenizer: Tokenizer) -> CorpusManifest:
+    found = load_manifest(directory)
+    if found.tokenizer_sha256 != tokenizer.digest:
+        made = f"{directory} was made by the tokenizer {found.tokenizer}"
+        raise DataError(f"{made}, and data.tokenizer is {tokenizer.name}, or another of that name")
+    return found
+
+
+def _describe_files(
+    options: DataOptions, tokenizer: Tokenizer, root: Path, files: Sequence[Path], folder: Path
+) -> None:
+    splits = {}
+    for name in SPLITS:
+        mine = [file for file in files if file.name.startswith("val") == (name == "validation")]
+        if not mine:
+            wanted = 'one whose name begins with "val"' if name == "validation" else "one that does not begin so"
+            raise DataError(f"path is {options.path!r}: no file of it is for {name}: {wanted} is wanted")
+        shards = [_shard(file, root, options.dtype, tokenizer) for file in mine]
+        text_bytes = _text_bytes(mine, options.dtype, tokenizer) if name == "validation" else 0
+        splits[name] = _split_of(0, text_bytes, shards)
+    digests = sorted(shard.sha256 for split in splits.values() for shard in split.shards)
+    digest = hashlib.sha256("".join(digests).encode()).hexdigest()
+    where = {"num_duplicates": 0, "num_not_text": 0, "dtype": options.dtype, "source": str(root.resolve())}
+    _write_manifest(folder, options, tokenizer, digest, splits, **where)
+
+
+def _shard(file: Path, root: Path, dtype: str, tokenizer: Tokenizer) -> Shard:
+    size, width = file.stat().st_size, np.dtype(dtype).itemsize
+    if size == 0 or size % width:
+        raise DataError(f"{file} has {size} bytes: a multiple of {width}, more than 0, is wanted (data.dtype={dtype})")
+    tokens, hashed = _tokens(file, dtype), hashlib.sha256()
+    for at in range(0, len(tokens), READ_TOKENS):
+        piece = tokens[at : at + READ_TOKENS]
+        hashed.update(piece.tobytes())
+        largest = int(piece.max())
+        if largest >= tokenizer.vocab_size:
+            raise DataError(
+                f"{file} has the id {largest}, and the tokenizer {tokenizer.name} has {tokenizer.vocab_size}: give the "
+                "tokenizer that made it (data.tokenizer), and the width of an id (data.dtype)"
+            )
+    return Shard(str(file.relative_to(root)), len(tokens), hashed.hexdigest())
+
+
+def _tokens(file: Path, dtype: str) -> NDArray[np.uint16 | np.uint32]:
+    return np.memmap(file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+
+
+def _text_bytes(files: Sequence[Path], dtype: str, tokenizer: Tokenizer) -> int:
+    """Return the bytes of UTF-8 that the files decode to; a character cut at the end of a piece counts as U+FFFD."""
+    found = 0
+    for file in files:
+        tokens = _tokens(file, dtype)
+        for at in range(0, len(tokens), READ_TOKENS):
+            found += len(tokenizer.decode(tokens[at : at + READ_TOKENS].tolist()).encode())
+    return found

@@ -1,17 +1,17 @@
-"""A model in use: its loss on text that it does not train on, the likelihood of a text, and the text that it makes.
+"""Using a model: its loss on held-out text, the likelihood of a text, and text generation.
 
-``evaluate`` gives the mean loss, in nats per token.
+``evaluate`` returns the mean loss, in nats per token.
 
-``likelihoods`` says how likely a model finds a text behind another, which is what multiple-choice tasks ask.
+``likelihoods`` returns the likelihood of a continuation of a text, which multiple-choice tasks need.
 
-``generate`` makes text token by token, and keeps the keys and values of what was read.
+``generate`` makes text token by token, with a cache of keys and values.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -38,9 +38,9 @@ def evaluate(
     device: torch.device | None = None,
     together: Spread | None = None,
 ) -> float:
-    """Mean loss of ``model`` over all tokens of ``batches``, nats per token; ValueError without a batch.
+    """Return the mean loss of ``model`` over all tokens of ``batches``, nats per token; ValueError without a batch.
 
-    A model that ranks hold in parts needs them ``together``: each takes its share of the batches, and all get the mean.
+    With ``together`` (required for a sharded model) it is a collective: ranks share the batches, and all get the mean.
     """
     where = device or (together.group.device if together else next(model.parameters()).device)
     dtype = autocast_dtype(precision, where, together.group if together else None)
@@ -50,7 +50,10 @@ def evaluate(
     try:
         for counts, inputs, targets in _mine(list(batches), together):
             with torch.autocast(where.type, dtype=dtype, enabled=dtype is not None):
-                loss = _loss(model, inputs.to(where), targets.to(where), together is not None)
+                if together is not None:
+                    loss = model(inputs.to(where), targets.to(where))
+                else:
+                    loss = next_token_loss(model(inputs.to(where)), targets.to(where))
             if counts:
                 summed += float(loss) * targets.numel()
                 tokens += targets.numel()
@@ -65,15 +68,8 @@ def evaluate(
     return summed / tokens
 
 
-def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, in_parts: bool) -> Tensor:
-    """Of any model that makes logits of tokens; one that ranks hold in parts makes the loss itself."""
-    if in_parts:
-        return cast("Tensor", model(inputs, targets))
-    return next_token_loss(model(inputs), targets)
-
-
 def _mine(batches: list[tuple[Tensor, Tensor]], together: Spread | None) -> Iterator[tuple[bool, Tensor, Tensor]]:
-    """This rank's share, and whether each counts: all ranks call the model equally often, be it with a batch again."""
+    """Yield this rank's batches, each with whether it counts: repeats make the number of calls equal on all ranks."""
     rank, world = (together.data_rank, together.data_world) if together else (0, 1)
     for first in range(0, len(batches), world):
         mine = first + rank
@@ -81,19 +77,19 @@ def _mine(batches: list[tuple[Tensor, Tensor]], together: Spread | None) -> Iter
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Loss in bits per byte of UTF-8, comparable between tokenizers."""
+    """Return the loss in bits per byte of UTF-8, comparable between tokenizers."""
     return nats_per_token / math.log(2.0) / bytes_per_token
 
 
 LOGITS_MAX = 1 << 28
-"""That exist at the same time, unless one text has more: a gigabyte in fp32."""
+"""Most logits that exist at the same time, unless a single text has more: a gigabyte in fp32."""
 Pair = tuple[list[int], list[int]]
-"""Tokens that are there, and those that are to be found behind them; at least one of each."""
+"""Tokens of a text and of its continuation; at least one of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """``nats`` is the logarithm of the second part's chance; ``is_likeliest``: no token of it had a likelier one."""
+    """The continuation's log-probability in ``nats``, and whether each of its tokens is the likeliest one there."""
 
     nats: float
     is_likeliest: bool
@@ -103,10 +99,9 @@ class Likelihood:
 def likelihoods(
     model: Transformer, pairs: Sequence[Pair], *, batch: int = 16, precision: str = "auto"
 ) -> Iterator[tuple[int, Likelihood]]:
-    """The place and the likelihood of each of ``pairs``, the longest first, at most ``batch`` at once.
+    """Yield the index and the likelihood of each of ``pairs``, the longest first, with at most ``batch`` at once.
 
-    What does not fit the model's context is forgotten from the beginning of the first part.  ValueError names a part
-    that cannot be.
+    Text beyond the model's context is cut off at the beginning of the first part.  ValueError names an invalid part.
     """
     require(batch >= 1, "batch", batch, "at least 1")
     model.eval()
@@ -120,7 +115,7 @@ def likelihoods(
 
 
 def _row(model: Transformer, before: Sequence[int], behind: Sequence[int]) -> Pair:
-    """What the model reads, and what it should say at the last places of it."""
+    """Return the model's input, and the tokens to predict at its last places."""
     options = model.options
     require(len(before) > 0, "before", "", "at least one token to begin with")
     wanted = f"from 1 to the context of {options.context}"
@@ -131,7 +126,7 @@ def _row(model: Transformer, before: Sequence[int], behind: Sequence[int]) -> Pa
 
 
 def _read(model: Transformer, rows: Sequence[Pair], precision: str) -> list[Likelihood]:
-    """What follows a text changes nothing before it, so shorter ones are filled up behind their end."""
+    """Compute the likelihoods of ``rows`` in one batch; padding at a row's end does not change what precedes it."""
     device = model.cosines.device
     longest = max(len(inputs) for inputs, _ in rows)
     tokens = torch.tensor([[*inputs, *[0] * (longest - len(inputs))] for inputs, _ in rows], device=device)
@@ -152,11 +147,11 @@ class SamplingOptions:
     """How the next token is drawn.  A value that cannot work raises ``ValueError`` with field and value."""
 
     tokens: int = 100
-    """Tokens to make, fewer where the text ends by itself."""
+    """Most tokens to generate; the text may end before."""
     temperature: float = 0.8
-    """What logits are divided by; 0: always the likeliest token."""
+    """Divisor of the logits; 0: always the likeliest token."""
     top_k: int = 0
-    """How many of the likeliest tokens are drawn from; 0: all."""
+    """Draw from this many of the likeliest tokens; 0: all."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -167,7 +162,7 @@ class SamplingOptions:
 
 
 class Reader:
-    """What a model has read, at most its context: one more token costs one position, not all of them again."""
+    """A model with a cache of keys and values, for at most its context: each new token costs one position only."""
 
     def __init__(self, model: Transformer) -> None:
         options = model.options
@@ -179,16 +174,16 @@ class Reader:
 
     @property
     def room(self) -> int:
-        """How many more tokens it can read."""
+        """Number of tokens that still fit into the context."""
         return self._model.options.context - self.length
 
     def forget(self) -> None:
-        """Begin anew at the first position."""
+        """Start again at the first position, with an empty cache."""
         self.length = 0
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Read ``tokens``, at least one and at most as many as there is room for; the logits [vocab] after the last."""
+        """Read ``tokens``, from one to ``room`` of them, and return the logits [vocab] after the last."""
         require(1 <= len(tokens) <= self.room, "tokens", len(tokens), f"from 1 to the room of {self.room}")
         model, begin = self._model, self.length
         end = begin + len(tokens)
@@ -204,7 +199,7 @@ class Reader:
     def _attend(
         self, attention: Attention, x: Tensor, kept: tuple[Tensor, Tensor], cosines: Tensor, sines: Tensor
     ) -> Tensor:
-        """What ``attention`` makes of ``x`` [1, T, dim] behind what was read before."""
+        """Return ``attention`` of ``x`` [1, T, dim] over the cached and the new positions; extends the cache."""
         begin, end = self.length, self.length + x.shape[1]
         query, key, value = (
             part.view(1, end - begin, -1, attention.head_dim).transpose(1, 2)
@@ -224,9 +219,9 @@ class Reader:
 def generate(
     model: Transformer, prompt: Sequence[int], options: SamplingOptions, end_of_file: int | None = None
 ) -> Iterator[int]:
-    """Tokens that go on behind ``prompt``, one at a time; ends before ``end_of_file``.
+    """Yield the tokens that continue ``prompt``, one at a time; stop before ``end_of_file``.
 
-    What does not fit the model's context is forgotten from its beginning: when that is full, half of it is read again.
+    When the model's context is full, or the prompt exceeds it, only the last half context of the text is read (again).
     ValueError for a prompt without a token, or with one that the model does not have.
     """
     vocab_size, half = model.options.vocab_size, max(1, model.options.context // 2)
@@ -251,7 +246,7 @@ def generate(
 
 
 def draw(logits: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
-    """The next token by ``logits`` [vocab], computed in fp64 on the CPU, so that a seed means one text."""
+    """Draw the next token from ``logits`` [vocab], in fp64 on the CPU, so that a seed always gives the same text."""
     values = logits.detach().to("cpu", torch.float64)
     if options.temperature == 0:
         return int(values.argmax())

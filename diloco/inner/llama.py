@@ -1,7 +1,7 @@
-"""Our transformer as a Llama of Hugging Face's form, and back: names of parameters and the fields of ``config.json``.
+"""Conversion between our transformer and Hugging Face's Llama: names of parameters and fields of ``config.json``.
 
 The architecture is the same (RMSNorm, rotary positions in halves, SwiGLU, shared key heads, no biases), so no value is
-changed or moved on the way; only what things are called differs.  Nothing here reads or writes a file.
+changed or moved; only the names differ.  Nothing here reads or writes a file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK: Mapping[str, str] = MappingProxyType(
     }
 )
 COMPUTED = ".rotary_emb.inv_freq"
-"""End of the name of what early files of the field hold beside parameters, and every reader computes."""
+"""Suffix of tensors in early Llama files that are no parameters: every reader computes them."""
 FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "vocab_size": "vocab_size",
@@ -50,7 +50,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "norm_eps": "rms_norm_eps",
     }
 )
-"""Our options and what ``config.json`` calls them."""
+"""Our options and their names in ``config.json``."""
 FIXED: Mapping[str, object] = MappingProxyType(
     {
         "hidden_act": "silu",
@@ -62,14 +62,14 @@ FIXED: Mapping[str, object] = MappingProxyType(
         "quantization_config": None,
     }
 )
-"""What ``config.json`` may say otherwise and this transformer cannot be; each is also what a missing field means."""
+"""Fields of ``config.json`` with the only values that this transformer supports; a missing field has this value."""
 ROPE_TYPES = (None, "default")
 NUMBER_MAX = 1 << 40
-"""Of anything that ``config.json`` says: beyond what a model can be, and within what every number here can hold."""
+"""Largest number accepted in ``config.json``: more than any model has, and small enough for every type used here."""
 
 
 def names(options: ModelOptions) -> dict[str, str]:
-    """Our name of every parameter and theirs; a tied head is none of its own."""
+    """Return Hugging Face's name of every parameter by our name; a tied head is no parameter of its own."""
     found = dict(WHOLE)
     if not options.tied:
         found |= dict([HEAD])
@@ -80,12 +80,12 @@ def names(options: ModelOptions) -> dict[str, str]:
 
 
 def to_llama(values: Mapping[str, Value], options: ModelOptions) -> dict[str, Value]:
-    """``values``, every parameter of the model once, under their names; ValueError names one that does not fit."""
+    """Rename ``values``, every parameter once, to Hugging Face's names; ValueError names one missing or unknown."""
     return _renamed(values, names(options))
 
 
 def from_llama(values: Mapping[str, Value], options: ModelOptions) -> dict[str, Value]:
-    """``values`` under our names; a tied head that is written out as well is left out."""
+    """Rename ``values`` to our names; drops a separate copy of a tied head.  ValueError as in ``to_llama``."""
     back = {theirs: ours for ours, theirs in names(options).items()}
     spare = {HEAD[1]} if options.tied else set[str]()
     there = {name: value for name, value in values.items() if name not in spare and not name.endswith(COMPUTED)}
@@ -93,7 +93,7 @@ def from_llama(values: Mapping[str, Value], options: ModelOptions) -> dict[str, 
 
 
 def config_of(options: ModelOptions, *, dtype: str, end_of_file: int | None) -> dict[str, Any]:
-    """What ``config.json`` says of the model; ``dtype`` as torch calls it, ``end_of_file`` the id that ends a text."""
+    """Return the model's ``config.json``; ``dtype`` is torch's name, ``end_of_file`` the id that ends a text."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -112,7 +112,7 @@ def config_of(options: ModelOptions, *, dtype: str, end_of_file: int | None) -> 
 
 
 def options_of(config: Mapping[str, Any]) -> ModelOptions:
-    """The model that ``config.json`` means; ValueError names the field and the value that this trainer cannot be."""
+    """Return the options of a ``config.json``; ValueError names a field with a value that is not supported here."""
     require(config.get("model_type") == "llama", "model_type", config.get("model_type"), "'llama'")
     for name, fixed in FIXED.items():
         found = config.get(name, fixed)
@@ -136,9 +136,9 @@ def options_of(config: Mapping[str, Any]) -> ModelOptions:
 
 
 def difference(config: Mapping[str, Any], options: ModelOptions) -> str:
-    """In words, the first field in which the model of ``config`` is not the one of ``options``; empty for none.
+    """Return a message on the first field in which ``config`` and ``options`` differ; empty if they agree.
 
-    The context may differ: it is how long the sequences are, and no value depends on it.
+    The context may differ: it is the length of the sequences, and no parameter depends on it.
     """
     there = options_of(config)
     for ours, theirs in FIELDS.items():
@@ -148,12 +148,12 @@ def difference(config: Mapping[str, Any], options: ModelOptions) -> str:
 
 
 def _told(options: ModelOptions, ours: str) -> Any:
-    """The value of an option with its 0 resolved."""
+    """Return the value of an option, with a derived one (0) resolved."""
     return getattr(options, f"{ours}_used", getattr(options, ours))
 
 
 def _rope(config: Mapping[str, Any]) -> Any:
-    """The base of the rotary angles, from where either form of ``config.json`` has it; ValueError for scaled ones."""
+    """Return the base of the rotary angles, from either form of ``config.json``; ValueError for scaled angles."""
     found = config.get("rope_theta", ModelOptions().rope_theta)
     for name in ("rope_scaling", "rope_parameters"):
         told = config.get(name) or {}

@@ -1,24 +1,23 @@
-"""Checkpoints in the machines' own memory: newer ones than the disk's, for a site that starts again at once.
+"""Checkpoints in the machines' memory: more recent than those on disk, for a site that restarts at once.
 
-Machines.  ``Machines`` finds which ranks of a site share a machine.  Ranks are on one machine where they see the very
-same folder: the same file of the same kernel.  So it needs no setting, and ranks in two containers of one host, which
-do not see each other's memory, count as two machines.
+Machines.  ``Machines`` finds which ranks of a site share a machine.  Two ranks share a machine if their folders are the
+same inode of the same kernel.  So no setting is needed, and ranks in two containers of one host, which do not see each
+other's memory, count as two machines.
 
-Files go from one machine to another beside training, over a process group of their own (gloo, also where the model's is
-NCCL), in pieces, one in each direction at a time, so that training does not wait for them and no file is whole in a
-process.
+Files go from one machine to another in the background, over a process group of their own (gloo, even if the model's is
+NCCL), one chunk in each direction at a time.  So training does not wait for them, and no process holds a whole file.
 
-Checkpoints.  A folder in memory (tmpfs) outlives the processes that wrote into it, not the machine.  What lies there is
-a checkpoint in parts like the disk's (``PartWriter``), by the same digests: each rank writes its own part.  Where the
-site has several machines, each rank also sends its part to one rank of the next, and there is no checkpoint before both
-copies of every part are whole: so one machine may be lost.  All that is beside training.
+Checkpoints.  A folder in memory (tmpfs) outlives the processes that wrote into it, but not the machine.  It holds
+checkpoints in parts with the same digests as on disk (``PartWriter``): each rank writes its own part.  If the site has
+several machines, each rank also sends its part to one rank of the next machine, and the checkpoint is published only
+when both copies of every part are complete.  So one machine may be lost.  All this runs in the background.
 
-Then the ranks tell each other the digests of their parts, and on each machine the first one writes the manifest and
-gives the folder its name.  This makes two things certain when the site comes back: what has a name was whole
-everywhere, and parts of two lives of the site that came to the same step are never mixed.
+Then the ranks exchange the digests of their parts, and the first rank of each machine writes the manifest and renames
+the folder to its final name.  This guarantees two things to a site that restarts: a published checkpoint was complete
+on all machines, and parts that two starts of the site wrote for the same step are never mixed.
 
-The two newest are kept, and none is left at the run's orderly end.  While one is written a machine holds three times
-what its ranks keep of the site's state, and three times what others keep on the machine before it.
+The two newest are kept, and an orderly end of the run removes them.  While one is written, a machine holds three times
+its own ranks' parts and three times the parts of the ranks that send it their second copies.
 """
 
 from __future__ import annotations
@@ -36,18 +35,21 @@ from torch import Tensor
 
 from diloco.durable import Step, private_folder
 from diloco.inner.checkpoint import (
-    PARTS,
+    MANIFEST,
     TEMPORARY,
     Checkpoint,
     CheckpointError,
     PartWriter,
+    check_digest,
     digest_of_file,
+    files_of,
     names,
-    publish,
+    publish_parts,
     rank_name,
     read_sealed,
+    reading,
     write_part,
-    write_sealed,
+    writing,
 )
 
 if TYPE_CHECKING:
@@ -58,21 +60,21 @@ if TYPE_CHECKING:
     from diloco.inner.parallel import SiteGroup
 
 CHUNK_BYTES = 16 << 20
-"""Of a file in memory at a time, for each of the ranks that it goes to or comes from."""
+"""Most bytes of a file in memory at a time, for each rank that this one sends to or receives from."""
 ABSENT = -1
-"""In place of the size of a file that its sender does not have."""
+"""Sent instead of the size of a file that the sender does not have."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Machines:
-    """The machines of a site, in the order of their first ranks.  Made by all ranks at once: a collective."""
+    """The machines of a site, in the order of their first ranks.  The constructor is a collective."""
 
     def __init__(self, group: SiteGroup, folder: Path) -> None:
-        """``folder`` is this machine's, and is there."""
+        """``folder`` is this machine's folder in memory, and must exist."""
         told = [each.decode() for each in group.all_gather_bytes(_identity(folder).encode())]
         names = list(dict.fromkeys(told))
         self.of_rank = [names.index(each) for each in told]
-        """The machine of each rank."""
+        """The index of each rank's machine."""
         self.here = self.of_rank[group.rank]
         self.ranks = [[rank for rank, at in enumerate(self.of_rank) if at == machine] for machine in range(len(names))]
         """The ranks of each machine."""
@@ -85,11 +87,11 @@ class Machines:
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this rank is the one that speaks for its machine."""
+        """Whether this rank is the first of its machine, which publishes and transfers for it."""
         return self.ranks[self.here][0] == self._rank
 
     def second_of(self, rank: int) -> int | None:
-        """The rank that keeps a second copy for ``rank``, on the next machine; None where there is one machine."""
+        """Return the rank on the next machine that keeps the second copy of ``rank``; None if there is one machine."""
         if len(self.ranks) == 1:
             return None
         machine = self.of_rank[rank]
@@ -97,15 +99,15 @@ class Machines:
         return others[self.ranks[machine].index(rank) % len(others)]
 
     def firsts_of(self, rank: int) -> list[int]:
-        """The ranks for which ``rank`` keeps a second copy."""
+        """Return the ranks whose second copy ``rank`` keeps."""
         return [other for other in range(len(self.of_rank)) if self.second_of(other) == rank]
 
     def exchange(self, sends: Mapping[int, Sequence[Path]], receives: Mapping[int, Sequence[Path]], disk: Disk) -> None:
-        """Send files to ranks, and make files of what comes from others.  Both ends say the same ones in one order.
+        """Send files to ranks, and write those received from others.  Both ends list the same files in the same order.
 
-        One at a time, and never from two threads.  A file that cannot be read or written costs only itself: the others
-        go on.  CheckpointError then, and for good where a rank has not answered, because what it sends later would be
-        taken for something else.
+        One exchange at a time, never from two threads.  If a file cannot be read or written, the other files are still
+        exchanged and CheckpointError is raised at the end.  If a rank does not answer, every later exchange fails with
+        CheckpointError too, because a late message would be taken for another one.
         """
         if self._broken:
             raise CheckpointError(self._broken)
@@ -115,7 +117,7 @@ class Machines:
         posts += [(dist.irecv, rank, _written(paths, disk, lacking)) for rank, paths in receives.items()]
         try:
             while posts:
-                # Every end posts its n-th message for each of its peers before it waits for any: none waits in vain.
+                # Every rank posts its n-th message to each peer before it waits for any, so they cannot deadlock.
                 due = [(post, tensor) for post in posts for tensor in [next(post[2], None)]]
                 works = [post(tensor, rank, self._beside) for (post, rank, _), tensor in due if tensor is not None]
                 for work in works:
@@ -135,7 +137,7 @@ def _identity(folder: Path) -> str:
 
 
 def _read(paths: Sequence[Path]) -> Iterator[Tensor]:
-    """The messages that make up files: of each its size, then what is in it."""
+    """Yield the messages that transfer files: for each its size [1] int64, then its chunks, uint8."""
     for path in paths:
         try:
             file = path.open("rb")
@@ -153,7 +155,10 @@ def _read(paths: Sequence[Path]) -> Iterator[Tensor]:
 
 
 def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator[Tensor]:
-    """Room for the same messages; each is full when the next is asked for.  In ``lacking``: what came to no file."""
+    """Yield empty buffers for the messages of ``_read``; each must be filled before the next one is requested.
+
+    Appends to ``lacking`` a message for each file that was not received or not written.
+    """
     for path in paths:
         size = torch.zeros(1, dtype=torch.int64)
         yield size
@@ -185,30 +190,29 @@ def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator
 
 
 KEPT = 2
-"""Checkpoints in memory, beside the one that is being written."""
+"""Checkpoints kept in memory, besides the one that is being written."""
 ROOM_LEFT = 0.1
-"""Of what is free in the folder so much stays: others on the machine keep things there that they die without."""
-MANIFEST = "manifest.json"
+"""Share of the folder's free space that stays free: other processes of the machine crash if the space runs out."""
 
 
 class MemoryWriter(PartWriter):
-    """One rank's side of it.  Made by all ranks at once, and its methods are called by all alike."""
+    """One rank's side of checkpoints in memory.  The constructor is a collective; all ranks call all methods alike."""
 
     def __init__(self, root: Path, synchronous: bool, wait_s: float, group: SiteGroup, disk: Disk) -> None:
-        """``root`` is this machine's folder in memory, of this site alone."""
+        """``root`` is this machine's folder in memory, used by this site only."""
         super().__init__(root, KEPT, synchronous, wait_s, group, disk)
         private_folder(root)
         self._machines = Machines(group, root)
         self._digest = ""
-        """Of what this rank says of its part."""
+        """Sha256 hex of the manifest of this rank's part."""
         self._bytes = 0
         self._taken = ""
-        """The name of the checkpoint that was taken up from here."""
+        """Name of the checkpoint that this process resumed from; empty if none."""
         self._fresh = 0
 
     def fresh(self) -> dict[str, object]:
-        """What has become whole since this was asked last: the bytes of all ranks' parts, and how many copies there are
-        of each; empty if nothing has."""
+        """Return the bytes of all ranks' parts and the copies of each, for a checkpoint that was completed since the
+        last call; empty if none was."""
         size, self._fresh = self._fresh, 0
         return {"bytes": size, "copies": min(2, len(self._machines.ranks))} if size else {}
 
@@ -219,7 +223,7 @@ class MemoryWriter(PartWriter):
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Remove what is neither whole nor what this life goes on from.  A collective."""
+        """Remove everything but the checkpoint that this process resumed from.  A collective."""
         why = ""
         if self._tidies:
             try:
@@ -233,40 +237,41 @@ class MemoryWriter(PartWriter):
             raise CheckpointError(why or f"a machine of this site can keep no checkpoint in memory, in {self._root}")
 
     def words(self) -> list[float]:
-        """As of any part, and how large this rank's is."""
+        """Return ``PartWriter.words`` and the bytes of this rank's part, 0 until it is done."""
         done, failed = super().words()
         return [done, failed, done * self._bytes]
 
     def heard(self, words: Sequence[float]) -> str:
-        """As of any parts."""
+        """Do as ``PartWriter.heard``, and record the bytes of a completed checkpoint for ``fresh``."""
         why = super().heard(words)
         self._fresh = int(words[2]) if words[0] == self._group.world else self._fresh
         return why
 
     def end(self) -> None:
-        """The run has ended in order: what is in memory is worth nothing any more, and goes.  A collective."""
-        with contextlib.suppress(CheckpointError):  # What did not become a checkpoint goes as well.
+        """Remove the folder at the orderly end of a run, which needs it no more.  A collective."""
+        with contextlib.suppress(CheckpointError):  # A checkpoint that failed is removed as well.
             self.settle()
         if self._tidies:
-            with contextlib.suppress(OSError):  # The run has ended well; whoever started the ranks removes the rest.
+            with contextlib.suppress(OSError):  # Not worth an error: the starter of the ranks removes what is left.
                 self._disk.remove(self._root, Step.CHECKPOINT_PRUNE)
 
     def _write(self, name: str, parts: Mapping[str, Part]) -> None:
         folder, mine = self._root / f"{TEMPORARY}{name}", rank_name(self._group.rank)
         why: CheckpointError | None = None
         try:
-            self._refuse_to_fill(parts)
-            write_part(self._root, name, self._group.rank, parts, self._disk)
-            self._digest = digest_of_file(folder / f"{mine}.json")
-        except (CheckpointError, OSError) as error:
-            # Said when the others have been told that nothing comes: they wait for it.
-            why = error if isinstance(error, CheckpointError) else _unwritten(self._root / name, error)
+            with writing(self._root / name):
+                self._refuse_to_fill(parts)
+                write_part(self._root, name, self._group.rank, parts, self._disk)
+                self._digest = digest_of_file(folder / f"{mine}.json")
+        except CheckpointError as error:
+            # Raised only after the exchange, which tells the waiting ranks that this part is absent.
+            why = error
             with contextlib.suppress(OSError):
                 self._disk.remove(folder / f"{mine}.safetensors", Step.CHECKPOINT_PRUNE)
         second, firsts = self._machines.second_of(self._group.rank), self._machines.firsts_of(self._group.rank)
-        sends = {} if second is None else {second: _files(folder, mine)}
+        sends = {} if second is None else {second: files_of(folder, mine)}
         try:
-            self._machines.exchange(sends, {rank: _files(folder, rank_name(rank)) for rank in firsts}, self._disk)
+            self._machines.exchange(sends, {rank: files_of(folder, rank_name(rank)) for rank in firsts}, self._disk)
             for rank in [] if why else firsts:
                 verify_part(folder, rank_name(rank))
         except CheckpointError as error:
@@ -275,7 +280,7 @@ class MemoryWriter(PartWriter):
             raise why
 
     def _refuse_to_fill(self, parts: Mapping[str, Part]) -> None:
-        """CheckpointError where a part would take what is free in the folder."""
+        """Raise CheckpointError if the part would leave less than ``ROOM_LEFT`` of the folder's free space."""
         self._bytes = sum(part.values.nbytes for part in parts.values())
         told = os.statvfs(self._root)
         free = told.f_bavail * told.f_frsize
@@ -292,28 +297,25 @@ class MemoryWriter(PartWriter):
             self.writer.start(lambda: self._publish(name, ranks, told[0]["meta"]))
 
     def _publish(self, name: str, ranks: Mapping[str, str], meta: Mapping[str, Any]) -> None:
-        """Give this machine's parts of ``name`` their name."""
-        folder = self._root / f"{TEMPORARY}{name}"
+        """Publish this machine's parts of ``name``; remove them if that fails."""
         try:
-            write_sealed(
-                folder / MANIFEST, {"format": PARTS, "ranks": ranks, "meta": meta}, self._disk, Step.CHECKPOINT_FILE
-            )
-            publish(self._root, name, self._keep, self._disk)
-        except OSError as error:
+            with writing(self._root / name):
+                publish_parts(self._root, name, ranks, meta, self._keep, self._disk)
+        except CheckpointError:
             with contextlib.suppress(OSError):
-                self._disk.remove(folder, Step.CHECKPOINT_PRUNE)
-            raise _unwritten(self._root / name, error) from error
+                self._disk.remove(self._root / f"{TEMPORARY}{name}", Step.CHECKPOINT_PRUNE)
+            raise
 
-    # --- taking up --------------------------------------------------------------------------------------------------
+    # --- resuming ---------------------------------------------------------------------------------------------------
 
     def newest(self, reads: Callable[[Checkpoint], set[str]]) -> tuple[Checkpoint | None, list[str]]:
-        """The newest of which some machine holds each part whole, with what this machine's ranks read of it brought
-        here; and in words, which were passed over and why.  A collective."""
+        """Return the newest checkpoint whose every part is valid on some machine, after fetching the files that this
+        machine's ranks read; and a message for each newer one that was skipped.  A collective."""
         skipped: list[str] = []
         told = self._say(_listed(self._root) if self._tidies else {})
         known = {(name, facts["seal"]): facts for each in told for name, facts in each.items()}
         for (name, seal), facts in sorted(known.items(), reverse=True):
-            if not seal:  # A manifest that nobody can read; another machine may have one that is whole.
+            if not seal:  # A machine's manifest is unreadable; another machine may have a valid one.
                 skipped.append(facts["why"])
                 continue
             there = [told[first].get(name, {}) for first, *_ in self._machines.ranks]
@@ -333,9 +335,9 @@ class MemoryWriter(PartWriter):
         held: Sequence[set[str] | None],
         reads: Callable[[Checkpoint], set[str]],
     ) -> str:
-        """Make this machine have what its ranks read of ``name``; why that cannot be, if it cannot.
+        """Fetch the files of ``name`` that this machine's ranks read; return the reason if that fails, else "".
 
-        ``held`` are the parts by machine, None where ``name`` is not there at all.
+        ``held`` has each machine's set of parts, None if it does not have ``name`` with this manifest.
         """
         machines, path = self._machines, self._root / name
         mine = sorted(held[machines.here] or ())
@@ -369,7 +371,7 @@ class MemoryWriter(PartWriter):
         return self._bring(path, [{f"{part}.safetensors" for part in parts} for parts in whole], wanted)
 
     def _bring(self, path: Path, there: Sequence[set[str]], wanted: Sequence[set[str]]) -> str:
-        """Bring each machine the files that are ``wanted`` on it and not ``there``; why not, if one does not come."""
+        """Send each machine the files that are ``wanted`` on it and not ``there``; return the reason if one fails."""
         machines = self._machines
         sends: dict[int, list[Path]] = {}
         receives: dict[int, list[Path]] = {}
@@ -391,51 +393,38 @@ class MemoryWriter(PartWriter):
         return str(whys[0]) if whys else ""
 
     def _say(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What every rank says.  A collective."""
+        """Return the value ``mine`` of every rank, in rank order.  A collective."""
         return [json.loads(each) for each in self._group.all_gather_bytes(json.dumps(mine).encode())]
 
 
-def _unwritten(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"the checkpoint {path} could not be written: {error}")
-
-
 def verify_part(folder: Path, rank: str) -> None:
-    """CheckpointError unless the files of ``rank`` in ``folder`` are what it wrote."""
-    listed, file = folder / f"{rank}.json", folder / f"{rank}.safetensors"
+    """Raise CheckpointError unless the files of ``rank`` in ``folder`` are undamaged."""
+    listed, file = files_of(folder, rank)
     told = read_sealed(listed)
-    try:
-        if digest_of_file(file) != told["sha256_of_file"]:
-            raise CheckpointError(f"{file} is damaged: its sha256 differs from the manifest")
-    except (OSError, LookupError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    with reading(file):
+        digest = told["sha256_of_file"]
+    check_digest(file, digest)
 
 
 def _wrong(path: Path, rank: str) -> str:
-    """Why the part of ``rank`` in the checkpoint ``path`` is not the one of its manifest; empty if it is."""
+    """Return why the part of ``rank`` in the checkpoint ``path`` does not match the manifest; empty if it does."""
     try:
-        if digest_of_file(path / f"{rank}.json") != read_sealed(path / MANIFEST)["ranks"][rank]:
-            return f"{path / rank}.json is damaged: its sha256 differs from the manifest"
+        check_digest(path / f"{rank}.json", read_sealed(path / MANIFEST)["ranks"][rank])
         verify_part(path, rank)
     except CheckpointError as error:
         return str(error)
-    except OSError as error:
-        return f"{path / rank}.json cannot be read: {error}"
     return ""
 
 
 def _listed(root: Path) -> dict[str, dict[str, Any]]:
-    """What this machine has of every checkpoint that has its name: the parts, and the manifest's digest."""
+    """Return what this machine has of each published checkpoint: the parts, and the manifest's digest as ``seal``."""
     found: dict[str, dict[str, Any]] = {}
     for name in names(root):
         path = root / name
         try:
             told = read_sealed(path / MANIFEST)
-            held = [rank for rank in told["ranks"] if all(file.exists() for file in _files(path, rank))]
+            held = [rank for rank in told["ranks"] if all(file.exists() for file in files_of(path, rank))]
             found[name] = {"seal": digest_of_file(path / MANIFEST), "ranks": sorted(told["ranks"]), "held": held}
         except (CheckpointError, OSError, LookupError) as error:
             found[name] = {"seal": "", "why": str(error)}
     return found
-
-
-def _files(folder: Path, rank: str) -> list[Path]:
-    return [folder / f"{rank}{end}" for end in (".json", ".safetensors")]

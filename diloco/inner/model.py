@@ -1,13 +1,12 @@
 """A decoder-only transformer in the field's usual form, and how it is computed.
 
-Kernels compute what is no product of matrices.  RMSNorm, rotary positions and SwiGLU are each some passes over memory
-when torch computes them, and one when a kernel does.  The fused loss is made with its gradients a part of the tokens at
-a time, and their logits never all exist.  The kernels are liger-kernel's, an extra, for accelerators.  The values are
-the same within rounding.
+``Kernels`` compute everything but matrix products.  RMSNorm, rotary positions and SwiGLU take several passes over
+memory each in torch, and one in a fused kernel.  The fused loss computes loss and gradients for a part of the tokens at
+a time, so the logits of all tokens never exist together.  The fused kernels are liger-kernel's, an optional dependency,
+for accelerators.  The values are the same within rounding.
 
-``ComputeOptions`` say how a model is computed, which changes its speed and the room that it takes, but not what it
-learns.  They are set on a model of ours before its ranks take their parts of it, and leave its parameters and their
-names alone.
+``ComputeOptions`` change the speed and memory use of a model, but not what it learns.  ``prepare`` sets them before the
+model is sharded over ranks; parameters and their names stay the same.
 
 The model has pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864), SwiGLU (arXiv
 2002.05202), grouped-query attention (arXiv 2305.13245) and PyTorch's own scaled-dot-product attention.  It has no
@@ -36,31 +35,31 @@ KINDS = ("torch", "liger")
 
 
 class KernelsError(RuntimeError):
-    """The kernels that are asked for cannot be had here; the message says what to do."""
+    """The requested kernels are not available here; the message says what to do."""
 
 
 class Kernels:
-    """By torch's own operations, on any device."""
+    """Operations computed by torch, on any device."""
 
     fused_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """Mean cross-entropy of x [tokens, dim], the head's matrix and the targets [tokens]; None: the model's own ways."""
+    """Mean cross-entropy of x [tokens, dim], the head's matrix and the targets [tokens]; None: not fused."""
 
     def normalised(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
-        """What ``norm`` makes of ``x``."""
+        """Return ``norm(x)``."""
         found: Tensor = norm(x)
         return found
 
     def rotated(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-        """Both turned by their positions, each [B, heads, T, head_dim]; what they held may be overwritten."""
+        """Return both rotated by their positions, each [B, heads, T, head_dim]; may overwrite its arguments."""
         return rotate(query, cosines, sines), rotate(key, cosines, sines)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up; what they held may be overwritten in the backward pass."""
+        """Return silu(gate) * up; the backward pass may overwrite ``gate`` and ``up``."""
         return functional.silu(gate) * up
 
 
 class LigerKernels(Kernels):
-    """By liger-kernel's; KernelsError where that is not installed."""
+    """Operations computed by liger-kernel; KernelsError if it is not installed."""
 
     def __init__(self) -> None:
         try:
@@ -70,30 +69,30 @@ class LigerKernels(Kernels):
         self._ops: Any = ops
 
     def normalised(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
-        """In one pass; the sum of squares in fp32."""
+        """Return ``norm(x)`` in one pass; the sum of squares is in fp32."""
         found: Tensor = self._ops.LigerRMSNormFunction.apply(x, norm.weight, norm.eps)
         return found
 
     def rotated(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-        """Both in one pass, in place."""
-        # The tables have each angle once; of the kernel's arguments the last says how wide a turned head is.
+        """Rotate both in one pass, in place."""
+        # The tables have each angle once; the kernel's last argument is the width of a rotated head.
         width = query.shape[-1]
         turned: tuple[Tensor, Tensor] = self._ops.LigerRopeFunction.apply(query, key, cosines, sines, None, 1, width)
         return turned
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """In one pass; the backward one writes the gradients where gate and up were."""
+        """Return silu(gate) * up in one pass; the backward pass writes the gradients over gate and up."""
         found: Tensor = self._ops.LigerSiLUMulFunction.apply(gate, up)
         return found
 
     def fused_loss(self, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        """The gradients are made along with the loss, a part of the tokens at a time."""
+        """Compute the mean loss and its gradients together, a part of the tokens at a time."""
         found: Tensor = self._ops.LigerFusedLinearCrossEntropyFunction.apply(x, head, targets)[0]
         return found
 
 
 def kernels_of(kind: str, device: torch.device) -> Kernels:
-    """Those that go by the name ``kind``; KernelsError where they cannot be had on ``device``."""
+    """Return the kernels called ``kind``; KernelsError if they are not available on ``device``."""
     if kind == "torch":
         return Kernels()
     if device.type == "cpu":
@@ -106,8 +105,8 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
     The fp32 tables promote the products, so the angles are never rounded to bf16.
     """
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    other = x.roll(x.shape[-1] // 2, dims=-1)
+    turned = x * torch.cat((cosines, cosines), dim=-1) + other * torch.cat((-sines, sines), dim=-1)
     return turned.to(x.dtype)
 
 
@@ -116,16 +115,15 @@ KEPT = ("none", "full", "selective")
 
 @dataclass(kw_only=True, slots=True)
 class ComputeOptions:
-    """What is kept of a forward pass, what is compiled, and how much of the logits there is at once."""
+    """How to compute the model: activation checkpointing, compilation, loss chunks and kernels."""
 
     activation_checkpoint: str = "none"
-    """``full``: of each block only its input is kept for the backward pass, and all of it computed again (arXiv
-    1604.06174).  ``selective``: what its matrices and its attention made is kept as well, and the rest computed again
-    (arXiv 2205.05198)."""
+    """``full``: keep only each block's input for the backward pass and recompute the block (arXiv 1604.06174).
+    ``selective``: keep also the outputs of matrix products and attention, and recompute the rest (arXiv 2205.05198)."""
     compile: bool = False
     """Whether each block goes through ``torch.compile``."""
     loss_chunk: int = 0
-    """Tokens of which the logits exist at the same time; 0: all of a micro-batch."""
+    """Tokens whose logits exist at the same time; 0: all of a micro-batch."""
     kernels: str = "torch"
     """What computes RMSNorm, rotary positions, SwiGLU and the loss: ``torch``, or ``liger``'s fused kernels."""
 
@@ -142,18 +140,18 @@ class ComputeOptions:
         require(self.kernels in KINDS, "kernels", self.kernels, f"one of {', '.join(KINDS)}")
         if self.kernels == "torch":
             return
-        # A kernel of theirs turns queries where they lie, which selective would have kept as they were.
+        # liger rotates queries in place, and ``selective`` relies on the unrotated ones that it kept.
         require(kept != "selective", "kernels", self.kernels, "torch with activation_checkpoint=selective")
         require(not self.compile, "kernels", self.kernels, "torch with compile=true, which fuses the same by itself")
         require(not self.loss_chunk, "kernels", self.kernels, "torch with loss_chunk: its loss is in parts in any case")
 
 
 class CompileError(RuntimeError):
-    """torch.compile does not work on this machine; the message says what it lacks."""
+    """torch.compile does not work on this machine; the message says what is missing."""
 
 
 def prepare(model: Transformer, options: ComputeOptions, device: torch.device) -> None:
-    """Set ``options`` on ``model``; CompileError and KernelsError where what is asked for cannot be had."""
+    """Set ``options`` on ``model``; CompileError or KernelsError if the machine does not support them."""
     model.loss_chunk = options.loss_chunk
     model.compute_by(kernels_of(options.kernels, device))
     if options.compile:
@@ -165,10 +163,10 @@ def prepare(model: Transformer, options: ComputeOptions, device: torch.device) -
 
 
 def _try_compile(device: torch.device) -> None:
-    """Compile something small: whatever is missing is found now and not in the first step."""
+    """Compile something small, so that a missing compiler shows now and not in the first step."""
     try:
         torch.compile(_small)(torch.ones(8, device=device))
-    except Exception as error:  # whatever a compiler, or the lack of one, may raise
+    except Exception as error:  # compilers, and their absence, raise errors of any kind
         why = " ".join(str(error).split())
         raise CompileError(f"torch.compile does not work here on {device.type}: {why[:300]}") from error
 
@@ -178,7 +176,7 @@ def _small(x: torch.Tensor) -> torch.Tensor:
 
 
 def contexts() -> Callable[[], Any]:
-    """For ``selective``: what is expensive to make and not large is kept."""
+    """Return the contexts of ``selective``, which keep what is expensive to compute and not large."""
     aten = torch.ops.aten
     kept = [
         aten.mm.default,
@@ -195,8 +193,8 @@ def contexts() -> Callable[[], Any]:
 FFN_MULTIPLE = 32
 PLAIN_LENGTH_MAX = 512
 EMBEDDING_STD = 1.0
-"""Scale of an untied embedding.  The first RMSNorm takes the scale away, so this only sets how much of the residual
-stream the token itself is beside what the blocks add: on the demo model 1.0 was .2 to 1.2 % better than 0.5."""
+"""Scale of an untied embedding.  The first RMSNorm removes the scale, so it only sets the weight of the token itself in
+the residual stream against what the blocks add: on the demo model 1.0 was .2 to 1.2 % better than 0.5."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -256,10 +254,10 @@ class ModelOptions:
 
 
 def rotary_tables(options: ModelOptions) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, fp32 [context, head_dim / 2]: angle t * theta^(-2i / head_dim) (RoFormer, equation 15).
+    """Return cosines and sines, fp32 [context, head_dim / 2]: angle t * theta^(-2i / head_dim) (RoFormer, equation 15).
 
-    The angles are rounded to fp32 as well, by the same operations as in the field's models: one that comes from there,
-    or goes there, gives the same logits.  Angles of more bits gave others by 7e-5 after 512 tokens.
+    The angles are computed in fp32 by the same operations as in the field's models, so that an imported or exported
+    model gives the same logits there and here.  More precise angles changed them by 7e-5 after 512 tokens.
     """
     pair = torch.arange(0, options.head_dim, 2).float()
     angles = torch.outer(torch.arange(options.context).float(), 1.0 / options.rope_theta ** (pair / options.head_dim))
@@ -267,7 +265,7 @@ def rotary_tables(options: ModelOptions) -> tuple[Tensor, Tensor]:
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal softmax(q k^T / sqrt(head_dim)) v, written out; [B, heads, T, head_dim], fewer key heads allowed."""
+    """Return causal softmax(q k^T / sqrt(head_dim)) v, not fused; [B, heads, T, head_dim], fewer key heads allowed."""
     if key.shape[1] != query.shape[1]:
         shared = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
@@ -278,11 +276,11 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention by the faster of two equal ways; [B, heads, T, head_dim], fewer key heads allowed.
+    """Return causal attention by the faster of two equivalent ways; [B, heads, T, head_dim], fewer key heads allowed.
 
-    PyTorch's fused attention, except for bf16 on a CPU and sequences of up to 512 tokens, where the backward pass of
-    its flash kernel is 6 times slower than the formula written out (15.4 against 2.5 ms at 16 x 4 x 128 x 32, one
-    thread, torch 2.13): the whole step of the demo model takes 60 ms instead of 109.
+    It is PyTorch's fused attention, except for bf16 on a CPU and sequences of up to 512 tokens.  There the backward
+    pass of its flash kernel is 6 times slower than the formula written out (15.4 against 2.5 ms at 16 x 4 x 128 x 32,
+    one thread, torch 2.13): the whole step of the demo model takes 60 ms instead of 109.
     """
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= PLAIN_LENGTH_MAX:
         with torch.autocast("cpu", enabled=False):
@@ -292,14 +290,14 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """torch's layer, whose initial values ``Transformer.fill`` writes."""
+    """torch's layer; ``Transformer.fill`` writes its initial values."""
 
     def reset_parameters(self) -> None:
-        """Draw nothing: on the meta device alone, what torch draws with takes a second to import."""
+        """Draw nothing: on the meta device, drawing makes torch import modules for a second."""
 
 
 class Embedding(nn.Embedding):
-    """torch's layer, whose initial values ``Transformer.fill`` writes."""
+    """torch's layer; ``Transformer.fill`` writes its initial values."""
 
     def reset_parameters(self) -> None:
         """Draw nothing, as in :class:`Linear`."""
@@ -358,19 +356,19 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
         self.feed_forward = FeedForward(options)
         self.keeps = "none"
-        """What of a forward pass is not kept for the backward one (``ComputeOptions.activation_checkpoint``)."""
+        """The block's ``ComputeOptions.activation_checkpoint``."""
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Map [B, T, dim] to [B, T, dim]."""
         if self.keeps == "none" or not torch.is_grad_enabled():
             return self.layer(x, cosines, sines)
-        # Nothing here is random, so that no random state has to be kept.
+        # Nothing here is random, so no random state needs to be preserved.
         again = partial(checkpoint, self.layer, x, cosines, sines, use_reentrant=False, preserve_rng_state=False)
         made: Tensor = again(context_fn=contexts()) if self.keeps == "selective" else again()
         return made
 
     def layer(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """What a block is, however it is computed."""
+        """Compute the block: attention, then feed-forward, each added to the residual stream."""
         x = x + self.attention(self.kernels.normalised(self.attention_norm, x), cosines, sines)
         mixed: Tensor = x + self.feed_forward(self.kernels.normalised(self.feed_forward_norm, x))
         return mixed
@@ -379,7 +377,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The whole model.  The same ``options`` and ``seed`` give the same fp32 parameters on every machine.
 
-    Initial values come from a generator of its own on the CPU, so that building a model neither reads nor moves
+    Initial values come from the model's own generator on the CPU, so that building a model neither reads nor changes
     PyTorch's global random state.
     """
 
@@ -391,7 +389,7 @@ class Transformer(nn.Module):
         self.options = options
         self.kernels = Kernels()
         self.loss_chunk = 0
-        """Tokens of which the logits exist at the same time; 0 for all."""
+        """Tokens whose logits exist at the same time; 0 for all."""
         self.embedding = Embedding(options.vocab_size, options.dim)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
         self.norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
@@ -406,11 +404,11 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Write the initial values of ``seed``: of a parameter that ranks hold in parts, this rank's part of them.
+        """Write the initial values drawn from ``seed``; of a sharded parameter, this rank's part of them.
 
-        Matrices are normal with std 1/sqrt(fan in); those that write to the residual stream by sqrt(2 layers) smaller.
-        An untied head starts ten times smaller, so that the first loss is close to ln(vocab_size).  Each is drawn
-        whole, on the CPU, one after the other: the values are the same however the model is held.
+        Matrices are normal with std 1/sqrt(fan in), divided by sqrt(2 layers) if they write to the residual stream.
+        An untied head starts ten times smaller, so that the first loss is close to ln(vocab_size).  Each parameter is
+        drawn whole, on the CPU, in order, so the values do not depend on the sharding.
         """
         generator = torch.Generator().manual_seed(self.seed)
         residual = 1.0 / math.sqrt(2 * self.options.layers)
@@ -430,16 +428,17 @@ class Transformer(nn.Module):
             buffer.copy_(table)
 
     def take_shape(self, device: torch.device) -> None:
-        """On ``device`` what was made without memory (on torch's meta device), with the initial values of ``seed``."""
+        """Give a model made on torch's meta device memory on ``device``, and write the initial values of ``seed``."""
         self.to_empty(device=device)
         if self.options.tied:
             self.head.weight = self.embedding.weight
         self.fill()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [B, T, vocab_size] for ``tokens`` int64 [B, T] with T at most ``context``; ValueError if longer.
+        """Return logits [B, T, vocab_size] for ``tokens`` int64 [B, T], T at most ``context``; ValueError if longer.
 
-        With ``targets`` the loss: where ranks hold the head in parts, it is whole only while they are in here.
+        With ``targets`` int64 [B, T] return the mean loss.  It is computed here because a sharded head is gathered only
+        during this call.
         """
         length = tokens.shape[1]
         require(length <= self.options.context, "sequence length", length, f"at most context={self.options.context}")
@@ -456,31 +455,27 @@ class Transformer(nn.Module):
         return logits if targets is None else next_token_loss(logits, targets)
 
     def compute_by(self, kernels: Kernels) -> None:
-        """Have what is no product of matrices computed by ``kernels``."""
+        """Use ``kernels`` for all operations but matrix products."""
         self.kernels = kernels
         for block in self.layers:
             block.kernels = block.attention.kernels = block.feed_forward.kernels = kernels
 
     @property
     def layers(self) -> list[Block]:
-        """The blocks, as what they are."""
+        """The blocks, typed as ``Block``."""
         return [block for block in self.blocks if isinstance(block, Block)]
-
-    def num_parameters(self) -> int:
-        """Trained values; tied matrices count once."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, fp32 scalar, of ``logits`` [B, T, V] against ``targets`` int64 [B, T]."""
+    """Return the mean cross-entropy, nats per token, fp32 scalar; ``logits`` [B, T, V], ``targets`` int64 [B, T]."""
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def chunked_loss(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """``next_token_loss`` of what ``head`` makes of ``x`` [B, T, dim], with the logits of ``chunk`` tokens at a time.
+    """Return ``next_token_loss`` of ``head(x)``, ``x`` [B, T, dim], with the logits of ``chunk`` tokens at a time.
 
-    Each chunk's are made once more in the backward pass, so that those of all tokens never exist: one more product with
-    the head's matrix, against V times T values in fp32.
+    The backward pass computes each chunk's logits again, so those of all tokens never exist together.  That costs one
+    more product with the head's matrix and saves V times T values in fp32.
     """
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     parts, all_wanted = torch.split(x.flatten(0, 1), chunk), torch.split(targets.flatten(), chunk)
@@ -494,7 +489,7 @@ def _summed_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def flops_per_token(options: ModelOptions, sequence_length: int | None = None) -> int:
-    """Floating-point operations of one training step per token: 6 N + 12 L d T (PaLM, arXiv 2204.02311, appendix B).
+    """Return the FLOPs of one training step per token: 6 N + 12 L d T (PaLM, arXiv 2204.02311, appendix B).
 
     N counts the matrices that multiply (the head, not the embedding); the attention term is not halved for causality.
     """

@@ -1,13 +1,11 @@
-"""The inner optimizers, the bound on the gradients' norm, and the learning rate as a pure function of progress.
-
-``clip`` bounds the norm of all gradients of a site, wherever their parts lie.
+"""The inner optimizers, gradient clipping, and the learning rate as a pure function of progress.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) takes whole matrices and sharded ones.  torch's own Muon
-makes its Newton-Schulz steps in bf16 everywhere, which a CPU without bf16 emulates at a fiftieth of the speed of fp32:
-here the caller chooses the format.  It also multiplies DTensors with 11 to 16 collectives for one matrix (torch 2.13),
-with other roundings in every layout, and with an error where there are more ranks than rows.  Here the momentum stays
-where its rows are.  The matrix that it makes is gathered, one at a time and once; every rank makes the same steps with
-it, as it would under ddp, and keeps its own part.
+always computes its Newton-Schulz steps in bf16, which a CPU without bf16 emulates at a fiftieth of the speed of fp32:
+here the caller chooses the format.  torch's also multiplies DTensors with 11 to 16 collectives per matrix (torch 2.13),
+rounds differently in every layout, and fails if there are more ranks than rows.  Here the momentum stays sharded.  The
+update is gathered once, one matrix at a time; every rank computes the same steps with it, as under ddp, and keeps its
+own part.
 
 The optimizers: ``muon`` gives the 2-D matrices of the blocks to Muon and all else (embedding, head, norms) to AdamW
 (arXiv 1711.05101).  ``sgd`` is plain, without momentum or decay: for tests of equivalence.
@@ -27,37 +25,16 @@ from diloco.inner.checks import require
 from diloco.inner.parallel import box_of, is_cut, local, sides_cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from diloco.inner.parallel import SiteGroup
 
 STEADY = 1e-6
-"""What torch adds to a norm before it divides by it."""
-
-
-def clip(parameters: Sequence[Tensor], bound: float, group: SiteGroup | None) -> float:
-    """Scale the gradients to a global 2-norm of at most ``bound``, and return what it was; the same on every rank.
-
-    Where parameters are sharded every rank gives the squares of what it holds, each shared by as many ranks as hold
-    the same: one collective, whatever the layout.
-    """
-    if group is None or not any(is_cut(parameter) for parameter in parameters):
-        return float(clip_grad_norm_(parameters, bound))
-    by_holders: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_holders.setdefault(_holders(parameter.grad, group.world), []).append(local(parameter.grad))
-    mine = sum(float(get_total_norm(parts)) ** 2 / holders for holders, parts in by_holders.items())
-    norm = math.sqrt(group.all_reduce_sum([mine])[0])
-    factor = min(1.0, bound / (norm + STEADY))
-    with torch.no_grad():
-        for parts in by_holders.values():
-            torch._foreach_mul_(parts, factor)
-    return norm
+"""Added to the norm before dividing by it, as in torch."""
 
 
 def _holders(gradient: Tensor, world: int) -> int:
-    """How many ranks hold the same part of ``gradient``."""
+    """Return how many ranks hold the same part of ``gradient``."""
     if not is_cut(gradient):
         return world
     mesh, parts = gradient.device_mesh, 1
@@ -68,7 +45,7 @@ def _holders(gradient: Tensor, world: int) -> int:
 
 
 class Muon(torch.optim.Muon):
-    """Takes DTensors and plain matrices.  Its state is that of torch's Muon: ``momentum_buffer``, sharded alike."""
+    """Muon for DTensors and plain matrices.  Its state is that of torch's Muon: ``momentum_buffer``, sharded alike."""
 
     def __init__(self, matrices: Iterable[Tensor], *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
         """``dtype`` is that of the Newton-Schulz steps; ``options`` are those of torch's Muon."""
@@ -77,7 +54,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step.  A collective of the ranks that share a matrix."""
+        """Do one step.  A collective of the ranks that share a matrix."""
         assert closure is None, "the trainer has its gradients already"
         for group in self.param_groups:
             momentum = group["momentum"]
@@ -123,13 +100,13 @@ def adjusted_lr(lr: float, rule: str | None, rows: int, columns: int) -> float:
 
 
 def whole(value: Tensor) -> Tensor:
-    """All of ``value``, on every rank.  A collective."""
+    """Gather all of ``value`` on every rank, as a plain tensor.  A collective."""
     if not is_cut(value):
         return value
-    from torch.distributed.tensor import Replicate  # 2 s, as in ``parallel.is_cut``.
+    from torch.distributed.tensor import Replicate  # Takes 2 s, as in ``parallel.is_cut``.
 
     placements = list(value.placements)
-    for side in reversed(sides_cut(value)):  # What was cut last is put together first.
+    for side in reversed(sides_cut(value)):  # Undo the last cut first.
         placements[side] = Replicate()
         value = value.redistribute(placements=placements)
     return value.to_local()
@@ -145,7 +122,7 @@ class InnerOptions:
 
     optimizer: str = "adamw"
     lr: float = 0.003
-    """Peak learning rate of AdamW; under ``muon`` that of the embedding, the head and the norms."""
+    """Peak learning rate of AdamW and SGD; under ``muon`` that of the embedding, the head and the norms."""
     muon_lr: float = 0.02
     muon_momentum: float = 0.95
     muon_weight_decay: float = 0.0
@@ -160,12 +137,12 @@ class InnerOptions:
     accumulation: int = 1
     """Micro-batches in one inner step."""
     warmup_steps: int = 20
-    """Own steps over which the learning rate rises from 0 to its peak."""
+    """Steps of this site over which the learning rate rises from 0 to its peak."""
     schedule: str = "wsd"
     """``wsd``: flat, then linear to ``lr_floor`` over the last ``decay_share``.  ``cosine``: to ``lr_floor``."""
     decay_share: float = 0.4
     lr_floor: float = 0.0
-    """Share of the peak that is left at progress 1."""
+    """Share of the peak learning rate at progress 1."""
 
     def __post_init__(self) -> None:
         require(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
@@ -191,10 +168,10 @@ class InnerOptions:
 
 
 def lr_factor(options: InnerOptions, progress: float, step: int) -> float:
-    """Share of the peak learning rate for the step after ``step`` finished ones, at ``progress`` of the run.
+    """Return the share of the peak learning rate for the step after ``step`` finished ones, at ``progress`` of the run.
 
-    ``progress`` is the run's share of its tokens (0 to 1, cut to that range), never a site's own step count, so that
-    fast and slow sites anneal together; only the warm-up counts own steps.  Pure; ValueError when it is not finite.
+    ``progress`` is the finished share of the run's tokens (0 to 1, clamped), never a site's own step count, so that
+    fast and slow sites anneal together; only the warm-up counts own steps.  Pure; ValueError if it is not finite.
     """
     require(math.isfinite(progress), "progress", progress, "a finite share of the run")
     at = min(max(progress, 0.0), 1.0)
@@ -210,8 +187,8 @@ def lr_factor(options: InnerOptions, progress: float, step: int) -> float:
 class InnerOptimizers:
     """One or two torch optimizers that step as one.  They keep references to the parameters and no copies.
 
-    State is told by parameter name, as flat tensors and plain JSON values, so that nothing needs pickle.  The
-    hyperparameters are not state: after a resume the options of that start hold.
+    The state is a flat set of tensors and plain JSON values by parameter name, so that it needs no pickle.
+    Hyperparameters are not part of it: after a resume, the options of the new start apply.
     """
 
     def __init__(self, parts: Mapping[str, tuple[torch.optim.Optimizer, list[str]]], options: InnerOptions) -> None:
@@ -228,16 +205,30 @@ class InnerOptimizers:
         ]
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for optimizer, _ in self._parts.values():
             optimizer.zero_grad(set_to_none=True)
 
     def clip(self, group: SiteGroup | None = None) -> float:
-        """Scale the gradients to at most ``options.clip`` and return their global 2-norm before.
+        """Scale the gradients to a global 2-norm of at most ``options.clip``, and return the norm before.
 
-        A collective of ``group`` where parameters are sharded.
+        If parameters are sharded it is one collective of ``group`` in any layout: every rank contributes the squares
+        of its parts, divided by the number of ranks that hold the same part.  The norm is the same on every rank.
         """
-        return clip(self._parameters, self.options.clip or math.inf, group)
+        bound = self.options.clip or math.inf
+        if group is None or not any(is_cut(parameter) for parameter in self._parameters):
+            return float(clip_grad_norm_(self._parameters, bound))
+        by_holders: dict[int, list[Tensor]] = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                by_holders.setdefault(_holders(parameter.grad, group.world), []).append(local(parameter.grad))
+        mine = sum(float(get_total_norm(parts)) ** 2 / holders for holders, parts in by_holders.items())
+        norm = math.sqrt(group.all_reduce_sum([mine])[0])
+        factor = min(1.0, bound / (norm + STEADY))
+        with torch.no_grad():
+            for parts in by_holders.values():
+                torch._foreach_mul_(parts, factor)
+        return norm
 
     def step(self) -> None:
         """Apply the gradients."""
@@ -252,12 +243,12 @@ class InnerOptimizers:
 
     @property
     def lr(self) -> float:
-        """The main learning rate now: Muon's under ``muon``, else AdamW's."""
+        """The current learning rate of the first optimizer: Muon's under ``muon``, else AdamW's or SGD's."""
         first = next(iter(self._parts.values()))[0]
         return float(first.param_groups[0]["lr"])
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, float | int | bool]]:
-        """Tensors (references, not copies) and plain values, both under ``part/parameter/field``."""
+        """Return tensors (references, not copies) and plain values, both named ``part/parameter/field``."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, float | int | bool] = {}
         for part, (optimizer, names) in self._parts.items():
@@ -271,7 +262,7 @@ class InnerOptimizers:
         return tensors, values
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, float | int | bool]) -> None:
-        """Take over what ``state_dict`` told.  ValueError names a part or parameter that is not of these optimizers."""
+        """Load the state of ``state_dict``.  ValueError names a part or parameter that these optimizers do not have."""
         states: dict[str, dict[int, dict[str, object]]] = {part: {} for part in self._parts}
         for path, value in (*tensors.items(), *values.items()):
             part, _, rest = path.partition("/")
@@ -286,7 +277,7 @@ class InnerOptimizers:
 
 
 def _muon_takes(model: nn.Module) -> set[int]:
-    """Ids of the parameters that are 2-D matrices of hidden layers: of a Linear that is no head and not tied."""
+    """Return the ids of the 2-D matrices of hidden layers: of each Linear that is neither a head nor tied."""
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     return {
         id(module.weight)
@@ -296,10 +287,10 @@ def _muon_takes(model: nn.Module) -> set[int]:
 
 
 def build_optimizers(model: nn.Module, options: InnerOptions, precision: str = "fp32") -> InnerOptimizers:
-    """Optimizers over ``model`` (not its DDP wrapper; after it was spread), every parameter in exactly one of them.
+    """Build optimizers over ``model``, with every parameter in exactly one of them.
 
-    ``precision`` is the format of Muon's own products, "bf16" or "fp32": the same on all ranks of a site, so it is
-    resolved (``resolve_precision``) before.
+    ``model`` is the plain module, not its DDP wrapper, after ``Spread`` has sharded it.  ``precision`` is the format of
+    Muon's own products, "bf16" or "fp32".  It must be the same on all ranks of a site: see ``resolve_precision``.
     """
     require(precision in ("bf16", "fp32"), "precision", precision, "bf16 or fp32")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

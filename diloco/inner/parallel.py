@@ -1,14 +1,12 @@
 """The ranks of one site: lock-step data parallelism by torch.distributed, NCCL on CUDA and gloo on a CPU.
 
-Boxes.  A ``Box`` says which part of a tensor this rank holds, from ``starts`` on and of ``sizes``.  A DTensor of the
-layouts that ``sharding`` makes is cut along one or more of its dimensions, and along one of them by several sides of
-the grid; either way what a rank holds is one box.
+What a rank holds.  A DTensor is sharded along one or more of its dimensions.  Several dimensions of the device mesh may
+cut the same one, in turn.  What a rank holds of it is one ``Box``, which begins at ``starts`` and has ``sizes``.
 
-``SiteGroup`` is never used across sites.  The rendezvous is given as arguments; the program that started the ranks
-(torchrun) knows it.
+``SiteGroup`` is never used across sites.  It gets the rendezvous as arguments, from the program that started the ranks
+(torchrun).
 
-``PresentGroup`` is for ranks that another program has started: it takes torch's own process group as it is there
-already.
+``PresentGroup`` is for ranks that another program has started: it uses torch's existing default process group.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ import inspect
 import time
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.inner.checks import require
+from diloco.inner.checks import GroupError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,32 +37,32 @@ if TYPE_CHECKING:
 
 
 def is_cut(value: Tensor) -> TypeGuard[DTensor]:
-    """Whether ``value`` is one of which ranks hold parts.
+    """Whether ``value`` is a DTensor.
 
-    Its class is not imported: that is 2 s of a processor at every start, and most sites have none.
+    The check does not import the class: that takes 2 s of processor time at every start, and most sites have none.
     """
     return hasattr(value, "placements")
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor."""
+    """A rectangular part of a tensor."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing: there were more ranks than rows."""
+        """Whether it has no values, as on some ranks if there are more ranks than rows."""
         return 0 in self.sizes
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index by which it is taken out of the whole."""
+        """The index that selects it from the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
     def within(self, other: Box) -> Box | None:
-        """What of this box lies in ``other``; None where they do not meet.  Counted as ``starts`` are."""
+        """Return the intersection with ``other``, in coordinates of the whole tensor; None if it is empty."""
         starts = tuple(max(here, there) for here, there in zip(self.starts, other.starts, strict=True))
         stops = (
             min(here + size, there + long)
@@ -74,33 +72,49 @@ class Box:
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def seen_from(self, other: Box) -> Box:
-        """The same box, counted from where ``other`` starts."""
+        """Return the same box in coordinates relative to the start of ``other``."""
         return Box(tuple(here - there for here, there in zip(self.starts, other.starts, strict=True)), self.sizes)
 
 
-def box_of(value: Tensor) -> Box:
-    """What this rank holds of ``value``; of a plain tensor, all."""
-    starts, sizes = [0] * value.ndim, list(value.shape)
+class HoldingError(ValueError):
+    """This site's layout of the model does not support exchange; the message names the parameter."""
+
+
+def box_of(value: Tensor, name: str = "a tensor") -> Box:
+    """Return the box of ``value`` that this rank holds; of a plain tensor, all of it.
+
+    HoldingError, with ``name`` in its message, if what the rank holds is not one box of values.
+    """
     if not is_cut(value):
-        return Box(tuple(starts), tuple(sizes))
-    place = value.device_mesh.get_coordinate()
-    assert place is not None, "every rank of a site is in its grid"
+        return Box((0,) * value.ndim, value.shape)
+    mesh, placements = value.device_mesh, value.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Box((0,) * value.ndim, (0,) * value.ndim)
+    starts, sizes, cuts = [0] * value.ndim, list(value.shape), [1] * value.ndim
     for side in sides_cut(value):
-        dim = value.placements[side].dim  # type: ignore[attr-defined]
-        count = value.device_mesh.size(side)
-        # As torch.chunk cuts: parts of the same size, rounded up, so that the last ones may be shorter or empty.
-        part = -(-sizes[dim] // count)
-        begin = min(place[side] * part, sizes[dim])
-        starts[dim], sizes[dim] = starts[dim] + begin, min(part, sizes[dim] - begin)
+        dim = getattr(placements[side], "dim", None)
+        if dim is None:
+            raise HoldingError(f"{name} is {placements[side]}: its values are nowhere")
+        if getattr(placements[side], "split_factor", cuts[dim]) != cuts[dim]:
+            raise HoldingError(f"{name} is {placements} on {tuple(mesh.shape)} ranks: a rank has no one part of it")
+        cuts[dim] *= mesh.shape[side]
+        # As in torch's sharding, the last ranks' parts may be shorter or empty.
+        size = -(-sizes[dim] // mesh.shape[side])
+        start = min(coordinate[side] * size, sizes[dim])
+        starts[dim], sizes[dim] = starts[dim] + start, min(size, sizes[dim] - start)
     box = Box(tuple(starts), tuple(sizes))
-    assert tuple(value.to_local().shape) == box.sizes, f"torch cut {value.placements} otherwise"
+    if box.sizes != tuple(local(value).shape):
+        raise HoldingError(
+            f"{name} is {placements} with a part of {tuple(local(value).shape)} here, not of {box.sizes}"
+        )
     return box
 
 
 def is_keeper(value: Tensor, place: Mapping[str, int]) -> bool:
-    """Whether the rank at ``place`` of the grid is the one, of those that hold the same part, that speaks for it.
+    """Whether the rank at ``place`` of the grid is the first of those that hold the same part, which writes it.
 
-    A tensor may be of a part of the grid only: along the other sides it is the same.
+    A tensor may be sharded along some sides of the grid only; along the others its parts are copies.
     """
     cut: set[str] = set()
     if is_cut(value):
@@ -111,7 +125,7 @@ def is_keeper(value: Tensor, place: Mapping[str, int]) -> bool:
 
 
 def local(value: Tensor) -> Tensor:
-    """What this rank holds of ``value``, as a plain tensor on the same memory."""
+    """Return what this rank holds of ``value``, as a plain tensor that shares its memory."""
     detached = value.detach()
     return detached.to_local() if is_cut(detached) else detached
 
@@ -123,7 +137,7 @@ def put(value: Tensor, whole: Tensor) -> None:
 
 
 def alike(value: Tensor, part: Tensor) -> Tensor:
-    """``part``, of the size that this rank holds of ``value``, as a tensor that is sharded as ``value`` is."""
+    """Return ``part``, of the size that this rank holds of ``value``, as a tensor sharded like ``value``."""
     if not is_cut(value):
         return part
     made: Tensor = type(value).from_local(
@@ -133,47 +147,46 @@ def alike(value: Tensor, part: Tensor) -> Tensor:
 
 
 def sides_cut(value: DTensor) -> list[int]:
-    """The sides of the grid along which ``value`` is cut, in the order of the cuts.
+    """Return the mesh dimensions along which ``value`` is sharded, in the order of the cuts.
 
-    Under tp+fsdp rows are cut for the products first and then for fully_shard, which torch marks as strided.
+    A mesh cuts by its dimensions from left to right.  Under tp+fsdp rows are cut for tensor parallelism first and then
+    for fully_shard.  torch marks the latter as strided: such a dimension cuts what those on its right have left.
     """
-    cut = [side for side, placement in enumerate(value.placements) if not placement.is_replicate()]
-    return sorted(cut, key=lambda side: "Strided" in type(value.placements[side]).__name__)
+    placements = value.placements
+    strided = [side for side in range(len(placements)) if hasattr(placements[side], "split_factor")]
+    plain = (side for side in range(len(placements)) if side not in strided and not placements[side].is_replicate())
+    return [*plain, *reversed(strided)]
 
 
 DEVICES = ("auto", "cpu", "cuda")
 SMALL_MAX = 63
 """Most integers in one small broadcast."""
 LATEST_MAX = 8
-"""Of the tensors that collectives were given so many are remembered: those that gloo's threads may still hold."""
+"""How many tensors of the latest collectives ``SiteGroup`` remembers, because gloo's threads may still hold them."""
 SETTLE_S = 5.0
 
 
 class OpenStore:
-    """Where ranks that several processes start meet: served by this process, as long as somebody keeps the object."""
+    """The rendezvous for ranks that several processes start; this process serves it while the object lives."""
 
     def __init__(self) -> None:
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.port: int = self._store.port
-        """The system has chosen it."""
+        """The port, chosen by the operating system."""
 
 
 def device_of(device: str, local_rank: int = 0) -> torch.device:
-    """Where a rank computes; ValueError where ``device`` cannot be on this machine."""
+    """Return the device of a rank; ValueError if this machine does not have ``device``."""
     require(device in DEVICES, "device", device, f"one of {', '.join(DEVICES)}")
     cuda = torch.cuda.is_available()
     require(device != "cuda" or cuda, "device", device, "torch finds no CUDA device here")
     return torch.device("cuda", local_rank) if cuda and device != "cpu" else torch.device("cpu")
 
 
-class GroupError(RuntimeError):
-    """A rank of this site did not answer in time, or went away; the message says during what."""
-
-
 class SiteGroup:
-    """The ranks of one site as one object.  With ``world`` 1 every method works and nothing is sent.
+    """The ranks of one site.  With ``world`` 1 every method works and sends nothing.
 
-    Each collective must be called by all ranks in the same order, and ends within ``timeout_s`` or raises GroupError.
+    All ranks must call the collectives in the same order.  Each ends within ``timeout_s`` or raises GroupError.
     """
 
     def __init__(
@@ -187,14 +200,14 @@ class SiteGroup:
         timeout_s: float = 120.0,
         start: int = 0,
     ) -> None:
-        """``start`` counts how often the same ranks were started at the same rendezvous before."""
+        """``start`` is the number of earlier starts of these ranks at the same rendezvous."""
         self.device = device_of(device, local_rank)
         require(world >= 1, "world", world, "at least 1")
         require(0 <= rank < world, "rank", rank, f"0 to world-1={world - 1}")
         require(timeout_s > 0, "timeout_s", timeout_s, "positive")
         self.rank, self.local_rank, self.world, self.timeout_s = rank, local_rank, world, timeout_s
         self.master_addr = master_addr
-        """Where the rendezvous is, as this machine reaches it."""
+        """The address at which this machine reaches the rendezvous."""
         self._latest: deque[weakref.ref[Tensor]] = deque(maxlen=LATEST_MAX)
         on_cuda = self.device.type == "cuda"
         self.backend = ("nccl" if on_cuda else "gloo") if world > 1 else ""
@@ -206,8 +219,8 @@ class SiteGroup:
                 bound = timedelta(seconds=timeout_s)
                 where = f"tcp://{master_addr}:{master_port}?rank={rank}&world_size={world}"
                 store, _, _ = next(rendezvous(where, timeout=bound))
-                # Ranks that were started again meet in the same store as those before them, whose addresses it still
-                # has: who reads one of them tries to reach a process that is no more.
+                # Restarted ranks use the same store as the earlier ones, whose addresses it still has.  Without a
+                # prefix for each start, a rank would read the address of a dead process and try to reach it.
                 dist.init_process_group(
                     self.backend,
                     store=PrefixStore(f"start-{start}", store),
@@ -219,11 +232,11 @@ class SiteGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that speaks for the site."""
+        """Whether this is rank 0, which acts for the site."""
         return self.rank == 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """``model`` on this rank's device, under DDP when there are several ranks (which then start from rank 0's).
+        """Move ``model`` to this rank's device; with several ranks wrap it in DDP, which copies rank 0's values to all.
 
         The parameters stay those of ``model``: they may be written in place between two steps, on all ranks alike.
         """
@@ -232,21 +245,15 @@ class SiteGroup:
             return model
         with self.bounded("wrapping the model"):
             ids = [self.device] if self.device.type == "cuda" else None
-            # Buffers are tables that every rank computes, so nothing is sent for them; gradients share memory with the
-            # buckets that are sent.  torch 2.13 has renamed the first option, 2.11 knows only its old name.
+            # Every rank computes the buffers itself, so they are not sent; gradients share memory with the buckets that
+            # are sent.  torch 2.13 has renamed the first option, 2.11 knows only its old name.
             arguments = inspect.signature(DistributedDataParallel).parameters
             buffers = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
             options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True}
             return DistributedDataParallel(model, device_ids=ids, **options)
 
-    def without_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward passes only add up gradients on each rank (all micro-batches of a step but the last)."""
-        if isinstance(wrapped, DistributedDataParallel):
-            return cast("AbstractContextManager[None]", wrapped.no_sync())
-        return nullcontext()
-
     def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
-        """Overwrite ``tensor`` on every rank, in place, with that of ``src``; any device and dtype, same shape."""
+        """Overwrite ``tensor`` on every rank, in place, with that of rank ``src``; any device and dtype, same shape."""
         if self.world == 1:
             return
         with self.bounded("a broadcast"), torch.no_grad():
@@ -256,7 +263,7 @@ class SiteGroup:
                 tensor.detach().copy_(on_device)
 
     def broadcast_small(self, values: Sequence[int], src: int = 0) -> list[int]:
-        """The integers (int64, at most 63) of ``src``, on every rank; what the others give is not looked at."""
+        """Return the integers (int64, at most 63) of rank ``src`` on every rank; ``values`` of others are ignored."""
         if self.world == 1:
             return list(values)
         packed = torch.zeros(SMALL_MAX + 1, dtype=torch.int64)
@@ -268,7 +275,7 @@ class SiteGroup:
         return told[1 : told[0] + 1]
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Elementwise sum over the ranks, in fp64; the same bits on every rank."""
+        """Return the elementwise sum over the ranks, in fp64; the same bits on every rank."""
         if self.world == 1:
             return list(values)
         with self.bounded("a sum over the ranks"):
@@ -276,12 +283,8 @@ class SiteGroup:
             dist.all_reduce(summed)
             return [float(value) for value in summed.tolist()]
 
-    def all_reduce_mean(self, value: float) -> float:
-        """Mean over the ranks, in fp64; the same bits on every rank."""
-        return self.all_reduce_sum([value])[0] / self.world
-
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's ``tensor`` (same shape and dtype) as CPU tensors in rank order."""
+        """Return every rank's ``tensor`` (same shape and dtype) as CPU tensors in rank order."""
         if self.world == 1:
             return [tensor.detach().cpu()]
         with self.bounded("a gather"):
@@ -291,17 +294,17 @@ class SiteGroup:
             return [part.cpu() for part in parts]
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Every rank's bytes, of any length, in rank order."""
+        """Return every rank's bytes, of any length, in rank order."""
         sizes = [int(size) for size in self.all_gather(torch.tensor([len(mine)]))]
         room = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-        if mine:  # torch makes no tensor of nothing.
+        if mine:  # torch.frombuffer refuses an empty buffer.
             room[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         return [bytes(part[:size].numpy()) for part, size in zip(self.all_gather(room), sizes, strict=True)]
 
     def all_to_all(self, message: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        """Send each rank its part of the flat ``message``, which has ``to`` values for them in rank order.
+        """Send ``to[rank]`` values of the flat ``message``, which lie in rank order, to each rank.
 
-        Returns what comes, ``of`` values from each rank, in rank order; on this rank's device.
+        Returns the received values, ``of[rank]`` from each rank, in rank order; on this rank's device.
         """
         if self.world == 1:
             return message
@@ -311,16 +314,16 @@ class SiteGroup:
             return come
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has called it."""
         self.all_reduce_sum([0.0])
 
     def close(self) -> None:
-        """Leave the group; it cannot be used any more.
+        """Leave the group; it cannot be used afterwards.
 
-        With gloo that is left to the end of the process: torch takes such a group apart while it holds the
-        interpreter's lock, and waits for a thread which may need that lock to let go of the last collective's tensors.
-        Soon after a collective the two would wait for each other for ever.  The same thread would abort a process that
-        ends before that: it is waited for here.
+        A gloo group is not destroyed here, but at the end of the process.  torch holds the interpreter's lock while it
+        destroys one and waits for a thread, which may need that lock to release the last collective's tensors.  Soon
+        after a collective that is a deadlock.  The same thread would abort a process that ends before it has released
+        them, so this method waits for it (``settle``).
         """
         if self.backend == "gloo":
             self.settle()
@@ -328,14 +331,16 @@ class SiteGroup:
             dist.destroy_process_group()
 
     def _given(self, tensor: Tensor) -> Tensor:
-        """``tensor``, as one that a collective is given, and that ``settle`` asks about."""
+        """Return ``tensor``, and remember it for ``settle`` as an argument of a collective."""
         if self.backend == "gloo":
             self._latest.append(weakref.ref(tensor))
         return tensor
 
     def settle(self) -> None:
-        """Wait, for a bounded time, until gloo's threads have let go of what the latest collectives were given: then
-        whoever owns the process group may end it (``close``)."""
+        """Wait at most ``SETTLE_S`` until gloo's threads have released the tensors of the latest collectives.
+
+        After that the owner of the process group may destroy it (see ``close``).
+        """
         until = time.monotonic() + SETTLE_S
         while self._latest and time.monotonic() < until:
             tensor = self._latest[0]()
@@ -346,7 +351,7 @@ class SiteGroup:
 
     @contextmanager
     def bounded(self, what: str) -> Iterator[None]:
-        """Turn torch's several ways of telling of a lost or late rank into one sentence."""
+        """Turn torch's various errors about a lost or late rank during ``what`` into GroupError."""
         try:
             yield
         except RuntimeError as error:
@@ -356,10 +361,9 @@ class SiteGroup:
 
 
 class PresentGroup(SiteGroup):
-    """All ranks of the default process group, which remains its owner's: it is neither made nor ended here.  Without
-    one, this process alone.
+    """All ranks of torch's default process group, which this class neither makes nor destroys.
 
-    How long a collective may take is what that group was made with.
+    Without a process group it has a single rank.  The timeout of a collective is the process group's.
     """
 
     def __init__(self) -> None:
@@ -372,21 +376,12 @@ class PresentGroup(SiteGroup):
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.local_rank = torch.cuda.current_device()
 
-    def broadcast_bytes(self, told: bytes) -> bytes:
-        """The bytes of rank 0, of any length, on every rank."""
-        (size,) = self.broadcast_small([len(told)])
-        room = torch.zeros(size, dtype=torch.uint8)
-        if self.is_first:
-            room = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        self.broadcast_(room)
-        return bytes(room.numpy())
-
     def close(self) -> None:
-        """Leave it to its owner."""
+        """Do nothing: the process group is its owner's to destroy."""
 
     @contextmanager
     def bounded(self, what: str) -> Iterator[None]:
-        """As ``SiteGroup``'s, but for the bound, which is not ours."""
+        """Do as in ``SiteGroup``; the message omits the bound, which is the process group's."""
         try:
             yield
         except RuntimeError as error:

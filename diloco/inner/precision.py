@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("auto", "bf16", "fp32")
 BF16_SPEED_MIN = 1.2
-"""Below it bf16 only costs bits; the distance from 1 keeps noise from choosing."""
+"""Least speed of bf16, relative to fp32, at which "auto" chooses it; above 1, so that noise does not decide."""
 PROBE_SIZE = MappingProxyType({"cpu": 384, "cuda": 4096})
-"""Rows and columns of the matrices that are multiplied to see which format is faster."""
+"""Rows and columns of the matrices that are multiplied to measure which format is faster."""
 PROBES = 6
 
 
 @functools.cache
 def bf16_speed(device: torch.device) -> float:
-    """Return how fast ``device`` multiplies matrices in bf16, in units of its speed in fp32.
+    """Return how fast ``device`` multiplies matrices in bf16, relative to its speed in fp32.
 
-    Measured, once in a process: a device may have the format, or emulate it at a fiftieth of the speed.  The formats
-    take turns, so that other work on the machine slows both.  The fastest product of each counts: the first one also
-    makes what torch keeps for the others.
+    It is measured once per process, because a device may emulate bf16 at a fiftieth of the speed.  The formats
+    alternate, so that other work on the machine slows both.  The fastest product of each counts, because the first one
+    also builds what torch caches.
     """
     fp32 = torch.ones(PROBE_SIZE[device.type], PROBE_SIZE[device.type], device=device)
     bf16 = fp32.bfloat16()
     fp32_s = bf16_s = math.inf
     for probe in range(PROBES):
         fp32_s, bf16_s = min(fp32_s, _product_s(fp32)), min(bf16_s, _product_s(bf16))
-        if probe == 1 and bf16_s > 4 * fp32_s:  # Emulated: more of these would only take long.
+        if probe == 1 and bf16_s > 4 * fp32_s:  # Emulated: further probes would only take time.
             break
     return fp32_s / bf16_s
 
 
 def _product_s(matrix: Tensor) -> float:
-    """Seconds of one product."""
+    """Return the seconds of one product."""
     began_s = time.perf_counter()
     matrix @ matrix
     if matrix.is_cuda:
@@ -56,9 +56,9 @@ def _product_s(matrix: Tensor) -> float:
 
 
 def resolve_precision(precision: str, device: torch.device, group: SiteGroup | None = None) -> str:
-    """Return "bf16" or "fp32" for ``precision``: under "auto" bf16 where it is clearly faster than fp32.
+    """Return "bf16" or "fp32" for ``precision``: under "auto" bf16 if it is clearly faster than fp32.
 
-    With ``group`` it must be so on all ranks, and all get the same answer: a collective.
+    With ``group`` it must be faster on all ranks, and all get the same answer: a collective under "auto".
     """
     require(precision in PRECISIONS, "precision", precision, f"one of {', '.join(PRECISIONS)}")
     if precision != "auto":
@@ -68,18 +68,18 @@ def resolve_precision(precision: str, device: torch.device, group: SiteGroup | N
 
 
 def autocast_dtype(precision: str, device: torch.device, group: SiteGroup | None = None) -> torch.dtype | None:
-    """The dtype of matrix products under ``precision`` on ``device``; None for plain fp32.
+    """Return the dtype of matrix products under ``precision`` on ``device``; None for plain fp32.
 
-    With ``group`` all ranks get the same answer: a collective.
+    With ``group`` all ranks get the same answer: a collective under "auto".
     """
     return torch.bfloat16 if resolve_precision(precision, device, group) == "bf16" else None
 
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """While inside and ``enabled``, torch uses only kernels that give the same bits twice, or raises.
+    """Inside, if ``enabled``, torch uses only kernels that give the same bits twice, or raises.
 
-    On CUDA the launcher must have set ``CUBLAS_WORKSPACE_CONFIG=:4096:8``; torch says so in words where it is not.
+    On CUDA the launcher must have set ``CUBLAS_WORKSPACE_CONFIG=:4096:8``; otherwise torch's error asks for it.
     """
     before = torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
@@ -94,7 +94,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of torch's global generators, uint8 CPU tensors by name: ``cpu`` and, on CUDA, ``cuda``."""
+    """Return the state of torch's global generators, uint8 CPU tensors by name: ``cpu`` and, on CUDA, ``cuda``."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -102,7 +102,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Take over what ``random_state`` told."""
+    """Restore the state that ``random_state`` returned."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,15 +1,15 @@
 """How the ranks of one site hold one model: each all of it, or each a part.
 
-``ddp``      every rank all of it, and all ranks the same (``parallel``).
-``fsdp``     parameters, gradients and optimizer state in parts, gathered block by block while they are used (torch's
+``ddp``      every rank holds the whole model, with the same values (``parallel``).
+``fsdp``     parameters, gradients and optimizer state are sharded, and gathered block by block for use (torch's
              ``fully_shard``; ZeRO stage 3, arXiv 1910.02054).
-``hsdp``     the same within each ``shard_ranks`` neighbours, and the like between those groups as under ddp.
-``tp``       each matrix of a block in parts that multiply on their own, all ranks on the same text (the plan of
-             Megatron-LM, arXiv 1909.08053, section 3).
-``tp+fsdp``  both: ``tensor_ranks`` neighbours multiply together, and what they hold is sharded over the others.
+``hsdp``     as fsdp within each group of ``shard_ranks`` neighbours, with copies between the groups as under ddp.
+``tp``       each matrix of a block is cut into parts that multiply on their own, all ranks on the same text (the plan
+             of Megatron-LM, arXiv 1909.08053, section 3).
+``tp+fsdp``  both: ``tensor_ranks`` neighbours multiply together, and their parts are sharded over the other ranks.
 
-Where the model was made without memory (on torch's meta device) each rank gets memory for its part only, and the whole
-of one parameter at a time while it is filled.
+If the model was made on torch's meta device, each rank allocates memory for its part only, and for the whole of one
+parameter at a time during initialisation.
 
 A sharded parameter is a DTensor under its plain name, fp32, and may be written in place between two steps.
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from diloco.inner.checks import require
 from diloco.inner.model import ModelOptions, Transformer
@@ -31,6 +32,7 @@ from diloco.inner.model import ModelOptions, Transformer
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from diloco.inner.parallel import SiteGroup
 
@@ -40,13 +42,13 @@ DIMENSIONS = ("replicate", "shard", "tensor")
 
 @dataclass(kw_only=True, slots=True)
 class ParallelOptions:
-    """How a site's ranks hold the model.  Sizes of 0 are derived where there is one answer."""
+    """How a site's ranks hold the model.  A size of 0 is derived if only one value is possible."""
 
     parallel: str = "ddp"
     tensor_ranks: int = 0
     """Ranks that multiply one matrix together; 0 under ``tp``: all."""
     shard_ranks: int = 0
-    """Ranks over which a parameter is sharded; 0 under ``fsdp`` and ``tp+fsdp``: all that there are."""
+    """Ranks over which a parameter is sharded; 0 under ``fsdp`` and ``tp+fsdp``: all that are available."""
 
     def __post_init__(self) -> None:
         require(self.parallel in KINDS, "parallel", self.parallel, f"one of {', '.join(KINDS)}")
@@ -63,7 +65,7 @@ class ParallelOptions:
         )
 
     def sizes(self, world: int) -> tuple[int, int, int]:
-        """Copies x shards x tensor ranks of a site with ``world`` ranks; ValueError where they do not come out even."""
+        """Return (copies, shards, tensor ranks) for ``world`` ranks; ValueError if they do not divide evenly."""
         if self.parallel == "ddp":
             return world, 1, 1
         tensor = (self.tensor_ranks or world) if "tp" in self.parallel else 1
@@ -80,7 +82,7 @@ class ParallelOptions:
 
 
 def check_cut(options: ModelOptions, tensor: int) -> None:
-    """ValueError unless ``tensor`` ranks can each take an equal part of every block's matrices."""
+    """Raise ValueError unless ``tensor`` ranks can each take an equal part of every block's matrices."""
     parts = {"heads": options.heads, "kv_heads": options.kv_heads_used, "ffn_dim": options.ffn_dim_used}
     for name, value in parts.items():
         require(value % tensor == 0, "tensor_ranks", tensor, f"a divisor of the model's {name}={value}")
@@ -88,7 +90,7 @@ def check_cut(options: ModelOptions, tensor: int) -> None:
 
 
 class Spread:
-    """One model, held by the ranks of a site.  Made before the optimizers are, because it may replace parameters."""
+    """One model, held by the ranks of a site.  Make it before the optimizers, because it may replace parameters."""
 
     def __init__(self, model: nn.Module, group: SiteGroup, options: ParallelOptions | None = None) -> None:
         self.options = options or ParallelOptions()
@@ -96,10 +98,10 @@ class Spread:
         copies, shards, tensor = self.sizes
         self.is_sharded = shards > 1 or tensor > 1
         self.data_rank, self.data_world = group.rank // tensor, copies * shards
-        """This rank's place among those that draw text: ranks that multiply together draw the same."""
+        """This rank's index among the groups that draw different text: ranks that multiply together draw the same."""
         at = (group.rank // (shards * tensor), group.rank // tensor % shards, group.rank % tensor)
         self.place = dict(zip(DIMENSIONS, at, strict=True))
-        """This rank's place in the grid of the site's ranks."""
+        """This rank's coordinates in the grid of the site's ranks, by the names in ``DIMENSIONS``."""
         if not self.is_sharded:
             self.module = group.wrap(model)
             return
@@ -109,38 +111,38 @@ class Spread:
         if not is_empty:
             model.to(group.device)
         with group.bounded("sharding the model"):
-            from diloco.inner import cutting  # With torch's DTensor: 2 s, as in ``pieces``.
-
             mesh = _mesh(group, self.sizes)
             if tensor > 1:
-                cutting.cut(model, mesh["tensor"])
+                cut_by_tensor(model, mesh["tensor"])
             if shards > 1:
-                cutting.shard(model, mesh["replicate", "shard"] if copies > 1 else mesh["shard"])
+                cut_by_shard(model, mesh["replicate", "shard"] if copies > 1 else mesh["shard"])
         if is_empty:
             model.take_shape(group.device)
         self.module = model
-        """What the trainer calls."""
+        """The module that the trainer calls."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Inside, a backward pass adds to the gradients what all ranks need to see only after the ``last`` one.
+        """Inside, a backward pass reduces gradients between copies of the model only if it is the ``last`` one.
 
-        Between copies nothing is sent before that.  Shards are reduced each time: what would wait is a whole model's
-        gradients on every rank, and that they do not fit is why somebody shards.
+        Between shards it reduces every time: to wait, every rank would have to keep a whole model's gradients, and a
+        model is sharded because those do not fit.
         """
         if self.is_sharded:
             if self.sizes[0] > 1:
                 cast("FSDPModule", self.module).set_requires_all_reduce(last)
             return nullcontext()
-        return nullcontext() if last else self.group.without_sync(self.module)
+        if last or not isinstance(self.module, DistributedDataParallel):
+            return nullcontext()
+        return cast("AbstractContextManager[None]", self.module.no_sync())
 
     def put_away(self) -> None:
-        """After a forward pass without a backward one: give back what was gathered for it."""
+        """Free the parameters gathered for a forward pass that no backward pass followed."""
         if self.sizes[1] > 1:
             cast("FSDPModule", self.module).reshard()
 
 
 def _mesh(group: SiteGroup, sizes: tuple[int, int, int]) -> DeviceMesh:
-    """The ranks as a grid without sides of 1; its groups keep the site's own bound, which torch's default would not."""
+    """Return the ranks as a mesh without dimensions of size 1; its groups have the site's timeout, not torch's."""
     kept = [(size, name) for size, name in zip(sizes, DIMENSIONS, strict=True) if size > 1]
     grid = torch.arange(group.world).reshape([size for size, _ in kept])
     groups = []
@@ -150,7 +152,52 @@ def _mesh(group: SiteGroup, sizes: tuple[int, int, int]) -> DeviceMesh:
         mine, _ = dist.new_subgroups_by_enumeration(rows, timeout=bound)  # type: ignore[no-untyped-call]
         groups.append(mine)
     names = tuple(name for _, name in kept)
-    # A grid of one side is told by its group alone; with more, torch wants to know how they lie.
+    # torch derives a mesh of one dimension from its group; with more it needs the grid of ranks.
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], group.device.type, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, group.device.type, mesh=grid, mesh_dim_names=names)
+
+
+def cut_by_tensor(model: Transformer, mesh: DeviceMesh) -> None:
+    """Shard a layer's input matrices by columns and its output matrices by rows: one sum over the ranks per half block.
+
+    The embedding and the head are both cut by vocabulary, so that a tied pair is cut alike and stays one matrix.
+    """
+    # These import torch's DTensor, which takes 2 s, as in ``parallel.is_cut``.
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    whole = Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=whole),
+        "head": ColwiseParallel(output_layouts=whole),
+    }
+    for index in range(len(model.blocks)):
+        attention, feed_forward = f"blocks.{index}.attention", f"blocks.{index}.feed_forward"
+        # Declared once for a whole layer, so that the gradients of its input are summed once, not once per matrix.
+        plan[attention] = PrepareModuleInput(
+            input_layouts=(whole, None, None), desired_input_layouts=(whole, None, None)
+        )
+        plan[feed_forward] = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,))
+        for name in ("query", "key", "value"):
+            plan[f"{attention}.{name}"] = ColwiseParallel()
+        for name in ("gate", "up"):
+            plan[f"{feed_forward}.{name}"] = ColwiseParallel()
+        plan[f"{attention}.output"] = plan[f"{feed_forward}.down"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+    if model.options.tied:
+        model.head.weight = model.embedding.weight
+
+
+def cut_by_shard(model: Transformer, mesh: DeviceMesh) -> None:
+    """Shard each block on its own and the rest together, so that a rank gathers one block at a time."""
+    from torch.distributed.fsdp import fully_shard  # Takes 2 s too.
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)

@@ -1,8 +1,11 @@
-"""The training loop.  Its one line to the outer world is ``verdict = after_step(info)`` between two steps.
+"""The training loop.  It calls outside code at one place: ``verdict = after_step(info)`` between two steps.
 
-Order within step k, binding for whoever keeps state beside the trainer: data, forward, backward, optimizer; then a
-checkpoint if one is due; then ``after_step(k)``.  After a resume from that checkpoint ``after_step(k)`` is called once
-more before step k + 1, so what it did the first time must have been saved by ``extra_state`` or be repeatable.
+The order within step k is binding for code that keeps state beside the trainer: data, forward, backward, optimizer;
+then a checkpoint if one is due; then ``after_step(k)``.  After a resume from that checkpoint the trainer calls
+``after_step(k)`` again before step k + 1.  So ``extra_state`` must save what that call did, or it must be repeatable.
+
+A checkpoint has the trainer's state as named tensors, ``model/...``, ``optimizer/...`` and ``random/<rank>/...``.
+``Saving`` decides when to write one, and which one to resume from.  All ranks decide alike.
 """
 
 from __future__ import annotations
@@ -17,22 +20,23 @@ import torch
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK
-from diloco.inner import saving
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import AsyncWriter, Checkpoint, CheckpointError, PartWriter, kept, rank_name
 from diloco.inner.checks import require
 from diloco.inner.memory import MemoryWriter
 from diloco.inner.model import Transformer, flops_per_token
 from diloco.inner.optimizer import InnerOptimizers, lr_factor
-from diloco.inner.precision import PRECISIONS, autocast_dtype, deterministic
-from diloco.inner.saving import Captured, Log, Saving, newest_of
+from diloco.inner.parallel import Box, alike, box_of, local
+from diloco.inner.precision import PRECISIONS, autocast_dtype, deterministic, random_state, set_random_state
 from diloco.inner.sharding import Spread
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import nn
 
     from diloco.durable import Disk
-    from diloco.inner.checkpoint import Checkpoint
     from diloco.inner.data import TokenStream
     from diloco.inner.parallel import SiteGroup
 
@@ -40,30 +44,30 @@ SECOND_NS = 1_000_000_000
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the message says why."""
+    """Training cannot continue; the message says why."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerOptions:
-    """How the loop runs, beside what a step does (``InnerOptions``)."""
+    """Settings of the training loop; those of a single step are in ``InnerOptions``."""
 
     precision: str = "auto"
     """``bf16``: autocast; ``fp32``; ``auto``: bf16 where the hardware has it."""
     deterministic: bool = False
-    """Only kernels that give the same bits twice, and checkpoints written in the training thread."""
+    """Use only kernels that give the same bits twice, and write checkpoints in the training thread."""
     seed: int = 0
-    """Of torch's global generators at the first step; each rank adds its number."""
+    """Seed of torch's global generators at the first step; each rank adds its rank number."""
     checkpoint_steps: int = 0
-    """Inner steps between two checkpoints; 0 for none."""
+    """Inner steps between two checkpoints on disk; 0 for none."""
     checkpoints_kept: int = 3
     memory_checkpoint_every_steps: int = 0
-    """The same of those in the machines' memory (``memory``), where there is a folder for them; 0 for none."""
+    """Inner steps between two checkpoints in memory (module ``memory``), if they have a folder; 0 for none."""
     checkpoint_wait_s: float = 120.0
-    """How long the end of a run waits for a write under way."""
+    """How long the end of a run waits for a checkpoint write that is still running."""
     nonfinite_max: int = 3
-    """Steps in a row with a non-finite loss or gradient after which training stops in words."""
+    """Steps in a row with a non-finite loss or gradient after which training stops with ``TrainingError``."""
     peak_tflops: float = 0.0
-    """What one rank's device can do at most, in 10^12 operations a second at ``precision``; 0 where nobody knows."""
+    """Peak of one rank's device at ``precision``, in 10^12 operations a second; 0 if unknown."""
     slowdown: float = 1.0
     """Emulates slower hardware for demonstrations: each step sleeps (slowdown - 1) times its own duration."""
 
@@ -81,7 +85,7 @@ class TrainerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What one inner step was.  Numbers are those of the whole site, equal on all its ranks but for ``step_ns``."""
+    """The results of one inner step.  They describe the whole site and are equal on all ranks, except ``step_ns``."""
 
     step: int
     """Finished steps, this one included: the first step is 1."""
@@ -90,24 +94,24 @@ class StepInfo:
     tokens: int
     """Target tokens of this step."""
     tokens_total: int
-    """Target tokens of all steps of this lineage of checkpoints, this one included."""
+    """Target tokens of all steps, this one and those before a resume included."""
     step_ns: int
-    """Data, forward, backward, optimizer (and emulated slowness); not the checkpoint nor ``after_step``."""
+    """Duration of data, forward, backward, optimizer and emulated slowness, without checkpoint and ``after_step``."""
     cursor: int
-    """Sequences the site has drawn, this step's included: where the next step reads."""
+    """Sequences that the site has drawn, this step's included; the next step reads from there."""
     grad_norm: float
     lr: float
     applied: bool
-    """False when the loss or the gradient was not finite, so that the parameters were left as they were."""
+    """False if the loss or the gradient was not finite; the parameters are then unchanged."""
     sequences: int = 0
-    """That this step read, where another number than its tokens say: a loop of somebody's own counts as it likes."""
+    """Sequences that this step read, if ``tokens`` does not give their number: a user's own loop may count freely."""
     passes: bool = False
-    """Whether the ranks have agreed in this step that nothing is done with the model's values after it."""
+    """Whether the ranks agreed in this step that ``after_step`` leaves the model's values alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outer world's answer to a step.  Must be equal on all ranks of a site."""
+    """What ``after_step`` returns.  Must be equal on all ranks of a site."""
 
     stop: bool = False
     reason: str = ""
@@ -115,24 +119,21 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Why ``run`` returned, and where it stood."""
+    """Why ``run`` returned, and the counts at that time."""
 
     reason: str
     step: int
     tokens: int
-    nonfinite_steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a checkpoint gave back.  ``tensors`` and ``meta`` are what ``extra_state`` had given.
+    """The state restored from a checkpoint.  ``tensors`` and ``meta`` are what ``extra_state`` returned at its writing.
 
-    ``redo`` is the step for which ``after_step`` will be called once more, None after a checkpoint at a run's end.
+    ``redo`` is the step for which ``after_step`` will be called again; None for a checkpoint of a run's end.
     """
 
     step: int
-    tokens: int
-    cursor: int
     tensors: Mapping[str, Tensor]
     meta: dict[str, Any]
     skipped: tuple[str, ...]
@@ -148,14 +149,304 @@ def go_on(info: StepInfo) -> Verdict:
     return Verdict()
 
 
-class Trainer:
-    """Trains ``model`` on ``stream`` with the ranks of ``group``, which hold it as ``spread`` says.
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters (tied ones once, under their first name) and persistent buffers of a plain model, no copies."""
+    persistent = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **buffers}
 
-    Without ``spread`` it is the plain module, and all ranks hold all of it: it is wrapped here.  Between two steps
-    anyone may write into the model's parameters in place: neither the optimizers nor DDP nor autocast keeps a copy.
-    ``progress`` tells the run's share from 0 to 1 for the learning-rate schedule and is asked
-    on rank 0 at the end of each step; without it the share is that of ``run``'s own bound.  ``log`` gets facts as
-    (what, fields) on every rank: step, checkpoint, resumed, note.
+
+def first_nonfinite(model: nn.Module) -> str:
+    """Return the name of the first parameter or buffer with a NaN or an infinity in this rank's part; empty if none."""
+    for name, tensor in model_tensors(model).items():
+        if not bool(torch.isfinite(local(tensor)).all()):
+            return name
+    return ""
+
+
+def capture_state(
+    model: nn.Module, optimizers: InnerOptimizers
+) -> tuple[dict[str, Tensor], dict[str, float | int | bool]]:
+    """Return the tensors of the model and the optimizers (references), and the optimizers' plain values."""
+    tensors, values = optimizers.state_dict()
+    named = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
+    return {**named, **{f"optimizer/{name}": tensor for name, tensor in tensors.items()}}, values
+
+
+def gather_random(group: SiteGroup) -> dict[str, Tensor]:
+    """Return the random state of every rank.  A collective."""
+    gathered: dict[str, Tensor] = {}
+    for kind, mine in random_state(group.device).items():
+        for rank, theirs in enumerate(group.all_gather(mine)):
+            gathered[f"random/{rank}/{kind}"] = theirs
+    return gathered
+
+
+def restore(found: Checkpoint, model: nn.Module, optimizers: InnerOptimizers, group: SiteGroup, seed: int) -> None:
+    """Load a checkpoint into the live objects, in place.  CheckpointError if it is of another model or optimizer.
+
+    A rank without a random state in the checkpoint (the site has grown) is seeded with ``seed`` + its rank.
+    """
+    load_parameters(found, model)
+    try:
+        optimizers.load_state_dict(_optimizer_tensors(found, model), found.meta["optimizer"])
+    except ValueError as error:
+        raise CheckpointError(f"{found.path} is of another optimizer: {error}") from error
+    mine = found.part(f"random/{group.rank}")
+    if "cpu" in mine:
+        set_random_state(mine, group.device)
+    else:
+        torch.manual_seed(seed + group.rank)
+
+
+@torch.no_grad()
+def load_parameters(found: Checkpoint, model: nn.Module) -> None:
+    """Copy a checkpoint's model into ``model``, in place; their layouts may differ.
+
+    Each rank reads only its part.  CheckpointError names the first difference.
+    """
+    saved, live = found.part("model"), model_tensors(model)
+    for name in sorted(saved.keys() | live.keys()):
+        here = tuple(live[name].shape) if name in live else "nothing"
+        there = found.entries[f"model/{name}"].shape if name in saved else "nothing"
+        if here != there:
+            raise CheckpointError(f"{found.path} is of another model: {name} is {here} here and {there} there")
+    for name, tensor in live.items():
+        local(tensor).copy_(found.read(f"model/{name}", box_of(tensor, name)))
+
+
+def files_read(found: Checkpoint, model: nn.Module, group: SiteGroup) -> set[str]:
+    """Return the files of a checkpoint in parts that this rank reads to resume: in ``restore``, and for ``extra``.
+
+    With as many ranks as at its writing, a rank's extra state lies in its own file; otherwise it is read from all.
+    """
+    live = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
+    own, as_many = f"{rank_name(group.rank)}.safetensors", found.num_parts == group.world
+    files: set[str] = set()
+    for name, entry in found.entries.items():
+        kind, _, path = name.partition("/")
+        lies_in = {file for file, _ in entry.stretches}
+        if kind == "random":
+            files |= lies_in if path.startswith(f"{group.rank}/") else set()
+        elif kind == "extra":
+            files |= lies_in & {own} if as_many else lies_in
+        else:
+            tensor = live.get(name if kind == "model" else f"model/{path.partition('/')[2].rpartition('/')[0]}")
+            whole = Box((0,) * len(entry.shape), entry.shape)
+            box = whole if tensor is None or tuple(tensor.shape) != entry.shape else box_of(tensor)
+            files |= {file for file, _, _ in entry.meets(box)}
+    return files
+
+
+def _optimizer_tensors(found: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
+    """Read the optimizers' tensors: this rank's part of those with their parameter's shape, the others whole."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    for path in found.part("optimizer"):
+        name = path.partition("/")[2].rpartition("/")[0]
+        parameter, key = parameters.get(name), f"optimizer/{path}"
+        if parameter is not None and tuple(parameter.shape) == found.entries[key].shape:
+            part = found.read(key, box_of(parameter)).to(local(parameter).device)
+            tensors[path] = alike(parameter, part)
+        else:
+            tensors[path] = found.read(key)
+    return tensors
+
+
+Captured = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]
+Capture = Callable[[bool, bool], Captured | None]
+"""Arguments: whether every rank writes its part, and whether ``after_step`` was called for the step.  Returns the
+site's common tensors, those of this rank alone (both references), and plain values; None on a rank that writes nothing.
+A collective."""
+Log = Callable[[str, dict[str, object]], None]
+
+
+class Saving:
+    """Writes the checkpoints of one trainer into the folder ``root``; with None it writes none there.
+
+    If every rank holds the whole model, rank 0 writes.  If each holds a part, each writes its own.  Checkpoints in
+    ``memory`` are always in parts.
+    """
+
+    def __init__(
+        self,
+        root: Path | None,
+        every_steps: int,
+        options: TrainerOptions,
+        spread: Spread,
+        log: Log,
+        disk: Disk,
+        memory: MemoryWriter | None = None,
+    ) -> None:
+        """With ``memory`` the checkpoints go there, and ``root`` is None."""
+        self._root, self._every_steps = root, every_steps
+        self._wait_s, self._synchronous = options.checkpoint_wait_s, options.deterministic
+        self._spread, self._group, self._log = spread, spread.group, log
+        self._memory = memory
+        self._parts: PartWriter | None = memory
+        self.writer: AsyncWriter | None = memory.writer if memory is not None else None
+        if root is not None and spread.is_sharded:
+            self._parts = PartWriter(
+                root, options.checkpoints_kept, self._synchronous, self._wait_s, spread.group, disk
+            )
+            self.writer = self._parts.writer
+        elif root is not None:
+            self.writer = AsyncWriter(root, options.checkpoints_kept, self._synchronous, disk)
+        self._num_writing = spread.group.world if self._parts is not None else 1
+        self.written = ""
+        """Name of the newest checkpoint that is written or being written."""
+        self._due = False
+        self._now = False
+
+    def begin(self) -> None:
+        """Prepare the folder before the first step.  A collective."""
+        if self._parts is not None:
+            self._parts.begin()
+
+    def refuse_leftovers(self) -> None:
+        """Raise CheckpointError if the folder holds checkpoints; called by a run that resumed from none."""
+        left = checkpoint.names(self._root) if self._root else []
+        if left:
+            raise CheckpointError(
+                f"{self._root} already holds {left[-1]}, and this run did not resume: do, or take another folder"
+            )
+
+    def words(self, step: int) -> list[float]:
+        """Return this rank's numbers for the collective at the end of ``step``; ``heard`` gets their sums."""
+        self._due = self._due or (self._every_steps > 0 and step % self._every_steps == 0)
+        # A write still under way makes the due checkpoint wait for a later step instead of blocking training.
+        writes = self._parts is not None or self._group.is_first
+        free = float(writes and self._is_free(step) and self._due)
+        return [free, *(self._parts.words() if self._parts is not None else ())]
+
+    def heard(self, step: int, words: Sequence[float], sound: bool) -> None:
+        """Take the sums of all ranks' ``words``, and decide whether to save now.
+
+        A state that may hold NaN (not ``sound``) is not saved; the checkpoint waits for the next step.
+        """
+        if self._parts is not None:
+            why = self._parts.heard(words[1:])
+            if why:
+                self._not_written(step, why)
+            self._say_fresh()
+        self._now = words[0] == self._num_writing and sound
+
+    def if_due(self, step: int, model: nn.Module, capture: Capture) -> None:
+        """Save the state before ``after_step`` if ``heard`` decided so.  A failed write is logged, not raised."""
+        if self._now:
+            self._due = False
+            try:
+                self._save(step, model, capture, after_step_done=False)
+            except CheckpointError as error:
+                self._not_written(step, str(error))
+
+    def at_end(self, step: int, model: nn.Module, capture: Capture) -> None:
+        """Save the state after ``after_step``, unless that checkpoint exists, and wait until it is written."""
+        if self.writer is None:
+            return
+        try:
+            self._settle()
+        except CheckpointError as error:
+            busy = self.writer.busy
+            if self._parts is not None:  # All ranks must decide alike.
+                busy = any(self._group.all_reduce_sum([float(busy)]))
+            if busy:
+                raise
+            # An earlier checkpoint failed: log it.  If the last one, below, fails, the run fails.
+            self._not_written(step, str(error))
+        if self.written != _name(step, after_step_done=True):
+            self._save(step, model, capture, after_step_done=True)
+            self._settle()
+
+    def newest(
+        self, memory: MemoryWriter | None, reads: Callable[[Checkpoint], set[str]]
+    ) -> tuple[Checkpoint | None, Sequence[str]]:
+        """Return the newest valid checkpoint in ``memory`` or on disk, and messages about newer ones that were skipped.
+
+        A collective.  The disk is not read if memory has one as new.  ``reads`` returns the files that this rank will
+        read.
+        """
+        hot, skipped = memory.newest(reads) if memory is not None else (None, [])
+        if hot is not None:
+            there = checkpoint.names(self._root)[-1:] if self._root and self._group.is_first else []
+            if hot.path.name >= checkpoint.said(self._group, "".join(there))[0]:
+                return hot, skipped
+        try:
+            found = checkpoint.latest(self._root, group=self._group) if self._root is not None else None
+        except CheckpointError as error:
+            if hot is None:
+                raise
+            return hot, [*skipped, str(error)]
+        if found is None or (hot is not None and hot.path.name > found.path.name):
+            return hot, [*skipped, *(found.skipped if found is not None else ())]
+        return found, [*skipped, *found.skipped]
+
+    def _settle(self) -> None:
+        """Wait for the write under way; CheckpointError if it failed or is not done in time."""
+        assert self.writer is not None
+        if self._parts is not None:
+            self._parts.settle()
+        else:
+            self.writer.wait(self._wait_s)
+
+    def _is_free(self, step: int) -> bool:
+        """Whether a checkpoint can start now.  If the last write failed, log it and return True: the next one is tried
+        when it is due.  The older ones are valid, so a full disk does not end training."""
+        try:
+            if self._parts is not None:
+                return self._parts.is_free
+            return self.writer is not None and not self.writer.busy
+        except CheckpointError as error:
+            self._not_written(step, str(error))
+            return True
+
+    def _not_written(self, step: int, why: str) -> None:
+        self.written = ""
+        what = "checkpoint not written" if self._memory is None else "memory checkpoint not written"
+        self._log("note", {"note": what, "why": why, "step": step})
+
+    def _say_fresh(self) -> None:
+        if self._memory is not None and (fresh := self._memory.fresh()):
+            self._log("memory_checkpoint", {"name": self.written, **fresh})
+
+    def _save(self, step: int, model: nn.Module, capture: Capture, after_step_done: bool) -> None:
+        """Clone the state in the training thread and hand the clones to the writer.  A collective."""
+        assert self.writer is not None
+        self.written = name = _name(step, after_step_done)
+        lost = first_nonfinite(model) if self._parts is not None or self._group.is_first else ""
+        if lost:
+            self._log("note", {"note": "checkpoint not written", "why": f"parameter {lost} is not finite"})
+        if any(self._group.all_reduce_sum([float(bool(lost))])):
+            return
+        captured = capture(self._parts is not None, after_step_done)
+        if captured is None:
+            return
+        tensors, own, meta = captured
+        if self._parts is not None:
+            self._parts.submit(name, kept(tensors, own, self._spread.place), meta)
+            if self._synchronous:
+                self._parts.settle()
+                self._say_fresh()
+        else:
+            clones = {key: tensor.detach().to("cpu", copy=True) for key, tensor in {**tensors, **own}.items()}
+            self.writer.submit(name, clones, meta)
+        if self._memory is None:
+            self._log("checkpoint", {"step": step, "name": name})
+
+
+def _name(step: int, after_step_done: bool) -> str:
+    """Return the name of a checkpoint; names sort by age."""
+    return f"step-{step:010d}" + ("-end" if after_step_done else "")
+
+
+class Trainer:
+    """Trains ``model`` on ``stream`` with the ranks of ``group``, which hold it in the layout of ``spread``.
+
+    Without ``spread``, ``model`` is a plain module that every rank holds whole; the trainer wraps it (DDP).  Between
+    two steps any code may write the parameters in place: the optimizers, DDP and autocast keep no copies.
+    ``progress`` returns the run's progress from 0 to 1 for the learning-rate schedule; rank 0 calls it at the end of
+    each step.  Without it, progress is measured against the bounds given to ``run``.  ``log`` is called as
+    (what, fields) on every rank: step, checkpoint, memory_checkpoint, resumed, note.
     """
 
     def __init__(
@@ -189,26 +480,16 @@ class Trainer:
         self._dtype = autocast_dtype(options.precision, group.device, group)
         self._asked_progress = progress
         self.may_act: Callable[[], bool] = lambda: True
-        """Asked on rank 0 at the end of each step: whether ``after_step`` may do anything with the model's values."""
+        """Rank 0 calls it at the end of each step: whether ``after_step`` may read or write the model's values."""
         self._progress: float | None = None
         self._log: Log = log or (lambda what, fields: None)
-        self.saving = Saving(
-            checkpoint_dir,
-            options.checkpoint_steps,
-            options.checkpoints_kept,
-            options.checkpoint_wait_s,
-            options.deterministic,
-            self.spread,
-            self._log,
-            disk,
-        )
+        self.saving = Saving(checkpoint_dir, options.checkpoint_steps, options, self.spread, self._log, disk)
         every = options.memory_checkpoint_every_steps
         self._savings, self._memory = [self.saving], None
         if memory_dir is not None and every:
             wait_s, synchronous = options.checkpoint_wait_s, options.deterministic
             self._memory = MemoryWriter(memory_dir, synchronous, wait_s, group, disk)
-            hot = Saving(None, every, 0, wait_s, synchronous, self.spread, self._log, disk, self._memory)
-            self._savings.append(hot)
+            self._savings.append(Saving(None, every, options, self.spread, self._log, disk, self._memory))
         self._last: StepInfo | None = None
         self._redo: StepInfo | None = None
 
@@ -220,13 +501,13 @@ class Trainer:
         after_step: AfterStep = go_on,
         extra_state: ExtraState | None = None,
     ) -> RunEnd:
-        """Train until a bound is reached or ``after_step`` says stop; then a last checkpoint, if there is a folder.
+        """Train until a bound is reached or ``after_step`` returns stop; then write a last checkpoint, if enabled.
 
-        ``extra_state`` puts the state of whoever stands behind ``after_step`` into each checkpoint.  It is asked on
-        rank 0, and where ranks hold the model in parts on each that gives one: its tensors are named differently on
-        each rank, and the plain values of rank 0 count.
-        Raises TrainingError after ``nonfinite_max`` non-finite steps in a row, CheckpointError when a write failed or
-        the folder holds checkpoints that were not resumed.
+        ``extra_state`` returns state of the caller's that each checkpoint includes.  It is called on rank 0; for a
+        checkpoint in parts, on every rank that was given one.  Its tensors then have different names on each rank, and
+        only rank 0's plain values are kept.
+        Raises TrainingError after ``nonfinite_max`` non-finite steps in a row.  Raises CheckpointError if the last
+        checkpoint cannot be written, the folder cannot be used, or it holds checkpoints that were not resumed.
         """
         self._begin()
 
@@ -234,47 +515,49 @@ class Trainer:
             return self._capture(extra_state, in_parts, after_step_done)
 
         with deterministic(self.options.deterministic):
-            reason = self._resumed_verdict(after_step)
-            while not reason:
-                reason = self._bound_reached(until_step, until_tokens)
-                if reason:
-                    break
-                info = self._train_step(self._share(until_step, until_tokens))
-                for saving in self._savings:
-                    saving.if_due(self.step, self.model, capture)
-                self._log("step", {**_facts(info), **self._utilisation(info)})
-                verdict = after_step(info)
-                self._stop_if_lost(info)
-                reason = (verdict.reason or "asked to stop") if verdict.stop else ""
+            redo, self._redo = self._redo, None
+            verdict = after_step(redo) if redo is not None else Verdict()
+            while not verdict.stop:
+                if until_step is not None and self.step >= until_step:
+                    verdict = Verdict(stop=True, reason=f"reached step {until_step}")
+                elif until_tokens is not None and self.tokens >= until_tokens:
+                    verdict = Verdict(stop=True, reason=f"reached {until_tokens} tokens")
+                else:
+                    info = self._train_step(self._share(until_step, until_tokens))
+                    for saving in self._savings:
+                        saving.if_due(self.step, self.model, capture)
+                    self._log("step", {**_facts(info), **self._utilisation(info)})
+                    verdict = after_step(info)
+                    self._stop_if_lost(info)
             if self._last is not None and self._nonfinite_in_row == 0:
                 self.saving.at_end(self.step, self.model, capture)
             if self._memory is not None:
                 self._memory.end()
-        return RunEnd(reason, self.step, self.tokens, self.nonfinite_steps)
+        return RunEnd(verdict.reason or "asked to stop", self.step, self.tokens)
 
     def skip_data(self, cursor: int) -> None:
-        """Move the data cursor forward to ``cursor``, never back; on all ranks alike."""
+        """Move the data cursor forward to ``cursor``, never back.  Call it on all ranks alike."""
         self.cursor = max(self.cursor, cursor)
 
     def resume(self, found: Checkpoint | None = None) -> Resumed | None:
-        """Take up ``found``, or the newest whole checkpoint there is, on all ranks alike; None if there is none.
+        """Resume from ``found``, or from the newest valid checkpoint, on all ranks alike; return None if there is none.
 
-        It may be of another layout, or of another number of ranks.  The folder must be readable by every rank.
-        CheckpointError when all are damaged or it is of another model.
+        Its layout and number of ranks may differ from this run's.  Every rank must be able to read the folder.
+        CheckpointError if all checkpoints are damaged or it is of another model.
         """
         began = time.perf_counter()
-        reads = lambda hot: saving.files_read(hot, self.model, self.group)  # noqa: E731
-        found, skipped = (found, found.skipped) if found else newest_of(self.saving, self._memory, reads)
+        reads = lambda hot: files_read(hot, self.model, self.group)  # noqa: E731
+        found, skipped = (found, found.skipped) if found else self.saving.newest(self._memory, reads)
         for words in skipped:
             self._log("note", {"note": "checkpoint skipped", "why": words})
         if found is None:
             return None
-        saving.restore(found, self.model, self.optimizers, self.group, self.options.seed)
+        restore(found, self.model, self.optimizers, self.group, self.options.seed)
         told = found.meta["trainer"]
         self.step, self.tokens, self.cursor = told["step"], told["tokens"], told["cursor"]
         self.nonfinite_steps, self._progress = told["nonfinite_steps"], told["progress"]
         self._last = StepInfo(**told["last"])
-        # Once more: whoever is told of it now may have something to do after it.
+        # ``passes`` was agreed before the restart: this time ``after_step`` may use the model's values.
         self._redo = None if told["after_step_done"] else replace(self._last, passes=False)
         self.saving.written = found.path.name
         if told["data"] != self.stream.identity:
@@ -282,7 +565,7 @@ class Trainer:
         facts = {"step": self.step, "tokens": self.tokens, "path": str(found.path)}
         self._log("resumed", {**facts, "read_s": time.perf_counter() - began})
         extra = found.meta["extra"]
-        return Resumed(self.step, self.tokens, self.cursor, found.part("extra"), extra, tuple(skipped), self._redo)
+        return Resumed(self.step, found.part("extra"), extra, tuple(skipped), self._redo)
 
     # One step.
 
@@ -297,7 +580,7 @@ class Trainer:
             self._progress = self.group.all_reduce_sum([mine])[0]
 
     def _share(self, until_step: int | None, until_tokens: int | None) -> float:
-        """Progress of the run: as told at the end of the step before, or of this call's own bounds."""
+        """Return the run's progress: agreed at the end of the last step, or measured against this call's bounds."""
         if self._progress is not None:
             return self._progress
         by_step = self.step / until_step if until_step else 0.0
@@ -320,14 +603,18 @@ class Trainer:
         self.tokens += tokens
         self._nonfinite_in_row = 0 if applied else self._nonfinite_in_row + 1
         self.nonfinite_steps += not applied
-        step_ns = self._until_finished(begin_ns)
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize(self.group.device)
+        if self.options.slowdown > 1.0:
+            time.sleep((self.options.slowdown - 1.0) * (time.perf_counter_ns() - begin_ns) / SECOND_NS)
+        step_ns = time.perf_counter_ns() - begin_ns
         lr = self.optimizers.lr
         facts = (self.step, loss, tokens, self.tokens, step_ns, self.cursor, norm, lr, applied)
         self._last = StepInfo(*facts, passes=passes)
         return self._last
 
     def _accumulate_gradients(self, accumulation: int) -> float:
-        """Run forward and backward over the micro-batches; this rank's mean loss in nats per token."""
+        """Run forward and backward over the micro-batches; return this rank's mean loss in nats per token."""
         device = self.group.device
         total = torch.zeros((), device=device)
         for micro in range(accumulation):
@@ -341,9 +628,9 @@ class Trainer:
         return float(total)
 
     def _agree(self, loss: float, norm: float) -> tuple[float, bool, bool]:
-        """Make all ranks know the same loss, progress, whether to save and whether to act, in one collective.
+        """Agree among the ranks on loss, progress, saving and acting, in one collective.
 
-        The loss, whether the step is sound, so that it may be applied, and whether nothing is done after it.
+        Returns the mean loss, whether the step may be applied (loss and norm are finite), and ``StepInfo.passes``.
         """
         told = [saving.words(self.step + 1) for saving in self._savings]
         mine = [loss, 0.0, 0.0, *(word for words in told for word in words)]
@@ -360,18 +647,10 @@ class Trainer:
             each.heard(self.step + 1, heard, applied)
         return mean, applied, not acts
 
-    def _until_finished(self, begin_ns: int) -> int:
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)
-        worked_ns = time.perf_counter_ns() - begin_ns
-        if self.options.slowdown > 1.0:
-            time.sleep((self.options.slowdown - 1.0) * worked_ns / SECOND_NS)
-        return time.perf_counter_ns() - begin_ns
-
     def _utilisation(self, info: StepInfo) -> dict[str, object]:
-        """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), where the device's peak was told.
+        """Return the model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B); empty if the peak is unknown.
 
-        What the model needs, however it is computed: operations that are done again for want of memory do not count.
+        It counts the operations that the model needs: recomputation to save memory does not count.
         """
         peak = self.options.peak_tflops * 1e12 * self.group.world
         if not peak or not isinstance(self.model, Transformer):
@@ -380,21 +659,6 @@ class Trainer:
         return {"mfu": operations / (info.step_ns / SECOND_NS) / peak}
 
     # How a run ends.
-
-    def _resumed_verdict(self, after_step: AfterStep) -> str:
-        """Call ``after_step`` for the resumed step, which its checkpoint had not seen; the reason to stop, if any."""
-        if self._redo is None:
-            return ""
-        info, self._redo = self._redo, None
-        verdict = after_step(info)
-        return (verdict.reason or "asked to stop") if verdict.stop else ""
-
-    def _bound_reached(self, until_step: int | None, until_tokens: int | None) -> str:
-        if until_step is not None and self.step >= until_step:
-            return f"reached step {until_step}"
-        if until_tokens is not None and self.tokens >= until_tokens:
-            return f"reached {until_tokens} tokens"
-        return ""
 
     def _stop_if_lost(self, info: StepInfo) -> None:
         if info.applied:
@@ -408,13 +672,18 @@ class Trainer:
             )
 
     def _capture(self, extra_state: ExtraState | None, in_parts: bool, after_step_done: bool) -> Captured | None:
-        """The state as tensors (references) and plain values.  A collective; None on a rank that writes nothing."""
+        """Return the state as tensors (references) and plain values, None on a rank that writes nothing.  A
+        collective."""
         assert self._last is not None
-        own = saving.own_random(self.group) if in_parts else saving.gather_random(self.group)
-        if not in_parts and not self.group.is_first:
-            return None
+        if in_parts:
+            rank = self.group.rank
+            own = {f"random/{rank}/{kind}": mine for kind, mine in random_state(self.group.device).items()}
+        else:
+            own = gather_random(self.group)
+            if not self.group.is_first:
+                return None
         extra_tensors, extra_meta = extra_state() if extra_state else ({}, {})
-        tensors, values = saving.capture(self.model, self.optimizers)
+        tensors, values = capture_state(self.model, self.optimizers)
         own |= {f"extra/{key}": tensor for key, tensor in extra_tensors.items()}
         told = {
             "step": self.step,
@@ -430,7 +699,7 @@ class Trainer:
 
 
 def _facts(info: StepInfo) -> dict[str, object]:
-    """A step as one line of a log."""
+    """Return the fields of a step's log line."""
     step_s = info.step_ns / SECOND_NS
     return {
         "step": info.step,

@@ -1,5 +1,5 @@
-"""Floor 6: from a command line to running processes.  The only home of Hydra, omegaconf and the environment.
+"""Floor 6: from a command line to running processes.  The only package that uses Hydra, omegaconf and the environment.
 
-``cli`` picks the verb; ``config`` says what can be set and composes it; ``build`` turns it into the objects of the
-floors below with plain constructors; one module ``<verb>_main`` for each verb.
+``cli`` picks the verb; ``config`` composes and checks the settings; ``build`` makes the objects of the lower layers
+from them with plain constructors; each verb has a module ``<verb>_main``.
 """

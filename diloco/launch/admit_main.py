@@ -1,4 +1,4 @@
-"""``diloco admit``: let a held update be merged; `diloco status` shows which are held, and why."""
+"""``diloco admit``: let a held update be merged; `diloco status` shows which updates are held, and why."""
 
 from __future__ import annotations
 

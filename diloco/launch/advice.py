@@ -1,4 +1,4 @@
-"""What is known to go badly together, said once where a run begins; nothing here refuses anything."""
+"""Warnings about settings that are known to work badly together, given once at a run's start; none is an error."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 FEW_STEPS = 20
-"""Below so many inner steps the pseudo-gradients of successive rounds point the same way."""
+"""At most so many inner steps, and the pseudo-gradients of successive rounds point the same way."""
 MUCH_MOMENTUM = 0.8
 WITH_MOMENTUM = ("heavy_ball", "nesterov")
 FEW_WINDOWS = 50
-"""With fewer steps of the momentum than that, most of the run passes before it is what it is going to be."""
+"""With fewer momentum steps than this, most of the run passes before the momentum reaches its steady state."""
 ROUGH = ("int2", "sign")
-"""Codecs of which the mean of many is not what was sent, unless what was rounded off follows."""
+"""Codecs whose rounding errors do not average out over many updates, unless the rounding error is sent later."""
 
 
 def whole_steps(config: RunConfig) -> list[str]:
-    """One sentence where steps are whole ones in a run of which the rounds may be parts: the form of most papers."""
+    """Return one sentence where a round may lack sites but its outer step still has full size, as in most papers."""
     outer = config.outer
     of_parts = outer.quorum != "all" and outer.round_updates <= 1 and outer.kind != "delayed_nesterov"
     if not of_parts or outer.share_weighted or len(config.cluster.sites) == 1:
@@ -30,7 +30,7 @@ def whole_steps(config: RunConfig) -> list[str]:
 
 
 def advice(config: RunConfig) -> list[str]:
-    """Sentences, each with the settings that it is about."""
+    """Return the warnings, each with the settings that it is about."""
     outer = config.outer
     said = []
     sites = len(config.cluster.sites)
@@ -81,7 +81,7 @@ def advice(config: RunConfig) -> list[str]:
 
 
 def _updates(config: RunConfig) -> int:
-    """Of each fragment, by all sites in the whole run; 0 where the configuration does not say."""
+    """Return the updates of each fragment by all sites in the whole run; 0 where the configuration does not say."""
     inner = config.inner
     a_step = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
     return (config.run.tokens or 0) // (a_step * config.outer.inner_steps) if a_step else 0

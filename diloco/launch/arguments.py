@@ -1,4 +1,4 @@
-"""What the verbs that take settings have in common on the command line."""
+"""The command-line parsing shared by the verbs that take settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as all verbs do."""
+    """A parser that reports a usage error in one line, as all verbs do."""
 
     def error(self, message: str) -> NoReturn:
         """End the verb with ``message``."""
@@ -23,7 +23,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class _WithSettings(OneLineParser):
-    """Adds all settings to ``--help``, and looks them up only then; settings may stand on both sides of an option."""
+    """A parser whose ``--help`` lists all settings, looked up only then; settings may come before and after options."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         return self.parse_intermixed_args(args, namespace)
@@ -35,9 +35,10 @@ class _WithSettings(OneLineParser):
 
 
 def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
-    """A parser for ``diloco VERB [--config FILE] [--print-config] [key=value ...]``.
+    """Return a parser for ``diloco VERB [--config FILE] [--print-config] [key=value ...]``.
 
-    A verb that begins with no file, or has no configuration of its own to show, does not take those options.
+    ``file`` False leaves out ``--config``; ``shown`` False, for a verb without a configuration of its own, leaves out
+    ``--print-config``.
     """
     parser = _WithSettings(
         prog=f"diloco {verb}", description=does, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -52,7 +53,7 @@ def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = Tr
 
 
 def load_config(given: argparse.Namespace) -> RunConfig:
-    """The configuration that the command line asks for.  ``--print-config`` ends the verb here."""
+    """Return the configuration of the command line.  ``--print-config`` prints it and ends the verb."""
     file: Path | None = given.config
     config = configs.read(file, given.settings) if file is not None else configs.compose(given.settings)
     if given.print_config:
@@ -62,16 +63,16 @@ def load_config(given: argparse.Namespace) -> RunConfig:
 
 
 def named_keys(given: argparse.Namespace) -> frozenset[str] | None:
-    """The settings that the command line names by themselves and not by a group; None where a file says all."""
+    """Return the settings that the command line names directly, not by a group; None where it gives ``--config``."""
     return (
         None if given.config is not None else frozenset(text.partition("=")[0].lstrip("+") for text in given.settings)
     )
 
 
 def goes_on(config: RunConfig, path: Path, given: argparse.Namespace) -> RunConfig:
-    """``config`` for the run that left the file ``path``, if it is there: see ``configs.keep_run_settings``.
+    """Adapt ``config`` to the run whose file is ``path``, if it exists: see ``configs.keep_run_settings``.
 
-    What is kept is printed, and added to ``given.settings``, so that the commands that this one prints name it.
+    The kept settings are printed, and added to ``given.settings`` so that commands printed by this verb include them.
     """
     named = named_keys(given)
     if named is None or not path.is_file():
@@ -84,7 +85,7 @@ def goes_on(config: RunConfig, path: Path, given: argparse.Namespace) -> RunConf
 
 
 def limit_threads(threads: int, *, deterministic: bool = False) -> None:
-    """Set what torch reads when it is imported: ``threads`` for each process (0: as it likes), and repeatability."""
+    """Set the environment for torch's import: ``threads`` per process (0: torch's choice), ``deterministic`` mode."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if threads < 0:

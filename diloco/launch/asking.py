@@ -1,4 +1,4 @@
-"""What a syncer says of the run that it serves, to a site that knows nothing but where it is."""
+"""Fetch a run's settings from its syncer, for a site that knows only the syncer's address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.launch.placing import BETWEEN, BY_PART
-from diloco.learner.options import JoinFailed
+from diloco.learner.transfer import JoinFailed
 from diloco.sync.agreement import PROTOCOL
 from diloco.wire.channel import Backoff, check_address, split_addresses
 from diloco.wire.checkup import Checkup
@@ -25,16 +25,16 @@ EARLIER = "it is of an earlier release, which does not tell a site what the run 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The run's name, and what all who take part in it agree on, as dotted names and text."""
+    """The run's name, and the settings that all its processes must agree on, as dotted names and text."""
 
     run_id: str
     shared: Mapping[str, str]
 
 
 def ask(syncer: str, security: SecurityOptions, timeout_s: float) -> Told:
-    """Ask the first syncer of ``syncer``, as ``site.syncer`` has them, or its standby, whichever answers.
+    """Ask the first syncer in ``syncer`` (in the format of ``site.syncer``) or its standby, whichever answers.
 
-    Tries for ``timeout_s``; ``JoinFailed`` says why it did not work, ``ValueError`` what is no address.
+    Retries for ``timeout_s`` seconds.  Raises ``JoinFailed`` with the reason, ``ValueError`` for a bad address.
     """
     addresses = split_addresses(syncer.split(BETWEEN)[0])
     for address in addresses:

@@ -1,63 +1,76 @@
-"""The wiring: a ``RunConfig`` turned into the objects of the floors below, by constructors that can be read.
+"""Build the objects of the lower layers from a ``RunConfig``, with plain constructors.
 
-Every function names the section whose values it uses in the errors it raises: "inner.lr is -1.0: positive and finite".
+The errors name the section of the value: "inner.lr is -1.0: positive and finite".
 """
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from diloco.codec.registry import make_codec, usual_feedback
 from diloco.durable import PLAIN_DISK
-from diloco.inner.data import CorpusManifest, DataOptions, LeasedStream, TokenStream, prepare_corpus
-from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import CorpusManifest, LeasedStream, TokenStream
+from diloco.inner.model import (
+    CompileError,
+    ComputeOptions,
+    KernelsError,
+    ModelOptions,
+    Transformer,
+    kernels_of,
+    prepare,
+)
 from diloco.inner.optimizer import InnerOptions, build_optimizers
+from diloco.inner.parallel import device_of
 from diloco.inner.precision import resolve_precision
-from diloco.inner.streamed import prepare_stream, prepare_tokens
+from diloco.inner.sharding import ParallelOptions, Spread, check_cut
 from diloco.inner.trainer import Trainer, TrainerOptions
-from diloco.launch import connecting, model_file
-from diloco.launch.adapting import adapt_options, up_codecs
-from diloco.launch.coding import check_codec, feedback
-from diloco.launch.config import shared_config
-from diloco.launch.errors import ConfigError
+from diloco.launch import connecting
+from diloco.launch.config import quorum, shared_config
+from diloco.launch.errors import ConfigError, section
 from diloco.launch.placing import has_several, placement_of, shared_by_part
-from diloco.launch.preparing import Preparing
 from diloco.launch.regional import is_region
-from diloco.launch.sections import quorum, section, to_ns, units_ahead
-from diloco.launch.spreading import check_spreading, compute_options, peak_tflops, spread, without_memory
-from diloco.launch.values import load_values
-from diloco.learner.options import AgentOptions
+from diloco.launch.values import file_fragments, file_shapes, is_of_file, load_values
+from diloco.learner.exchange import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, part_of, plan_layout
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction, Gate, MergeOptions
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
-from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import ADOPT_KEEPS_UNSENT, UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
+from diloco.wire.messages import STREAMS_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
 
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
     from torch import Tensor
 
     from diloco.durable import Disk
     from diloco.inner.data import UnitSource
     from diloco.inner.parallel import SiteGroup
-    from diloco.inner.saving import Log
-    from diloco.inner.sharding import Spread
-    from diloco.launch.schema import RunConfig
+    from diloco.inner.trainer import Log
+    from diloco.launch.schema import ClusterSite, RunConfig, SiteSection
+    from diloco.outer.fragments import Layout
+
 
 UNIT_SEQUENCES_MAX = 1 << 20
 SLOWDOWN_MAX = 1e6
 
 
 def check(config: RunConfig) -> None:
-    """Build every set of options once, so that a value that cannot work is refused before anything starts.
+    """Build every set of options once, to raise ConfigError for a bad value before anything starts.
 
-    Those of the syncer's process are checked by ``build_syncer.check``, as well.
+    ``build_syncer.check`` checks the options of the syncer's process as well.
     """
     is_region(config)
     layout = layout_of(config)
@@ -65,7 +78,7 @@ def check(config: RunConfig) -> None:
     outer_options(config)
     health_options(config)
     rule(config, layout)
-    if not model_file.is_meant(config):
+    if not is_of_file(config):
         check_spreading(config, model_options(config))
     up_codecs(config)
     compute_options(config)
@@ -93,13 +106,13 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"data.validation_sequences is {config.data.validation_sequences!r}: at least 1")
 
 
-# --- what the floors are told -------------------------------------------------------------------------------------
+# --- options of the lower layers ----------------------------------------------------------------------------------
 
 
 def model_options(config: RunConfig) -> ModelOptions:
-    """Size and shape of the model."""
+    """Return the size and shape of the model; ConfigError for a model of kind "file"."""
     model = config.model
-    if model_file.is_meant(config):
+    if is_of_file(config):
         raise ConfigError(
             "model.kind is 'file': what is in run.init_from is trained by the loops that join by diloco.join, and this "
             "command knows its values only"
@@ -114,14 +127,14 @@ def model_options(config: RunConfig) -> ModelOptions:
 
 
 def data_options(config: RunConfig) -> DataOptions:
-    """Where the text comes from."""
+    """Return the source of the text."""
     known = {each.name for each in fields(DataOptions)}
     with section("data"):
         return DataOptions(**{name: value for name, value in asdict(config.data).items() if name in known})
 
 
 def inner_options(config: RunConfig) -> InnerOptions:
-    """What one inner step does."""
+    """Return the options of one inner step."""
     inner = config.inner
     with section("inner"):
         return InnerOptions(
@@ -144,7 +157,7 @@ def inner_options(config: RunConfig) -> InnerOptions:
 
 
 def trainer_options(config: RunConfig) -> TrainerOptions:
-    """How the loop runs."""
+    """Return the options of the training loop."""
     inner = config.inner
     if inner.checkpoint_every_steps < 0:
         raise ConfigError(f"inner.checkpoint_every_steps is {inner.checkpoint_every_steps}: 0 (none) or more")
@@ -165,7 +178,7 @@ def trainer_options(config: RunConfig) -> TrainerOptions:
 
 
 def outer_options(config: RunConfig) -> OuterOptions:
-    """Rules of the syncer's machine.  When a region's run is over the run above says."""
+    """Return the options of the syncer's state machine.  A region has no limit of its own: the run above ends it."""
     outer, ends_itself = config.outer, not is_region(config)
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
     all_train_on = outer.adopt in ADOPT_KEEPS_UNSENT and not outer.lock_step
@@ -197,7 +210,10 @@ def outer_options(config: RunConfig) -> OuterOptions:
 
 
 def unit_sequences(config: RunConfig) -> int:
-    """Sequences in a unit of the text that the syncer leases; 0 where it leases none: of several the first one does."""
+    """Return the sequences in each unit of text that the syncer leases, or 0 where it leases none.
+
+    Of several syncers, only the first leases text.
+    """
     data = config.data
     if not 1 <= data.unit_sequences <= UNIT_SEQUENCES_MAX:
         raise ConfigError(f"data.unit_sequences is {data.unit_sequences}: 1 to {UNIT_SEQUENCES_MAX}")
@@ -208,7 +224,7 @@ def unit_sequences(config: RunConfig) -> int:
 
 
 def health_options(config: RunConfig) -> HealthOptions:
-    """What becomes of an update that looks like no other."""
+    """Return the options for admitting, holding or refusing an outlier update."""
     admission = config.cluster.admission
     with section("cluster.admission"):
         return HealthOptions(
@@ -222,7 +238,7 @@ def health_options(config: RunConfig) -> HealthOptions:
 
 
 def outer_optimizer(config: RunConfig) -> OuterOptimizerOptions:
-    """The outer step."""
+    """Return the options of the outer optimizer."""
     with section("outer"):
         return OuterOptimizerOptions(
             **{each.name: getattr(config.outer, each.name) for each in fields(OuterOptimizerOptions)}
@@ -230,7 +246,10 @@ def outer_optimizer(config: RunConfig) -> OuterOptimizerOptions:
 
 
 def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
-    """The outer step that a site takes ahead on its own updates; None where it has a given share of them, or none."""
+    """Return the outer step that an ``eager`` site applies ahead to its own updates.
+
+    None where ``adopt_alpha`` fixes the share that it applies, or where it applies none.
+    """
     outer = config.outer
     if outer.adopt != "eager" or outer.adopt_alpha is not None:
         return None
@@ -253,7 +272,7 @@ def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
 
 
 def rule(config: RunConfig, layout: Layout) -> OuterRule:
-    """The merge and the outer step."""
+    """Return the rule that merges updates and takes the outer step."""
     outer = config.outer
     optimizer = outer_optimizer(config)
     with section("outer"):
@@ -268,7 +287,7 @@ def rule(config: RunConfig, layout: Layout) -> OuterRule:
 
 
 def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOptions:
-    """Rules of a site's machine; ``whole`` as in ``layout_of``."""
+    """Return the options of a site's state machine; ``whole`` as in ``layout_of``."""
     outer = config.outer
     with section("outer"):
         rules = LearnerOptions(
@@ -289,7 +308,7 @@ def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOp
 
 
 def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) -> AgentOptions:
-    """A site's agent, with ``folder`` for its own; ``whole`` as in ``layout_of``."""
+    """Return the options of a site's agent, which keeps its files in ``folder``; ``whole`` as in ``layout_of``."""
     site = config.site
     check_codec("codec.up", config.codec.up)
     check_codec("codec.down", config.codec.down)
@@ -318,47 +337,53 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
 
 
 def build_model(config: RunConfig) -> Transformer:
-    """The model with the values of the seed; the same on every machine."""
+    """Build the model with initial values from the seed; they are the same on every machine."""
     return Transformer(model_options(config), seed=config.run.seed)
 
 
 def layout_of(config: RunConfig, whole: Layout | None = None) -> Layout:
-    """The fragments that the syncer holds which the configuration is about: all of them where there is one.
+    """Return the fragments that the configured syncer holds: all of them where there is one syncer.
 
-    ``whole`` is the layout of the whole model, where somebody has the model that the configuration does not describe.
+    ``whole`` is the layout of the whole model, for a caller whose model the configuration does not describe.
     """
     whole = whole or whole_layout(config)
     return part_of(whole, held_of(config, whole)) if has_several(config) else whole
 
 
 def held_of(config: RunConfig, whole: Layout | None = None) -> tuple[int, ...]:
-    """The places of these fragments among those of the whole model."""
+    """Return the indices of the configured syncer's fragments among those of the whole model."""
     return placement_of(config, whole or whole_layout(config))[config.cluster.syncer.index]
 
 
 def whole_layout(config: RunConfig) -> Layout:
-    """All fragments, computed without allocating the model."""
-    if model_file.is_meant(config):
-        return layout_over(config, model_file.shapes(config))
+    """Return all fragments, computed without allocating the model."""
+    if is_of_file(config):
+        return layout_over(config, file_shapes(config))
     with torch.device("meta"):
         model = Transformer(model_options(config))
     return layout_over(config, {name: tuple(value.shape) for name, value in named_parameters_once(model).items()})
 
 
 def layout_over(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """All fragments of a model whose parameters have these names and ``shapes``."""
+    """Return all fragments of a model whose parameters have these names and ``shapes``."""
     with section("outer"):
         return plan_layout(list(shapes.items()), config.outer.num_fragments)
 
 
 def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) -> Agreement:
-    """What this end says the run is.  The lineage is no matter of configuration: both ends say what they remember."""
+    """Return this end's description of the run, for the join.
+
+    The lineage (0 here) does not come from the configuration: each end sends the lineage that it remembers.
+    """
     shared = shared_config(config) | shared_by_part(config, whole or whole_layout(config))
     return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared)
 
 
 def site_agreement(config: RunConfig, layout: Layout, whole: Layout | None = None, data: str = "") -> Agreement:
-    """The same at a site, which knows its text as well; ``data`` is the identity of what it draws from instead."""
+    """Return ``agreement`` for a site; where the text is leased, it includes the text's identity.
+
+    ``data`` is the identity of a data source that replaces the configured corpus.
+    """
     found = agreement(config, layout, whole)
     if not config.data.leased:
         return found
@@ -366,17 +391,17 @@ def site_agreement(config: RunConfig, layout: Layout, whole: Layout | None = Non
 
 
 def check_version_zero(config: RunConfig) -> None:
-    """Refuse a ``run.init_from`` of which version 0 could not be made, without reading a value."""
-    if config.run.init_from is not None and not model_file.is_meant(config):
+    """Refuse a ``run.init_from`` that cannot give version 0; this reads only shapes, no values."""
+    if config.run.init_from is not None and not is_of_file(config):
         with torch.device("meta"):
             model = Transformer(model_options(config))
         load_values(config.run.init_from, model, shapes_only=True)
 
 
 def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
-    """The fragments of version 0: from ``run.init_from`` where it is given, from the seed otherwise."""
-    if model_file.is_meant(config):
-        return model_file.fragments(config, layout)
+    """Return the fragments of version 0: from ``run.init_from`` if given, otherwise from the seed."""
+    if is_of_file(config):
+        return file_fragments(config, layout)
     model = build_model(config)
     if config.run.init_from is not None:
         load_values(config.run.init_from, model)
@@ -385,19 +410,16 @@ def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
 
 
 def corpus(config: RunConfig) -> CorpusManifest:
-    """The tokenised text; made at the first call on a machine."""
-    if config.data.kind == "tokens":
-        return prepare_tokens(data_options(config), Path(config.data.cache))
-    prepare = prepare_stream if config.data.kind == "hf" else prepare_corpus
+    """Return the tokenised text; the first call on a machine creates it."""
     with Preparing() as preparing:
-        return prepare(data_options(config), Path(config.data.cache), preparing.told)
+        return prepare_corpus(data_options(config), Path(config.data.cache), preparing.told)
 
 
 def site_share(config: RunConfig) -> tuple[int, int]:
-    """Which share of the text this site draws, and of how many; ConfigError where nothing says so."""
+    """Return this site's share of the text as (index, number of shares); ConfigError where the settings lack it."""
     site, names = config.site, list(config.cluster.sites)
     if config.data.leased:
-        return 0, 1  # All of it, as far as it is leased.
+        return 0, 1  # Leases decide which part of the text a site draws.
     if site.index is None and site.id not in names:
         raise ConfigError(
             f"site.index is null and cluster.sites has no {site.id!r} (it has {', '.join(names) or 'none'}): give "
@@ -421,14 +443,14 @@ def build_trainer(
     units: UnitSource | None = None,
     memory: Path | None = None,
 ) -> tuple[Trainer, Transformer]:
-    """A trainer on ``share`` of the text, or on the ``units`` that are leased of it, and its model, which this site's
-    ranks hold as ``site.parallel`` says."""
+    """Build a trainer on a ``share`` of the text, or on leased ``units`` of it, and its model, which this site's ranks
+    hold according to ``site.parallel``."""
     assert config.inner.sequence_length is not None
     options = inner_options(config)
     with without_memory(config, group):
         model = build_model(config)
     held = spread(config, model, group)
-    text = corpus(config)  # Outside of the section: what is wrong with it is nothing of inner.
+    text = corpus(config)  # Outside the section: its errors do not concern inner.
     with section("inner"):
         stream = _stream(config, text, held, share, units)
         precision = resolve_precision(config.inner.precision, group.device, group)
@@ -458,3 +480,277 @@ def _stream(
         unit = config.data.unit_sequences
         return LeasedStream(text, "train", length, sequences, unit, units, held.group, seed, place)
     return TokenStream(text, "train", length, sequences, *share, *place, seed)
+
+
+SECOND_NS = 1_000_000_000
+
+
+def to_ns(name: str, seconds: float, least_s: float = 0.0) -> int:
+    """Convert ``seconds`` to nanoseconds; ConfigError naming ``name`` unless ``least_s`` <= ``seconds`` < 1e9."""
+    if not least_s <= seconds < 1e9:
+        raise ConfigError(f"{name} is {seconds!r}: seconds, {f'at least {least_s:g}' if least_s else 'not negative'}")
+    return round(seconds * SECOND_NS)
+
+
+def units_ahead(config: RunConfig) -> int:
+    """Return how many units a site leases ahead: at least those of two steps, or it would run out in every step."""
+    inner, unit = config.inner, config.data.unit_sequences
+    two = 2 * -(-inner.batch_sequences * inner.accumulation * config.site.nproc * config.site.nodes // unit)
+    if config.data.leased and two > UNITS_AHEAD_MAX:
+        ahead = f"two steps of this site draw {two} units, more than {UNITS_AHEAD_MAX}: larger ones are wanted"
+        raise ConfigError(f"data.unit_sequences is {unit}: {ahead}")
+    return max(config.data.units_ahead, two)
+
+
+# --- what a site may choose by the measured link (site.adapt) ---------------------------------------------------------
+
+
+WINDOW_BYTES = 4 << 20
+"""Linux's default, for machines without ``TCP_WMEM``."""
+DEFAULT_PART = 10
+"""``site.overlap_steps_max`` defaults to ``outer.inner_steps`` over this.  An overlap of ten steps costs Streaming
+DiLoCo (arXiv 2501.18512) less than 0.2 % of its loss."""
+TCP_WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
+
+
+def up_codecs(config: RunConfig) -> list[str]:
+    """Return every codec that an update may use, ``codec.up`` first; ConfigError for a bad ``codec.up_allowed``."""
+    codec = config.codec
+    found = [codec.up, *codec.up_allowed]
+    for name in codec.up_allowed:
+        try:
+            make_codec(name)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("codec is", "codec.up_allowed has", 1)) from error
+        if found.count(name) > 1:
+            raise ConfigError(f"codec.up_allowed has {name!r} twice, or again what codec.up is")
+    return found
+
+
+def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) -> AdaptOptions:
+    """Return the codecs, numbers of connections and overlap steps that a site may choose from.
+
+    Without ``site.adapt`` these are only the configured ones.  ``config.site.data_channels`` must be checked before.
+    """
+    if config.site.adapt:
+        _check_adapt(config)
+    overlap_steps, overlap_steps_max = _overlap(config)
+    names = up_codecs(config) if config.site.adapt else [config.codec.up]
+    numels = [fragment.numel for fragment in layout.fragments]
+    return AdaptOptions(
+        ways=tuple(Way(name, _payloads_bytes(name, numels)) for name in names),
+        version_bytes=_payloads_bytes(config.codec.down, numels),
+        num_fragments=len(numels),
+        inner_steps=config.outer.inner_steps,
+        channels=config.site.data_channels,
+        channels_max=STREAMS_MAX if config.site.adapt else config.site.data_channels,
+        window_bytes=_window_bytes(window),
+        overlap_steps=overlap_steps,
+        overlap_steps_max=overlap_steps_max,
+    )
+
+
+def _check_adapt(config: RunConfig) -> None:
+    if config.outer.lock_step:
+        raise ConfigError("site.adapt is True: under outer.lock_step a run's bits must not hang on what a link carries")
+    if config.outer.adopt not in ADOPT_KEEPS_UNSENT:
+        raise ConfigError(
+            f"site.adapt is True: with outer.adopt={config.outer.adopt} what a coarser codec rounds off is lost; "
+            "under rebase and eager it goes out with the next update"
+        )
+
+
+def _overlap(config: RunConfig) -> tuple[int, int]:
+    """Return the fewest and the most inner steps that may pass until a version is adopted."""
+    least, most, period = config.site.overlap_steps, config.site.overlap_steps_max, config.outer.inner_steps
+    if not 0 <= least < period:
+        raise ConfigError(f"site.overlap_steps is {least}: from 0 to less than outer.inner_steps={period}")
+    if least and config.outer.lock_step:
+        raise ConfigError(
+            f"site.overlap_steps is {least}: under outer.lock_step no step passes before a version is here"
+        )
+    if most is not None and not config.site.adapt:
+        raise ConfigError(
+            f"site.overlap_steps_max is {most}: only under site.adapt=true; without it overlap_steps counts"
+        )
+    if most is None:
+        most = max(least, period // DEFAULT_PART)
+    if not least <= most < period:
+        wanted = f"from site.overlap_steps={least} to less than outer.inner_steps={period}"
+        raise ConfigError(f"site.overlap_steps_max is {most}: {wanted}")
+    return least, most if config.site.adapt else least
+
+
+def _payloads_bytes(codec: str, numels: list[int]) -> int:
+    return sum(make_codec(codec).payload_bytes_max(numel) for numel in numels)
+
+
+def _window_bytes(path: Path) -> int:
+    """Return the most bytes that the kernel lets one socket have in flight."""
+    try:
+        return max(1, int(path.read_text("ascii").split()[-1]))
+    except (OSError, ValueError, IndexError):
+        return WINDOW_BYTES
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+def feedback(config: RunConfig) -> float:
+    """Return the share, 0 to 1, of ``codec.up``'s rounding error that goes out with the next update."""
+    told, up = config.codec.feedback, config.codec.up
+    if told is None:
+        return 0.0 if config.outer.adopt in ADOPT_KEEPS_UNSENT else usual_feedback(up)
+    if not 0 <= told <= 1:
+        raise ConfigError(f"codec.feedback is {told!r}: from 0 to 1")
+    if told and config.outer.adopt in ADOPT_KEEPS_UNSENT:
+        raise ConfigError(
+            f"codec.feedback is {told!r}: with outer.adopt={config.outer.adopt} what codec.up rounds off stays in the "
+            "site's values and goes out with the next update; leave it null, or adopt by overwrite or blend"
+        )
+    if told and make_codec(up).lossless:
+        raise ConfigError(f"codec.feedback is {told!r}: codec.up={up} rounds nothing off")
+    return told
+
+
+def check_codec(name: str, codec: str) -> None:
+    """Raise ConfigError, naming the setting ``name``, where ``codec`` is not a valid codec."""
+    try:
+        make_codec(codec)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("codec is", f"{name} is", 1)) from error
+
+
+# --- how the ranks of a site hold the model, and how they compute it --------------------------------------------------
+
+
+def check_spreading(config: RunConfig, model: ModelOptions) -> None:
+    """Refuse parallel sizes that do not divide the model or the ranks of this site or of one in ``cluster.sites``."""
+    sites: dict[str, SiteSection | ClusterSite] = {"site": config.site}
+    sites |= {f"cluster.sites.{name}": site for name, site in config.cluster.sites.items()}
+    for where, site in sites.items():
+        try:
+            _, _, tensor = _parallel_options(site).sizes(max(1, site.nproc) * max(1, site.nodes))
+            check_cut(model, tensor)
+        except ValueError as error:
+            raise ConfigError(f"{where}.{error}") from error
+        if site.nodes > 1 and site.nproc % tensor:
+            raise ConfigError(
+                f"{where}.tensor_ranks is {tensor}: a divisor of the {site.nproc} rank(s) of one machine, because "
+                "ranks that multiply together wait for each other several times in every block"
+            )
+        if tensor > 1 and config.inner.compile:
+            raise ConfigError(
+                f"inner.compile is true: not with {where}.parallel={site.parallel}, because torch.compile does not "
+                "take matrices that ranks multiply together"
+            )
+        if tensor > 1 and config.inner.kernels != "torch":
+            raise ConfigError(
+                f"inner.kernels is {config.inner.kernels!r}: torch with {where}.parallel={site.parallel}, because such "
+                "kernels do not take values that ranks hold in parts"
+            )
+
+
+def check_kernels(config: RunConfig) -> None:
+    """Refuse kernels that this machine cannot run; sites on other machines are not checked."""
+    if config.inner.kernels == "torch":
+        return
+    try:
+        device = device_of(config.site.device)
+    except ValueError as error:
+        raise ConfigError(f"site.{error}") from error
+    with _kernels_in_words(config):
+        kernels_of(config.inner.kernels, device)
+
+
+@contextmanager
+def _kernels_in_words(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except KernelsError as error:
+        raise ConfigError(f"inner.kernels is {config.inner.kernels!r}: {error}") from error
+
+
+def without_memory(config: RunConfig, group: SiteGroup) -> AbstractContextManager[object]:
+    """Return a context that builds a model on the meta device if each rank will hold only a part: see ``spread``."""
+    try:
+        copies, _, _ = _parallel_options(config.site).sizes(group.world)
+    except ValueError as error:
+        raise ConfigError(f"site.{error}") from error
+    return torch.device("meta") if copies < group.world else nullcontext()
+
+
+def spread(config: RunConfig, model: Transformer, group: SiteGroup) -> Spread:
+    """Distribute ``model``, in place, over the ranks of this site, to be computed with the settings of ``inner``."""
+    with _kernels_in_words(config):
+        try:
+            prepare(model, compute_options(config), group.device)
+        except CompileError as error:
+            raise ConfigError(f"inner.compile is true: {error}") from error
+    try:
+        return Spread(model, group, _parallel_options(config.site))
+    except ValueError as error:
+        raise ConfigError(f"site.{error}") from error
+
+
+def compute_options(config: RunConfig) -> ComputeOptions:
+    """Return the options of computing the model."""
+    inner = config.inner
+    try:
+        return ComputeOptions(
+            activation_checkpoint=inner.activation_checkpoint,
+            compile=inner.compile,
+            loss_chunk=inner.loss_chunk,
+            kernels=inner.kernels,
+        )
+    except ValueError as error:
+        raise ConfigError(f"inner.{error}") from error
+
+
+def peak_tflops(config: RunConfig) -> float:
+    """Return the peak TFLOP/s of one rank's device; 0 where it is not configured."""
+    peak = config.site.peak_tflops
+    if peak is not None and not 0 < peak < math.inf:
+        raise ConfigError(f"site.peak_tflops is {peak}: positive and finite, or null where it is not known")
+    return peak or 0.0
+
+
+def _parallel_options(site: SiteSection | ClusterSite) -> ParallelOptions:
+    """Under hsdp on several machines, ``shard_ranks`` defaults to one copy of the model per machine: the all-gathers
+    of blocks then stay within a machine."""
+    shard = site.shard_ranks or (site.nproc if site.parallel == "hsdp" and site.nodes > 1 else 0)
+    return ParallelOptions(parallel=site.parallel, tensor_ranks=site.tensor_ranks, shard_ranks=shard)
+
+
+class Preparing(AbstractContextManager["Preparing"]):
+    """A progress bar for each split, shown from its first report on; none without reports or without a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        """``console`` None: standard error."""
+        self._console = console
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def told(self, split: str, done: int, total: int) -> None:
+        """Report that ``done`` of the ``total`` bytes of ``split`` are processed; ``total`` 0 means unknown."""
+        bars = self._bars = self._bars or self._begun()
+        if split not in self._tasks:
+            self._tasks[split] = bars.add_task(f"tokens of {split}", total=None)
+        bars.update(self._tasks[split], completed=done, total=total or None)
+
+    def _begun(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = self._console or Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        bars.start()
+        return bars
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the bars and leave them on the screen."""
+        if self._bars is not None:
+            self._bars.stop()

@@ -1,9 +1,8 @@
-"""A few inner steps of a site's recorded state, done again: the same machine must give the same bits each time.
+"""Detect silent data corruption: repeat a few inner steps from a site's recorded state and compare the bits.
 
-Memory with a weak cell, or a core that now and then adds wrongly, shows in no checksum: the wrong value is what was
-written down.  It shows when the same steps, in deterministic mode, do not end in the same bits twice, or not in those
-that another machine of the same kind finds.  Machines of different kinds round differently, and a comparison between
-them says nothing.
+A weak memory cell, or a core that sometimes adds wrongly, shows in no checksum: the checksum is of the wrong value.  It
+shows when the same steps, in deterministic mode, give different bits in two runs, or other bits than on another machine
+of the same kind.  Machines of different kinds round differently, so comparing them proves nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError
-from diloco.launch.tether import PARENT_VARIABLE
+from diloco.launch.process import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,20 +32,20 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 NICE = 15
-"""How much precedence training has over a canary beside it."""
+"""The nice value of a canary that runs beside training."""
 WHY_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Where a site's state lies, and the configuration that it was trained with."""
+    """The paths of a site's checkpoint and of the configuration that it was trained with."""
 
     checkpoint: Path
     config: Path
 
 
 def recorded(target: Path) -> Recorded:
-    """What a user named: one checkpoint of a site, or the site's folder, whose newest checkpoint is meant."""
+    """Resolve the user's ``target``: a checkpoint of a site, or a site's folder (then its newest checkpoint)."""
     from diloco.inner import checkpoint
 
     site = target if (target / "checkpoints").is_dir() else target.parent.parent
@@ -61,7 +60,7 @@ def recorded(target: Path) -> Recorded:
 
 
 def repeatable(path: Path) -> RunConfig:
-    """The site's configuration, for one process that repeats steps to the bit and writes nothing."""
+    """Return the site's configuration, changed for one process that repeats steps to the bit and writes nothing."""
     config = configs.read(path)
     config.inner.deterministic = True
     config.inner.checkpoint_every_steps = 0
@@ -72,9 +71,9 @@ def repeatable(path: Path) -> RunConfig:
 
 
 def digest_after(config: RunConfig, path: Path, steps: int) -> tuple[str, int]:
-    """SHA-256 of every parameter and loss after ``steps`` steps from the checkpoint at ``path``, and its step.
+    """Return the SHA-256 hex of all parameters and losses after ``steps`` steps from checkpoint ``path``, and its step.
 
-    Everything is read and built anew: training goes on in the very tensors that were read.
+    Every call reads and builds everything again, because training changes the tensors that were read.
     """
     from diloco.inner import checkpoint
     from diloco.inner.parallel import SiteGroup
@@ -107,16 +106,16 @@ def _update(hashed: hashlib._Hash, model: nn.Module) -> None:
 
 
 def command(folder: Path, steps: int) -> list[str]:
-    """A canary of the site in ``folder``, with a low priority that it asks for itself."""
+    """Return the command of a canary of the site in ``folder``; it sets its own low priority."""
     options = ["--steps", str(steps), "--nice", str(NICE), "--json"]
     return [sys.executable, "-m", "diloco", "canary", str(folder), *options]
 
 
 class Canaries:
-    """One canary after another in a process of low priority beside a site's training; each ends in an event."""
+    """Runs canaries one after another, in a low-priority process beside a site's training; emits an event for each."""
 
     def __init__(self, command: Sequence[str], every_s: float, emit: Callable[[str, dict[str, object]], None]) -> None:
-        """``command`` prints one JSON object; ``every_s`` passes between two of them, and with 0 there is none."""
+        """``command`` prints one JSON object; ``every_s`` is the pause before each canary, 0 for no canaries."""
         self._command = command
         self._every_s = every_s
         self._emit = emit
@@ -144,9 +143,9 @@ class Canaries:
                 self._emit("canary", {**told, "seconds": round(time.monotonic() - began_s, 3)})
 
     def _told(self) -> dict[str, object] | None:
-        """What one canary said; None when the site ends before it.
+        """Run one canary and return its result; None when the site ends first.
 
-        ``OSError`` where no process can be had, ``ValueError`` where what it says cannot be read.
+        Raises ``OSError`` where the process cannot start, ``ValueError`` where its output is not a JSON object.
         """
         child = subprocess.Popen(
             self._command,

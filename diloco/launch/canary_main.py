@@ -1,4 +1,4 @@
-"""``diloco canary``: does this machine give the same bits when it does the same steps again?"""
+"""``diloco canary``: check this machine for silent data corruption by repeating recorded steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _compared(target: Path, steps: int, expect: str | None) -> tuple[str, str, dict[str, object]]:
-    """The digest found here, the one that it must be, and where that was."""
+    """Return the digest found here, the digest that it must equal, and facts about the checkpoint and the device."""
     place = recorded(target)
     config = repeatable(place.config)
     limit_threads(config.site.threads, deterministic=True)

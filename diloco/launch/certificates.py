@@ -1,9 +1,9 @@
-"""The making of certificates: a private authority, and leaves whose only SPIFFE id says what their holder is.
+"""Create certificates: a private authority, and leaf certificates with one SPIFFE id that names the holder's role.
 
-The only place that uses ``cryptography``; the verb imports it when it is needed.  Nothing here touches a file: what is
-made is returned as PEM.  Keys are EC P-256.  A leaf can do one thing only: that of the syncer (and of a standby, which
-may become one) proves a server by its names, all others prove a caller by their id, and TLS libraries refuse the one in
-the place of the other.
+Only this module uses ``cryptography``; the verb imports it on demand.  It touches no file: results are returned as PEM.
+Keys are EC P-256.  The syncer's certificate authenticates a server by its host names; those of sites, observers and
+admins authenticate a client by its id.  TLS libraries refuse one in the other's place.  A standby's has both uses where
+hosts are given, since it may become the syncer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 AUTHORITY_DAYS = 3650
 LEAF_DAYS = 90
 SKEW = datetime.timedelta(minutes=5)
-"""Clocks differ: a certificate is good from a little before it was made."""
+"""A certificate is valid from this long before its creation, because clocks differ."""
 TRUST_DOMAIN = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 HOST = re.compile(rf"(?:\*\.)?{_LABEL}(?:\.{_LABEL})*")
 
 
 class CertificateError(ValueError):
-    """What was asked for cannot be made, or what was read is no certificate; the text says why."""
+    """A certificate cannot be made as requested, or the input is no certificate; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a certificate says, for people."""
+    """The contents of a certificate, for display."""
 
     subject: str
     issuer: str
@@ -56,11 +56,11 @@ class Facts:
     begins: datetime.datetime
     ends: datetime.datetime
     fingerprint: str
-    """SHA-256 of the certificate itself, by which a revocation names it."""
+    """SHA-256 hex of the DER certificate; revocations name it by this."""
 
 
 def make_authority(trust_domain: str, now: datetime.datetime) -> Pair:
-    """A new authority that signs leaves of ``trust_domain`` and no other authorities."""
+    """Make a new authority, which may sign leaf certificates of ``trust_domain`` but no other authorities."""
     if not TRUST_DOMAIN.fullmatch(trust_domain):
         raise CertificateError(f"trust domain is {trust_domain!r}: lower-case letters, digits, '-' and '.', at most 63")
     key = ec.generate_private_key(ec.SECP256R1())
@@ -80,9 +80,9 @@ def make_authority(trust_domain: str, now: datetime.datetime) -> Pair:
 
 
 def issue(authority: Pair, who: str, hosts: Sequence[str], days: int, now: datetime.datetime) -> Pair:
-    """A leaf for ``who`` (``site/a``, ``syncer``, ``observer`` ...), for a server too where ``hosts`` are given.
+    """Issue a leaf for ``who`` (``site/a``, ``syncer``, ``observer`` ...), also for a server where ``hosts`` are given.
 
-    ``CertificateError`` for hosts that are none, and when the authority would end before the leaf.
+    Raises ``CertificateError`` for an invalid host, and when the authority would expire before the leaf.
     """
     signer, key = _opened(authority)
     facts = _facts(signer)
@@ -112,7 +112,7 @@ def issue(authority: Pair, who: str, hosts: Sequence[str], days: int, now: datet
 
 
 def describe(pem: bytes) -> Facts:
-    """What the first certificate of ``pem`` says; ``CertificateError`` when there is none."""
+    """Return the contents of the first certificate in ``pem``; ``CertificateError`` when there is none."""
     return _facts(_certificate(pem))
 
 

@@ -1,8 +1,8 @@
-"""``diloco certs``: a private authority for people who have none, and one certificate for each who takes part.
+"""``diloco certs``: a private certificate authority for users without one, and a certificate for each participant.
 
-The folder holds ``ca.pem`` and ``ca.key``, ``syncer.pem``, ``sites/<id>.pem`` ... each with its key beside it,
-``issued.jsonl`` (what was signed, so that it can be taken back) and ``revoked.json``, which the syncer reads again
-whenever it changes.  ``ca.key`` is what everything rests on: it is needed to issue, never by a running program.
+The folder holds ``ca.pem`` and ``ca.key``; ``syncer.pem``, ``sites/<id>.pem`` ..., each with its key beside it;
+``issued.jsonl`` (what was signed, so that it can be revoked); and ``revoked.json``, which the syncer reloads whenever
+it changes.  All security depends on ``ca.key``: issuing needs it, a running program never does.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _issue(given: argparse.Namespace) -> ExitCode:
     pair = certificates.issue(authority, who, given.host, days, _now())
     facts = certificates.describe(pair.certificate)
     cert.parent.mkdir(mode=0o700, exist_ok=True)
-    # What can be taken back is written down before it exists.
+    # Record the certificate before it exists, so that it can always be revoked.
     line = json.dumps({"who": who, "fingerprint": facts.fingerprint, "ends": facts.ends.isoformat()})
     torn = _read(folder / "issued.jsonl")[-1:] not in (b"", b"\n")
     with (folder / "issued.jsonl").open("a") as issued:
@@ -120,7 +120,7 @@ def _issue(given: argparse.Namespace) -> ExitCode:
 
 
 def _settings(folder: Path, who: str, cert: Path, key: Path) -> list[str]:
-    """What to say on the command line."""
+    """Return the settings that use the certificate, as command-line words."""
     if who == "syncer":
         above = "cluster.syncer"
         more = [f"{above}.require_client_cert=true", f"{above}.revoked_file={folder}/revoked.json"]
@@ -169,7 +169,7 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
             f"--syncer: nobody asks whether a syncer was revoked, and sites go on trusting it until {last:%Y-%m-%d}: "
             "make a new authority in another folder, and issue everybody a new certificate"
         )
-    # One that has ended is refused for that; leaving it out keeps the list from growing for ever.
+    # An expired certificate is refused anyway; leaving it out keeps the list from growing without bound.
     ended = {each.fingerprint for each in issued if each.ends < _now()}
     _write_revoked(folder, [fingerprint for fingerprint in [*gone, *fresh] if fingerprint not in ended], ids)
     print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file lets them in no more")
@@ -186,7 +186,7 @@ class _Issued:
 
 
 def _issued(file: Path) -> list[_Issued]:
-    """What was signed.  A line that a crash has torn is named and left out: nothing that it would say can be had."""
+    """Return the issued certificates.  A line torn by a crash is reported and skipped: its content is lost."""
     found: list[_Issued] = []
     for number, line in enumerate(_read(file).splitlines(), 1):
         try:
@@ -201,7 +201,7 @@ def _issued(file: Path) -> list[_Issued]:
 
 
 def _revoked(file: Path) -> tuple[list[str], list[str]]:
-    """The certificates and the ids that are listed, as they stand there."""
+    """Return the revoked certificates' fingerprints and the revoked ids, unchanged from the file."""
     from diloco.wire.identity import read_revoked
 
     raw = _read(file)
@@ -231,7 +231,7 @@ def _file(who: str) -> str:
 
 
 def _only(given: argparse.Namespace, *allowed: str) -> None:
-    """Refuse an option that this part of the verb does not know, rather than do less than was asked for."""
+    """Refuse an option that this subcommand does not use, instead of silently ignoring it."""
     for name in ("trust_domain", "site", *ROLES, "host", "days", "force"):
         if name not in allowed and getattr(given, name) not in (None, False, []):
             raise ConfigError(f"--{name.replace('_', '-')} says nothing to diloco certs {given.what}")

@@ -1,6 +1,6 @@
-"""``diloco VERB ...``: picks the verb's module and turns whatever ends it into an exit code and one line.
+"""``diloco VERB ...``: run the verb's module and turn its errors into an exit code and one line.
 
-Nothing heavy is imported before a verb needs it, so that ``--help`` answers at once.
+Heavy imports wait until a verb needs them, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from diloco import __version__
 from diloco.codec import kernel_library
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.rank_exit import end_process
-from diloco.launch.systems import LINUX_ONLY, refusal
-from diloco.launch.tether import PARENT_VARIABLE, die_with_parent
+from diloco.launch.process import LINUX_ONLY, PARENT_VARIABLE, die_with_parent, end_process, refusal
 from diloco.open_files import leave_no_core
+from diloco.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,21 +81,21 @@ HELP = frozenset({"-h", "--help"})
 
 
 def command() -> NoReturn:
-    """What the shell calls: ``main``, and the end of the process."""
+    """Run ``main`` and end the process: the entry point for the shell."""
     leave_no_core()
     end_process(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code; a user's mistake is one line on stderr, never a traceback."""
+    """Run the command line and return the exit code; a user's mistake prints one line on stderr, never a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     verb = _verb(given)
     if verb is None:
         return ExitCode.USAGE
     if verb.name in LINUX_ONLY and not HELP & set(given) and (line := refusal(sys.platform)):
         return _said(verb, line, ExitCode.USAGE)
-    # gRPC writes lines of its own for every handshake and message that it refuses, whoever sent it: a stranger could
-    # fill a syncer's disk with them.  What a caller or an operator needs to know is in our words.
+    # gRPC logs a line for every handshake and message that it refuses, from any sender: a stranger could fill a
+    # syncer's disk.  Our own messages tell callers and operators what they need to know.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
@@ -113,17 +111,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ExitCode.FAILED
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); the interpreter would complain once more when it flushes.
+        # The reader of our output has exited (`| head`); without this, the interpreter's final flush would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except OSError as error:
-        # A full disk, a folder that may not be written, a file that may not be read: the machine's, not a defect here.
+        # A full disk, a folder or file without permission: a problem of the machine, not a defect here.
         logging.getLogger(__name__).debug("ended by", exc_info=True)
         return _said(verb, _in_words(error), ExitCode.FAILED)
 
 
 def _verb(given: list[str]) -> Verb | None:
-    """The verb, or None after the usage was told to be wrong.  ``--help`` and ``--version`` end the process."""
+    """Return the verb, or None after printing a usage error.  ``--help`` and ``--version`` end the process."""
     parser = argparse.ArgumentParser(
         prog="diloco",
         description="Train one model across data centres joined by slow, failing links.",

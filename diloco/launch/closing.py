@@ -1,4 +1,4 @@
-"""The few lines that end ``diloco up`` and that ``diloco report`` prints again, at most ``WIDTH`` columns wide."""
+"""The summary printed at the end of ``diloco up`` and by ``diloco report``, at most ``WIDTH`` columns wide."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STANDSTILLS_MAX = 3
 
 
 def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path) -> list[str]:
-    """The closing table: what was reached, where the tokens went, what went wrong, what crossed the wire."""
+    """Return the lines of the closing table: the loss reached, the sites' tokens, the faults, and the wire bytes."""
     status = f"{run_dir.name}: {summary['status']}, after {clock(summary['wall_seconds'])}"
     return [
         *textwrap.wrap(status, WIDTH, subsequent_indent="  "),
@@ -71,7 +71,7 @@ def _sites(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _speed(summary: Mapping[str, Any]) -> list[str]:
-    """What the machine of each site gave."""
+    """Return the lines about each site's tokens per second."""
     sites = {_short(name): site for name, site in summary["sites"].items() if site.get("tokens_per_second")}
     formats = {site["products"] or "?" for site in sites.values()}
     told = [
@@ -84,7 +84,7 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _standstills(history: RunHistory) -> list[str]:
-    """When no version was made although updates waited, and of which sites there were none."""
+    """Return the lines about times when no version was made although updates waited, and which sites had sent none."""
     lines = []
     for still in history.standstills[:STANDSTILLS_MAX]:
         lasted = clock((still.end_s or history.seconds) - still.start_s)
@@ -123,7 +123,7 @@ def _wire(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _units(summary: Mapping[str, Any]) -> list[str]:
-    """Where the units of the data are, if any were leased."""
+    """Return the lines about the state of the data's units, if any were leased."""
     units = summary.get("units")
     lines = textwrap.wrap(units_text(units), WIDTH - 8) if units else []
     return [f"{'data' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]

@@ -1,8 +1,8 @@
-"""From a command line to a ``RunConfig``: composed once by Hydra, checked at the door, written down, read again.
+"""Turn a command line into a ``RunConfig``: compose it once with Hydra, check it, write it to a file, read it again.
 
-Whoever starts processes composes and writes ``config.yaml``; the processes it starts read that file and never import
-Hydra.  A key that does not exist is refused before Hydra sees it (also behind ``+``, where Hydra would take it in and
-``to_object`` drop it without a word).
+The parent process composes and writes ``config.yaml``; its child processes read that file and never import Hydra.  An
+unknown key is refused before Hydra sees it (also behind ``+``, where Hydra would accept it and ``to_object`` would
+drop it silently).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_origin
 
-import diloco
 from diloco.durable import write_file
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.keys import nearest, plain_type, type_of, wanted
 from diloco.launch.schema import RunConfig
 from diloco.sync.agreement import MAY_CHANGE
+from diloco.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ GROUPS = ("model", "data", "inner", "outer", "codec", "network", "site", "cluste
 SECONDS_UNLESS_SAID = 150.0
 RESUMES = ("auto", "never", "must")
 SHORT = MappingProxyType({"seed": "run.seed", "seconds": "run.seconds", "tokens": "run.tokens"})
-"""What may be typed for settings that every other command has."""
+"""Short names of the settings that most commands need."""
 ALWAYS_SHARED = """
     codec.down codec.up data.end_of_file data.tokenizer model.context model.dim model.ffn_dim model.heads
     model.kv_heads model.layers model.norm_eps model.rope_theta model.tied model.vocab_size outer.adopt
@@ -42,17 +42,18 @@ ALWAYS_SHARED = """
     outer.quorum outer.quorum_min outer.site_timeout_s outer.sites_max outer.staleness_max
     outer.updates_in_flight_max outer.weights run.seconds run.seed run.tokens
 """
-"""What was shared when runs first had a card: part of it at any value."""
+"""The shared settings of the first release: they are in ``shared_config`` at any value."""
 SHARED_SECTIONS = ("model", "outer", "codec")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 LISTS = frozenset({"site.syncer", "upstream.endpoint"})
-"""Text in which commas are meant; elsewhere Hydra's several values would be several runs."""
+"""Settings whose text may have commas; elsewhere Hydra takes a comma for a sweep over several runs."""
 
 
 def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) -> RunConfig:
-    """The configuration that ``overrides`` (``key=value``, ``group=choice``) ask for; ConfigError in one line.
+    """Return the configuration of ``overrides`` (``key=value``, ``group=choice``); raise a one-line ConfigError.
 
-    What they leave out is as it was ``told`` of a run (:func:`shared_config`): values, whatever stands in them.
+    ``told`` gives a run's values (:func:`shared_config`) for settings without an override.  They are taken literally:
+    nothing in them is resolved.
     """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -73,10 +74,10 @@ def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) ->
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in ``path``, as :func:`write` left it, with ``overrides`` on top.  Needs no Hydra."""
+    """Read the configuration that :func:`write` wrote to ``path``, and apply ``overrides``.  Needs no Hydra."""
     from omegaconf.errors import OmegaConfBaseException
 
-    usual = {key: repr(value) for key, value in _flat(asdict(RunConfig()))}  # What the defaults say needs no merge.
+    usual = {key: repr(value) for key, value in _flat(asdict(RunConfig()))}  # Defaults need no merge.
     said = [(key, value) for key, value in _flat(of_yaml(path)) if usual.get(key) != repr(value)]
     values = [pair for key, value in said for pair in _checked(key, value)]
     for text in overrides:
@@ -89,7 +90,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def of_yaml(path: Path) -> object:
-    """What the YAML in ``path`` says as plain values; ConfigError in one line."""
+    """Return the YAML in ``path`` as plain values; raise a one-line ConfigError where it cannot be read."""
     import yaml  # type: ignore[import-untyped]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -103,11 +104,11 @@ def of_yaml(path: Path) -> object:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """``config`` as YAML, nothing left to resolve.  A tenth of what OmegaConf takes for the same text."""
+    """Return ``config`` as fully resolved YAML.  Takes a tenth of OmegaConf's time for the same text."""
     import yaml
 
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-        """Quotes all that OmegaConf would read as a number: PyYAML takes 1e3 for text."""
+        """Quotes text that OmegaConf would read as a number: PyYAML reads 1e3 as text."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> object:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if _is_number(value) else None)
@@ -117,23 +118,23 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def write(config: RunConfig, path: Path) -> None:
-    """Write ``config`` to ``path``, whole or not at all."""
+    """Write ``config`` to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = f"# Resolved by diloco {diloco.__version__}; read again by every process of the run."
+    head = f"# Resolved by diloco {__version__}; read again by every process of the run."
     write_file(path, f"{head}\n{to_yaml(config)}".encode())
 
 
 def of_values(values: Mapping[str, object]) -> RunConfig:
-    """The defaults with ``values`` by dotted name on top, which nobody else has settled; ConfigError in one line."""
+    """Return the defaults with ``values``, by dotted name, on top, not yet settled; raise a one-line ConfigError."""
     checked = [pair for key, value in values.items() for pair in _checked(key, value)]
     return _with(_defaults(), checked)
 
 
 def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig:
-    """A site's configuration that knows of the run what its syncer has ``told``, and else what is its ``own``.
+    """Return a site's configuration: the run's settings that its syncer ``told``, and the site's ``own``.
 
-    ``told`` is what :func:`shared_config` gave there.  ConfigError where this release would understand it as another
-    run: a site must not go by some of the rules.
+    ``told`` is the syncer's :func:`shared_config`.  ConfigError where this release derives other shared settings from
+    it: a site must not follow only some of the run's rules.
     """
     values = {key: _value(key, text) for key, text in told.items()}
     config = of_values({**values, **own})
@@ -148,7 +149,7 @@ def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig
 
 
 def settle(config: RunConfig) -> RunConfig:
-    """Fill in what follows from other settings, and check what no floor checks; returns ``config``."""
+    """Fill in settings that follow from others, check those that no lower layer checks, and return ``config``."""
     if config.run.seconds is None and config.run.tokens is None:
         config.run.seconds = SECONDS_UNLESS_SAID
     if config.run.resume not in RESUMES:
@@ -169,7 +170,7 @@ def settle(config: RunConfig) -> RunConfig:
 
 
 def tokenizer_of(config: RunConfig) -> Tokenizer:
-    """What turns this run's text into tokens; ConfigError in words."""
+    """Return this run's tokenizer; ConfigError where it cannot be made."""
     from diloco.inner.tokenizer import make_tokenizer
 
     try:
@@ -179,7 +180,7 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
 
 
 def _fill_in_model(config: RunConfig) -> None:
-    """What is null of the model, from the folder that version 0 comes from."""
+    """Fill in the model's null settings from the folder ``run.init_from``; ConfigError where that has none."""
     missing = [item.name for item in fields(config.model) if getattr(config.model, item.name) is None]
     source = config.run.init_from
     if source is None or not (Path(source) / "config.json").is_file():
@@ -198,15 +199,15 @@ def _fill_in_model(config: RunConfig) -> None:
 
 
 def shared_config(config: RunConfig) -> dict[str, str]:
-    """What a site and the syncer must agree on, as dotted names and text.
+    """Return the settings on which a site and the syncer must agree, as dotted names and text.
 
-    Model, outer rules, codecs, the run's length, the seed (it deals the text to the sites without overlap) and the
-    tokenizer (the same id must mean the same text).  Not the site, the cluster, the place of the text, nor the network.
+    They are the model, outer rules, codecs, the run's length, the seed (it deals the text to the sites without overlap)
+    and the tokenizer (the same id must mean the same text); not the site, the cluster, the text's path or the network.
 
-    A setting that came after the first release is left out at its default, which makes a run what it was before there
-    was the setting, and is never changed.  So a run goes on under a newer release, and its sites, of the older one
-    still, agree with the syncer; one that uses the setting is another run to them.  Where units of the text are leased
-    all must mean the same ones.
+    A setting added after the first release is left out at its default.  That default keeps the behaviour from before
+    the setting and never changes.  So a run can resume under a newer release, and sites of the older release still
+    agree with the syncer; to them, a run that uses the setting is another run.  Where units of the text are leased,
+    the settings that define the units are included.
     """
     plain, usual = asdict(config), {name: asdict(type(getattr(config, name))()) for name in SHARED_SECTIONS}
     shared = {section: plain[section] for section in SHARED_SECTIONS}
@@ -221,13 +222,13 @@ def shared_config(config: RunConfig) -> dict[str, str]:
 
 
 def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> tuple[RunConfig, list[str]]:
-    """``config`` for the run that left the file ``path``, and what that changes, as ``key=value``.
+    """Return ``config`` adapted to the run whose file is ``path``, and the changed settings as ``key=value``.
 
-    A setting of the outer rule or the codecs that came after the first release, and is none of the keys ``named``, is
-    as the run has it, or at its default, which makes a run what it was before there was the setting.  So the presets of
-    this release may have such settings otherwise, and the run goes on with the same command.  One that may change
-    (``MAY_CHANGE``) and is not named is as the run has it, too.  Nothing is kept of a file that is of another run
-    already by what the first release knew, as that of a start with the wrong preset.
+    A setting of the outer rule or the codecs that was added after the first release, and is not in ``named``, keeps
+    the run's value; a run from before the setting has the default, which keeps the old behaviour.  So the presets of
+    this release may change such settings, and the same command still resumes the run.  A setting in ``MAY_CHANGE``
+    that is not named also keeps the run's value.  Nothing is kept where the settings of the first release already
+    differ: the file is then another run's, for instance from a start with the wrong preset.
     """
     there, changed = read(path), []
     before, now = shared_config(there), shared_config(config)
@@ -248,7 +249,7 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
 
 
 def require_same(config: RunConfig, path: Path) -> None:
-    """VerbError where ``config`` is another run than the one that left the file ``path``: by no ``MAY_CHANGE``."""
+    """Raise VerbError where ``config`` describes another run than the file ``path``; ``MAY_CHANGE`` may differ."""
     there = read(path)
     before, now, known = shared_config(there), shared_config(config), as_text(there)
     for key in sorted((before.keys() | now.keys()) - MAY_CHANGE):
@@ -259,16 +260,16 @@ def require_same(config: RunConfig, path: Path) -> None:
 
 
 def shared_digest(config: RunConfig) -> str:
-    """Sha256 hex of :func:`shared_config`: equal where two configurations mean the same run.
+    """Return the SHA-256 hex of :func:`shared_config`: equal where two configurations mean the same run.
 
-    What may change is at its default there, so that a run at that default has the digest of earlier releases.
+    Settings in ``MAY_CHANGE`` count with their defaults, so a run at these defaults has the digest of earlier releases.
     """
     usual = as_text(RunConfig())
     return _digest(shared_config(config) | {key: usual[key] for key in MAY_CHANGE})
 
 
 def earlier_digest(config: RunConfig) -> str:
-    """The same in releases in which no shared setting might change."""
+    """Return the ``shared_digest`` of releases that did not allow any shared setting to change."""
     return _digest(shared_config(config))
 
 
@@ -277,7 +278,7 @@ def _digest(shared: Mapping[str, str]) -> str:
 
 
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[str, str]]:
-    """The settings that are not equal, by dotted name: what each was and what it is, as text ("" where not set)."""
+    """Return the settings that differ, by dotted name, as (text before, text now); "" where not set."""
     old, new = as_text(before), as_text(now)
     return {
         key: (old.get(key, ""), new.get(key, ""))
@@ -287,24 +288,24 @@ def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[str, str]]
 
 
 def as_text(config: RunConfig) -> dict[str, str]:
-    """All settings by dotted name, as text."""
+    """Return all settings by dotted name, as text."""
     return {key: _text(value) for key, value in _flat(asdict(config))}
 
 
 def choices() -> dict[str, list[str]]:
-    """The groups and what can be chosen in each."""
+    """Return the configuration groups and the choices in each."""
     return {group: sorted(path.stem for path in (folder() / group).glob("*.yaml")) for group in GROUPS}
 
 
 def folder() -> Path:
-    """Where the YAML files lie: the package ``diloco.configs``, or ``configs/`` beside a tree that is not installed."""
+    """Return the folder of the YAML files: package ``diloco.configs``, or ``configs/`` of a tree not installed."""
     spec = find_spec("diloco.configs")
     found = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(found[0]) if found else Path(diloco.__file__).resolve().parent.parent / "configs"
+    return Path(found[0]) if found else Path(__file__).resolve().parents[2] / "configs"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind where it has none."""
+    """Return the first line of an error's text, or its type's name where it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -328,7 +329,7 @@ def _parse_by_hydra(text: str) -> tuple[str, object]:
 
 
 def _parse_as_yaml(text: str, path: Path) -> tuple[str, object]:
-    """Key and value of a setting on top of the file ``path``, by the rules with which the file itself is read."""
+    """Return key and value of an override of the file ``path``, parsed by the same rules as the file."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -348,7 +349,7 @@ def _parse_as_yaml(text: str, path: Path) -> tuple[str, object]:
 
 
 def _choice(group: str, value: object) -> str:
-    """``value`` if it is a choice of ``group``; ConfigError with the nearest one otherwise."""
+    """Return ``value`` as a choice of ``group``; ConfigError with the nearest choice where it is not one."""
     there = choices()[group]
     name = "null" if value is None else str(value)
     if name in there or (group == "experiment" and name == "null"):
@@ -359,7 +360,7 @@ def _choice(group: str, value: object) -> str:
 
 
 def _checked(key: str, value: object) -> list[tuple[str, object]]:
-    """``key`` and ``value`` as settings with plain values; ConfigError for an unknown key, or a section."""
+    """Return ``key`` and ``value`` as settings with plain values; ConfigError for an unknown key or a whole section."""
     kind = plain_type(type_of(key))
     if isinstance(value, dict):
         return [pair for inner, part in value.items() for pair in _checked(f"{key}.{inner}", part)]
@@ -372,7 +373,7 @@ def _checked(key: str, value: object) -> list[tuple[str, object]]:
 
 @cache
 def _of_groups(chosen: tuple[str, ...]) -> bytes:
-    """The files of the groups, put together by Hydra.  A tenth of a second and more: once for each choice of them."""
+    """Return the groups' files as composed by Hydra.  Cached for each choice: it takes a tenth of a second or more."""
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
@@ -383,14 +384,14 @@ def _of_groups(chosen: tuple[str, ...]) -> bytes:
 
 @cache
 def _defaults() -> bytes:
-    """Every setting as the schema has it.  To build it costs more than to read a whole file."""
+    """Return the schema's defaults.  Cached: building them costs more than reading a whole file."""
     from omegaconf import OmegaConf
 
     return _opened(OmegaConf.structured(RunConfig))
 
 
 def _opened(config: Any) -> bytes:
-    """``config`` pickled: to read that again takes a sixth of the time of OmegaConf's own copy."""
+    """Return ``config`` pickled: unpickling takes a sixth of the time of OmegaConf's own copy."""
     from omegaconf import OmegaConf
 
     OmegaConf.set_struct(config, False)  # Hydra closes dicts with free names too; keys were checked before
@@ -398,14 +399,14 @@ def _opened(config: Any) -> bytes:
 
 
 def _with(pickled: bytes, values: Sequence[tuple[str, object]]) -> RunConfig:
-    """The configuration in ``pickled`` with ``values`` on top; ConfigError names the first that does not fit."""
+    """Return the ``pickled`` configuration with ``values`` on top; ConfigError names the first invalid value."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         config = OmegaConf.unsafe_merge(pickle.loads(pickled), _nested(values))
     except OmegaConfBaseException:
-        for key, value in values:  # The culprit is looked for only now.
+        for key, value in values:  # Find the bad value, only on failure.
             try:
                 OmegaConf.unsafe_merge(pickle.loads(_defaults()), _nested([(key, value)]))
             except OmegaConfBaseException as error:
@@ -417,7 +418,7 @@ def _with(pickled: bytes, values: Sequence[tuple[str, object]]) -> RunConfig:
 
 
 def _nested(values: Sequence[tuple[str, object]]) -> dict[str, Any]:
-    """Dotted names as nested dicts; of equal names the last value stands."""
+    """Return dotted names as nested dicts; of equal names the last value counts."""
     nested: dict[str, Any] = {}
     for key, value in values:
         *sections, name = key.split(".")
@@ -429,7 +430,7 @@ def _nested(values: Sequence[tuple[str, object]]) -> dict[str, Any]:
 
 
 def _flat(plain: object, above: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted names and values of nested dicts; an empty dict has none."""
+    """Yield the dotted names and values of nested dicts; an empty dict yields nothing."""
     if not isinstance(plain, dict):
         raise ConfigError(f"{above or 'the file'} is {_shown(plain)}: a section")
     for name, value in plain.items():
@@ -441,7 +442,7 @@ def _flat(plain: object, above: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _value(key: str, text: str) -> object:
-    """What :func:`_text` made ``text`` of, for the setting ``key``; what would be read as more than a value is none."""
+    """Invert :func:`_text` for the setting ``key``; ConfigError for ``???`` and for text with an interpolation."""
     if "${" in text or text == "???":
         raise ConfigError(f"{key} is {text!r}: {wanted(key)}")
     if plain_type(type_of(key)) is str:
@@ -469,5 +470,23 @@ def _shown(value: object) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether ``name`` is fit for a folder and for the wire."""
+    """Return whether ``name`` is valid as a folder name and on the wire."""
     return 0 < len(name) <= 64 and name[0].isalnum() and all(c.isalnum() or c in "._-" for c in name) and name.isascii()
+
+
+def quorum(text: str) -> int | str:
+    """Parse a quorum: a number of sites, or ``all``."""
+    if text == "all":
+        return text
+    if not text.isdecimal():
+        raise ConfigError(f"outer.quorum is {text!r}: a number of sites, or all")
+    return int(text)
+
+
+def enough_sites(config: RunConfig) -> None:
+    """Raise ConfigError for a quorum above the number of ``cluster.sites``, where these are all sites of the run."""
+    outer, sites = config.outer, len(config.cluster.sites)
+    for name, least in (("quorum", quorum(outer.quorum)), ("quorum_min", outer.quorum_min)):
+        if isinstance(least, int) and least > sites:
+            words = f"cluster.sites has {sites}, so that no round would ever close; at most {sites}"
+            raise ConfigError(f"outer.{name} is {least}: {words}{', or all' if name == 'quorum' else ''}")

@@ -1,22 +1,22 @@
-"""Both ends of the wire, and the emulated link between them, as the configuration wants them."""
+"""Build the options of both ends of the wire, and of the emulated link between them, from the configuration."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.launch.errors import ConfigError
-from diloco.launch.sections import section
+from diloco.launch.errors import ConfigError, section
 from diloco.wan.link import LinkOptions
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions, check_own_files
 
 if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
+
 SITE_FILES = ("token_file", "tls_cert", "tls_key", "tls_ca")
 
 
 def server_options(config: RunConfig) -> ServerOptions:
-    """The syncer's end of the wire."""
+    """Return the options of the syncer's server."""
     with section("cluster.syncer"):
         return ServerOptions(
             run_id=config.run.name or "",
@@ -27,7 +27,7 @@ def server_options(config: RunConfig) -> ServerOptions:
 
 
 def client_options(config: RunConfig) -> ClientOptions:
-    """A site's end of the wire."""
+    """Return the options of a site's client."""
     site = config.site
     with section("site"):
         return ClientOptions(
@@ -36,7 +36,7 @@ def client_options(config: RunConfig) -> ClientOptions:
 
 
 def syncer_security(config: RunConfig) -> SecurityOptions:
-    """Who may speak to the syncer."""
+    """Return the options that decide which callers the syncer admits."""
     syncer = config.cluster.syncer
     with section("cluster.syncer"):
         return SecurityOptions(
@@ -53,7 +53,7 @@ def syncer_security(config: RunConfig) -> SecurityOptions:
 
 
 def site_security(config: RunConfig) -> SecurityOptions:
-    """How a site, or an operator, speaks to the syncer; what lies in its files is read once, to see that it is good."""
+    """Return the credentials that a site or an operator shows to the syncer; reads its files once to check them."""
     site = config.site
     with section("site"):
         security = SecurityOptions(
@@ -72,7 +72,7 @@ def site_security(config: RunConfig) -> SecurityOptions:
 
 
 def link_options(config: RunConfig, site: str) -> LinkOptions:
-    """The emulated link of ``site`` ("" for one without wishes of its own)."""
+    """Return the options of the emulated link of ``site``; "" for one without settings of its own."""
     network = config.network
     names = ("rtt_ms", "jitter_ms", "mbps", "queue_kib", "stall_percent", "stall_ms")
     values: dict[str, float] = {name: getattr(network, name) for name in names}
@@ -82,3 +82,22 @@ def link_options(config: RunConfig, site: str) -> LinkOptions:
     with section(f"cluster.sites.{site}.link" if site else "network"):
         place = list(config.cluster.sites).index(site) if site else 0
         return LinkOptions(**values, seed=config.run.seed * 1000 + place)
+
+
+def unanswered(addresses: str, security: SecurityOptions, why: str) -> str:
+    """Return ``why``, with a hint where a server at one of the comma-separated ``addresses`` mismatches on TLS."""
+    found = (_advice(address.strip(), security) for address in addresses.split(","))
+    return why + next((f"; {advice}" for advice in found if advice), "")
+
+
+def _advice(address: str, security: SecurityOptions) -> str:
+    if security.tls_ca and security.tls_cert:
+        return ""  # The handshake's own error says what is wrong.
+    from diloco.wire.checkup import speaks_tls  # Not above: --help must not import gRPC.
+
+    spoken = speaks_tls(address)
+    if spoken and not security.tls_ca:
+        return f"{address} speaks TLS: give site.tls_ca, and site.tls_cert and site.tls_key if it asks for them"
+    if spoken:
+        return f"{address} speaks TLS, and may want site.tls_cert and site.tls_key"
+    return f"{address} does not speak TLS: leave site.tls_ca out" if spoken is False and security.tls_ca else ""

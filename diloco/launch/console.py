@@ -1,4 +1,4 @@
-"""A site's log: one line for every so many steps in torchtitan's words and order, ours behind the bar."""
+"""A site's log: a line every few steps, with torchtitan's fields in its order, and our own fields after the bar."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ QUIET = frozenset(
 
 
 class Lines(Protocol):
-    """What takes lines: a ``LineWriter`` or a file of text."""
+    """A sink for lines: a ``LineWriter`` or a text file."""
 
     def write(self, line: str, /) -> object:
         """Write ``line``."""
 
 
 class SiteLines:
-    """Takes every event of a site and writes the lines worth a person's time to each of ``out``."""
+    """Takes every event of a site and writes a line about each important one to each of ``out``."""
 
     def __init__(self, who: str, every_steps: int, out: Sequence[Lines]) -> None:
         self._who, self._every, self._out = who, every_steps, out
@@ -34,12 +34,12 @@ class SiteLines:
         self._meter: Mapping[str, object] = {}
 
     def __call__(self, event: Event) -> None:
-        """One event, from the log's thread."""
+        """Handle one event; called from the log's thread."""
         what = str(event["what"])
         if what == "adopted":
             self._versions[_int(event, "fragment")] = _int(event, "version")
         elif what == "joined" and isinstance(versions := event.get("versions"), list | tuple):
-            fragments = event.get("fragments")  # Of one of several syncers.
+            fragments = event.get("fragments")  # Present where the syncer is one of several.
             known = fragments if isinstance(fragments, list) else range(len(versions))
             self._versions |= {int(place): int(version) for place, version in zip(known, versions, strict=False)}
         elif what == "meter":
@@ -53,7 +53,7 @@ class SiteLines:
             self._say(f"{what}: {facts}" if facts else what)
 
     def _step(self, event: Event) -> str:
-        # The event log writes null for what is not finite.
+        # The event log writes null for NaN and infinity.
         loss, norm = _float(event, "loss", math.nan), _float(event, "grad_norm", math.nan)
         versions = ",".join(str(version) for _, version in sorted(self._versions.items())) or "-"
         ours = f" v: {versions}  stale: {_int(self._meter, 'staleness')}"
@@ -70,18 +70,18 @@ class SiteLines:
 
 
 def lines_to(out: TextIO, who: str) -> LineWriter:
-    """Lines to a terminal, or to the file that stands for it, past the buffer: that would keep half of a line."""
+    """Return a writer to a terminal or redirected file; it bypasses the buffer, which could keep half a line."""
     out.flush()
     return LineWriter(getattr(out.buffer, "raw", out.buffer).write, missing_lines(who))
 
 
 def missing_lines(who: str) -> Callable[[int, str], str]:
-    """Says how many lines of ``who`` were left out where it is said, and why."""
+    """Return a function that makes the line saying how many lines of ``who`` are missing there, and why."""
     return lambda count, why: f"[{who}] lines missing here: {count} ({why})\n"
 
 
 def identity_lines(out: Lines) -> Callable[[Event], None]:
-    """Writes to ``out`` what changes about who may come in, and that connections were hung up on."""
+    """Return a follower that writes to ``out`` changes of the access rules, and closed connections."""
 
     def write(event: Event) -> None:
         if event["what"] == "note" and event.get("note") == "identity":
@@ -93,7 +93,7 @@ def identity_lines(out: Lines) -> Callable[[Event], None]:
 
 
 def size(count: float) -> str:
-    """A number of bytes for people: ``251.0 MiB``."""
+    """Format a number of bytes: ``251.0 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < KIB:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

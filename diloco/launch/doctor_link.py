@@ -1,4 +1,4 @@
-"""What `diloco doctor` finds on the way to one address: its name, its connections, TLS, and who speaks there."""
+"""`diloco doctor`'s checks of the path to one address: DNS, TCP, TLS, and the protocol spoken there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = ("127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How far one got: ``reached`` is whether anybody said anything, ``open`` whether gRPC can be tried."""
+    """How far the checks got: ``reached`` is whether the other end answered, ``open`` whether gRPC can be tried."""
 
     findings: list[Finding]
     reached: bool
@@ -33,7 +33,7 @@ class Way:
 
 
 def way_to(address: str, security: SecurityOptions) -> Way:
-    """Every step from the name to the first word."""
+    """Check every step from name resolution to the first byte of the answer."""
     if address.startswith("unix:"):
         return Way([ok("dns", f"{address} is a socket of this machine")], reached=True, open=True)
     host, _, port = address.rpartition(":")
@@ -59,7 +59,7 @@ def way_to(address: str, security: SecurityOptions) -> Way:
 def _greetings(
     addresses: tuple[str, ...], port: int, host: str, security: SecurityOptions
 ) -> dict[str, Greeting | OSError]:
-    """How each address took it, all at once."""
+    """Greet all addresses in parallel; return each one's greeting or error."""
 
     def one(address: str) -> Greeting | OSError:
         try:
@@ -85,7 +85,7 @@ def _tcp(port: str, greetings: Mapping[str, Greeting | OSError]) -> Finding:
         start = "start the syncer, or give the port that it said it listens at"
         remedy = start if refused else "let a firewall or security group on the way pass this port, outwards from here"
         return fail("tcp", says, remedy)
-    # Where one name means both ends of the loopback, a syncer listens at one of them, and gRPC finds it.
+    # A name such as localhost has two loopback addresses: a syncer listens at one of them, and gRPC finds it.
     if failed and not set(greetings) <= set(HERE):
         remedy = "take the dead address out of DNS: each connection may try it first"
         return warn("tcp", says, remedy, connect_ms=figures)
@@ -99,7 +99,7 @@ def _in_words(error: OSError) -> str:
 
 
 def _spoken(address: str, host: str, security: SecurityOptions, greeting: Greeting) -> list[Finding]:
-    """TLS, and what is spoken over it."""
+    """Check TLS, and the protocol spoken over it."""
     findings = []
     if security.tls_ca:
         findings.append(_tls(address, host, security, greeting))
@@ -151,7 +151,7 @@ _RENEW = (
 
 
 def _unverified(host: str, security: SecurityOptions, alert: str, facts: Facts | None) -> Finding:
-    """The syncer's certificate was refused here, for one of three reasons."""
+    """Say why this end refused the syncer's certificate: its dates, its host names or its signer."""
     now = datetime.datetime.now(datetime.UTC)
     if facts is not None and now > facts.ends:
         return fail(
@@ -173,7 +173,7 @@ def _unverified(host: str, security: SecurityOptions, alert: str, facts: Facts |
 
 
 def _alerted(address: str, security: SecurityOptions, alert: str) -> Finding:
-    """The handshake failed, or the other end refused what this one showed."""
+    """Say why the handshake failed, or why the other end refused this end's certificate."""
     alert = alert.upper().replace(" ", "_")
     if "CERTIFICATE_REQUIRED" in alert:
         return fail("tls", "the syncer wants to see a certificate of this site", "give site.tls_cert and site.tls_key")
@@ -197,7 +197,7 @@ def _facts(der: bytes) -> Facts | None:
 
 
 def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
-    """What this end would show, as far as it can be judged here."""
+    """Check this end's own credentials, as far as is possible without the syncer."""
     if security.token_file and not security.tls_cert:
         return [ok("files", f"a token, from {security.token_file}")]
     if not security.tls_cert:

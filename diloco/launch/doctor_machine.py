@@ -1,6 +1,6 @@
-"""What `diloco doctor` finds about this machine: the kernel's bounds, limits of the process, software, devices.
+"""`diloco doctor`'s checks of this machine: kernel limits, process limits, software, devices.
 
-Linux says what its kernel allows in files below /proc/sys; elsewhere it is said that nothing was looked at.
+Kernel limits are read from files below /proc/sys on Linux; on other systems the finding says that they are unchecked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import diloco
 from diloco import open_files
 from diloco.codec import kernel_library
 from diloco.launch.findings import Finding, fail, ok, warn
 from diloco.sync.link import WINDOW_SHARE_PERCENT, channels_for
+from diloco.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,18 +27,18 @@ MIB = 1 << 20
 FILES_MIN = 1024
 SOMAXCONN_MIN = 128
 FAR_S = 0.01
-"""A round trip from which the shape of TCP's windows counts."""
+"""From this round-trip time on, TCP's window sizes matter."""
 UNMEASURED_RTT_S = 0.1
-"""What is spoken of where no link was measured."""
+"""The assumed round-trip time where no link was measured."""
 PACKAGES = ("torch", "grpcio", "protobuf", "zstandard", "numpy")
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Those that gRPC reads, in its order."""
+"""The variables that gRPC reads, in its order."""
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """Of a measured link; a rate of 0 was not measured."""
+    """A link's measured figures; a rate of 0 was not measured."""
 
     rtt_s: float
     up_bytes_per_s: float = 0.0
@@ -46,7 +46,7 @@ class LinkFigures:
 
 
 def software() -> list[Finding]:
-    """Versions, and what computes."""
+    """Report the versions of diloco, Python and the main packages."""
     found = []
     for package in PACKAGES:
         try:
@@ -54,11 +54,11 @@ def software() -> list[Finding]:
         except PackageNotFoundError:
             found.append(f"no {package}")
     python = f"Python {platform.python_version()}"
-    return [ok("software", f"diloco {diloco.__version__}, {python}, {', '.join(found)}")]
+    return [ok("software", f"diloco {__version__}, {python}, {', '.join(found)}")]
 
 
 def devices(wanted: str) -> list[Finding]:
-    """GPUs and processors; ``wanted`` is ``site.device``."""
+    """Report GPUs and processors; ``wanted`` is ``site.device``."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,7 +73,7 @@ def devices(wanted: str) -> list[Finding]:
 
 
 def number_format(device: str, precision: str) -> list[Finding]:
-    """The format in which a site multiplies matrices; arguments are ``site.device`` and ``inner.precision``."""
+    """Report the number format of matrix products; arguments are ``site.device`` and ``inner.precision``."""
     from diloco.inner.parallel import device_of
     from diloco.inner.precision import bf16_speed, resolve_precision
 
@@ -81,7 +81,7 @@ def number_format(device: str, precision: str) -> list[Finding]:
         where = device_of(device)
         products = resolve_precision(precision, where)
     except ValueError:
-        return []  # No such device or precision: another check says so.
+        return []  # No such device or precision: another check reports it.
     speed = bf16_speed(where)
     told = f"products in {products}: bf16 has {speed:.2g} times the speed of fp32 on this {where.type}"
     if products == "bf16" and speed < 1:
@@ -90,7 +90,7 @@ def number_format(device: str, precision: str) -> list[Finding]:
 
 
 def kernels() -> list[Finding]:
-    """Whether the codecs run compiled, and why not."""
+    """Report whether the codecs' compiled kernels are used, and why not."""
     told, asked = kernel_library.description(), os.environ.get(kernel_library.VARIABLE, "")
     if kernel_library.choice().library is not None:
         return [ok("kernels", told)]
@@ -103,7 +103,7 @@ def kernels() -> list[Finding]:
 
 
 def limits() -> list[Finding]:
-    """Of the process."""
+    """Check the process's limit of open files."""
     soft, hard = open_files.limits()
     told = "no bound" if soft == sys.maxsize else f"at most {soft}"
     if soft < (raised := min(hard, open_files.WANTED)):
@@ -115,7 +115,7 @@ def limits() -> list[Finding]:
 
 
 def kernel(link: LinkFigures | None, root: Path = Path("/proc/sys/net")) -> list[Finding]:
-    """What the kernel's TCP lets a link of these figures carry."""
+    """Check the kernel's TCP settings against the figures of ``link``; None: no link was measured."""
     values = _values(root)
     if "ipv4/tcp_wmem" not in values or "ipv4/tcp_rmem" not in values:
         return [ok("kernel", f"{platform.system()}: its TCP settings are not looked at")]
@@ -129,7 +129,7 @@ def kernel(link: LinkFigures | None, root: Path = Path("/proc/sys/net")) -> list
 
 
 def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
-    """Whether one connection can fill the link."""
+    """Check whether one connection can fill the link."""
     figures = {"tcp_wmem_max": sends, "tcp_rmem_max": takes}
     rtt_s = max(link.rtt_s, 1e-6) if link is not None else UNMEASURED_RTT_S
     up, down = (window * WINDOW_SHARE_PERCENT / 100 / rtt_s for window in (sends, takes))
@@ -143,7 +143,7 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
     needed = max(
         channels_for(link.rtt_s, link.up_bytes_per_s, sends), channels_for(link.rtt_s, link.down_bytes_per_s, takes)
     )
-    # What was measured went through these windows: a rate near their bound is that of the window, not of the link.
+    # The measurement used these windows: a rate near their bound is the window's, not the link's.
     bound = link.up_bytes_per_s > 0.7 * up or link.down_bytes_per_s > 0.7 * down
     if not bound and needed == 1:
         return ok("windows", told, **figures)
@@ -158,7 +158,7 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
 
 
 def _congestion(link: LinkFigures | None, values: Mapping[str, str]) -> Finding:
-    """How TCP takes losses, and how it begins again after a pause."""
+    """Check how TCP reacts to loss, and whether it slow-starts again after a pause."""
     control = values.get("ipv4/tcp_congestion_control", "").strip()
     idle = values.get("ipv4/tcp_slow_start_after_idle", "0").strip() == "1"
     told = f"congestion control {control or 'unknown'}, tcp_slow_start_after_idle {int(idle)}"
@@ -193,7 +193,7 @@ def _values(root: Path) -> dict[str, str]:
 
 
 def proxies(host: str, environment: Mapping[str, str]) -> list[Finding]:
-    """Whether gRPC would go to ``host`` through a proxy that the environment names."""
+    """Check whether gRPC would reach ``host`` through a proxy set in the environment."""
     name = next((each for each in PROXY_VARIABLES if environment.get(each)), None)
     if name is None:
         return [ok("proxy", "the environment names none that gRPC would use")]
@@ -206,7 +206,7 @@ def proxies(host: str, environment: Mapping[str, str]) -> list[Finding]:
 
 
 def _spares(entry: str, host: str) -> bool:
-    """Whether an entry of such a list (the end of a name, or a network) holds ``host``, as gRPC reads it."""
+    """Return whether a no_proxy entry (a name suffix or a network) covers ``host``, by gRPC's rules."""
     if "/" not in entry:
         return host.lower().endswith(entry.lower())
     try:
@@ -216,5 +216,5 @@ def _spares(entry: str, host: str) -> bool:
 
 
 def megabits(bytes_per_s: float) -> str:
-    """A rate for people."""
+    """Format a rate in bytes per second as Mbit/s or Gbit/s."""
     return f"{bytes_per_s * 8 / 1e6:,.3g} Mbit/s" if bytes_per_s < 1.25e9 else f"{bytes_per_s * 8 / 1e9:,.3g} Gbit/s"

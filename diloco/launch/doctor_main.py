@@ -1,4 +1,4 @@
-"""``diloco doctor``: what is wrong between this machine and a syncer, and what to do, before the first hour of it."""
+"""``diloco doctor``: find problems between this machine and a syncer, and say how to fix them, before a run starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Nothing of the run is touched; bandwidth is measured with filler, at most 64 MiB
 Exit code 1: a check failed; 3: no address could be reached."""
 SECONDS_MAX = 10
 CHECK_S = 60.0
-"""Longest that one check may take."""
+"""Timeout of one check."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -65,7 +65,7 @@ def _say(finding: Finding) -> None:
 
 
 def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
-    """What ``server=`` says, and all settings with this verb's short words spelled out."""
+    """Return the value of ``server=``, and all settings with this verb's short keys replaced by full ones."""
     server, spelled = None, []
     for text in settings:
         key, _, value = text.partition("=")
@@ -91,7 +91,7 @@ def _config(file: object, settings: list[str]) -> RunConfig:
 
 
 class Examination:
-    """All checks, in order; ``said`` hears each finding as it is made."""
+    """Runs all checks in order; calls ``said`` with each finding as it is made."""
 
     def __init__(self, config: RunConfig, seconds: float, said: Callable[[Finding], None] | None) -> None:
         self._config = config
@@ -100,7 +100,7 @@ class Examination:
         self.findings: list[Finding] = []
 
     def run(self, server: str | None) -> ExitCode:
-        """This machine, and the way to each address in ``server``."""
+        """Check this machine, and the path to each address in ``server``; return the exit code."""
         from diloco.launch import doctor_machine as machine
         from diloco.launch.doctor_store import store, stores
 
@@ -129,7 +129,7 @@ class Examination:
                 self._said(finding)
 
     def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
-        """The same for each of several syncers, as the one that its address should be; every one must be reached."""
+        """Run ``_links_to`` for each of several syncers, with that syncer's index; every syncer must be reached."""
         if BETWEEN not in server:
             return self._links_to(server)
         found = []
@@ -139,7 +139,7 @@ class Examination:
         return all(reached for reached, _ in found), next((link for _, link in found if link is not None), None)
 
     def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
-        """Whether anybody said anything, and the figures of the link to the first syncer that answered."""
+        """Return whether any address answered, and the figures of the link to the first syncer that answered."""
         from diloco.launch.doctor_link import own_files
         from diloco.launch.doctor_machine import LinkFigures
         from diloco.wire.channel import split_addresses
@@ -163,7 +163,7 @@ class Examination:
         return reached, link
 
     def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
-        """What this end shows; None, and a finding, where it cannot be shown."""
+        """Return this end's credentials; None, and a finding, where they cannot be used."""
         from diloco.launch import connecting
         from diloco.wire.channel import check_address
 
@@ -180,7 +180,7 @@ class Examination:
         return security
 
     def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
-        """Whether anybody is there, and what a syncer there had to say."""
+        """Check one address; return whether it answered, and the results of asking the syncer there."""
         from diloco.launch.doctor_link import way_to
         from diloco.launch.doctor_machine import proxies
         from diloco.launch.doctor_syncer import visit
@@ -207,7 +207,7 @@ class Examination:
         return True, visited
 
     def _visitor(self) -> Visitor:
-        """Who asks, and what a join would say; without a run there is nothing to be compared."""
+        """Return this site's identity and the content of its join; without a run name there is nothing to compare."""
         from diloco.launch import build
         from diloco.launch.doctor_syncer import Visitor
         from diloco.sync.agreement import PROTOCOL

@@ -1,7 +1,7 @@
-"""What `diloco doctor` finds about a folder in which a site or a syncer keeps what must not be lost.
+"""`diloco doctor`'s checks of the folder in which a site or a syncer keeps its durable data.
 
-Nothing stays behind: where the folder is not there yet, the nearest one above it is looked at, which is where it will
-be made.
+The checks leave nothing behind.  Where the folder does not exist yet, they use its nearest existing ancestor, in which
+it will be created.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 FREE_MIN_BYTES = 64 * MIB
-"""Less than this and nothing goes on, whatever the model is."""
+"""With less free space than this, a run of any model fails."""
 SYNCS = 9
 RECORD_BYTES = 4096
 BULK_BYTES = 16 * MIB
 BULK_S = 5.0
 SLOW_SYNC_S = 0.05
 SNAPSHOTS = 3
-"""Two that are kept, and the one that is being written."""
+"""Two kept snapshots, and the one being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A ``folder``, whose it is, and about how many bytes a run puts into it."""
+    """A ``folder``, its owner, and about how many bytes a run writes into it."""
 
     owner: str
     folder: Path
@@ -44,7 +44,7 @@ class Store:
 
 
 def stores(config: RunConfig) -> list[Store]:
-    """The folders of this machine: the site's, or the syncer's where its data lies here; both where both are."""
+    """Return this machine's folders: the syncer's if it exists; the site's if it exists or the syncer's does not."""
     from diloco.launch import build
     from diloco.launch.placing import syncer_dir
     from diloco.launch.run_dir import run_dir_of
@@ -63,7 +63,8 @@ def stores(config: RunConfig) -> list[Store]:
 
 
 def _of_site(config: RunConfig, numel: int) -> int:
-    """Checkpoints hold values, two moments, the base and what is in flight; the outbox what was not answered yet."""
+    """Estimate the bytes: checkpoints (values, two moments, base and updates in flight) and the outbox (payloads
+    without an answer yet)."""
     from diloco.codec.registry import make_codec
 
     in_flight = config.outer.updates_in_flight_max
@@ -73,7 +74,7 @@ def _of_site(config: RunConfig, numel: int) -> int:
 
 
 def _of_syncer(config: RunConfig, numel: int) -> int:
-    """Snapshots hold values, momentum and what is published; beside them lie down-links, and updates as they come."""
+    """Estimate the bytes: snapshots (values, momentum and published values), down-links, and arriving updates."""
     from diloco.codec.registry import make_codec
 
     up, down = (make_codec(name).payload_bytes_max(numel) for name in (config.codec.up, config.codec.down))
@@ -83,7 +84,7 @@ def _of_syncer(config: RunConfig, numel: int) -> int:
 
 
 def store(of: Store) -> list[Finding]:
-    """Whether it can be written, what is free, and how long it takes to make something durable."""
+    """Check that the folder is writable, its free space, and how long a durable write takes."""
     folder = of.folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -108,7 +109,7 @@ def store(of: Store) -> list[Finding]:
 
 
 def _written(folder: Path) -> tuple[list[float], float]:
-    """Seconds of each small durable write, and bytes per second of a large one, in a file that is gone afterwards."""
+    """Return the seconds of each small durable write and the bytes/s of a large one, using a temporary file."""
     handle, name = tempfile.mkstemp(prefix=".diloco-doctor-", dir=folder)
     try:
         syncs_s = []

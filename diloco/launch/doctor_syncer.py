@@ -1,4 +1,4 @@
-"""What `diloco doctor` finds of the syncer that answers: whether it serves, whom it takes us for, and how far it is."""
+"""`diloco doctor`'s checks of a syncer that answers: its service, our identity there, round trip, clock, bandwidth."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROUND_TRIPS = 20
 ROUND_TRIPS_S = 5.0
 CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 300.0
-"""Certificates are made to be good from a little before they were made, and no earlier."""
+"""Certificates are valid from five minutes before their creation (``certificates.SKEW``), and no earlier."""
 SERVICES = ("grpc.", "diloco.wire.")
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """Who asks: the site's name, what a join of it would say (without a run: its protocol only), and how many bytes of
-    filler it carries each way, for how long; none where ``limit_s`` is 0."""
+    """The asking end: the site's name, the content of its join (without a run only its protocol), and the bytes of
+    filler to send each way within ``limit_s``; no filler where that is 0."""
 
     site_id: str
     ask: ProbeAsk
@@ -37,7 +37,7 @@ class Visitor:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What was found; ``answered`` is whether it was a syncer at all.  Rates of 0 were not measured."""
+    """The findings; ``answered`` is whether a syncer answered at all.  Rates of 0 were not measured."""
 
     findings: list[Finding]
     answered: bool
@@ -47,7 +47,7 @@ class Visit:
 
 
 def visit(checkup: Checkup, visitor: Visitor) -> Visit:
-    """Ask it everything.  What one question brings out never keeps the next from being asked, but for silence."""
+    """Run all checks of the syncer.  A failed check does not stop the next, unless the first gets no answer."""
     try:
         process = checkup.serving("")
     except Unreachable as error:
@@ -72,7 +72,7 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
     findings += _asked("rtt", measured)
     known = _asked("identity", lambda: _probed(checkup, visitor))
     findings += known
-    if visitor.limit_s and any(each.check == "clock" for each in known):  # It answers probes.
+    if visitor.limit_s and any(each.check == "clock" for each in known):  # The syncer supports probes.
         findings += _asked("bandwidth", carried)
     return Visit(findings, True, median(taken) if taken else 0.0, *rates)
 
@@ -90,7 +90,7 @@ def _broke_off(check: str, error: Unreachable | Refused) -> Finding:
 
 
 def _run(checkup: Checkup, run_id: str) -> Finding:
-    """Which run is served there, and whether it is ours."""
+    """Check which run the syncer serves, and whether it is ours."""
     names = [name for name in checkup.names() if name and not name.startswith(SERVICES)]
     told = f"run {', '.join(names)}" if names else "a run whose name it does not tell"
     if not run_id:
@@ -105,7 +105,7 @@ def _run(checkup: Checkup, run_id: str) -> Finding:
 
 
 def _probed(checkup: Checkup, visitor: Visitor) -> list[Finding]:
-    """Whom it takes us for, its clock, and whether it means the same run."""
+    """Check the identity that the syncer gives us, its clock, and whether it has the same run."""
     try:
         checkup.come_in()
     except Refused as error:
@@ -131,7 +131,7 @@ def _identity(answer: ProbeAnswer, site_id: str) -> Finding:
 
 
 def _meant(answer: ProbeAnswer, ask: ProbeAsk) -> list[Finding]:
-    """Which part it plays, which protocols it speaks, and whether a join would be taken."""
+    """Check whether it is a standby, which protocols it speaks, and whether it would accept a join."""
     findings = []
     if answer.standby_of:
         findings.append(ok("role", f"it is the standby of {answer.standby_of}", standby_of=answer.standby_of))
@@ -162,7 +162,7 @@ def _clock(probed: Probed) -> Finding:
 
 
 def _bandwidth(checkup: Checkup, visitor: Visitor) -> tuple[Finding, float, float]:
-    """How much one connection carries, each way."""
+    """Measure the bytes per second of one connection, up and down."""
     each, limit_ns = visitor.bytes_each, int(visitor.limit_s * 1e9)
     ask = ProbeAsk(visitor.ask.protocol, bytes_up=each, bytes_down=each, limit_ns=limit_ns)
     try:

@@ -1,4 +1,4 @@
-"""``diloco drain``: begin the last round: every site sends what it has, leaves and can come back."""
+"""``diloco drain``: begin the last round, in which every site sends its progress and leaves; the run can resume."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a training loop of one's own draws of data whose units are leased to its site, and what it has trained on.
+"""Sample indices for a user's own training loop over data leased in units, and the count of samples trained on.
 
-The loop asks for indices into its data; what a step has consumed follows from ``samples_per_step`` alone, so that a
-loader which runs ahead of the training, in workers of its own, changes nothing of what is counted.
+The loop asks for indices into its data.  ``samples_per_step`` alone decides what a step has consumed, so a data loader
+that runs ahead of training, in its own workers, does not change the counts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 NAME_CHARS_MAX = 256
 STEPS_AHEAD_MAX = 1024
-"""By so many steps a loop may draw ahead of what it trains on; beyond that ``samples_per_step`` cannot be right."""
+"""A loop may draw at most so many steps ahead of training; beyond that ``samples_per_step`` must be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnData:
-    """A data set of the loop's own, as all sites of the run have it."""
+    """The loop's own data set, the same at all sites of the run."""
 
     name: str
     samples: int
     samples_per_step: int
-    """By all ranks of the site."""
+    """By all ranks of the site together."""
 
     def __post_init__(self) -> None:
         wanted = f"what all sites call the same data, 1 to {NAME_CHARS_MAX} letters"
@@ -47,12 +47,12 @@ class OwnData:
 
     @property
     def identity(self) -> str:
-        """Sha256 hex, equal at two sites exactly when the same index means the same sample there."""
+        """Return a SHA-256 hex, equal at two sites exactly when the same index means the same sample there."""
         return hashlib.sha256(json.dumps(["samples", self.name, self.samples]).encode()).hexdigest()
 
 
 class Drawing:
-    """Where a loop stands in its site's list of units."""
+    """A loop's position in its site's list of leased units."""
 
     def __init__(self, data: OwnData, unit_samples: int, source: UnitSource, group: SiteGroup, seed: int) -> None:
         self._data, self._group = data, group
@@ -63,15 +63,15 @@ class Drawing:
 
     @property
     def steps(self) -> int:
-        """How many steps of this size the samples are worth that the site has trained on."""
+        """The samples that the site has trained on, in steps of ``samples_per_step``."""
         return self.cursor // self._data.samples_per_step
 
     def begin(self, cursor: int) -> None:
-        """Go on behind ``cursor``; what was drawn ahead of it is drawn again."""
+        """Continue after ``cursor``; samples drawn ahead of it are drawn again."""
         self.cursor = self._drawn = cursor
 
     def batch(self, count: int, rank: int | None = None, ranks: int | None = None) -> list[int]:
-        """The next ``count`` indices for this rank, of ``ranks`` that draw batches of their own; by default all do.
+        """Return the next ``count`` indices for ``rank`` of the ``ranks`` that draw different batches; default: all.
 
         Every rank calls it, in the same order and with the same ``count``.
         """
@@ -93,7 +93,7 @@ class Drawing:
         return [int(index) for index in found]
 
     def stepped(self) -> int:
-        """The site has trained on the next samples; returns how many."""
+        """Count one step's samples as trained on and return their number; ValueError if fewer were drawn."""
         count = self._data.samples_per_step
         if self.cursor + count > self._drawn:
             raise ValueError(
@@ -105,10 +105,10 @@ class Drawing:
 
 
 class Batches(Iterator[list[int]]):
-    """What a loop, or its loader, asks for indices.
+    """Iterates over batches of indices, for a loop or its data loader.
 
-    Who begins to iterate begins behind the site's last step: a loader that is left has drawn ahead what no step will be
-    made of, and the next one draws it again.
+    Each new iteration begins after the site's last step: batches that an abandoned loader drew ahead are never trained
+    on, and the next loader draws them again.
     """
 
     def __init__(

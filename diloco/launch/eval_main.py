@@ -1,4 +1,4 @@
-"""``diloco eval``: the loss of the published model on the validation text, once or as the run goes on."""
+"""``diloco eval``: the loss of the published model on the validation text, once or repeatedly during the run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog, read_events
+from diloco.launch.past import Kind, kind_of
 from diloco.launch.placing import BETWEEN, in_whole_order, placement_of, syncer_dirs
+from diloco.launch.process import Stopping
 from diloco.launch.run_dir import RunDir, existing_run
-from diloco.launch.sources import Kind, add_source, kind_of, taken_from, version_of
-from diloco.launch.stopping import Stopping
+from diloco.launch.sources import add_source, taken_from, version_of
 from diloco.launch.tasks import add_tasks, asked_of, score_tasks
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _of_file(given: argparse.Namespace, folders: Sequence[str], settings: Sequence[str]) -> ExitCode:
-    """Evaluate what lies in a checkpoint, in a folder of the field, or in a run's past, on all validation text."""
+    """Evaluate a checkpoint, a Hugging Face folder or an earlier version of a run on the whole validation text."""
     if given.syncer or given.follow:
         raise VerbError(ExitCode.USAGE, f"{folders[0]} is evaluated as it lies: no --syncer, no --follow")
     taken = taken_from(given, folders, settings, threads=0)
@@ -111,7 +112,7 @@ def _say(called: str, facts: Mapping[str, object], *, as_json: bool) -> None:
 
 
 class _Evaluation:
-    """One call of the verb."""
+    """One invocation of the verb."""
 
     def __init__(self, config: RunConfig, run_dir: RunDir | None, stack: ExitStack, *, as_json: bool) -> None:
         import torch
@@ -138,7 +139,7 @@ class _Evaluation:
     def run(self, address: str, follow: bool, every_s: float) -> ExitCode:
         """Evaluate once, or until the run has ended."""
         from diloco.launch import connecting
-        from diloco.launch.unanswered import unanswered
+        from diloco.launch.connecting import unanswered
 
         if not follow:
             if self._try_final() or self._once(self._connected(address)):
@@ -168,7 +169,7 @@ class _Evaluation:
         return ExitCode.OK
 
     def _version_zero(self) -> None:
-        """Evaluate where the run began, unless that was done: a quick run has left it before it can be fetched."""
+        """Evaluate version 0, unless that was done: a fast run publishes the next version before it can be fetched."""
         from diloco.launch.values import load_values
 
         if self._run_dir is None or self._finals():
@@ -180,7 +181,7 @@ class _Evaluation:
         self._emit([0] * self._config.outer.num_fragments, whole=False)
 
     def _connected(self, address: str) -> Observed | None:
-        """A connection to the syncer, or None while nobody knows where it is."""
+        """Return a connection to the syncer, or None while its address is unknown."""
         if not address and self._run_dir is not None:
             files = [each.address for each in syncer_dirs(self._config, self._run_dir)]
             if all(file.is_file() for file in files):
@@ -190,7 +191,7 @@ class _Evaluation:
         return Observed(self._config, address, self._stack.callback) if address else None
 
     def _once(self, connected: Observed | None) -> bool:
-        """Fetch and, if something is new, evaluate; whether the syncer answered."""
+        """Fetch the versions and evaluate if any is new; return whether the syncer answered."""
         if connected is None or (fresh := connected.refresh()) is None:
             return False
         self._run_tokens = connected.run_tokens
@@ -200,7 +201,7 @@ class _Evaluation:
         return True
 
     def _try_final(self) -> bool:
-        """Evaluate the final version if the run has one here."""
+        """Evaluate the final version if the run folder has one; return whether it has."""
         finals = self._finals()
         if not finals:
             return False
@@ -215,7 +216,7 @@ class _Evaluation:
         return True
 
     def _finals(self) -> list[Path]:
-        """The file of the final version of each syncer; none before all are there."""
+        """Return the file of each syncer's final version; an empty list until all exist."""
         found = (
             [each.final_model for each in syncer_dirs(self._config, self._run_dir)] if self._run_dir is not None else []
         )

@@ -1,4 +1,4 @@
-"""The global model from outside: its published values, and its loss on the validation text."""
+"""Follow the global model without being a site, and compute its loss on the validation text."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Score:
 
 
 class Evaluator:
-    """Loss on the validation text: a fixed part of it, or all."""
+    """Computes the loss on a fixed part of the validation text, or on all of it."""
 
     def __init__(self, config: RunConfig, manifest: CorpusManifest) -> None:
         self._config, self._manifest = config, manifest
         self._part = self._batches(config.data.validation_sequences)
 
     def score(self, model: Transformer, *, whole: bool = False, together: Spread | None = None) -> Score:
-        """The score of ``model`` on the fixed part, or on the ``whole`` validation split.
+        """Return the score of ``model`` on the fixed part, or on the ``whole`` validation split.
 
-        ``together`` are the ranks that hold it in parts; all of them ask.
+        ``together`` are the ranks that hold the model in parts; all of them must call this.
         """
         batches = self._batches(0) if whole else self._part
         loss = evaluate(model, batches, precision=self._config.inner.precision, together=together)
@@ -62,7 +62,7 @@ class Evaluator:
 
 
 class Observer:
-    """Follows the published versions without being a site.  One thread."""
+    """Follows the published versions without being a site.  For use in one thread."""
 
     def __init__(self, client: SyncClient, run_id: str, layout: Layout) -> None:
         self._client, self._run_id, self._layout = client, run_id, layout
@@ -71,11 +71,11 @@ class Observer:
 
     @property
     def versions(self) -> list[int]:
-        """The version held of each fragment, -1 for none."""
+        """Return the held version of each fragment, -1 for none."""
         return [self._held[index][0] if index in self._held else -1 for index in range(len(self._sinks))]
 
     def refresh(self) -> bool:
-        """Fetch what is new; whether anything was.  Raises ``Unreachable`` and ``Refused``."""
+        """Fetch new versions and return whether there were any.  Raises ``Unreachable`` and ``Refused``."""
         before = self.versions
         for fragment in range(len(self._sinks)):
             have, _ = self._held.get(fragment, (-1, None))
@@ -99,14 +99,14 @@ class Observer:
             self._held.pop(fragment, None)  # the next refresh fetches it whole
 
     def write_into(self, model: Transformer) -> None:
-        """Copy the values held into ``model``; every fragment must be here."""
+        """Copy the held values into ``model``; every fragment must have been fetched."""
         parameters = named_parameters_once(model)
         for fragment in self._layout.fragments:
             scatter(fragment, self._held[fragment.index][1], parameters)
 
 
 def model_of(config: RunConfig, source: str) -> Transformer:
-    """The model with the values of ``source``, a .safetensors file or a checkpoint."""
+    """Build the model with the values of ``source``, a .safetensors file or a checkpoint."""
     model = build.build_model(config)
     load_values(source, model)
     return model

@@ -1,11 +1,11 @@
-"""``events.jsonl``: what happened, one JSON object a line, written by several processes at once.
+"""``events.jsonl``: the run's events, one JSON object a line, written by several processes at once.
 
-Every line is ``{"at": unix seconds, "who": "site-a", "what": "step", ...}``.  A line goes to the file in one write that
-the kernel appends as a whole, so that processes which share the file never mix their lines.
+Every line is ``{"at": unix seconds, "who": "site-a", "what": "step", ...}``.  Each line is one write that the kernel
+appends as a whole, so processes that share the file never mix their lines.
 
-A full disk costs the lines that it refuses, and no other: one that it cut short stands by itself.
+A full disk loses only the lines that it refuses: the next line begins on a new line after one that was cut short.
 
-A file that has grown to ``FILE_BYTES_MAX`` becomes ``events.jsonl.1``, in the place of the one before, and another
+A file that reaches ``FILE_BYTES_MAX`` is renamed to ``events.jsonl.1``, replacing the previous one, and a new file
 begins.  A program that moves the file away, such as logrotate, has the same effect.
 """
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 Event = dict[str, object]
 BEGIN = b'{"at": '
-"""Of every line."""
+"""Every line begins with this."""
 CLOSE_WAIT_S = 5.0
 FILE_BYTES_MAX = 1 << 28
-"""Of a file of lines; there are two, this one and the one before."""
+"""Maximum size of a file of lines; two are kept, the current one and the one before."""
 WAITING_MAX = 100_000
-"""Events that wait for a disk that stands, or for a follower; those beyond are left out, and counted."""
+"""Maximum number of events queued for a stalled disk or follower; later ones are dropped and counted."""
 
 
 class LineWriter:
-    """Writes whole lines, and never raises: what the disk refuses is left out and counted.
+    """Writes whole lines and never raises: lines that the disk refuses are dropped and counted.
 
-    Before the first line that is taken again comes the one that ``missing`` makes of the count and the reason.
+    When the disk accepts lines again, the first is the one that ``missing`` makes from the count and the reason.
     """
 
     def __init__(self, write: Callable[[memoryview], int | None], missing: Callable[[int, str], str]) -> None:
         self.left_out = 0
-        """Lines refused since that was said last."""
+        """Lines dropped since the last ``missing`` line."""
         self._write, self._missing = write, missing
         self._why = ""
         self._is_cut = False
@@ -55,9 +55,9 @@ class LineWriter:
 
     @classmethod
     def appending(cls, path: Path, missing: Callable[[int, str], str], bytes_max: int = FILE_BYTES_MAX) -> LineWriter:
-        """One that appends to ``path`` until ``close``, behind a line there that was cut short.
+        """Return a writer that appends to ``path`` until ``close``, on a new line if the last one was cut short.
 
-        A file of ``bytes_max`` becomes ``path``.1, and another begins.
+        A file of ``bytes_max`` is renamed to ``path``.1, and a new file begins.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = cls(lambda data: os.write(lines._file, data), missing)
@@ -66,16 +66,16 @@ class LineWriter:
         return lines
 
     def write(self, line: str) -> None:
-        """Write ``line``, which ends as a line does."""
+        """Write ``line``, which ends with a newline."""
         if self._file >= 0:
-            with suppress(OSError):  # What cannot be moved, or made anew, goes on growing.
+            with suppress(OSError):  # A file that cannot be moved or created again keeps growing.
                 self._turn_over()
         self._catch_up()
         if self.left_out or not self._put(line):
             self.left_out += 1
 
     def close(self) -> None:
-        """Say what was left out last, if the disk takes that now, and let the file go."""
+        """Write the last ``missing`` line, if the disk accepts it now, and close the file."""
         self._catch_up()
         if self._file >= 0:
             os.close(self._file)
@@ -92,10 +92,10 @@ class LineWriter:
                 self._is_cut = there.read(1) != b"\n"
 
     def _turn_over(self) -> None:
-        """Go to another file where this one is long enough, or where another process went."""
+        """Switch to a new file where this one has reached its size, or another process has already switched."""
         here = os.fstat(self._file)
         if here.st_size >= self._bytes_max:
-            lock(self._file)  # Of those who share the file one moves it.
+            lock(self._file)  # Of the processes that share the file, only one moves it.
             if _is_at(here, self._path):
                 self._path.replace(older(self._path))
         if not _is_at(here, self._path):
@@ -106,7 +106,7 @@ class LineWriter:
             self.left_out = 0
 
     def _put(self, line: str) -> bool:
-        """Whether it is taken, all of it."""
+        """Write ``line`` and return whether the disk accepted all of it."""
         text = "\n" + line if self._is_cut else line
         left = memoryview(text.encode(errors="backslashreplace"))
         try:
@@ -122,18 +122,19 @@ class LineWriter:
 
 
 class EventLog:
-    """Appends to ``path`` in a thread of its own, so that the emitter never waits for a file.
+    """Appends events to ``path`` in its own thread, so that the emitter never waits for a file.
 
     ``also`` is called in that thread with every event, for lines on a terminal.  Events of one emitter keep their
-    order.  When the disk refuses, the run goes on, and what was not written is said when it is possible again.  A
-    follower that raises is a defect, told once and counted in ``failures``; it ends neither the log nor the others.
+    order.  When the disk refuses writes, the run continues, and the number of missing events is written as soon as
+    possible.  A follower that raises is a defect: the first error is logged, all are counted in ``failures``, and the
+    log and the other followers continue.
     """
 
     def __init__(self, path: Path, who: str, also: Callable[[Event], None] | None = None) -> None:
         self.path = path
         self.failures = 0
         self._left_out = 0
-        self._lock = threading.RLock()  # A signal handler may emit while its thread does.
+        self._lock = threading.RLock()  # A signal handler may emit while its own thread is emitting.
         self._who = who
         self._followers = [also] if also is not None else []
         self._lines = LineWriter.appending(path, self._not_written)
@@ -142,11 +143,11 @@ class EventLog:
         self._thread.start()
 
     def follow(self, take: Callable[[Event], None]) -> None:
-        """Call ``take`` with every event from now on, as ``also`` is."""
+        """Call ``take`` with every event from now on, in the log's thread, like ``also``."""
         self._followers.append(take)
 
     def emit(self, what: str, fields: dict[str, object] | None = None) -> None:
-        """Note that ``what`` happened now.  ``fields`` hold what JSON can carry; NaN and infinity become null."""
+        """Log that ``what`` happened now.  ``fields`` hold JSON values; NaN and infinity become null."""
         if self._queue.qsize() < WAITING_MAX:
             self._queue.put(self._event(what, fields or {}))
             return
@@ -157,7 +158,7 @@ class EventLog:
         return {"at": round(time.time(), 6), "who": self._who, "what": what, **fields}
 
     def close(self) -> None:
-        """Write what was emitted so far, waiting at most a few seconds for a slow disk."""
+        """Write the events emitted so far, waiting at most ``CLOSE_WAIT_S`` for a slow disk."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(CLOSE_WAIT_S)
@@ -195,7 +196,7 @@ def _line(event: Event) -> str:
 
 
 def finite(value: object) -> object:
-    """``value`` with every NaN and infinity replaced by None, which JSON can carry."""
+    """Return ``value`` with every NaN and infinity replaced by None, for JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -206,7 +207,7 @@ def finite(value: object) -> object:
 
 
 def older(path: Path) -> Path:
-    """Where the file of lines ``path`` is moved when it is long enough."""
+    """Return the path to which the file of lines ``path`` is moved when it reaches its size."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -217,14 +218,15 @@ def _is_at(here: os.stat_result, path: Path) -> bool:
 
 
 def read_events(path: Path, offset: int | None = None) -> tuple[list[Event], int]:
-    """The whole lines of ``path`` from byte ``offset`` on, and the offset to go on from; none where there is no file.
+    """Return the events in the whole lines of ``path`` from byte ``offset`` on, and the next offset.
 
-    Without ``offset`` all, those of the file before as well; where another file has begun since ``offset`` was told,
-    the rest of the file before, and then all of this one.  A line that is no event is passed over; of one that a full
-    disk has cut short, and that another process has gone on with, only what was cut is.
+    Without ``offset``, return all events, including those of the file before.  Where a new file has begun since
+    ``offset`` was returned, return the rest of the file before, then all of this one.  A missing file has no events.  A
+    line that is no event is skipped.  Where a full disk cut a line short and another process continued on the same
+    line, only the cut part is skipped.
     """
     before, turned_over = b"", False
-    with suppress(FileNotFoundError):  # As between two files.
+    with suppress(FileNotFoundError):  # The file may be missing between two files.
         turned_over = offset is not None and path.stat().st_size < offset
     if offset is None or turned_over:
         before, offset = _from(older(path), offset or 0), 0

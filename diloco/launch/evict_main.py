@@ -1,4 +1,4 @@
-"""``diloco evict``: put a site out of the run: nothing of it that is not being merged yet is merged any more."""
+"""``diloco evict``: exclude a site from the run; its updates that are not yet being merged are never merged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a run left behind about its past: which version had which digest, and which tokens went into it.
+"""Collect what a run's files record about its past versions: their digests, and the tokens merged into them.
 
 A syncer that lost its folder cannot be asked.  But its events, its sites' checkpoints and an old copy of its data each
-remember something, and who restores the run holds them against each other.
+hold part of this, and a restore compares them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from diloco.launch.errors import ConfigError
 from diloco.launch.eventlog import read_events
 from diloco.launch.warm_site import ColdError, read_site
 from diloco.sync.events import LineageBegan, OuterStepDone, SyncerStarted
-from diloco.syncer.images import Held
 from diloco.syncer.restoring import Kept, KeptError
+from diloco.syncer.snapshots import Held
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,9 +27,9 @@ Place = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Evidence:
-    """``digests`` maps a published version to its digest, once in each form, and to who says so; ``lineage`` and
-    ``epoch`` are the largest seen; ``merged`` has the tokens and updates of each site that went into a version;
-    ``held`` what a lineage began with."""
+    """``digests`` maps a published version to (digest, source), one for each digest form; ``lineage`` and ``epoch`` are
+    the largest seen; ``merged`` has the (tokens, updates) of each site that went into a version; ``began`` has the
+    versions and the ``Held`` with which a lineage began."""
 
     digests: dict[Place, list[tuple[str, str]]] = field(default_factory=dict)
     merged: dict[Place, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class Evidence:
     contradictions: list[str] = field(default_factory=list)
 
     def say(self, place: Place, digest: str, who: str) -> None:
-        """``who`` says that this version had this digest."""
+        """Record that the source ``who`` gives this version this digest; a different one known is a contradiction."""
         lineage, fragment, version = place
         self.lineage = max(self.lineage, lineage)
         known = self.digests.setdefault(place, [])
         for told, other in known:
-            if is_sha256(told) == is_sha256(digest):  # Others cannot be compared.
+            if is_sha256(told) == is_sha256(digest):  # Digests of different forms cannot be compared.
                 if told != digest:
                     where = f"version {version} of fragment {fragment} in lineage {lineage}"
                     self.contradictions.append(f"{where} is {shorter(digest)} in {who} and {shorter(told)} in {other}")
@@ -52,7 +52,7 @@ class Evidence:
         known.append((digest, who))
 
     def held(self, lineage: int, versions: Sequence[int]) -> Held | None:
-        """What the values of ``versions`` hold of each site; None where a version between is not known."""
+        """Return the tokens and updates of each site contained in ``versions``; None where a version is unknown."""
         if lineage == 1:
             first, found = [0] * len(versions), dict[tuple[str, int], tuple[int, int]]()
         elif lineage in self.began:
@@ -71,9 +71,9 @@ class Evidence:
 
 
 def read_evidence(paths: Sequence[Path], syncer: int | None = None) -> Evidence:
-    """What the files and folders of ``paths`` remember: events.jsonl, a site's folder, a syncer's data folder.
+    """Read the evidence in ``paths``: files events.jsonl, a site's folders, a syncer's data folders.
 
-    ``syncer`` is the one of several that it is about: a site's folder knows of all.
+    ``syncer`` is the index of one of several syncers; a site's folder has evidence of all of them.
     """
     found = Evidence()
     for path in paths:
@@ -107,14 +107,14 @@ def _from_events(found: Evidence, path: Path) -> None:
             elif event["what"] == "syncer_started":
                 found.epoch = max(found.epoch, int(what["epoch"]))
         except (LookupError, TypeError, ValueError, AttributeError):
-            continue  # A line of another version, or one that a full disk has cut: it says nothing.
+            continue  # A line of another release, or one that a full disk has cut short.
 
 
 def _from_site(found: Evidence, path: Path, syncer: int | None) -> None:
     try:
         site = read_site(path, syncer)
     except ColdError:
-        return  # It knows nothing that could contradict anybody.
+        return  # The site's folder has no evidence to compare.
     found.epoch = max(found.epoch, site.epoch)
     for index, (version, told) in enumerate(zip(site.versions, site.digests, strict=True)):
         found.say((site.lineage, index, version), told, str(path))

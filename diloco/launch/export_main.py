@@ -1,4 +1,4 @@
-"""``diloco export``: the published model as a folder that ``transformers`` loads."""
+"""``diloco export``: write the published model as a folder that ``transformers`` loads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def size_of(text: str) -> int:
-    """The bytes that ``500MB`` means; ConfigError for anything else."""
+    """Parse a size such as ``500MB`` into bytes; ConfigError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]B)", text)
     size = int(float(found[1]) * SIZE_UNITS[found[2]]) if found else 0
     if size < 1:

@@ -1,4 +1,4 @@
-"""Carries out what a scenario asks for, on the children and the links of ``diloco up``, and notes what it did."""
+"""Inject a scenario's faults into the child processes and links of ``diloco up``, and log them as events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """``start`` starts a child again; ``links`` are the options that each site's link has when nothing is wrong."""
+    """``start`` restarts a child; ``links`` are the options of each link without faults."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Faults:
         self._start, self._emit = start, emit
 
     def play(self, plays: Iterable[Play]) -> None:
-        """Begin and end faults.  What cannot be (its target has ended meanwhile) is skipped, with a word."""
+        """Begin and end faults.  An impossible one (its target has ended) is skipped, with an event that says why."""
         for play in plays:
             step = play.step
             act = self._heal if play.heals else self._begin
@@ -45,7 +45,7 @@ class Faults:
                 self._after(step)
 
     def _begin(self, step: Step) -> str:
-        """Do it; a reason if it could not be done."""
+        """Begin the fault; return "" or the reason why that is impossible."""
         if step.target.startswith(LINK):
             return self._begin_on_link(step)
         child = self._children[step.target]
@@ -54,7 +54,7 @@ class Faults:
         if not child.running:
             return "it does not run"
         if step.do == "kill":
-            # Nobody is to take this end for an accident and start it before its time.
+            # The supervisor must not take this end for an accident and restart the child too early.
             child.wanted = False
             child.signal(signal.SIGKILL)
         elif step.do == "leave":
@@ -98,7 +98,7 @@ class Faults:
         return ""
 
     def _links_of(self, site: str) -> list[str]:
-        """Its links to all syncers."""
+        """Return the site's links to all syncers."""
         return [link for link in self._links if site_of(link) == site] or [site]
 
     def _heal_link(self, step: Step) -> str:

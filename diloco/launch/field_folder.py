@@ -1,9 +1,9 @@
-"""A model in a folder of Hugging Face's form: parameters, ``config.json`` and a tokenizer, written whole and read back.
+"""Write and read a model as a folder in Hugging Face's format: parameters, ``config.json`` and a tokenizer.
 
     FOLDER/  config.json  generation_config.json  tokenizer.json  tokenizer_config.json
              model.safetensors, or model-00001-of-00003.safetensors ... and model.safetensors.index.json
 
-``transformers`` loads it, and gives the logits that the model gives here; it is not needed to write or to read it.
+``transformers`` loads the folder and gives the same logits as our model; writing and reading do not need it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 JSON_BYTES_MAX = 64 << 20
-"""Of a ``config.json`` or an index, which names each parameter once."""
+"""Maximum size of a ``config.json`` or of an index, which names each parameter once."""
 
 
 def write_folder(
@@ -51,11 +51,11 @@ def write_folder(
     dtype: torch.dtype = torch.float32,
     shard_bytes: int,
 ) -> int:
-    """Write the model as ``folder``, which must not exist, whole or not at all; returns the bytes of its values.
+    """Write the model atomically as ``folder``, which must not exist; return the bytes of its values.
 
-    A file holds no more than ``shard_bytes`` of values, or a single parameter that has more.
+    A file holds at most ``shard_bytes`` of values, or a single parameter that has more.
     """
-    from diloco.syncer.snapshots import tensor_file  # A site, which only reads such folders, does without.
+    from diloco.syncer.snapshots import tensor_file  # A site only reads such folders, and need not import this.
 
     disk, step = PLAIN_DISK, Step.FILE
     beside = folder.with_name(f".{folder.name}.tmp")
@@ -82,19 +82,19 @@ def write_folder(
         _write_json(beside / TOKENIZER_CONFIG, _tokenizer_config(options, end))
         disk.rename(beside, folder, step)
     except BaseException:
-        disk.remove(beside, step)  # A full disk does not get fuller with every attempt.
+        disk.remove(beside, step)  # Retries must not fill the disk further.
         raise
     disk.sync_folder(folder.absolute().parent, step)
     return size
 
 
 def is_folder(source: str | None) -> bool:
-    """Whether ``source`` is a folder with a ``config.json``, as models of the field lie there."""
+    """Return whether ``source`` is a folder with a ``config.json``, like a Hugging Face model."""
     return source is not None and (Path(source) / CONFIG).is_file()
 
 
 def read_options(folder: str) -> ModelOptions:
-    """The model that ``folder`` holds; ConfigError names the field of its ``config.json`` that cannot be had here."""
+    """Return the options of the model in ``folder``; ConfigError names an unsupported field of its ``config.json``."""
     try:
         return options_of(_read_json(Path(folder) / CONFIG))
     except ValueError as error:
@@ -102,9 +102,9 @@ def read_options(folder: str) -> ModelOptions:
 
 
 def read_values(folder: str, options: ModelOptions, load: Load = safetensors.torch.load_file) -> dict[str, Tensor]:
-    """The parameters in ``folder`` under our names, of any dtype; ConfigError where it is not the model ``options``.
+    """Return the parameters in ``folder`` by our names, in their dtype; ConfigError unless the model fits ``options``.
 
-    ``load`` gives the tensors of one file.
+    ``load`` reads the tensors of one file.
     """
     try:
         other = difference(_read_json(Path(folder) / CONFIG), options)
@@ -136,7 +136,7 @@ def _tensors(folder: Path, load: Load) -> dict[str, Tensor]:
 
 
 def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Names by file, in order: each file as full as ``shard_bytes`` lets it be."""
+    """Return the names in each file, in order; each file is filled up to ``shard_bytes``."""
     parts: list[list[str]] = [[]]
     held = 0
     for name, size in sorted(sizes.items()):

@@ -1,7 +1,7 @@
-"""What a check has found: one line for a person, the same as fields for a program.
+"""The result of a check, as one line for a person and as fields for a program.
 
-A check runs beside the one who waits for it, for as long as it is given and no
-longer: a name server or a disk that never answers is a finding like any other.
+A check runs in its own thread with a timeout: a name server or a disk that never
+answers is a finding like any other.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ NAME_WIDTH = 10
 
 
 class Level(Enum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
-    """It works, and less well than it could."""
+    """It works, but less well than it could."""
     FAIL = "fail"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``remedy`` says what to change, for everything that is not ok; ``figures`` are what was measured."""
+    """``remedy`` says what to change, for every level but OK; ``figures`` are the measured values."""
 
     check: str
     level: Level
@@ -35,16 +35,16 @@ class Finding:
     remedy: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
     address: str = ""
-    """Of whom it speaks, where it is one of several."""
+    """The address that the finding is about, if any."""
 
     def line(self) -> str:
-        """For a person."""
+        """Return one line for a person."""
         told = " ".join(self.says.split())
         what = f" -> {' '.join(self.remedy.split())}" if self.remedy else ""
         return f"{self.level.value:<4}  {self.check:<{NAME_WIDTH}}  {told}{what}"
 
     def fields(self) -> dict[str, Any]:
-        """For a program."""
+        """Return the fields for a program."""
         return {
             "check": self.check,
             "level": self.level.value,
@@ -56,24 +56,24 @@ class Finding:
 
 
 def ok(check: str, says: str, **figures: Any) -> Finding:
-    """As it should be."""
+    """Return a finding of level OK."""
     return Finding(check, Level.OK, says, "", figures)
 
 
 def warn(check: str, says: str, remedy: str, **figures: Any) -> Finding:
-    """It works, and less well than it could."""
+    """Return a finding of level WARN."""
     return Finding(check, Level.WARN, says, remedy, figures)
 
 
 def fail(check: str, says: str, remedy: str, **figures: Any) -> Finding:
-    """It does not work."""
+    """Return a finding of level FAIL."""
     return Finding(check, Level.FAIL, says, remedy, figures)
 
 
 def bounded(name: str, check: Callable[[], T], limit_s: float) -> T | Finding:
-    """What ``check`` returns within ``limit_s``; that it did not, or broke, is a failure of its own.
+    """Return the result of ``check`` within ``limit_s`` seconds; a timeout or an exception becomes a FAIL finding.
 
-    A check that goes on for longer is left to itself, in a thread that ends with the process.
+    A check that takes longer goes on in its thread, which ends with the process.
     """
     done: list[T | Finding] = []
 
@@ -81,7 +81,7 @@ def bounded(name: str, check: Callable[[], T], limit_s: float) -> T | Finding:
         try:
             done.append(check())
         except Exception as error:
-            # The outermost end of a check: whatever breaks one must neither end the others nor be kept to itself.
+            # The top level of a check: an error in one check must be reported, and must not stop the others.
             text = f"the check itself broke: {type(error).__name__}: {error}"
             done.append(fail(name, text, "this is a defect of diloco's: please report it"))
 

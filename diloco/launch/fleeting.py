@@ -1,4 +1,4 @@
-"""A fleet for the simulator out of the configuration of a run: the same sites, links, fragments, codecs and rules."""
+"""Build a fleet for the simulator from a run's configuration: the same sites, links, fragments, codecs and rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DAY_S = 86_400.0
 ABOVE = ("experiment", "outer", "codec", "network", "cluster", "run.seconds", "run.tokens")
-"""What may be said of a syncer above regions."""
+"""The settings that may be given for the run above regions."""
 CHIPS_MAX = 100_000_000
 FAULTS: Mapping[str, str] = {
     "kill": "away",
@@ -32,18 +32,18 @@ FAULTS: Mapping[str, str] = {
     "start": "start",
     "leave": "leave",
 }
-"""What a step of a scenario is in a fleet: who is stopped is away, and half a link carries nothing."""
+"""The fleet's kind of fault for each action of a scenario: a stopped site is away, a half-open link carries nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """What no configuration says.  ``step_s`` is an inner step of a site that is not slowed down.
+    """Simulation inputs that the configuration lacks.  ``step_s`` is one inner step of a site that is not slowed down.
 
-    ``interruptions_per_day`` are of each site, ``interruptions_per_chip_year`` of each of its ``chips``, and
-    ``region_interruptions_per_day`` of each of ``regions``, which are names of sites with commas between them; all keep
-    sites away for ``away_s``.  Every ``maintenance_every_h`` hours each site is away for ``maintenance_s``, one after
-    the other.  ``step_jitter`` is the share by which the steps between two boundaries may be longer or shorter.
-    ``seconds`` None: as long as the run's own configuration says.
+    ``interruptions_per_day`` is per site, ``interruptions_per_chip_year`` per chip of a site's ``chips``, and
+    ``region_interruptions_per_day`` per region in ``regions`` (each is comma-separated names of sites); all keep sites
+    away for ``away_s``.  Every ``maintenance_every_h`` hours each site is away for ``maintenance_s``, one after the
+    other.  ``step_jitter`` is the share by which the steps between two boundaries may be longer or shorter.
+    ``seconds`` None: the run's length from the configuration.
     """
 
     step_s: float = 0.1
@@ -106,11 +106,11 @@ class Told:
             raise ConfigError(f"--maintenance-every-h is {every_h:g}: for how long, --hours says")
 
     def interruptions_per_s(self) -> float:
-        """Of one site, by itself and by its chips."""
+        """Return the interruptions per second of one site: its own and those of its chips."""
         return self.interruptions_per_day / DAY_S + self.chips * self.interruptions_per_chip_year / YEAR_S
 
     def maintenance(self, place: int, sites: int) -> tuple[tuple[float, float], ...]:
-        """(begin, end) of each absence of the site at ``place`` of so many, in seconds from the start."""
+        """Return (begin, end) of each maintenance of site number ``place`` of ``sites``, in seconds from the start."""
         if not self.maintenance_s:
             return ()
         assert self.seconds is not None, self
@@ -124,7 +124,7 @@ class Told:
 
 
 def with_sites(config: RunConfig, count: int, flag: str = "--sites") -> RunConfig:
-    """The same with ``count`` sites: those of ``cluster.sites`` over and over."""
+    """Return ``config`` with ``count`` sites, repeating those of ``cluster.sites``."""
     if count < 1:
         raise ConfigError(f"{flag} is {count}: at least 1")
     known = list(config.cluster.sites.items())
@@ -139,9 +139,9 @@ def with_sites(config: RunConfig, count: int, flag: str = "--sites") -> RunConfi
 
 
 def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
-    """The sites of ``cluster.sites`` with the links of ``network``, and what each fragment takes in ``codec``.
+    """Return the fleet: the sites of ``cluster.sites``, the links of ``network``, the fragments' bytes in ``codec``.
 
-    What goes wrong at its time is ``scenario``, where one is named.
+    Faults at fixed times come from ``scenario``, where it is set.
     """
     _check_own(config)
     plan = _plan(config, told)
@@ -154,9 +154,9 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
 
 
 def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
-    """Two levels: each site of ``above`` is a region, a syncer with the sites of ``config``, at a site's link there.
+    """Return a fleet of two levels: each site of ``above`` is a region, a syncer with the sites of ``config``.
 
-    What fails, fails in each region by itself.
+    A region has the link of its site in ``above``.  Failures are independent in each region.
     """
     _check_own(config)
     if config.scenario is not None:
@@ -179,8 +179,11 @@ def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
 
 
 def above_of(config: RunConfig, settings: Sequence[str], count: int | None = None) -> RunConfig:
-    """The run above regions that are ``config``, ``count`` of them: their model, text and fragments, and their run's
-    length where ``settings`` say none; the rest is what these say."""
+    """Return the configuration of the run above ``count`` regions that each are ``config``.
+
+    It has the regions' model, text and fragments, and their run length unless ``settings`` give one; all else comes
+    from ``settings``.
+    """
     try:
         above = configs.compose(settings)
         said = {text.partition("=")[0]: text for text in settings}
@@ -211,10 +214,10 @@ def _check_own(config: RunConfig) -> None:
 
 
 def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
-    """All but the sites and what happens to them; without ``ends``, of a run that is over when another is."""
+    """Return the fleet's plan without sites and faults; ``ends`` False: another run decides when this one ends."""
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
-    # Leases of data say who draws what, which is nothing here.
+    # Leases decide which data a site draws, which the simulation ignores.
     config = replace(_of_one(config), data=replace(config.data, leased=False))
     outer = build.outer_options(config)
     if told.seconds is not None or not ends:
@@ -240,12 +243,12 @@ def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
 
 
 def _of_one(config: RunConfig) -> RunConfig:
-    """``config`` with one syncer: several are as one that is fast enough."""
+    """Return ``config`` with one syncer: several syncers equal one that is fast enough."""
     return replace(config, outer=replace(config.outer, num_syncers=1, syncer_mbps=[]))
 
 
 def _site(config: RunConfig, told: Told, place: int, count: int, *, late: bool) -> FleetSite:
-    """The site at ``place`` of ``count``, which are those of ``config`` over and over."""
+    """Return site number ``place`` of ``count``, which repeat those of ``config``."""
     names = list(config.cluster.sites)
     name = names[place % len(names)]
     site, inner = config.cluster.sites[name], config.inner
@@ -263,7 +266,7 @@ def _site(config: RunConfig, told: Told, place: int, count: int, *, late: bool) 
 
 
 def _linked(config: RunConfig, name: str) -> FleetSite:
-    """No more than the link of a site."""
+    """Return a site with only its link set."""
     link = connecting.link_options(config, name)
     if not config.network.emulate:
         return FleetSite(step_s=0.0)
@@ -278,7 +281,7 @@ def _failing_together(names: Sequence[str], told: Told) -> tuple[Region, ...]:
 
 
 def faults_of(steps: Sequence[Step], names: Sequence[str]) -> tuple[FleetFault, ...]:
-    """A scenario of ``diloco up`` as what it is to a fleet of these sites; ``ConfigError`` where it is nothing."""
+    """Turn a scenario of ``diloco up`` into faults of a fleet of these sites; ``ConfigError`` if it is unsupported."""
     faults = []
     for step in steps:
         if step.do not in FAULTS:
@@ -293,7 +296,7 @@ def faults_of(steps: Sequence[Step], names: Sequence[str]) -> tuple[FleetFault, 
 
 
 def not_simulated(config: RunConfig) -> list[str]:
-    """The settings that make a difference to a run and none to its fleet."""
+    """Return the settings that affect a run but not its simulation."""
     found = [] if config.outer.num_syncers == 1 else [f"outer.num_syncers={config.outer.num_syncers}"]
     for name in ("jitter_ms", "stall_percent"):
         of = {getattr(connecting.link_options(config, site), name) for site in config.cluster.sites}

@@ -1,4 +1,4 @@
-"""``diloco generate``: what a model makes of the beginning of a text, for a look at it."""
+"""``diloco generate``: continue a text with a model, to look at its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DOES = """Goes on with a text, token by token as they are made, on this machine'
 
 What does not fit the model's context is forgotten from its beginning, half of it at a time."""
 UNFINISHED = "\ufffd"
-"""What stands for the bytes of a letter that has not all of them yet."""
+"""The character that decoding gives for an incomplete UTF-8 sequence."""
 LETTER_TOKENS_MAX = 4
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _parted(given: argparse.Namespace) -> tuple[list[str], str, list[str]]:
-    """The source, if there is one, the prompt and the settings: what stands last is the prompt, whatever is in it."""
+    """Return the source (if given), the prompt and the settings; the last word is the prompt, whatever it contains."""
     words: list[str] = given.settings
     wanted = 1 if given.syncer else 2
     if given.syncer:
@@ -87,16 +87,16 @@ def _speak(taken: Taken, prompt: str, options: SamplingOptions) -> None:
 
 
 def _begun(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens to go on from: without a prompt the end of a text, behind which another begins."""
+    """Return the prompt's tokens; for an empty prompt the end-of-file token, after which a new text begins."""
     if prompt or tokenizer.end_of_file is None:
         return [int(token) for token in tokenizer.encode_batch([prompt])[0]]
     return [tokenizer.end_of_file]
 
 
 def texts(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text that ``tokens`` add, as soon as a letter is whole.
+    """Yield the text that ``tokens`` add, as soon as each character is complete.
 
-    Tokens are decoded behind those before them: what a first one gives may lack its space.
+    Tokens are decoded together with the ones before, because a token decoded alone may lack its leading space.
     """
     before: list[int] = []
     held: list[int] = []

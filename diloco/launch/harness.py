@@ -1,6 +1,6 @@
-"""A model of ours under lm-evaluation-harness: its tasks, its prompts and its metrics, our own arithmetic.
+"""Evaluate our models with lm-evaluation-harness: its tasks, prompts and metrics, with our own model code.
 
-It brings lm_eval along, which is an extra, so it is imported where tasks are asked for and nowhere else.
+This module needs lm_eval, an optional extra, so it is imported only when tasks are evaluated.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from diloco.launch.keys import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from diloco.inner.evaluate import Pair
     from diloco.inner.model import Transformer
     from diloco.inner.tokenizer import Tokenizer
     from diloco.launch.taken import Taken
-    from diloco.launch.tasks import Asked
 
 TOKENS_MADE = 256
-"""By a task that generates, where it does not say how many."""
+"""Tokens to generate, where a task does not give their number."""
 FEWSHOT_SEED = 1234
-"""By which the harness itself draws the examples of a prompt."""
+"""The harness's own seed for drawing a prompt's examples."""
 BOOTSTRAPS = 1000
-"""Draws for the standard error of a metric that is no mean; the harness's own hundred thousand take minutes."""
+"""Bootstrap draws for the standard error of a metric that is no mean; the harness's default 100,000 take minutes."""
 OF_SAMPLING = frozenset({"temperature", "top_k", "top_p", "min_p", "num_beams"})
-"""What a task may say of how it draws, and which means nothing where the likeliest token is taken."""
+"""A task's sampling settings, which have no effect in greedy decoding."""
 
 
 class OurModel(TemplateLM):
-    """What the harness asks of a model.  How a text becomes tokens at the seam of two parts is the harness's own."""
+    """The harness's interface to a model.  The harness decides how text is tokenised where two parts meet."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, precision: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class OurModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text that begins; ConfigError where the tokenizer has nothing for that."""
+        """The token before the start of a text; ConfigError where the tokenizer has none."""
         end = self._ids.end_of_file
         if end is None:
             raise ConfigError(
@@ -58,7 +58,7 @@ class OurModel(TemplateLM):
         return end
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """The tokens of ``string``, and no other."""
+        """Return the tokens of ``string``, without special tokens."""
         del add_special_tokens, kwargs
         return [int(token) for token in self._ids.encode_batch([string])[0]]
 
@@ -70,7 +70,7 @@ class OurModel(TemplateLM):
         return [(each.nats, each.is_likeliest) for each in self._scored(pairs)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, each by itself, in windows of the model's context that predict each token once."""
+        """Return each whole text's log likelihood, in windows of the model's context that predict each token once."""
         del disable_tqdm
         pairs: list[Pair] = []
         sizes = []
@@ -85,7 +85,7 @@ class OurModel(TemplateLM):
         return [sum(next(scored).nats for _ in range(size)) for size in sizes]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model makes behind each text, up to the first of the words that end it."""
+        """Return the model's continuation of each text, up to the first of the texts that end it."""
         del disable_tqdm
         return [self._generated(*request.args) for request in requests]
 
@@ -111,7 +111,7 @@ class OurModel(TemplateLM):
 
 
 def _sampling(wanted: dict[str, Any]) -> SamplingOptions:
-    """How a task wants tokens drawn; ConfigError for what is not known here."""
+    """Return a task's sampling options; ConfigError for one that is not supported."""
     tokens, draws = wanted.pop("max_gen_toks", TOKENS_MADE), wanted.pop("do_sample", False)
     known = {"temperature": wanted.pop("temperature", 1.0), "top_k": wanted.pop("top_k", 0)} if draws else {}
     left = sorted(wanted if draws else set(wanted) - OF_SAMPLING)
@@ -120,28 +120,37 @@ def _sampling(wanted: dict[str, Any]) -> SamplingOptions:
     return SamplingOptions(tokens=tokens, **{"temperature": 0.0, **known})
 
 
-def score(taken: Taken, asked: Asked) -> dict[str, object]:
-    """The metrics of each task and group of tasks, by the harness's names; ConfigError and VerbError in one line."""
-    names, manager = list(asked.tasks), _manager(asked)
+def score(
+    taken: Taken,
+    tasks: Sequence[str],
+    include: Path | None = None,
+    fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, object]:
+    """Return the metrics of each of ``tasks`` and group of tasks, by the harness's names.
+
+    ``include`` is a folder with more tasks.  ``fewshot`` is the number of examples in a prompt, except for tasks that
+    fix 0; None: each task's own number.  Only the first ``limit`` documents of each task are used; None: all.  Raises
+    one-line ConfigError and VerbError.
+    """
+    manager = _manager(tasks, include)
     model = OurModel(taken.model(), configs.tokenizer_of(taken.config), taken.config.inner.precision)
     try:
-        loaded = manager.load(names)
+        loaded = manager.load(list(tasks))
         for task in loaded["tasks"].values():
-            _set_fewshot(task, asked.fewshot)
-        with redirect_stdout(sys.stderr):  # What the harness prints while it works.
-            told: Any = lm_eval.evaluate(
-                model, loaded, limit=asked.limit, log_samples=False, bootstrap_iters=BOOTSTRAPS
-            )
+            _set_fewshot(task, fewshot)
+        with redirect_stdout(sys.stderr):  # The harness prints while it works.
+            told: Any = lm_eval.evaluate(model, loaded, limit=limit, log_samples=False, bootstrap_iters=BOOTSTRAPS)
     except (ConfigError, VerbError):
         raise
-    except Exception as error:  # Tasks are files and code of others, which fail in their own ways.
+    except Exception as error:  # Tasks are third-party files and code, which may raise anything.
         said = f"{type(error).__name__}: {configs.first_line(error)}"
-        raise VerbError(ExitCode.FAILED, f"--tasks {','.join(asked.tasks)}: {said}") from error
+        raise VerbError(ExitCode.FAILED, f"--tasks {','.join(tasks)}: {said}") from error
     return {"harness": lm_eval.__version__, "tasks": {name: _facts(name, told) for name in told["results"]}}
 
 
 def lines(told: Mapping[str, Any]) -> list[str]:
-    """What ``score`` gave, for people."""
+    """Format the result of ``score`` as lines for people."""
     found = []
     for name, facts in told["tasks"].items():
         metrics = facts["metrics"].items()
@@ -152,7 +161,7 @@ def lines(told: Mapping[str, Any]) -> list[str]:
 
 
 def _facts(name: str, told: Mapping[str, Any]) -> dict[str, object]:
-    """Of one task, or of a group of tasks."""
+    """Return the version, number of documents and metrics of one task or group of tasks."""
     metrics: dict[str, object] = {}
     results = told["results"][name]
     for key, value in results.items():
@@ -164,14 +173,14 @@ def _facts(name: str, told: Mapping[str, Any]) -> dict[str, object]:
     return {"version": told["versions"].get(name), "documents": documents, "metrics": metrics}
 
 
-def _manager(asked: Asked) -> Any:
-    """What knows the tasks.  The harness's own are thousands of files, which are read where one is asked for."""
-    if asked.include is not None:
-        alone = TaskManager(include_path=str(asked.include), include_defaults=False)
-        if set(asked.tasks) <= set(alone.all_tasks):
+def _manager(tasks: Sequence[str], include: Path | None) -> Any:
+    """Return a task manager.  It reads the harness's own thousands of task files only if one of these is needed."""
+    if include is not None:
+        alone = TaskManager(include_path=str(include), include_defaults=False)
+        if set(tasks) <= set(alone.all_tasks):
             return alone
-    found = TaskManager(include_path=str(asked.include) if asked.include is not None else None)
-    for name in asked.tasks:
+    found = TaskManager(include_path=str(include) if include is not None else None)
+    for name in tasks:
         if name not in found.all_tasks:
             near = nearest(name, list(found.all_tasks))
             hint = f"did you mean {near}?" if near else "--include-path FOLDER is where tasks of your own are"
@@ -180,7 +189,7 @@ def _manager(asked: Asked) -> Any:
 
 
 def _set_fewshot(task: Any, fewshot: int | None) -> None:
-    """As the harness does it: a task that says 0 means it."""
+    """Set the number of examples as the harness does: a task that fixes 0 keeps 0."""
     own = task.get_config("num_fewshot")
     if own is None or (fewshot is not None and own != 0):
         task.set_config("num_fewshot", fewshot or 0)
@@ -188,7 +197,7 @@ def _set_fewshot(task: Any, fewshot: int | None) -> None:
 
 
 def _figure(value: object) -> float | None:
-    """A number that JSON has; None for any other, and where the harness says N/A."""
+    """Return a finite number as a float; None for anything else, including the harness's N/A."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 

@@ -1,10 +1,10 @@
-"""What a run was, told from its events: the one reduction that the live view, the summary and the report all read.
+"""Reduce a run's events to its history, which the live view, the summary and the report all read.
 
 Pure: events in (``INTERFACE`` below), records out; no file and no clock.  Instants are seconds of the run: wall time
 since its first event, without the pauses between two ``diloco up`` of the same run.
 
-INTERFACE.  Each event is ``{"at", "who", "what", ...}`` as ``eventlog`` writes it; fields that are missing or null are
-passed over, so that the events of a run that was cut down anywhere can be read.
+INTERFACE.  Each event is ``{"at", "who", "what", ...}`` as ``eventlog`` writes it; missing or null fields are skipped,
+so that the events of a run that was killed at any point can be read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FP32_BYTES = 4
 
 
 class RunHistory:
-    """Feed it every event in the order of the file with ``take``; read its fields at any time."""
+    """The history of a run: pass every event to ``take``, in the order of the file; read the fields at any time."""
 
     def __init__(self) -> None:
         self.sites: dict[str, SiteHistory] = {}
@@ -39,7 +39,7 @@ class RunHistory:
         self.epoch = 0
         self.syncer_spans: list[Span] = []
         self.syncer_up = False
-        """Whether all of them are."""
+        """Whether all syncers are up."""
         self.run_tokens = 0
         self._merged: dict[str, dict[str, int]] = {}
         self.progress = 0.0
@@ -48,32 +48,32 @@ class RunHistory:
         self.faults: list[Fault] = []
         self.standstills: list[Standstill] = []
         self.unmoved_s = 0.0
-        """The longest time of training in which no version of any fragment was made although updates waited."""
+        """The longest time during training without a new version of any fragment although updates waited."""
         self.trained_s = 0.0
-        """From the first step to the last round."""
+        """The time from the first step to the newest version or last round."""
         self._moved_s: float | None = None
         self.evaluations: list[Evaluation] = []
         self.references: dict[str, float] = {}
-        """Bits per byte of the validation text under ordinary compressors."""
+        """Bits per byte of the validation text, by general-purpose compressor."""
         self.units: dict[str, int] = {}
-        """Where the units of the data are, as the syncer last said; empty where none are leased."""
+        """The counts of the data's units by state, from the syncer's last event; empty where none are leased."""
         self.wire = Series()
         """(seconds, bytes on the links, bytes with fp32 instead, bytes of data parallel instead)."""
         self.bytes_fp32 = 0
         self.bytes_joins = 0
         self._downlinks: dict[int, int] = {}
-        """By fragment, the bytes of its newest version as the codec has made it."""
+        """By fragment, the encoded bytes of its newest version."""
         self.num_syncers = 1
         self.last_round = False
-        """Whether the last round was announced, by every syncer."""
+        """Whether every syncer has announced the last round."""
         self.ending: str | None = None
         self.run_status: str | None = None
         self.restored = False
-        """Whether the run was restored since ``up`` last said something of it: its summary, if any, is of before."""
+        """Whether the run was restored after ``up``'s last event about it: a summary, if any, is older than that."""
         self.first_step_s: float | None = None
         self.seconds = 0.0
         self.lines: deque[tuple[float, str, str]] = deque(maxlen=LINES_MAX)
-        """(seconds, who, what happened) of what a reader should see."""
+        """(seconds, who, sentence) of the events to show to a reader."""
         self.num_lines = 0
         self._origin: float | None = None
         self._session = 0
@@ -82,7 +82,7 @@ class RunHistory:
         self._syncers_up: set[str] = set()
         self._last_rounds: set[str] = set()
         self._ended: dict[str, str] = {}
-        """By syncer: how the run ended there."""
+        """The run's ending at each syncer."""
 
     def take_all(self, events: Iterable[Event]) -> None:
         """Take several events."""
@@ -90,7 +90,7 @@ class RunHistory:
             self.take(event)
 
     def take(self, event: Event) -> None:
-        """Take the next event; one that is not known changes nothing but the clock."""
+        """Take the next event; an unknown one changes only the clock."""
         at, who, what = event.get("at"), str(event.get("who", "")), str(event.get("what", ""))
         if not isinstance(at, int | float):
             return
@@ -99,45 +99,45 @@ class RunHistory:
         if handler is not None:
             handler(who, event, now_s)
         line = sentence(event)
-        # That nobody hears the syncer any more is no news once the run has ended.
+        # Lost connections to the syncer are normal once the run has ended.
         if line is not None and not (what == "disconnected" and (self.last_round or self.ending)):
             self.num_lines += 1
             self.lines.append((now_s, who, line))
 
     def site(self, name: str) -> SiteHistory:
-        """The record of a site, made at its first mention."""
+        """Return the record of a site; create it at its first mention."""
         return self.sites.setdefault(name, SiteHistory(name))
 
     def staleness(self, site: SiteHistory) -> int:
-        """How many versions the site's oldest base is behind."""
+        """Return how many versions the site's oldest base is behind."""
         known = enumerate(self.versions)
         return max((version - site.base_versions.get(index, version) for index, version in known), default=0)
 
     @property
     def num_fragments(self) -> int:
-        """By the layout, which ``up`` alone says, or by the versions that syncers have said."""
+        """The number of fragments, from the layout (only ``up`` logs it) or syncers' versions; at least 1."""
         return len(self.layout) or len(self.versions) or 1
 
     def tokens_merged(self, site: str) -> int:
-        """By what the syncers have published: the mean over all fragments, as ``Status`` has it."""
+        """Return the tokens of ``site`` in published versions: the mean over all fragments, as in ``Status``."""
         return sum(of.get(site, 0) for of in self._merged.values()) // self.num_fragments
 
     def open_faults(self) -> list[Fault]:
-        """What the scenario has not healed yet, but will."""
+        """Return the faults that the scenario has not healed yet, but will."""
         return [fault for fault in self.faults if fault.seconds is not None and fault.healed_s is None]
 
     def bytes_data_parallel(self) -> int:
-        """What data parallel would have sent for the steps made so far.
+        """Return the bytes that data parallel would have sent for the steps made so far.
 
         A ring all-reduce of fp32 gradients moves 2(N-1)/N times their size out of each of the N sites for each of its
-        steps.  A byte is counted once, where it is sent, as the links count it.
+        steps.  Each byte counts once, at its sender, as the links count it.
         """
         count = len(self.sites)
         steps = sum(site.meter("inner_steps") for site in self.sites.values())
         return int(steps * 2 * (count - 1) / count * FP32_BYTES * sum(self.layout)) if count else 0
 
     def begin_again(self) -> None:
-        """The run goes on after an end that was not its last: what was said of that end no longer holds."""
+        """Forget the recorded end of the run, because the run continues after it."""
         self.ending = self.run_status = None
         self.last_round = False
         self._last_rounds.clear()
@@ -149,7 +149,7 @@ class RunHistory:
         if self._origin is None:
             self._origin = at
         elif begins:
-            # Another `diloco up` of the same run: the time between them is nobody's.
+            # Another `diloco up` of the same run: leave out the pause between the two.
             self._origin = at - self.seconds
         if begins:
             self._session += 1
@@ -158,7 +158,7 @@ class RunHistory:
             self.seconds = max(self.seconds, at - self._origin)
         return min(at - self._origin, self.seconds) if self._stands_still else at - self._origin
 
-    # --- what `up` says ----------------------------------------------------------------------------------------
+    # --- events of `up` ----------------------------------------------------------------------------------------
 
     def _on_run(self, who: str, event: Event, now_s: float) -> None:
         state, self.restored = event.get("state"), False
@@ -239,7 +239,7 @@ class RunHistory:
                     site.frozen = False
 
     def _hit_by(self, fault: Fault) -> list[SiteHistory]:
-        """The sites that a fault cuts off, stops or ends: all of them when the syncer is its target."""
+        """Return the sites that a fault cuts off, stops or ends: all of them when its target is a syncer."""
         if is_syncer(fault.target):
             return list(self.sites.values())
         return [site for name, site in self.sites.items() if fault.target in (name, f"link:{name}")]
@@ -261,13 +261,13 @@ class RunHistory:
             bits = number(event, "val_bits_per_byte")
             self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, known))
 
-    # --- what a restore says -----------------------------------------------------------------------------------
+    # --- events of a restore -----------------------------------------------------------------------------------
 
     def _on_restored(self, who: str, event: Event, now_s: float) -> None:
         self.restored = True
         self.begin_again()
         for site in self.sites.values():
-            site.left_with = None  # Some of what was merged may be so no longer.
+            site.left_with = None  # Some merged tokens may be lost by the restore.
         held = event.get("held")
         if isinstance(held, list):
             merged: dict[str, int] = {}
@@ -280,25 +280,25 @@ class RunHistory:
         if isinstance(versions, list):
             self._at(places(event, versions), versions)
 
-    # --- what the syncer says ----------------------------------------------------------------------------------
+    # --- events of the syncer ----------------------------------------------------------------------------------
 
     def _on_syncer_started(self, who: str, event: Event, now_s: float) -> None:
         self.epoch = whole(event, "epoch")
         versions = event.get("versions")
         if isinstance(versions, list):
             self._at(places(event, versions), versions)
-        if "tokens_merged" in event:  # One of an earlier release does not say it, and goes on from what it published.
+        if "tokens_merged" in event:  # Earlier releases lack it: count on from the published versions.
             merged = _mapping(event, "tokens_merged")
             self._merged.pop("restore", None)
             self._merged[who] = {site: whole(merged, site) for site in merged}
         self.ending = None
         self._ended.pop(who, None)
-        if event.get("ending") is not None:  # It had ended before it started, and has no more to say.
+        if event.get("ending") is not None:  # The run had ended before this start: no more events follow.
             self._on_last_round(who, event, now_s)
             self._on_final(who, event, now_s)
 
     def _at(self, fragments: Sequence[int], versions: Sequence[int]) -> None:
-        """The fragments are at these versions: all of them, or those of one of several syncers."""
+        """Set the versions of these fragments: all fragments, or those of one of several syncers."""
         self.versions += [0] * (max(fragments, default=-1) + 1 - len(self.versions))
         for fragment, version in zip(fragments, versions, strict=False):
             self.versions[fragment] = int(version)
@@ -347,7 +347,7 @@ class RunHistory:
             self.standstills.append(Standstill(who, fragment, now_s - (number(event, "seconds") or 0.0), why))
 
     def _moves(self, who: str, fragment: int | None, now_s: float) -> None:
-        """A version of ``fragment``, or the last round of all that the syncer ``who`` holds, ends what stood still."""
+        """End standstills: that of ``fragment`` (new version) or, for None (last round), all of the syncer ``who``."""
         still = [each for each in self.standstills if each.end_s is None]
         for each in still:
             if each.fragment == fragment or (fragment is None and each.syncer == who):
@@ -360,7 +360,7 @@ class RunHistory:
         self._moved_s = now_s
 
     def _round(self, fragment: int, version: int) -> Round | None:
-        """The round that made this version; an outer step that a restart repeats is not another one."""
+        """Return the round that made this version, if known; an outer step repeated by a restart is the same round."""
         recent = (self.rounds[-1 - back] for back in range(min(len(self.rounds), 256)))
         wanted = (self.lineage, fragment, version)
         return next((known for known in recent if (known.lineage, known.fragment, known.version) == wanted), None)
@@ -384,12 +384,12 @@ class RunHistory:
         self._ended[who] = str(event.get("ending"))
         if len(self._ended) < self.num_syncers:
             return
-        # One that was drained has not come to its end, and so the run has not.
+        # A drained syncer is not finished, so the run is not finished either.
         self.ending = next((each for each in self._ended.values() if each != "finished"), "finished")
         if self.ending == "finished":
             self.progress = 1.0
 
-    # --- what a site says --------------------------------------------------------------------------------------
+    # --- events of a site --------------------------------------------------------------------------------------
 
     def _on_number_format(self, who: str, event: Event, now_s: float) -> None:
         self.site(who).products = str(event.get("products"))
@@ -399,7 +399,7 @@ class RunHistory:
         if self.first_step_s is None:
             self.first_step_s = now_s
         site.step = whole(event, "step")
-        # What a restart does again counts again: these are tokens read, so the trainer's own total is not used.
+        # Steps repeated after a restart count again: these are tokens read, so the trainer's own total is not used.
         site.tokens += whole(event, "tokens")
         site.tokens_per_s = number(event, "tokens_per_s") or 0.0
         site.loss = number(event, "loss")
@@ -445,8 +445,8 @@ class RunHistory:
 
     def _on_fetched(self, who: str, event: Event, now_s: float) -> None:
         had, carried = number(event, "had"), whole(event, "bytes")
-        # What its codec makes no smaller is sent whole to those as well that follow.  An earlier release does not say
-        # what a site had, and a site may be ahead of the word that a version is published.
+        # A version that its codec makes no smaller is sent whole, also to sites that follow.  Earlier releases lack
+        # "had", and a site may fetch a version before the event that it is published.
         sent = self._downlinks.get(whole(event, "fragment"), 0 if had is None else carried)
         if event.get("whole") and ((had is not None and had < 0) or carried > sent):
             self.bytes_joins += carried
@@ -463,7 +463,7 @@ class RunHistory:
 
     def _on_site_done(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
-        # The ledger's own words are "processed", "merged", ...; the summary's are "tokens_processed", ...
+        # The ledger's keys are "processed", "merged", ...; the summary's are "tokens_processed", ...
         ledger = {name.removeprefix("tokens_"): value for name, value in _mapping(event, "ledger").items()}
         site.done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
         site.left_with = site.done
@@ -471,18 +471,18 @@ class RunHistory:
 
 
 def number(event: Mapping[str, object], name: str) -> float | None:
-    """A field as a float; None where it is missing, null or no number."""
+    """Return a field as a float; None where it is missing, null or not a number."""
     value = event.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def whole(event: Mapping[str, object], name: str) -> int:
-    """A field as a whole number; 0 where there is none."""
+    """Return a field as an integer; 0 where it is missing."""
     return int(number(event, name) or 0)
 
 
 def places(event: Mapping[str, object], versions: Sequence[object]) -> list[int]:
-    """Of which fragments ``versions`` are: of those that one of several syncers names, or of all in their order."""
+    """Return the fragments of ``versions``: the event's list (from one of several syncers), or all in order."""
     fragments = event.get("fragments")
     return [int(each) for each in fragments] if isinstance(fragments, list) else list(range(len(versions)))
 

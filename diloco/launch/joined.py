@@ -1,4 +1,4 @@
-"""What ``diloco.join`` hands to a training loop: the site's agent, told of the loop's steps."""
+"""``Outer``, which ``diloco.join`` returns: it drives the site's agent from a user's training loop."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from diloco.durable import PLAIN_DISK
 from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.parallel import GroupError
+from diloco.inner.checks import GroupError
 from diloco.inner.trainer import Resumed, StepInfo
 from diloco.launch.drawing import Batches, Drawing
 from diloco.launch.errors import VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import held
 from diloco.launch.site_agent import agent_of, follower_of, join_text
-from diloco.learner.channel import Orders
-from diloco.learner.options import JoinFailed
+from diloco.learner.ranks import Orders
+from diloco.learner.transfer import JoinFailed
 from diloco.sync.progress import combined
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from diloco.launch.run_dir import SiteDir
     from diloco.launch.schema import RunConfig
     from diloco.learner.agent import Agent, Finished
-    from diloco.learner.owner import Follower
+    from diloco.learner.exchange import Follower
     from diloco.learner.several_syncers import Agents
 
     Log = Callable[[str, dict[str, object]], None]
@@ -43,14 +43,14 @@ FAILED = 1
 
 
 class SiteFailed(RuntimeError):
-    """The site's part in the run ended before its time: it was put out, or what it sends is refused again and again."""
+    """The site had to leave the run early: it was evicted, or its updates were refused too many times in a row."""
 
 
 class Outer:
     """A site of a run, for its training loop.  ``join`` makes it; ``with`` joins the run, and leaves it.
 
-    Not for several threads: everything here is called from the one that trains.  Under several ranks every rank has
-    one, and calls the same of it in the same order.
+    Not thread-safe: call everything from the training thread.  With several ranks, every rank has one, and all ranks
+    make the same calls in the same order.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Outer:
         log: Log | None,
         data: OwnData | None = None,
     ) -> None:
-        """``counted`` is the optimizer whose steps are counted; None: ``step`` is called for each.  ``data`` is what
-        the loop draws from, where its units are leased."""
+        """``counted`` is the optimizer whose steps are counted; None: the loop calls ``step`` for each.  ``data`` is
+        the loop's data set, where the run leases its units."""
         self._config, self._holding, self._counted = config, holding, counted
         self._group, self._folder, self._log = group, folder, log
         self._tokens_per_step, self._data = tokens_per_step, data
         self._drawing = Drawing(data, config.data.unit_sequences, self._units, group, config.run.seed) if data else None
         self._open = ExitStack()
-        self._agent: Agent | Agents | None = None  # Rank 0's, from its start to its end.
-        self._follower: Follower | None = None  # Another's.
+        self._agent: Agent | Agents | None = None  # Of rank 0, from start to end.
+        self._follower: Follower | None = None  # Of any other rank.
         self._restored: Resumed | None = None
         self._ledger: dict[str, int] = {}
         self._begun = self._over = False
@@ -82,7 +82,7 @@ class Outer:
         self._tokens, self._loss = 0, math.nan
         self._last_ns = 0
 
-    # --- what the loop asks ------------------------------------------------------------------------------------
+    # --- for the loop to read ----------------------------------------------------------------------------------
 
     @property
     def run(self) -> str:
@@ -91,45 +91,45 @@ class Outer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the site's part is over, and the loop should end: the run has ended, or did not go on with us."""
+        """Whether the loop should end: the run has ended, or this site is no longer part of it."""
         return bool(self._stop)
 
     @property
     def why(self) -> str:
-        """Why it should; empty while it should not."""
+        """Why the loop should stop; empty while it should not."""
         return self._stop
 
     @property
     def progress(self) -> float:
-        """The run's progress from 0 to 1, as last told: what a learning-rate schedule follows.  Equal on all ranks."""
+        """The run's last known progress, 0 to 1, for a learning-rate schedule.  Equal on all ranks."""
         return self._progress
 
     @property
     def steps(self) -> int:
-        """Steps of this site, those of earlier processes included that the syncer has, or ``load_state_dict`` knew of.
+        """Steps of this site, including those of earlier processes that the syncer has or ``load_state_dict`` restored.
 
-        So many are behind it in its data as well: a loop that begins again skips what they took.
+        Their data is consumed: a restarted loop skips the data of so many steps.
         """
         return self._steps
 
     @property
     def ledger(self) -> dict[str, int]:
-        """Where the site's tokens are, by rank 0: processed, and what they are the sum of: merged, refused, in_flight,
-        unsent, overwritten, lost.  Empty on other ranks."""
+        """The site's token counts, on rank 0: processed, which is the sum of merged, refused, in_flight, unsent,
+        overwritten and lost.  Empty on other ranks."""
         if self._agent is not None:
             whole = combined(self._agent.ledgers())
             self._ledger = {name: getattr(whole, name) for name in whole.__slots__}
         return dict(self._ledger)
 
     def batches(self, count: int, rank: int | None = None, ranks: int | None = None) -> Iterator[list[int]]:
-        """The indices of this rank's samples, ``count`` at a time, until ``should_stop``: of the units of ``join``'s
-        ``data`` that are leased to this site.  For ``DataLoader(dataset, batch_sampler=outer.batches(16))``, or as is.
+        """Iterate over this rank's sample indices, ``count`` at a time, until ``should_stop``.
 
-        Inside the ``with``.  A step of the whole site reads ``samples_per_step`` of them: ``count`` x ranks x
-        micro-batches.  Every rank draws, as often as the others and as many at a time; where some ranks share a batch
-        (tensor parallel) they say as which ``rank`` of how many ``ranks`` with batches of their own.  A loader's
-        workers may run ahead: what counts as consumed is what steps were made of.  Whoever begins to iterate anew, as a
-        loader does that was left, begins behind the last step.
+        The samples are from the units of ``join``'s ``data`` that are leased to this site.  For
+        ``DataLoader(dataset, batch_sampler=outer.batches(16))``, or as is; inside the ``with``.  A step of the whole
+        site reads ``samples_per_step`` of them: ``count`` x ranks x micro-batches.  All ranks draw equally often, with
+        the same ``count``.  Where ranks share a batch (tensor parallel), they pass the same ``rank``, and as ``ranks``
+        the number of different batches.  A loader's workers may run ahead: only samples of finished steps count as
+        consumed.  A new iteration, such as an abandoned loader's next one, begins after the last step.
         """
         if self._drawing is None:
             raise ValueError("batches is called, and join was given no data: name it there, where the run leases data")
@@ -140,12 +140,12 @@ class Outer:
             raise ValueError("batches are drawn before the site has joined, or after it has left")
         return not self.should_stop
 
-    # --- what the loop says ------------------------------------------------------------------------------------
+    # --- for the loop to call ----------------------------------------------------------------------------------
 
     def tokens(self, count: int, loss: float | None = None) -> None:
-        """Add ``count`` tokens, of this rank, to the step that is under way, as often as it has micro-batches.
+        """Add ``count`` tokens of this rank to the current step; call it for each micro-batch.
 
-        ``loss``, nats per token, is for those who look at ``diloco status``.
+        ``loss``, in nats per token, is shown by ``diloco status``.
         """
         if self._tokens_per_step is not None:
             raise ValueError(f"tokens is told {count!r}: tokens_per_step={self._tokens_per_step} has said it")
@@ -155,7 +155,7 @@ class Outer:
         self._loss = self._loss if loss is None else float(loss)
 
     def step(self, tokens: int | None = None, loss: float | None = None) -> bool:
-        """An optimizer step is done, where ``hooks=False``; returns ``should_stop``.
+        """Count a finished optimizer step, where ``hooks=False``; return ``should_stop``.
 
         ``tokens`` and ``loss`` as for ``tokens``.
         """
@@ -170,14 +170,14 @@ class Outer:
     # --- joining and leaving -----------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Join: ``model`` holds the run's version when this returns.  What ``with`` does at its beginning.
+        """Join the run: ``model`` holds the run's version when this returns.  ``with`` calls this at its beginning.
 
-        ``JoinFailed`` where the site is not taken in.
+        Raises ``JoinFailed`` where the syncer does not admit the site.
         """
         if self._begun:
             raise ValueError("start is called twice: join again for another part in the run")
         self._begun = True
-        # However this ends, the loop may be about to end torch's process group, or its process.
+        # After this, in success or failure, the loop may destroy torch's process group, or end its process.
         self._open.callback(self._group.settle)
         with self._open:
             cursor = self._lead() if self._group.is_first else self._follow()
@@ -199,11 +199,11 @@ class Outer:
         try:
             return self._begin()
         except (JoinFailed, ValueError) as error:
-            # The other ranks wait for what they are to do first; each of them ends as this one does.
+            # The other ranks wait for rank 0's first order; each of them then fails with the same error.
             told = {"kind": error.kind if isinstance(error, JoinFailed) else "", "text": str(error)}
             with suppress(GroupError):
                 Orders(self._group).go_on(stop=True)
-                self._group.broadcast_bytes(json.dumps(told).encode())
+                self._group.all_gather_bytes(json.dumps(told).encode())
             raise
 
     def _begin(self) -> int:
@@ -232,14 +232,14 @@ class Outer:
     def _follow(self) -> int:
         self._follower = follower_of(self._config, self._holding)
         if self._follower.start():
-            told = json.loads(self._group.broadcast_bytes(b""))
+            told = json.loads(self._group.all_gather_bytes(b"")[0])
             raise JoinFailed(told["kind"], told["text"]) if told["kind"] else ValueError(told["text"])
         return 0
 
     def leave(self) -> None:
-        """Leave: send what is unsent and hear its fate, ``finish_timeout_s`` at most for each; the end of a ``with``.
+        """Leave the run: send unsent progress and wait for its fate, at most ``finish_timeout_s`` for each.
 
-        ``SiteFailed``, on every rank, where the site's part had ended before its time.
+        ``with`` calls this at its end.  Raises ``SiteFailed``, on every rank, where the site had to leave early.
         """
         if not self._begun or self._over:
             return
@@ -257,7 +257,7 @@ class Outer:
             raise SiteFailed(f"site {self._config.site.id} stopped: {why}")
 
     def break_off(self) -> str:
-        """Leave at once, as a ``with`` does where the loop raises; returns where the tokens are, in words."""
+        """Leave at once, as ``with`` does where the loop raises; return the token counts as text."""
         if not self._begun or self._over:
             return ""
         self._over = True
@@ -267,7 +267,7 @@ class Outer:
         return where
 
     def _abandon(self, error: BaseException) -> None:
-        """Leave at once, and tell with ``error`` where the tokens are."""
+        """Leave at once, and add the token counts to ``error`` as a note."""
         if where := self.break_off():
             error.add_note(
                 f"diloco: site {self._config.site.id} left run {self.run} while it trained, its tokens: {where}; "
@@ -286,10 +286,10 @@ class Outer:
     # --- the loop's own checkpoint -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loop's checkpoint must hold beside model and optimizer, on rank 0, so that a new process goes on.
+        """Return, on rank 0, the state that the loop's checkpoint needs beside model and optimizer to resume.
 
-        Tensors and plain values, for ``torch.save``; taken between two steps, together with the model.  It refers to
-        tensors that are not written to any more.  Empty on other ranks.
+        Tensors and plain values, for ``torch.save``; call it between two steps, together with saving the model.  Its
+        tensors are not written to afterwards.  Empty on other ranks.
         """
         if self._agent is None:
             return {}
@@ -299,9 +299,9 @@ class Outer:
         return {TENSORS: tensors, "agent": meta, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave; before the ``with``, with the model and optimizer of the same instant.
+        """Resume from ``state_dict``'s result; call it before the ``with``, with the model and optimizer of that time.
 
-        Without it a new process takes the run's version, and what the last one had not sent counts as lost.
+        Without it a new process takes the run's version, and the last process's unsent progress counts as lost.
         """
         if self._begun:
             raise ValueError("load_state_dict is called after the site has joined: call it before the with")
@@ -312,7 +312,7 @@ class Outer:
         except (KeyError, TypeError) as error:
             raise ValueError(f"state is nothing that state_dict gave: {error} is not in it") from error
         self._steps, self._tokens_total = steps, tokens
-        self._restored = Resumed(steps, tokens, state.get("cursor", steps), dict(tensors), dict(meta), ())
+        self._restored = Resumed(steps, dict(tensors), dict(meta), ())
 
     # --- a step ------------------------------------------------------------------------------------------------
 
@@ -348,7 +348,10 @@ class Outer:
         self._last_ns = time.perf_counter_ns()
 
     def _agreed(self) -> tuple[int, float, float, bool]:
-        """Tokens and loss of the step, the run's progress, and whether nothing is done now; the same on all ranks."""
+        """Return the step's tokens and mean loss, the run's progress, and whether the agent has nothing to do now.
+
+        The result is the same on all ranks.
+        """
         known, acts = (self._agent.progress(), self._agent.may_act()) if self._agent is not None else (0.0, False)
         told = [self._tokens, self._loss, known, float(acts)]
         total, loss, progress, acting = self._group.all_reduce_sum(told)
@@ -356,7 +359,7 @@ class Outer:
 
 
 def _follower_of_log(log: Log | None) -> Callable[[dict[str, object]], None] | None:
-    """The user's ``log`` as the event log calls it."""
+    """Return a follower of the event log that calls the user's ``log``."""
     if log is None:
         return None
 

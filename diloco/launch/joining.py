@@ -1,13 +1,14 @@
-"""``diloco.join``: somebody's own training loop as a site of a run.
+"""``diloco.join``: make a user's own training loop a site of a run.
 
-The run's rules come from the syncer, so that nobody can start with a wrong one; the layout comes from the very model
-that is trained; and what speaks to the syncer is the agent of ``diloco site``, built by the same function.
+The run's rules come from the syncer, so that no site can start with wrong ones; the layout comes from the trained model
+itself; and the agent that talks to the syncer is that of ``diloco site``, built by the same function.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ import torch
 from torch import nn
 
 from diloco.codec import kernel_library
-from diloco.inner.holding import Holding, HoldingError
-from diloco.inner.parallel import PresentGroup
+from diloco.inner.holding import Holding
+from diloco.inner.parallel import HoldingError, PresentGroup
 from diloco.launch import asking, build, connecting
 from diloco.launch import config as configs
 from diloco.launch.drawing import OwnData
@@ -29,11 +30,11 @@ from diloco.launch.errors import ConfigError
 from diloco.launch.joined import Outer
 from diloco.launch.keys import nearest
 from diloco.launch.placing import towards
+from diloco.launch.process import refusal
 from diloco.launch.run_dir import RunDir, SiteDir
 from diloco.launch.schema import SiteSection
 from diloco.launch.site_agent import join_text, whole_layout
-from diloco.launch.systems import refusal
-from diloco.learner.options import JoinFailed
+from diloco.learner.transfer import JoinFailed
 from diloco.outer.fragments import named_parameters_once
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 OTHERWISE = frozenset(
     {"id", "syncer", "index", "num_sites", "nproc", "nodes", "device", "threads", "slowdown"}
 ) | frozenset({"node_rank", "rendezvous", "nodes_wait_s", "metrics", "canary_every_s", "canary_steps"})
-"""Of a site's settings: what ``join`` has arguments for, and what is the affair of a loop that is not ours."""
+"""The site settings that ``join`` does not accept: it has arguments for them, or the user's loop decides them."""
 
 
 def join(
@@ -71,35 +72,35 @@ def join(
                 optimizer.step(), optimizer.zero_grad()
                 if outer.should_stop: break
 
-    Inside the ``with`` the site has joined and ``model`` holds the run's version; after each step of ``optimizer`` what
-    is due is taken from the model or written into it, in place, and the loop waits for nobody.  At its end what is
-    unsent is sent, and the site leaves.  Where the loop raises, the site leaves at once, the exception is given a note
-    that says where the tokens are, and goes on.
+    Inside the ``with`` the site has joined and ``model`` holds the run's version; after each step of ``optimizer``, due
+    updates are read from the model and versions written into it, in place, without waiting for other sites.  At its
+    end unsent progress is sent, and the site leaves.  Where the loop raises, the site leaves at once, and the exception
+    propagates with a note of the site's token counts.
 
-    ``model``: any ``nn.Module``, plain, compiled or wrapped.  Its parameters are exchanged, in fp32, and should be kept
-    in fp32 (autocast for the computing): what a coarser type rounds off is lost at every version.  A list of modules:
-    the parts of one model that this rank has, under pipeline parallelism, each with the names of the whole.
-    ``optimizer``: the one that trains it, or several in the order in which they step: a step of the last one counts.
+    ``model``: any ``nn.Module``, plain, compiled or wrapped.  Its parameters are exchanged in fp32 and should be kept
+    in fp32 (use autocast to compute): the rounding error of a coarser type is lost at every version.  A list of
+    modules: this rank's parts of one model, under pipeline parallelism, each with the whole model's parameter names.
+    ``optimizer``: the model's optimizer, or several in the order in which they step: steps of the last one count.
     ``syncer``: ``host:port``, as in ``diloco site``: a comma before a standby's, ``/`` between several syncers.
-    ``site``: this site's name on the wire; one process, or one group of ranks, speaks for it.
-    ``tokens_per_step``: what one step of the whole site is worth in tokens (or samples; the same measure at all sites,
-    since merges weigh by it, and the run's length is counted in it).  None: ``outer.tokens(n)`` says it in each step.
-    ``hooks``: count steps by a hook of the optimizer's.  False: call ``outer.step()`` after each one.
-    ``folder``: what a restarted process must find again; None: runs/RUN/sites/SITE.  One process at a time.
-    ``run``: the name of the run that is meant; None: whichever is served there.
-    ``log``: called with (what, fields) for each thing that happens, by several threads; it is in FOLDER/events.jsonl.
-    ``data``, ``samples``, ``samples_per_step``: where the run leases its data (``data.leased``): what all sites call
-    them, how many there are, and how many one step of the whole site reads.  The indices of those to read next are
-    ``outer.batches``'s to say; an update names what it was made of, and what a site loses is leased to another.
+    ``site``: this site's name on the wire; only one process, or one group of ranks, may use it.
+    ``tokens_per_step``: the tokens of one step of the whole site (or samples; the same unit at all sites, since it
+    weighs merges and measures the run's length).  None: the loop calls ``outer.tokens(n)`` in each step.
+    ``hooks``: count steps with a hook of the optimizer.  False: call ``outer.step()`` after each step.
+    ``folder``: the state for a restarted process; None: runs/RUN/sites/SITE.  Only one process at a time may use it.
+    ``run``: the expected name of the run; None: accept the run that the syncer serves.
+    ``log``: called with (what, fields) for each event, by several threads; events are also in FOLDER/events.jsonl.
+    ``data``, ``samples``, ``samples_per_step``: where the run leases its data (``data.leased``): the data set's name at
+    all sites, its number of samples, and the samples that one step of the whole site reads.  ``outer.batches`` gives
+    the indices to read next; an update names its samples, and those that a site loses are leased to another.
     ``settings``: more of ``diloco site``, without ``site.``: token_file, tls_ca, tls_cert, tls_key, up_mbps, down_mbps,
     data_channels, overlap_steps, adapt, join_timeout_s, finish_timeout_s ... (``diloco site --help``).
 
-    With several ranks (DDP, FSDP2's ``fully_shard``, tensor parallel: whatever leaves whole parameters or DTensors)
-    each calls this with the same arguments, its model wrapped and its optimizer made; rank 0 speaks to the syncer, the
-    others do as it does.
+    With several ranks (DDP, FSDP2's ``fully_shard``, tensor parallel: any method that leaves whole parameters or
+    DTensors), each rank calls this with the same arguments, after wrapping its model and making its optimizer.  Rank 0
+    talks to the syncer; the other ranks follow it.
 
-    Raises ``ValueError`` naming an argument that cannot be, and ``diloco.JoinFailed`` where the site is not taken in:
-    its ``kind`` is ``unreachable``, ``mismatch`` or ``refused``; ``RuntimeError`` on a system that is not Linux.
+    Raises ``ValueError`` naming a bad argument; ``diloco.JoinFailed`` where the site cannot join, with ``kind``
+    ``unreachable``, ``mismatch`` or ``refused``; and ``RuntimeError`` on systems other than Linux.
     """
     _require_linux_and_force_kernels()
     optimizers = _optimizers(optimizer)
@@ -128,7 +129,7 @@ def _require_linux_and_force_kernels() -> None:
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:
     several: Sequence[object] = given if isinstance(given, Sequence) else [given]
-    # Who wraps an optimizer (accelerate does) steps the one inside, and that one has the hooks.
+    # A wrapper of an optimizer (accelerate has one) steps the optimizer inside, which has the hooks.
     inside = [getattr(each, "optimizer", each) for each in several]
     found = [each for each in inside if isinstance(each, torch.optim.Optimizer)]
     if not found or len(found) < len(inside):
@@ -137,7 +138,7 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
 
 
 def _parameters(model: object, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """What is exchanged, by canonical name; ValueError where ``optimizers`` do not train it."""
+    """Return the exchanged parameters by canonical name; ValueError where ``optimizers`` train none of them."""
     parts = list(model) if isinstance(model, Sequence) else [model]
     found: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -157,7 +158,7 @@ def _parameters(model: object, optimizers: Sequence[torch.optim.Optimizer]) -> d
 
 
 def _own(syncer: str, site: str, settings: dict[str, object]) -> dict[str, object]:
-    """A site's settings by dotted name, from the arguments; ValueError names the one that cannot be."""
+    """Return the site's settings by dotted name, from the arguments; ValueError names a bad one."""
     if not isinstance(site, str) or not configs.is_name(site):
         raise ValueError(f"site is {site!r}: letters, digits, '.', '_' and '-', at most 64")
     if not isinstance(syncer, str) or not syncer:
@@ -185,7 +186,7 @@ def _data(name: str | None, samples: int | None, samples_per_step: int | None) -
 
 
 def _check_data(config: RunConfig, data: OwnData | None) -> None:
-    """Units are leased to who says what they are of, and only where there are any."""
+    """Raise JoinFailed unless the site names its data exactly where the syncer leases data."""
     if bool(config.data.leased) == (data is not None):
         return
     words = "data.leased is true at the syncer: give data, samples and samples_per_step, and read outer.batches"
@@ -205,7 +206,7 @@ def _group() -> PresentGroup:
 
 
 def _config(group: PresentGroup, own: dict[str, object], run: str | None, data: OwnData | None) -> RunConfig:
-    """The run as its syncer tells it, with the site's ``own`` settings: rank 0 asks, and all ranks know."""
+    """Return the run's settings from its syncer with the site's ``own`` on top; rank 0 fetches and broadcasts them."""
     known = configs.of_values(own)
     told: dict[str, object] = {}
     if group.is_first:
@@ -215,14 +216,14 @@ def _config(group: PresentGroup, own: dict[str, object], run: str | None, data: 
             told = {"kind": error.kind, "text": error.text}
         except ValueError as error:
             told = {"text": str(error).replace("address is", "syncer is", 1)}
-    told = json.loads(group.broadcast_bytes(json.dumps(told).encode()))
+    told = json.loads(group.all_gather_bytes(json.dumps(told).encode())[0])
     if "kind" in told:
         text = join_text(known, str(told["kind"]), str(told["text"]))
         raise JoinFailed(str(told["kind"]), text.replace("(site.", "("))
     if "text" in told:
         raise ValueError(told["text"])
     own = own | {"run.name": told["run"]}
-    if data is not None:  # So many units ahead are asked for as such steps want.
+    if data is not None:  # These set how many units the site leases ahead.
         own |= {"inner.batch_sequences": data.samples_per_step, "inner.accumulation": 1}
     try:
         config = configs.from_shared(told["shared"], own)  # type: ignore[arg-type]
@@ -234,8 +235,8 @@ def _config(group: PresentGroup, own: dict[str, object], run: str | None, data: 
 
 def _asked(known: RunConfig, run: str | None) -> dict[str, object]:
     site = known.site
-    if not site.join_timeout_s > 0:
-        raise ValueError(f"join_timeout_s is {site.join_timeout_s!r}: positive")
+    if not 0 < site.join_timeout_s < math.inf:
+        raise ValueError(f"join_timeout_s is {site.join_timeout_s!r}: positive and finite")
     told = asking.ask(site.syncer, connecting.site_security(known), site.join_timeout_s)
     if run not in (None, told.run_id):
         raise JoinFailed("mismatch", f"run is {run!r} at the site and {told.run_id!r} at the syncer")
@@ -244,7 +245,7 @@ def _asked(known: RunConfig, run: str | None) -> dict[str, object]:
 
 @contextmanager
 def _naming_arguments() -> Iterator[None]:
-    """Let what is said of ``site.NAME`` be said of the argument NAME."""
+    """Turn an error about the setting ``site.NAME`` into a ValueError about the argument NAME."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""``diloco journal``: the syncer's journal as lines, so that an incident can be read, and a check of all it keeps."""
+"""``diloco journal``: print the syncer's journal as lines, to read an incident, or verify all that the syncer keeps."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def _verify(target: str) -> ExitCode:
 
 
 def data_folder(target: str) -> Path:
-    """The syncer's data folder that ``target``, a run folder or itself one, means."""
+    """Return the syncer's data folder of ``target``, which is a run folder or already a data folder."""
     path = Path(target)
     return path if is_data(path) else data_of(existing_run(target))
 
 
 def segments(target: str) -> list[Path]:
-    """The journal's files that ``target`` means, oldest first."""
+    """Return the journal's files for ``target``, oldest first."""
     path = Path(target)
     if path.is_file():
         return [path]

@@ -1,4 +1,4 @@
-"""The dotted names of all settings: which exist, of which type, which is nearest to a misspelt one, what each means."""
+"""The dotted names of all settings: their types and meanings, and the nearest name to a misspelt one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from diloco.launch import schema, schema_launch, schema_outer
+from diloco.launch import schema
 from diloco.launch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from types import ModuleType
 
 ANY_NAME = "<name>"
-SCHEMAS = (schema, schema_launch, schema_outer)
 WANTED: Mapping[type, str] = {
     int: "a whole number",
     float: "a number",
@@ -30,18 +29,18 @@ WANTED: Mapping[type, str] = {
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The types of a section's fields; to work them out compiles every one, which is half the reading of a file."""
+    """Return the types of a section's fields.  Cached: resolving them takes half the time of reading a file."""
     return typing.get_type_hints(kind)
 
 
 def plain_type(hint: Any) -> Any:
-    """``hint`` without its ``| None``."""
+    """Return ``hint`` without its ``| None``."""
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
     return parts[0] if type(None) in typing.get_args(hint) and len(parts) == 1 else hint
 
 
 def leaves(kind: type = schema.RunConfig, above: str = "") -> Iterator[tuple[str, type, Field[Any]]]:
-    """Every setting below ``kind``: its dotted name, the section it is a field of, and the field.
+    """Yield every setting below ``kind``: its dotted name, its section's class, and the field.
 
     A section with free names (``cluster.sites``) is listed under ``<name>``.
     """
@@ -57,7 +56,7 @@ def leaves(kind: type = schema.RunConfig, above: str = "") -> Iterator[tuple[str
 
 
 def type_of(key: str) -> Any:
-    """The type of the setting ``key``; ConfigError with the nearest name when there is none."""
+    """Return the type of the setting ``key``; ConfigError with the nearest name for an unknown key."""
     hint: Any = schema.RunConfig
     for part in key.split("."):
         hint = plain_type(hint)
@@ -71,7 +70,7 @@ def type_of(key: str) -> Any:
 
 
 def unknown(key: str) -> str:
-    """One line about ``key``, which does not exist, with the nearest name that does."""
+    """Return a one-line error text for the unknown ``key``, with the nearest existing name."""
     names = [name for name, _, _ in leaves()]
     sections = {name[:place] for name in names for place, letter in enumerate(name) if letter == "."}
     near = nearest(key, [*names, *sorted(sections)])
@@ -82,18 +81,18 @@ def unknown(key: str) -> str:
 
 
 def nearest(word: str, words: list[str]) -> str:
-    """The one of ``words`` that ``word`` was most likely meant to be; empty when none is near."""
+    """Return the one of ``words`` nearest to ``word``; empty when none is near."""
     found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     if found:
         return found[0]
-    # A right last part in a wrong section, or in none, is worth a hint too: lr -> inner.lr.
+    # Also match a correct last part in a wrong section, or without one: lr -> inner.lr.
     lasts = {name.rpartition(".")[2]: name for name in reversed(words)}
     found = difflib.get_close_matches(word.rpartition(".")[2], list(lasts), n=1, cutoff=0.75)
     return lasts[found[0]] if found else ""
 
 
 def wanted(key: str) -> str:
-    """What kind of value ``key`` takes, in words."""
+    """Describe the kind of value that ``key`` takes."""
     hint = type_of(key)
     inner = plain_type(hint)
     words = WANTED.get(typing.get_origin(inner) or inner, "a section, not a value: set what is in it")
@@ -101,7 +100,7 @@ def wanted(key: str) -> str:
 
 
 def default_text(item: Field[Any]) -> str:
-    """The default of a field as it would be typed."""
+    """Return the default of a field as a user would type it."""
     value = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[operator]
     if value is None:
         return "null"
@@ -110,10 +109,10 @@ def default_text(item: Field[Any]) -> str:
     return '""' if value == "" else str(value)
 
 
-def meanings(modules: Sequence[ModuleType] = SCHEMAS) -> dict[tuple[str, str], str]:
-    """The sentence below each field of the ``modules``' classes, by class and field, as the source has it."""
+def meanings(module: ModuleType = schema) -> dict[tuple[str, str], str]:
+    """Return the docstring below each field of the ``module``'s classes, by class and field, from the source."""
     found: dict[tuple[str, str], str] = {}
-    for node in [each for module in modules for each in ast.parse(inspect.getsource(module)).body]:
+    for node in ast.parse(inspect.getsource(module)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         found[node.name, ""] = ast.get_docstring(node) or ""

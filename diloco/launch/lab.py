@@ -1,8 +1,8 @@
-"""Experiments of rules beside each other: rows of settings, each trained under virtual time with several seeds.
+"""Experiments that compare rules: rows of settings, each trained under virtual time with several seeds.
 
-A laboratory is a YAML file (``configs/lab``): what all rows share, and what each has of its own.  A **cell** is one row
-with one seed; what it found is kept under the digest of all that it depends on, so that the same command goes on where
-it was, and a row that was changed is made again.
+A laboratory is a YAML file (``configs/lab``): settings that all rows share, and each row's own.  A **cell** is one row
+with one seed.  Its result is stored under the digest of all its inputs, so that the same command resumes where it
+stopped, and a changed row is trained again.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "int": ("a whole number", int),
     "float": ("a number", (int, float)),
 }
-"""What the fields of a row and a laboratory are, and a tuple's parts."""
+"""The types of the fields of a row and a laboratory, and of a tuple's parts."""
 CODE = ("codec", "inner", "outer", "sim", "sync")
-"""The parts of the package that say what a cell comes to."""
+"""The parts of the package that affect a cell's result."""
 NO_PART = ("does", "against", "settings", "rule", "pattern")
-"""Of a row: what changes nothing of what it comes to, or is in the configuration."""
+"""The fields of a row that do not affect its result, or are in the configuration."""
 OWN = ("data.leased=false", "inner.checkpoint_every_steps=0", "network=loopback")
-"""What a training without processes, disks and links of its own is told before anything else."""
+"""The first settings of every row, since the training has no processes, disks or links of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One configuration.  ``control``: one process on all the text, with the batch of all sites together."""
+    """One configuration.  ``control``: one process on all the text, with the sites' batches combined."""
 
     does: str = ""
     settings: tuple[str, ...] = ()
     control: bool = False
     speeds: tuple[float, ...] = ()
-    """Of the sites, in steps a second; those of the laboratory where it is empty."""
+    """The sites' speeds in steps per second; empty: the laboratory's."""
     phases: tuple[float, ...] = ()
-    """When each site begins, as a share of its period; those left out begin at once."""
+    """When each site begins, as a share of its period; empty: all begin at once."""
     jitter: float = 0.0
-    """A site's steps take up to this share more or less, drawn for each stretch."""
+    """A site's steps take up to this share more or less, drawn again for each stretch."""
     interruptions_per_hour: float = 0.0
     away_s: float = 0.0
     rtt_s: float = 0.0
     lost_share: float = 0.0
-    """Of its updates that the syncer never has; the site is told so."""
+    """The share of a site's updates that never reach the syncer; the site is told of each loss."""
     against: str = ""
-    """The row that it is compared with; the laboratory's reference where it is empty."""
+    """The row that this one is compared with; empty: the laboratory's reference."""
     rule: str = ""
     pattern: str = ""
-    """What it is made of, where the laboratory has rules under patterns."""
+    """The row's rule and pattern, where the laboratory has rules under patterns."""
 
     def __post_init__(self) -> None:
         for name in ("interruptions_per_hour", "away_s", "rtt_s"):
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laboratory:
-    """``speeds`` are those of the sites, as many as there are; ``warm_steps`` of the control come before every row."""
+    """``speeds`` has one entry per site; every row starts from ``warm_steps`` steps of the control."""
 
     name: str
     title: str
@@ -99,27 +99,27 @@ class Laboratory:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row with one seed, and the configuration that this makes."""
+    """One row with one seed, and the resulting configuration."""
 
     name: str
     seed: int
     row: Row
     config: RunConfig
     warm: RunConfig
-    """Of the start that all rows of a seed have in common."""
+    """The configuration of the warm start that all rows of a seed share."""
     warm_steps: int
     points: int
 
     @property
     def digest(self) -> str:
-        """Equal where the same is trained."""
+        """The digest of all inputs: equal where two cells train the same."""
         row = {key: value for key, value in asdict(self.row).items() if key not in NO_PART}
         shared = configs.as_text(self.config)
         return _digest([sorted(shared.items()), row, self.points, self.warm_digest])
 
     @property
     def warm_digest(self) -> str:
-        """Equal where the same comes before; empty where nothing does."""
+        """The digest of the warm start's inputs; empty where there is no warm start."""
         parts = ("model.", "data.", "inner.", "run.seed")
         told = {key: value for key, value in configs.as_text(self.warm).items() if key.startswith(parts)}
         return _digest([sorted(told.items()), len(self.row.speeds), self.warm_steps]) if self.warm_steps else ""
@@ -127,8 +127,8 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a cell came to.  ``loss`` is nats per token of the final model, ``points`` on the way to it are (progress,
-    seconds, bytes up, loss); shares are of the sites' virtual time, ``took_s`` is real."""
+    """A cell's result.  ``loss`` is nats per token of the final model; ``points`` during training are (progress,
+    seconds, bytes up, loss); ``goodput`` is a share of the sites' virtual time; ``took_s`` is real time."""
 
     row: str
     seed: int
@@ -142,12 +142,12 @@ class Found:
     versions: int = 0
     sites_per_version: float = 0.0
     code: str = ""
-    """``code_digest()`` of what trained it."""
+    """``code_digest()`` of the code that trained it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row over its seeds: the mean, and the difference from another row with the same seed, as a share of that."""
+    """A row over its seeds: its losses and, in ``off``, the relative difference from ``against`` with the same seed."""
 
     name: str
     does: str
@@ -158,14 +158,14 @@ class Line:
 
     @property
     def loss(self) -> float:
-        """Mean over the seeds."""
+        """The mean loss over the seeds."""
         return fmean(self.losses.values())
 
 
 def read(name: str) -> Laboratory:
-    """The laboratory of ``configs/lab/NAME.yaml``, or of a file; ConfigError in one line.
+    """Read the laboratory ``configs/lab/NAME.yaml``, or a file; raise a one-line ConfigError.
 
-    ``base: NAME`` takes over what that one has in common for all rows, and ``rows_of_base: [name, ...]`` rows of it.
+    ``base: NAME`` inherits that laboratory's shared settings, and ``rows_of_base: [name, ...]`` some of its rows.
     ``rules`` under ``patterns`` are rows too, RULE_PATTERN each, compared with the same rule under the first pattern.
     """
     return _read(_path(name), ())
@@ -183,7 +183,7 @@ def _path(name: str) -> Path:
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
-    """``above`` are the laboratories of which this is the base."""
+    """Read ``path``; ``above`` are the laboratories whose base it is."""
     plain = configs.of_yaml(path)
     if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
         raise ConfigError(f"{path}: a laboratory has rows, and each a name")
@@ -208,7 +208,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
 
 
 def _under_patterns(rules: object, patterns: object, path: Path) -> dict[str, dict[str, object]]:
-    """A row for each rule under each pattern, with what both say."""
+    """Return a row for each rule under each pattern, with the fields of both."""
     for name, given in (("rules", rules), ("patterns", patterns)):
         if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
             raise ConfigError(f"{path}: {name} is {given!r}: must be names, and what rows of each have")
@@ -252,7 +252,7 @@ def _new(kind: Any, values: Mapping[str, object], where: object) -> Any:
 
 
 def _values(kind: Any, plain: object, where: str) -> dict[str, Any]:
-    """The values of ``plain`` for the fields of ``kind``, each of the kind that its field is."""
+    """Return the values of ``plain`` for the fields of ``kind``, each checked against its field's type."""
     if not isinstance(plain, dict):
         raise ConfigError(f"{where} is {plain!r}: must be keys and values")
     known = {each.name: str(each.type) for each in fields(kind) if each.name not in ("name", "rows")}
@@ -274,7 +274,7 @@ def _value(kind: str, value: object, where: str) -> object:
 
 
 def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Sequence[str]) -> list[Cell]:
-    """The cells of these rows (all where there is none), ordered by seed; ConfigError for settings that cannot be."""
+    """Return the cells of the rows ``names`` (empty: all), ordered by seed; ConfigError for bad settings."""
     for name in names:
         if name not in lab.rows:
             raise ConfigError(f"--rows is {name!r}: one of {', '.join(lab.rows)}")
@@ -303,7 +303,7 @@ def _digest(told: object) -> str:
 
 @cache
 def code_digest() -> str:
-    """Of the code on which a cell's result may hang."""
+    """Return the digest of the code that may affect a cell's result."""
     package = Path(__file__).parents[1]
     files = [path for part in CODE for path in (package / part).rglob("*.py")]
     files += [package / "launch" / f"{name}.py" for name in ("build", "fleeting", "lab_cell", "trained_fleet")]
@@ -314,25 +314,25 @@ def code_digest() -> str:
 
 
 def kept(folder: Path, cell: Cell) -> Found | None:
-    """What was found of ``cell`` before."""
+    """Return the stored result of ``cell``, if any."""
     path = folder / "cells" / f"{cell.digest}.json"
     if not path.is_file():
         return None
     try:
         return Found(**json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError):  # Damaged, so that it is made again.
+    except (ValueError, TypeError):  # Damaged: the cell is trained again.
         return None
 
 
 def keep(folder: Path, cell: Cell, found: Found) -> None:
-    """For the next time."""
+    """Store the result of ``cell`` for later calls."""
     path = folder / "cells" / f"{cell.digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(asdict(found), indent=1).encode())
 
 
 def lines(lab: Laboratory, found: Sequence[Found]) -> list[Line]:
-    """A line for each row of which anything was found, in the file's order."""
+    """Return a line for each row with results, in the file's order."""
     by_row: dict[str, list[Found]] = {}
     for each in found:
         by_row.setdefault(each.row, []).append(each)

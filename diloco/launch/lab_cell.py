@@ -1,4 +1,4 @@
-"""One cell of a laboratory, trained in a process of its own."""
+"""Train one cell of a laboratory, in its own process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 UNIT_S = 1.0
 """Virtual seconds that a step takes at speed 1."""
 SLACK = 4
-"""How many times as long as the slowest site would need for its share a run may take before it counts as stuck."""
+"""A run counts as stuck after this multiple of the time that the slowest site needs for its share."""
 
 
 def run_cell(cell: Cell, folder: Path) -> Found:
-    """Train ``cell``; ``folder`` has what all rows of its seed begin with."""
+    """Train ``cell``; ``folder`` has the warm start that all rows of its seed share."""
     import torch
 
     from diloco.launch import build
@@ -75,7 +75,7 @@ def run_cell(cell: Cell, folder: Path) -> Found:
 
 
 def _plan(cell: Cell, names: Sequence[str]) -> FleetPlan:
-    """The sites of a row that is no control, and what happens to them."""
+    """Return the sites of a row (not of a control), with their links, speeds and interruptions."""
     from diloco.launch.fleeting import Told, fleet_of
     from diloco.launch.schema import ClusterSite
     from diloco.launch.trained_fleet import tokens_per_step
@@ -103,7 +103,7 @@ def _plan(cell: Cell, names: Sequence[str]) -> FleetPlan:
 
 
 def make_warm(cell: Cell, folder: Path) -> None:
-    """Make what the rows of this seed begin with, unless it is there."""
+    """Train the warm start that the rows of this seed share, unless it exists."""
     import torch
 
     from diloco.launch.trained_fleet import Control, Warm

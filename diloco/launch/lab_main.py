@@ -1,4 +1,4 @@
-"""``diloco lab``: rules beside each other, at equal tokens, under virtual time, with real training of a small model."""
+"""``diloco lab``: compare rules at equal tokens, under virtual time, by really training a small model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco.launch import lab as labs
 from diloco.launch.arguments import limit_threads, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode
 from diloco.launch.lab_cell import make_warm, run_cell
-from diloco.launch.tether import die_with_parent
+from diloco.launch.process import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     limit_threads(1)
     _check(missing)
     if older := sum(here.code != labs.code_digest() for here in found.values()):
-        # Most changes of the code change no result, and a laboratory is hours: the user is told, and decides.
+        # Most code changes do not change results, and a laboratory takes hours: the user decides.
         print(
             f"{older} of {len(found)} cells that are kept are of other code: another --out trains them anew",
             file=sys.stderr,
@@ -72,13 +72,13 @@ def main(arguments: Sequence[str]) -> ExitCode:
             found[cell.digest] = replace(here, code=labs.code_digest())
             labs.keep(folder, cell, found[cell.digest])
             advance(cell, here)
-    lines = labs.lines(lab, [replace(found[cell.digest], row=cell.name) for cell in cells])  # Rows may be the same.
+    lines = labs.lines(lab, [replace(found[cell.digest], row=cell.name) for cell in cells])  # Rows may share a cell.
     _report(lab, lines, folder / lab.name, time.monotonic() - began_s, as_json=given.json)
     return ExitCode.OK
 
 
 def _check(cells: Sequence[Cell]) -> None:
-    """Refuse what no cell could be trained with before any is, once for each row."""
+    """Raise ConfigError for bad settings before any cell is trained; checks each row once."""
     if not cells:
         return
     from diloco.launch import build_syncer
@@ -98,7 +98,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:
-    """Each cell with what it came to, as they end; of every seed what comes first is made first."""
+    """Yield each cell with its result, as they finish; trains every seed's warm start first."""
     if not cells:
         return
     warm = {cell.warm_digest: cell for cell in cells if cell.warm_steps}
@@ -116,13 +116,13 @@ def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[C
 
 
 def _begin_worker(parent: int, kernels: str) -> None:
-    """End with ``parent``, or a cell would go on alone; run the kernels that it runs, which has told of any fault."""
+    """Make the worker die with ``parent`` and use the same kernels; the parent has already reported kernel problems."""
     die_with_parent(parent)
     kernel_library.force(kernels)
 
 
 class _bar:  # noqa: N801
-    """One progress bar over all cells, on standard error."""
+    """A progress bar over all cells, on standard error."""
 
     def __init__(self, total: int, before: int, *, quiet: bool) -> None:
         from rich.console import Console
@@ -148,7 +148,7 @@ class _bar:  # noqa: N801
 
 
 def _under(row: Row, line: Line) -> dict[str, object]:
-    """Of a rule under a pattern: how much higher the mean loss is than with the first pattern, "together"."""
+    """Return, for a rule under a pattern, how much higher its mean loss is than under the first pattern, "together"."""
     if not row.rule:
         return {}
     off = 0.0 if not row.against else fmean(line.off.values()) if line.off else None

@@ -1,4 +1,4 @@
-"""What a laboratory shows: a table for the terminal, and a page with curves."""
+"""The report of a laboratory: a table for the terminal, and a page with curves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEAD = (
 
 
 def cells(line: Row) -> tuple[str, ...]:
-    """A line of the table as text; differences are those of the same seed."""
+    """Return a line of the table as text; differences are between runs with the same seed."""
     off = list(line.off.values())
     shares = (f"{fmean(off):+.2%}", f"{min(off):+.2%}", f"{max(off):+.2%}") if off else ("", "", "")
     communicates = any(each.versions for each in line.found)
@@ -52,7 +52,7 @@ def cells(line: Row) -> tuple[str, ...]:
 
 
 def table(lines: Sequence[Row]) -> str:
-    """For the terminal."""
+    """Return the table for the terminal."""
     rows = [HEAD, *(cells(line) for line in lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     return "\n".join(
@@ -63,7 +63,7 @@ def table(lines: Sequence[Row]) -> str:
 
 
 def html(lab: Laboratory, lines: Sequence[Row]) -> str:
-    """The page."""
+    """Return the HTML page."""
     named = [(line.name, series_style(number)) for number, line in enumerate(lines)]
     tokens = max((each.tokens for line in lines for each in line.found), default=0)
     axes: tuple[tuple[str, int, Axis, Callable[[Found, float], float]], ...] = (

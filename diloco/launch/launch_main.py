@@ -1,4 +1,4 @@
-"""``diloco launch``: a run on machines that somebody else hands out: the files for it, and their tool called."""
+"""``diloco launch``: run on machines that a cluster manager allocates: write the files for it, and call its tool."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.launch.arguments import load_config, settings_parser
+from diloco.launch.config import enough_sites
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.rendering import File
 from diloco.launch.run_dir import name_run, run_dir_of
-from diloco.launch.sections import enough_sites
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,12 +32,12 @@ the tool there wants, from the same settings as everything else; each process re
 Without --dry-run the tool (docker, sbatch, kubectl or sky) is called, after showing how and asking.  Delete what is
 not to run there: a run may have sites in many places."""
 TOOLS: Mapping[str, str] = {"docker": "docker", "slurm": "sbatch", "kubernetes": "kubectl", "skypilot": "sky"}
-"""What is launched by what."""
+"""The command-line tool for each kind of launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The files of a launch, and the commands that hand them over, to be called in their folder."""
+    """The files of a launch, and the commands that submit them, to be called in the files' folder."""
 
     files: list[File]
     calls: list[list[str]]
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def prepared(kind: str, config: RunConfig) -> Launch:
-    """What launches the run of ``config``; ConfigError for what cannot be launched."""
+    """Return the files and commands that launch ``config``'s run; ConfigError where it cannot be launched."""
     from diloco.launch import build_syncer, render_docker, render_kubernetes, render_skypilot, render_slurm
     from diloco.launch.rendering import has_syncer
 
@@ -89,7 +89,7 @@ def prepared(kind: str, config: RunConfig) -> Launch:
 
 
 def write(folder: Path, files: Sequence[File]) -> None:
-    """Write ``files`` into ``folder``; ConfigError where another file lies by one of their names."""
+    """Write ``files`` into ``folder``; ConfigError where a different file of the same name exists."""
     from diloco.durable import write_file
 
     for file in files:
@@ -108,7 +108,7 @@ def _print(files: Sequence[File]) -> None:
 
 
 def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCode:
-    """Show what will be done, ask, and do it; the first call that fails is the last."""
+    """Show the commands, ask, and run them; stop at the first that fails."""
     print(f"in {folder}:")
     for words in found:
         print(f"  {shlex.join(words)}", flush=True)
@@ -123,7 +123,7 @@ def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCo
 
 
 def _agreed() -> bool:
-    """Whether somebody at the terminal says yes; where there is none, nobody does."""
+    """Ask the user at the terminal and return whether the answer is yes; VerbError without a terminal."""
     if not sys.stdin.isatty():
         raise VerbError(ExitCode.USAGE, "nobody is here to be asked: --yes does it")
     return input("do it? [y/N] ").strip().lower() in ("y", "yes")

@@ -1,8 +1,8 @@
-"""A run that was made beside its simulation: what the simulation is told of it, and what both came to.
+"""Compare a real run with its simulation: the measurements that the simulation gets, and the results of both.
 
-Told are what nobody can know without the machine and the text: what inner steps took at each site, when each came,
-what encoding and an outer step took, what the codec made of an update and of a version, and what a scenario did.  Found
-must be everything else.
+It gets what only the machine and the text determine: the time of inner steps at each site, when each site joined, the
+time of encoding and of an outer step, the encoded bytes of updates and versions, and the scenario's faults.  It must
+predict everything else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What one site came to.  ``idle_share`` is of the time from its first step to the end of its training."""
+    """One site's results.  ``idle_share`` is of the time from its first step to the end of its training."""
 
     steps: int
     updates_merged: int
@@ -39,7 +39,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class MadeRun:
-    """``update_bytes`` and ``version_bytes`` are the means of each fragment, None where there was none."""
+    """The measurements of a real run.  ``update_bytes`` and ``version_bytes`` are each fragment's means, or None."""
 
     step_s: Mapping[str, float]
     steps_s: Mapping[str, tuple[float, ...]]
@@ -54,7 +54,7 @@ class MadeRun:
 
 
 def read_made(folder: RunDir) -> MadeRun:
-    """What ``events.jsonl`` of a run tells."""
+    """Read the measurements from the ``events.jsonl`` of a run; ConfigError for a run that did not end."""
     events, _ = read_events(folder.events) if folder.events.is_file() else ([], 0)
     history = RunHistory()
     history.take_all(events)
@@ -80,7 +80,7 @@ def read_made(folder: RunDir) -> MadeRun:
 
 
 def simulated(found: FleetResult, names: Sequence[str]) -> dict[str, Column]:
-    """The same of a simulation."""
+    """Return the results of each site in a simulation."""
     return {name: _found(site) for name, site in zip(names, found.sites, strict=True)}
 
 
@@ -95,12 +95,12 @@ def _found(site: SiteAccount) -> Column:
 
 
 def _idle_s(site: SiteHistory) -> float:
-    """What training stood still, but for the copies of values, which are work."""
+    """Return the seconds that training stalled, without the copying of values, which is work."""
     return site.meter("stall_s") - site.meter("adopt_s")
 
 
 def _joins(events: Sequence[Event]) -> dict[str, float]:
-    """When the syncer first saw each site, in seconds from the first of them."""
+    """Return when each site first joined, in seconds after the first site."""
     seen: dict[str, float] = {}
     for event in events:
         if event.get("what") == "site_joined":
@@ -110,9 +110,9 @@ def _joins(events: Sequence[Event]) -> dict[str, float]:
 
 
 def _steps_s(events: Sequence[Event], name: str, step_s: float) -> tuple[float, ...]:
-    """What each step took, with its share of what lies between steps, so that their mean is ``step_s``.
+    """Return the time of each step, scaled so that the mean is ``step_s``, which includes the time between steps.
 
-    Sites on one machine are slow at the same times, which no mean tells.
+    Single times, because sites on one machine are slow at the same times, which a mean hides.
     """
     mine = [event for event in events if event.get("what") == "step" and event.get("who") == name]
     steps = [number(event, "step_s") or 0.0 for event in mine]
@@ -121,7 +121,7 @@ def _steps_s(events: Sequence[Event], name: str, step_s: float) -> tuple[float, 
 
 
 def _seal_s(events: Sequence[Event], name: str) -> float:
-    """From the step after which an update was measured until it was made, in the middle."""
+    """Return the median time from the step at which an update was measured until it was sealed."""
     stepped, took = 0.0, []
     for event in events:
         if event.get("who") == name and event.get("what") == "step":
@@ -132,7 +132,7 @@ def _seal_s(events: Sequence[Event], name: str) -> float:
 
 
 def _faults(events: Sequence[Event]) -> list[Step]:
-    """What a scenario did, when and for how long: until the process that was killed was there again."""
+    """Return the scenario's faults with their times and durations; a kill lasts until the process is back."""
     first = [(number(each, "at") or 0.0) - (number(each, "step_s") or 0.0) for each in events if each["what"] == "step"]
     steps = []
     for place, event in enumerate(events):
@@ -151,7 +151,7 @@ def _faults(events: Sequence[Event]) -> list[Step]:
 
 
 def _merge_s(events: Sequence[Event]) -> float:
-    """From the close of a round to its version, in the middle."""
+    """Return the median time from the close of a round to its version."""
     closed: dict[int, float] = {}
     took = []
     for event in events:
@@ -172,7 +172,7 @@ def _mean_bytes(events: Sequence[Event], what: str, fragments: int) -> list[int 
 
 
 def as_made(plan: FleetPlan, names: Sequence[str], made: MadeRun) -> FleetPlan:
-    """The plan of the run's configuration, with what only the run could tell."""
+    """Return the configuration's ``plan`` with the real run's measurements filled in."""
     missing = [name for name in names if name not in made.step_s]
     if missing:
         raise ConfigError(f"cluster.sites has {missing[0]}, which has made no step in the run")

@@ -1,8 +1,8 @@
-"""Where a site keeps checkpoints in its machines' memory (``inner.memory``), and that nothing is left there.
+"""The folder of a site's checkpoints in its machines' memory (``inner.memory``), and its removal.
 
-It is DIR/diloco-RUN-SITE-FOLDER-ID, where DIR is site.memory_folder.  FOLDER is a digest of the site's own folder, so
-that runs of one name elsewhere are not meant.  ID lies with the checkpoints on the disk: who removes those, to begin
-anew, does not go on from what was newer than them.  It is another one where no machine has the folder any more.
+It is DIR/diloco-RUN-SITE-FOLDER-ID, where DIR is site.memory_folder.  FOLDER is a digest of the site's own folder, to
+tell apart runs of the same name in other folders.  ID is stored with the checkpoints on disk: a user who deletes those
+to start anew does not resume from newer ones in memory.  A new ID is made where no machine has the folder any more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ IN_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mountinfo")
 ID = ".memory"
 REFUSED = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH)
-"""How a start ends that is somebody's to mend; from a site of several ranks a ConfigError comes as the first."""
+"""Exit codes of a start that the user must fix; from a site of several ranks a ConfigError arrives as the first."""
 
 
 def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
-    """ConfigError where checkpoints in memory are asked for and ``site.memory_folder`` is no folder in memory."""
+    """Raise ConfigError where memory checkpoints are on and ``site.memory_folder`` is no writable folder in memory."""
     if not config.inner.memory_checkpoint_every_steps:
         return
     folder = Path(config.site.memory_folder)
@@ -50,7 +50,7 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
 
 
 def _file_system(folder: Path, mounts: Path) -> str:
-    """The kind of file system that ``folder`` lies on; empty where the system does not tell."""
+    """Return the type of the file system of ``folder``; empty where it is unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -61,10 +61,10 @@ def _file_system(folder: Path, mounts: Path) -> str:
 
 
 def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | None:
-    """This machine's, made and of this user alone; None where there are to be no checkpoints in memory.  A collective.
+    """Create this machine's folder, private to this user; None where memory checkpoints are off.  A collective.
 
-    What the same site has left in memory under another id is removed.  ``start`` is how often the ranks were started
-    again.
+    Folders that the same site left in memory under another id are removed.  ``start`` is the number of restarts of the
+    ranks.
     """
     if not config.inner.memory_checkpoint_every_steps:
         return None
@@ -72,7 +72,7 @@ def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | Non
     prefix, number = group.all_gather_bytes(told.encode())[0].decode().split(" ")
     folder, why = Path(config.site.memory_folder) / f"{prefix}{number}", ""
     if not any(group.all_gather_bytes(b"there" if folder.is_dir() else b"")):
-        # The site goes on from its disk.  A machine that has more, of a life before that, may come back later.
+        # The site resumes from its disk.  A machine with newer checkpoints of an earlier life may come back later.
         number = group.all_gather_bytes((_new_id(config) if group.is_first else "").encode())[0].decode()
         folder = folder.with_name(f"{prefix}{number}")
     try:
@@ -82,7 +82,7 @@ def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | Non
         private_folder(folder)
     except (ConfigError, OSError) as error:
         why = str(error) if isinstance(error, ConfigError) else f"site.memory_folder: {error}"
-    # One machine's fault is all ranks' end: the others would wait for its ranks.
+    # An error on one machine ends all ranks: otherwise the others would wait for its ranks.
     if whys := [each.decode() for each in group.all_gather_bytes(why.encode() or b" ") if each.strip()]:
         raise ConfigError(whys[0])
     return folder
@@ -90,9 +90,9 @@ def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | Non
 
 @contextmanager
 def memory_cleared(config: RunConfig) -> Iterator[None]:
-    """Inside, the site's processes run; after that nothing of theirs is left in this machine's memory.
+    """Remove this machine's memory checkpoints of the site at the end of the context, in which its processes run.
 
-    But where a start was refused: it goes on from what a life before it has left, when its reason is mended.
+    A refused start keeps them: once its cause is fixed, the site resumes from what an earlier life has left.
     """
     refused = False
     try:
@@ -109,15 +109,15 @@ def memory_cleared(config: RunConfig) -> Iterator[None]:
 
 
 def clear_memory(config: RunConfig) -> None:
-    """Remove what a site that runs no more has left in this machine's memory."""
+    """Remove the memory checkpoints that a stopped site has left on this machine."""
     if not config.inner.memory_checkpoint_every_steps:
         return
     _remove(config, f"{_prefix(config)}*")
     try:
         number = (run_dir_of(config).site(config.site.id).checkpoints / ID).read_text().strip()
     except OSError:
-        return  # No rank has come so far that it made a folder in memory.
-    # FOLDER is as the first machine sees it; another one may have it elsewhere.
+        return  # No rank got far enough to create a folder in memory.
+    # FOLDER is made from the path on the first machine; the path may differ on this one.
     _remove(config, f"diloco-{config.run.name}-{config.site.id}-*-{number}")
 
 
@@ -133,7 +133,7 @@ def _prefix(config: RunConfig) -> str:
 
 
 def _id(config: RunConfig, start: int) -> str:
-    """What the site's checkpoints on the disk are called; another name for a life that is to begin anew."""
+    """Return the ID stored with the site's checkpoints on disk; a new ID for a run that must start anew."""
     file = run_dir_of(config).site(config.site.id).checkpoints / ID
     if file.exists() and (start or config.run.resume != "never"):
         return file.read_text().strip()

@@ -1,18 +1,17 @@
-"""``/metrics`` for Prometheus: what both pages are made of, and the small server behind them.
+"""``/metrics`` for Prometheus: the common parts of the site's and the syncer's page, and the small server behind them.
 
-A page is computed when it is asked for, from the same status and events that ``diloco status`` and the live view show.
-What is not measured has no metric: a name that is absent is better than a number that means nothing.  So there is none
-of a pseudo-gradient's cosine and of a site's drift (the syncer judges the health of updates, and ``diloco status`` has
-it of those that are held); of device memory and utilisation; of durations and retries of single transfers (a link's
-round trip and rates are told, calls refused and connections lost are counted); of a checkpoint's duration; of time for
-data, checkpoints, recovery (``compute`` has them all but the outer world's); of evaluations, which ``diloco eval``
-writes into the run's events; and of tokens saved, which is what ``diloco_wan_raw_bytes_total`` says beside
-``diloco_wan_bytes_total``.
+A page is computed for each request, from the same status and events that ``diloco status`` and the live view show.
+Values that are not measured have no metric: a missing name is better than a meaningless number.  So there is none for a
+pseudo-gradient's cosine and a site's drift (the syncer judges the health of updates, and ``diloco status`` shows it for
+held ones); device memory and utilisation; durations and retries of single transfers (a link's round trip and rates are
+reported, refused calls and lost connections are counted); a checkpoint's duration; time for data, checkpoints and
+recovery (``compute`` includes them all, except the outer exchange's); evaluations, which ``diloco eval`` writes into
+the run's events; and bytes saved, which follow from ``diloco_wan_raw_bytes_total`` and ``diloco_wan_bytes_total``.
 
-Labels are ``site``, ``state``, ``outcome``, ``direction``, ``kind`` and ``code``, whose values are few; none is a
-tensor, a round or a rank.  The page asks nobody who they are, so it listens on loopback unless a host is given, and
-bounds what its callers can take up: connections, of which a silent one makes room for the next, pages that are made at
-once, and the time of either.
+Labels are ``site``, ``state``, ``outcome``, ``direction``, ``kind`` and ``code``, with few values each; none is a
+tensor, a round or a rank.  The page authenticates no callers, so it listens on loopback unless a host is given, and
+bounds what its callers can use: connections (a silent one makes room for the next), concurrent pages, and the time of
+both.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from diloco import __version__
 from diloco.launch.errors import ConfigError
 from diloco.sync.agreement import PROTOCOL
-from diloco.wire.channel import StallWatch
+from diloco.version import __version__
+from diloco.wire.channel import Guard, StallWatch
 from diloco.wire.door import Gate, TurnedAway, WaitingRoom
 from diloco.wire.messages import Refusal
 
@@ -51,20 +50,20 @@ LINKS = (
     ("link_up_bytes_per_second", "up_bytes_per_s", 1.0, "Rate at which the site's updates were carried lately."),
     ("link_down_bytes_per_second", "down_bytes_per_s", 1.0, "Rate at which versions were carried to it lately."),
 )
-"""What a site has measured of its link, on its own page and on the syncer's."""
+"""A site's measurements of its link, on its own page and on the syncer's: name, field, factor, help text."""
 CONNECTIONS_MAX = 32
-"""Of one page, open at once."""
+"""Maximum number of open connections to one page."""
 SILENT_MAX = 8
-"""Of them, those that have not said yet what they want; one more sends away who has waited longest."""
+"""Maximum number of connections without a request yet; one more closes the one that has waited longest."""
 PAGES_MAX = 8
-"""Made and sent at once; half of them for one address."""
+"""Maximum number of pages made and sent at once; at most half of them for one address."""
 REQUEST_S = 5.0
 ANSWER_S = 15.0
 VERSIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0)
 
 
 class Spread:
-    """How often a value fell below each bound: a histogram of one set of labels."""
+    """A histogram for one set of labels: counts of values up to each bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -72,12 +71,12 @@ class Spread:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def into(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Add what was counted to ``family``."""
+        """Add the counts to ``family``."""
         total, buckets = 0, []
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count
@@ -86,20 +85,20 @@ class Spread:
 
 
 class Page(Collector):
-    """Turns ``families`` into a page; nothing else in the process is on it."""
+    """Collects only ``families`` into a page, no other metrics of the process."""
 
     def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
         self._families = families
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
-        """prometheus_client's hook."""
-        with self._lock:  # One page at a time: two that ask at once must not make the syncer answer twice.
+        """Yield the metrics; prometheus_client calls this."""
+        with self._lock:  # One page at a time: concurrent requests must not query the syncer concurrently.
             yield from list(self._families())
 
 
 def gauge(name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> GaugeMetricFamily:
-    """A gauge with one value for each set of labels."""
+    """Return a gauge with one value for each set of labels."""
     family = GaugeMetricFamily(f"diloco_{name}", meaning, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
@@ -107,7 +106,7 @@ def gauge(name: str, meaning: str, values: Mapping[Labels, float], *labels: str)
 
 
 def counter(name: str, meaning: str, values: Mapping[Labels, float], *labels: str) -> CounterMetricFamily:
-    """A counter; ``_total`` is added to its name."""
+    """Return a counter; ``_total`` is added to its name."""
     family = CounterMetricFamily(f"diloco_{name}", meaning, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
@@ -115,7 +114,7 @@ def counter(name: str, meaning: str, values: Mapping[Labels, float], *labels: st
 
 
 def histogram(name: str, meaning: str, values: Mapping[Labels, Spread], *labels: str) -> HistogramMetricFamily:
-    """A histogram with one spread for each set of labels."""
+    """Return a histogram with one ``Spread`` for each set of labels."""
     family = HistogramMetricFamily(f"diloco_{name}", meaning, labels=labels)
     for key, spread in values.items():
         spread.into(family, key)
@@ -123,7 +122,7 @@ def histogram(name: str, meaning: str, values: Mapping[Labels, Spread], *labels:
 
 
 def about(config: RunConfig) -> Iterator[Metric]:
-    """Which program this is, and of which run."""
+    """Yield the metrics with the program's version and protocol, and the run's name and model."""
     build = {"version": __version__, "proto": str(PROTOCOL)}
     yield InfoMetricFamily("diloco_build", "Version of the program, and the protocol that it speaks.", build)
     model = f"{config.model.layers}x{config.model.dim}"
@@ -134,7 +133,7 @@ def about(config: RunConfig) -> Iterator[Metric]:
 
 
 def host_and_port(key: str, text: str) -> tuple[str, int]:
-    """Where to listen; a port alone means loopback.  ``ConfigError`` names ``key``."""
+    """Parse the address to listen on; a port alone means loopback.  ``ConfigError`` names ``key``."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not int(port) < 65536:
         raise ConfigError(f"{key} is {text!r}: host:port, or a port for loopback only; empty: no metrics")
@@ -142,18 +141,18 @@ def host_and_port(key: str, text: str) -> tuple[str, int]:
 
 
 class _Handler(MetricsHandler):
-    """One connection: a request, its page, the end."""
+    """Handles one connection: one request and its page."""
 
     server: _Server
 
     def handle(self) -> None:
-        """Read the request within its time, and answer it."""
-        with ExitStack() as self._silent, self.server.stalls.guard(REQUEST_S, self._hang_up) as self._guard:
+        """Read the request within its timeout, and answer it."""
+        with ExitStack() as self._silent, Guard(self.server.stalls, REQUEST_S, self._hang_up) as self._guard:
             self._silent.enter_context(self.server.silent.enter(self.client_address[0], self._hang_up))
             super().handle()
 
     def do_GET(self) -> None:  # noqa: N802 — the name that http.server wants
-        """The page, or 503 with a time to come back."""
+        """Send the page, or 503 with ``Retry-After``."""
         self._silent.close()
         self._guard.limit(ANSWER_S)
         try:
@@ -169,7 +168,7 @@ class _Handler(MetricsHandler):
             self.wfile.write(body)
 
     def _hang_up(self) -> None:
-        """From another thread: this one reads the end of the connection, or cannot write to it."""
+        """Shut the connection down, from another thread: the handler then reads its end, or fails to write to it."""
         self.server.turned_away.add(f"the latest from {self.client_address[0]}, was silent or slow")
         try:
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -178,7 +177,7 @@ class _Handler(MetricsHandler):
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Listens for those who want the page."""
+    """Listens for requests for the page."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -194,30 +193,30 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__((host, port), _Handler.factory(registry))
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place for one more connection; where there is none it ends at once."""
+        """Return whether one more connection is allowed; otherwise it is closed at once."""
         if self._places.acquire(blocking=False):
             return True
         self.turned_away.add(f"the latest from {client_address[0]}, when {CONNECTIONS_MAX} were open")
         return False
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """In the connection's own thread, to its end."""
+        """Handle the connection to its end, in its own thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that went away is no error of ours."""
+        """Log an error, unless it comes from a peer that disconnected."""
         if not isinstance(sys.exception(), OSError | ValueError):
             logging.getLogger(__name__).exception("a page of metrics could not be made")
 
     def service_actions(self) -> None:
-        """Twice a second, and after each connection."""
+        """Report refused connections; the server calls this twice a second, and after each connection."""
         self.turned_away.tell()
 
     def server_close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         super().server_close()
         self.stalls.close()
 
@@ -229,9 +228,9 @@ def page_at(
     families: Callable[[], Iterator[Metric]],
     emit: Callable[[str, dict[str, object]], None] = lambda what, fields: None,
 ) -> Iterator[str]:
-    """Serve a page at ``text`` while the context lasts; gives its address, or nothing for an empty ``text``.
+    """Serve a page at address ``text`` while the context lasts; yield its URL, or "" for an empty ``text``.
 
-    ``emit`` is told when connections were hung up on, once a minute at most.
+    ``emit`` is called when connections were closed, at most once a minute.
     """
     if not text:
         yield ""

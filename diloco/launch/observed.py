@@ -1,4 +1,4 @@
-"""A run's syncers as an observer sees them: one, or several with a part of the model each."""
+"""Observe a run's syncers from outside: one, or several with a part of the model each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Observed:
-    """``address`` is one, or several as ``site.syncer`` has them; ``at_end`` takes what closes the connections."""
+    """``address`` has one or several syncers, as in ``site.syncer``; ``at_end`` registers functions that disconnect."""
 
     def __init__(self, config: RunConfig, address: str, at_end: Callable[[Callable[[], None]], object]) -> None:
         parts = towards(replace(config, site=replace(config.site, syncer=address)))
@@ -29,12 +29,12 @@ class Observed:
 
     @property
     def versions(self) -> list[int]:
-        """The version held of each fragment of the model, -1 for none."""
+        """The held version of each fragment of the model, -1 for none."""
         return in_whole_order(self._placement, [part.observer.versions for part in self._parts])
 
     @property
     def run_tokens(self) -> int:
-        """Tokens merged, the mean over all fragments: each counts every token once."""
+        """Tokens merged: the mean over all fragments, since each fragment counts every token once."""
         weighted = sum(part.run_tokens * len(mine) for part, mine in zip(self._parts, self._placement, strict=True))
         return weighted // sum(map(len, self._placement))
 
@@ -45,11 +45,11 @@ class Observed:
 
     @property
     def drained(self) -> bool:
-        """Whether the run has ended and can be taken up again."""
+        """Whether the run has ended before it was finished, and can be resumed."""
         return self.ended and any(part.drained for part in self._parts)
 
     def refresh(self) -> bool | None:
-        """Fetch what is new; whether anything was, or None when nothing can be said: no answer, and not all is here."""
+        """Fetch new versions and return whether there were any; None without an answer or with fragments missing."""
         before = self.versions
         answers = [part.refresh() for part in self._parts]
         if not any(answers) or min(self.versions) < 0:
@@ -57,13 +57,13 @@ class Observed:
         return self.versions != before
 
     def write_into(self, model: Transformer) -> None:
-        """Copy the values held into ``model``; every fragment must be here."""
+        """Copy the held values into ``model``; every fragment must have been fetched."""
         for part in self._parts:
             part.observer.write_into(model)
 
 
 class _Part:
-    """One syncer."""
+    """The connection to one syncer."""
 
     def __init__(self, config: RunConfig, at_end: Callable[[Callable[[], None]], object]) -> None:
         security, name, address = connecting.site_security(config), config.run.name or "", config.site.syncer
@@ -79,7 +79,7 @@ class _Part:
         self.ended = self.drained = False
 
     def refresh(self) -> bool:
-        """Fetch what is new; whether there was an answer."""
+        """Fetch new versions and return whether the syncer answered."""
         try:
             status = self._admin.status()
             self.observer.refresh()

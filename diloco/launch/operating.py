@@ -1,4 +1,4 @@
-"""A verb that says one word to a running syncer and tells what came of it."""
+"""The verbs that send one command to a running syncer and print the result."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def operate(
     wanted: Sequence[str],
     say: Callable[[AdminClient, list[str]], str],
 ) -> ExitCode:
-    """Run the verb: ``wanted`` are the words that follow the syncer, ``say`` says them and returns what is so now.
+    """Run the verb: ``wanted`` names the arguments after the syncer, ``say`` sends them and returns the result's text.
 
-    Exit 1 with the syncer's words when it refuses, 3 when it does not answer.
+    Exit 1 with the syncer's reason when it refuses, 3 when it does not answer.
     """
     parser = settings_parser(verb, does + WHERE, file=False, shown=False)
     parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
@@ -49,7 +49,7 @@ def operate(
         try:
             done = _ask(address, [text for text in given.settings if "=" in text], words, say)
         except VerbError as error:
-            failed = error  # The others are to hear it all the same.
+            failed = error  # The other syncers must still get the command.
             continue
         told = done if len(addresses) == 1 else f"{address}: {done}"
         print(json.dumps({"verb": verb, "syncer": address, **facts, "done": done}) if given.json else told, flush=True)
@@ -59,7 +59,7 @@ def operate(
 
 
 def number(name: str, text: str) -> int:
-    """A word that must be a number."""
+    """Parse the argument ``name`` as a number."""
     if not text.isdecimal():
         raise VerbError(ExitCode.USAGE, f"{name} is {text!r}: a number")
     return int(text)
@@ -68,7 +68,7 @@ def number(name: str, text: str) -> int:
 def _ask(address: str, settings: list[str], words: list[str], say: Callable[[AdminClient, list[str]], str]) -> str:
     from diloco.launch import config as configs
     from diloco.launch import connecting
-    from diloco.launch.unanswered import unanswered
+    from diloco.launch.connecting import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import MalformedMessage, Refused, Unreachable
     from diloco.wire.options import SecurityOptions

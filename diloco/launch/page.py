@@ -1,6 +1,6 @@
-"""What our pages have in common: one HTML file that opens anywhere, offline, with static SVG (``plot``) and tables.
+"""The frame of our pages: one HTML file that opens offline in any browser, with static SVG (``plot``) and tables.
 
-The page is ``report.html`` beside this module, filled in.
+Its template is ``report.html`` beside this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STYLES = 8
 
 
 def page(title: str, status: str, tiles: Sequence[tuple[str, str]], sections: Sequence[str], *, good: bool) -> str:
-    """The whole file.  ``tiles`` are (figure, words); ``sections`` are HTML."""
+    """Return the whole page.  ``tiles`` are (figure, words); ``sections`` are HTML."""
     filled = Template(resources.files("diloco.launch").joinpath("report.html").read_text("utf-8"))
     return filled.substitute(
         title=escape(title),
@@ -29,25 +29,25 @@ def page(title: str, status: str, tiles: Sequence[tuple[str, str]], sections: Se
 
 
 def section(title: str, legend: str, picture: str, note: str) -> str:
-    """A heading, words, and what there is to see."""
+    """Return a section: its heading, note, legend and picture."""
     shown = picture or '<div class="empty">Nothing was recorded.</div>'
     words = f'<p class="soft">{escape(note)}</p>' if note else ""
     return f"<h2>{escape(title)}</h2>\n{words}{legend}\n{shown}"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """``entries`` are (label, style)."""
+    """Return a legend; ``entries`` are (label, style)."""
     items = "".join(f'<span class="{style}"><i></i><span>{escape(label)}</span></span>' for label, style in entries)
     return f'<div class="legend">{items}</div>'
 
 
 def series_style(number: int) -> str:
-    """The class of the series of this number."""
+    """Return the style class of series ``number``."""
     return f"s{number % STYLES}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """ "" without a row."""
+    """Return a table; "" without a row."""
     if not rows:
         return ""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)

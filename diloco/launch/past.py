@@ -1,9 +1,10 @@
-"""A run's folder for those who look back at it or take it up again: its configuration, and where its data lies."""
+"""A run's folder, for verbs that read the run or take it up again: its configuration, and where its data is."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,30 +15,30 @@ from diloco.launch.run_dir import RunDir, existing_run
 from diloco.launch.schema import RunConfig
 
 if TYPE_CHECKING:
-    from diloco.syncer.restoring import Rules
+    from diloco.syncer.replaying import Rules
 
 CARD = "run.json"
-"""The file in a data folder that says of which run it is."""
+"""The file in a data folder that names its run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """``data`` is the syncer's own folder, there or lost."""
+    """An existing run.  ``data`` is the syncer's own folder, which may be lost."""
 
     run_dir: RunDir
     config: RunConfig
     data: Path
 
     def rules(self) -> Rules:
-        """What the outer steps of the run were made by."""
+        """Return the rules by which the run's outer steps were made."""
         from diloco.launch import build
-        from diloco.syncer.restoring import Rules
+        from diloco.syncer.replaying import Rules
 
         rule = build.rule(self.config, build.layout_of(self.config))
         return Rules(build.outer_options(self.config), rule, self.config.codec.down)
 
     def others(self) -> list[Path]:
-        """The other data folders of the run that are known here: those of standbys, or the one before a failover."""
+        """Return the other known data folders of the run: those of standbys, or the one before a failover."""
         root, setting = self.run_dir.root, self.config.cluster.syncer.folder
         known = [
             self.run_dir.syncer,
@@ -50,9 +51,9 @@ class Past:
 
 
 def past_of(target: str) -> Past:
-    """The run whose folder a user named, or whose syncer's data folder.
+    """Return the run of the folder that a user named: a run's, or its syncer's data folder.
 
-    ConfigError where there is none, or nothing says what the run was.
+    ConfigError where there is none, it has no configuration, or it has several syncers.
     """
     named = Path(target) if is_data(Path(target)) else None
     run_dir = existing_run(target) if named is None else _run_of(named)
@@ -66,7 +67,7 @@ def past_of(target: str) -> Past:
 
 
 def data_of(run_dir: RunDir) -> Path:
-    """Where the syncer's data lies, there or lost."""
+    """Return where the syncer's data is, which may be lost."""
     if (moved := run_dir.moved_to()) is not None:
         return moved
     setting = configs.read(run_dir.config).cluster.syncer.folder if run_dir.config.is_file() else ""
@@ -74,12 +75,12 @@ def data_of(run_dir: RunDir) -> Path:
 
 
 def is_data(folder: Path) -> bool:
-    """Whether ``folder`` is a syncer's data folder itself."""
+    """Return whether ``folder`` is a syncer's data folder itself."""
     return (folder / "journal").is_dir()
 
 
 def _run_of(data: Path) -> RunDir:
-    """The run's folder: the one around its data folder, or the one that has the run's name."""
+    """Return the run's folder: the one around its data folder, or the one with the run's name."""
     around = RunDir(data.absolute().parent)
     if around.config.is_file():
         return around
@@ -88,3 +89,29 @@ def _run_of(data: Path) -> RunDir:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{data} is a data folder whose {CARD} does not say of which run: name the run's") from error
     return existing_run(run_id)
+
+
+class Kind(Enum):
+    """What a model may be read from."""
+
+    FOLDER = "a folder of Hugging Face's form"
+    TRAINED = "a checkpoint, a folder of them, or a .safetensors file"
+    DATA = "a syncer's data folder"
+    RUN = "a run's folder"
+
+
+def kind_of(source: str) -> tuple[Kind, Path]:
+    """Return what ``source`` is, and where: of a run of `diloco train` its checkpoints.  ConfigError for nothing."""
+    path = Path(source)
+    if (path / "config.json").is_file():
+        return Kind.FOLDER, path
+    if path.is_file() or (path / "manifest.json").is_file() or any(path.glob("*/manifest.json")):
+        return Kind.TRAINED, path
+    if (path / "checkpoints").is_dir():
+        return Kind.TRAINED, path
+    if is_data(path):
+        return Kind.DATA, path
+    run_dir = existing_run(source)
+    if run_dir.train.is_dir() and not run_dir.syncer.is_dir():
+        return Kind.TRAINED, run_dir.train
+    return Kind.RUN, run_dir.root

@@ -1,7 +1,7 @@
-"""A run of several syncers: who holds which fragments, where each keeps its data, and which address is whose.
+"""A run of several syncers: which fragments each one holds, where it keeps its data, and its address.
 
-Everything of one syncer is made from a configuration with its own ``cluster.syncer.index``; ``towards`` gives a site
-those of all of them.  With one syncer nothing here changes anything.
+Each syncer is built from a configuration with its own ``cluster.syncer.index``; ``towards`` gives a site the
+configurations of all syncers.  With one syncer, everything here has no effect.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from diloco.outer.fragments import Layout
 
 BETWEEN = "/"
-"""Between the addresses of two syncers in ``site.syncer`` and ``upstream.endpoint``; a comma is between those of a
+"""Separates the addresses of two syncers in ``site.syncer`` and ``upstream.endpoint``; a comma separates those of a
 syncer and its standby."""
 SYNCERS = "syncers"
 BY_PART = frozenset({"cluster.syncer.index", "placement"})
-"""What ``shared_by_part`` adds to what is shared."""
+"""The keys that ``shared_by_part`` adds to the shared settings."""
 
 
 def has_several(config: RunConfig) -> bool:
-    """Whether the fragments lie with more than one syncer; ConfigError for settings that cannot be."""
+    """Return whether the run has more than one syncer; ConfigError for inconsistent settings."""
     outer, index = config.outer, config.cluster.syncer.index
     if outer.num_syncers < 1:
         raise ConfigError(f"outer.num_syncers is {outer.num_syncers}: at least 1")
@@ -47,13 +47,13 @@ def has_several(config: RunConfig) -> bool:
 
 
 def number_of(config: RunConfig) -> int | None:
-    """Which of several syncers the configuration is about; None where there is one."""
+    """Return the index of the configured syncer; None where there is only one syncer."""
     return config.cluster.syncer.index if has_several(config) else None
 
 
 def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...]:
-    """The fragments of ``whole`` that each syncer holds."""
-    from diloco.outer.fragments import place  # Not above: the verbs' help does without torch.
+    """Return, for each syncer, the indices of the fragments of ``whole`` that it holds."""
+    from diloco.outer.fragments import place  # Not above: --help must not import torch.
 
     if not has_several(config):
         return (tuple(range(len(whole.fragments))),)
@@ -65,7 +65,7 @@ def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...
 
 
 def shared_by_part(config: RunConfig, whole: Layout) -> dict[str, str]:
-    """What a site and one of several syncers must agree on beside the run: which one it is, and who holds what."""
+    """Return what a site and one of several syncers must also agree on: the syncer's index, and the placement."""
     from diloco.outer.fragments import described
 
     if not has_several(config):
@@ -75,17 +75,17 @@ def shared_by_part(config: RunConfig, whole: Layout) -> dict[str, str]:
 
 
 def at(config: RunConfig, index: int) -> RunConfig:
-    """``config`` with everything in it that is the syncer's own made that of number ``index``."""
+    """Return ``config`` for the syncer with number ``index``."""
     return replace(config, cluster=replace(config.cluster, syncer=replace(config.cluster.syncer, index=index)))
 
 
 def each(config: RunConfig) -> list[RunConfig]:
-    """``config`` as each of the syncers has it."""
+    """Return ``config`` for each of the syncers."""
     return [at(config, index) for index in range(config.outer.num_syncers)] if has_several(config) else [config]
 
 
 def towards(config: RunConfig) -> list[RunConfig]:
-    """A site's ``config`` towards each syncer: with its number, and its address in ``site.syncer``."""
+    """Return a site's ``config`` for each syncer, with that syncer's index, and its address in ``site.syncer``."""
     addresses = address_of_each(config, "site.syncer", config.site.syncer)
     return [
         replace(part, site=replace(config.site, syncer=address))
@@ -94,7 +94,7 @@ def towards(config: RunConfig) -> list[RunConfig]:
 
 
 def address_of_each(config: RunConfig, name: str, text: str) -> list[str]:
-    """The address of each of so many syncers as ``config`` has, in the ``text`` of the setting ``name``."""
+    """Split ``text``, the value of the setting ``name``, into one address per syncer; ConfigError for a wrong count."""
     found, count = [address.strip() for address in text.split(BETWEEN)], len(each(config))
     if len(found) != count:
         wanted = f"one address, since outer.num_syncers={count}"
@@ -105,38 +105,38 @@ def address_of_each(config: RunConfig, name: str, text: str) -> list[str]:
 
 
 def syncer_name(index: int) -> str:
-    """What a syncer is called among the processes of a run."""
+    """Return a syncer's name among the processes of a run."""
     return f"syncer-{index}" if index else "syncer"
 
 
 def is_syncer(name: str) -> bool:
-    """Whether a process of that name is one of the run's syncers."""
+    """Return whether a process of that name is one of the run's syncers."""
     return name == syncer_name(0) or name.startswith(f"{syncer_name(0)}-")
 
 
 def syncer_dir(config: RunConfig) -> RunDir:
-    """The syncer's own run folder: the run's, or the one below it where there are several."""
+    """Return the configured syncer's run folder: the run's own or, with several syncers, one below it."""
     run_dir = run_dir_of(config)
     return below(run_dir, config.cluster.syncer.index) if has_several(config) else run_dir
 
 
 def syncer_dirs(config: RunConfig, run_dir: RunDir) -> list[RunDir]:
-    """Those of all syncers of the run in ``run_dir``."""
+    """Return the run folders of all syncers of the run in ``run_dir``."""
     return [below(run_dir, index) for index in range(config.outer.num_syncers)] if has_several(config) else [run_dir]
 
 
 def below(run_dir: RunDir, index: int) -> RunDir:
-    """The run folder of one of several syncers of the run in ``run_dir``."""
+    """Return the run folder of one of several syncers of the run in ``run_dir``."""
     return RunDir(run_dir.root / SYNCERS / str(index))
 
 
 def backup_of(config: RunConfig) -> str:
-    """Where the syncer's backups go; several have each a place of its own there.  Empty: none are made."""
+    """Return the URL of the syncer's backups, with one subfolder for each of several syncers; "": no backups."""
     url = config.cluster.syncer.backup
     return f"{url.rstrip('/')}/syncer-{config.cluster.syncer.index}" if url and has_several(config) else url
 
 
 def in_whole_order(placement: Sequence[Sequence[int]], told: Sequence[Sequence[int]]) -> list[int]:
-    """What each syncer says of its fragments, in the order of the whole model."""
+    """Merge the values ``told`` by each syncer, one for each fragment it holds, into the order of the whole model."""
     pairs = (pair for mine, values in zip(placement, told, strict=True) for pair in zip(mine, values, strict=True))
     return [value for _, value in sorted(pairs)]

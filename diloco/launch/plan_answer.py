@@ -1,4 +1,4 @@
-"""What ``diloco plan`` answers, as plain values: bytes, links, rhythm, memory, money, goodput, and how they grow."""
+"""The answer of ``diloco plan`` as plain values: bytes, links, timing, memory, money, goodput, and how they grow."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.launch.schema import RunConfig
 from diloco.outer.optimizer import OUTER_KINDS
-from diloco.sim import planning
-from diloco.sim.studies import expected
+from diloco.plan import estimate
+from diloco.plan.studies import expected
 from diloco.syncer.options import state_bytes_max
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sim.planning import Found, Question
+    from diloco.plan.estimate import Found, Question
 
 PARAMETERS = (10e9, 100e9, 1e12, 10e12, 100e12)
 SITES = (2, 5, 10, 20, 50)
@@ -22,13 +22,13 @@ DAY_S = 86_400.0
 
 
 def answer(question: Question) -> dict[str, Any]:
-    """All of it; ``ValueError`` where a codec or an outer optimizer does not exist.
+    """Return the whole answer; ``ValueError`` for an unknown codec or outer optimizer.
 
-    What has a formula and a simulation stands as ``name`` (simulated) and ``name_formula``.
+    A figure with a formula and a simulation is in ``name`` (simulated) and ``name_formula``.
     """
-    size, star = planning.sizes(question), planning.star_of(question)
-    loads = planning.loads(question.sites, question.shards, size.up, size.down)
-    wan = planning.wan_bytes(question, size)
+    size, star = estimate.sizes(question), estimate.star_of(question)
+    loads = estimate.loads(question.sites, question.shards, size.up, size.down)
+    wan = estimate.wan_bytes(question, size)
     goodputs = expected(question)
     (asked,) = (each for each in goodputs if each.syncer == question.syncer)
     return {
@@ -42,26 +42,26 @@ def answer(question: Question) -> dict[str, Any]:
         "bytes_busiest_link_per_round_up": round(max(load.up for load in loads)),
         "bytes_busiest_link_per_round_down": round(max(load.down for load in loads)),
         "bytes_wan_per_round": wan,
-        **_both("gbps_for_utilisation", planning.gbps_needed(question, question.utilisation)),
-        **_both("utilisation_on_links", planning.utilisation_found(question)),
-        **_both("inner_steps_needed", planning.inner_steps_needed(question)),
+        **_both("gbps_for_utilisation", estimate.gbps_needed(question, question.utilisation)),
+        **_both("utilisation_on_links", estimate.utilisation_found(question)),
+        **_both("inner_steps_needed", estimate.inner_steps_needed(question)),
         "gbps": _gbps(question),
-        "advice": _advice(planning.advised(question)),
+        "advice": _advice(estimate.advised(question)),
         **memory(question),
         "merge_s": star.merge_s,
-        "merge_share_of_round": planning.merging_share(question),
+        "merge_share_of_round": estimate.merging_share(question),
         "dollars_per_round": wan / 1e9 * question.dollars_per_gb,
         "dollars_per_day": wan / 1e9 * question.dollars_per_gb * DAY_S / star.period_s,
         "goodput": asked.goodput_formula if asked.goodput is None else asked.goodput,
         "goodput_formula": asked.goodput_formula,
         "goodputs": [asdict(each) for each in goodputs],
-        "scaling": [asdict(each) for each in planning.scaled(question, PARAMETERS, SITES)],
+        "scaling": [asdict(each) for each in estimate.scaled(question, PARAMETERS, SITES)],
     }
 
 
 def memory(question: Question) -> dict[str, Any]:
-    """Bytes of the syncer, of each part, and how many processes it takes on machines of ``host_gb``; None: a fragment
-    alone is too large for one."""
+    """Return the syncer's bytes, also of each part, and how many processes it takes on machines of ``host_gb``; None: a
+    fragment alone is too large for one."""
     if question.outer_kind not in OUTER_KINDS:
         raise ValueError(f"outer_kind is {question.outer_kind!r}: one of {', '.join(OUTER_KINDS)}")
     parts = max(1, question.shards)
@@ -80,7 +80,7 @@ def _bytes(question: Question, numels: Sequence[int]) -> int:
 
 
 def _syncers(question: Question, held: Sequence[Sequence[int]]) -> int | None:
-    """Each part's fragments over as few processes as fit."""
+    """Return how many processes hold all parts, each as many fragments as fit; None: a fragment alone does not fit."""
     room = question.host_gb * 1e9
     if _bytes(question, [max(question.numels)]) > room:
         return None
@@ -92,10 +92,10 @@ def _syncers(question: Question, held: Sequence[Sequence[int]]) -> int | None:
 
 
 def _gbps(question: Question) -> list[dict[str, Any]]:
-    """Gbit/s each way at the busiest site, for shares of the time spent training: in the rhythm that was asked for, and
-    if gradients went round after every step instead."""
-    shares = sorted({*planning.SHARES, question.utilisation})
-    ways = {"as asked": planning.gbps_needed, "data parallel": planning.data_parallel_gbps}
+    """Return Gbit/s each way at the busiest site, for shares of the time spent training: with the timing in question,
+    and with an all-reduce of gradients after every step instead."""
+    shares = sorted({*estimate.SHARES, question.utilisation})
+    ways = {"as asked": estimate.gbps_needed, "data parallel": estimate.data_parallel_gbps}
     return [
         {"way": way, "share": share, **_both("gbps", find(question, share))}
         for way, find in ways.items()
@@ -104,7 +104,7 @@ def _gbps(question: Question) -> list[dict[str, Any]]:
 
 
 def _advice(advice: Question | None) -> dict[str, Any] | None:
-    """The settings of a run, by their names there."""
+    """Return the settings of a run, by their configuration keys."""
     if advice is None:
         return None
     waits, syncers = advice.overlap_steps == 0, memory(advice)["syncers_needed"]

@@ -1,4 +1,4 @@
-"""Links as ``diloco doctor`` has measured them, for ``diloco plan``: a file of each site, made at that site."""
+"""Links measured by ``diloco doctor``, for ``diloco plan``: one file for each site, made at that site."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MADE_BY = "diloco doctor server=HOST:PORT --json > FILE, at the site, makes one"
 DIGITS = 4
-"""Significant ones of what was measured: one measurement says no more."""
+"""Significant digits of a measured value: one measurement is no more exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,17 @@ class MeasuredLink:
     rtt_ms: float
 
     def fields(self) -> dict[str, Any]:
-        """For a program."""
+        """Return the fields as plain values."""
         return asdict(self)
 
 
 def read_links(files: Sequence[Path]) -> tuple[MeasuredLink, ...]:
-    """One of each file; ConfigError in one line for one that is none."""
+    """Return one link for each file; ConfigError in one line for an invalid file."""
     return tuple(_read(file) for file in files)
 
 
 def settings_of(links: Sequence[MeasuredLink], stated: Mapping[str, object]) -> dict[str, object]:
-    """What they say of the question, beside the settings that are ``stated``; one link is that of all sites."""
+    """Return the settings that the links give, beside those ``stated``; one link is that of all sites."""
     for key in ("up_gbps", "down_gbps", "rtt_ms"):
         if key in stated:
             raise ConfigError(f"{key} is set, and --link measures it: one of the two")

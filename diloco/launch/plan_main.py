@@ -1,4 +1,4 @@
-"""``diloco plan``: what a run of so many parameters at so many sites takes of links, memory, money and time."""
+"""``diloco plan``: estimate what a run needs of links, memory, money and time, by its parameters and sites."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from diloco.launch.arguments import OneLineParser
 from diloco.launch.errors import ConfigError, ExitCode
 from diloco.launch.keys import default_text, meanings, nearest
 from diloco.launch.plan_links import MeasuredLink, read_links, settings_of
-from diloco.sim import planning
-from diloco.sim.planning import PRESETS, Question
+from diloco.plan import estimate
+from diloco.plan.estimate import PRESETS, Question
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,10 +41,10 @@ WANTED: Mapping[object, str] = MappingProxyType(
 
 
 class _Parser(OneLineParser):
-    """Looks all settings up only where --help asks for them."""
+    """Reads the meanings of all settings only for --help."""
 
     def format_help(self) -> str:
-        told = meanings([planning])
+        told = meanings(estimate)
         lines = [f"  experiment=   {' | '.join(PRESETS)}", ""]
         for item in fields(Question):
             default = "" if item.default in (MISSING, ()) else f" [{_default(item)}]"
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
         from diloco.launch.plan_answer import answer
 
         told = answer(question)
-    except ValueError as error:  # A codec's name, or an outer optimizer's.
+    except ValueError as error:  # An unknown codec, or outer optimizer.
         raise ConfigError(str(error)) from error
     measured = [link.fields() for link in links]
     told = {EXPERIMENT: name, "measured": measured, **told, "took_s": round(time.monotonic() - began_s, 3)}
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def question_of(settings: Sequence[str], links: Sequence[MeasuredLink] = ()) -> tuple[str | None, Question]:
-    """The preset that is named, if any, and what is asked; ConfigError in one line."""
+    """Return the preset that is named, if any, and the question; ConfigError in one line."""
     hints, name, values = get_type_hints(Question), None, dict[str, object]()
     for text in settings:
         key, equals, value = text.partition("=")
@@ -129,7 +129,7 @@ def _value(key: str, text: str, kind: object) -> object:
         (number,) = numbers
         if kind is float:
             return number
-        if number.is_integer():  # 1e3 is what people write
+        if number.is_integer():  # Such as 1e3.
             return int(number)
     except (ValueError, OverflowError):
         pass
@@ -137,7 +137,7 @@ def _value(key: str, text: str, kind: object) -> object:
 
 
 def _default(item: Field[Any]) -> str:
-    """As it would be typed."""
+    """Return the default as a user would type it."""
     value = item.default
     if isinstance(value, tuple):
         return ",".join(f"{each:g}" for each in value)

@@ -1,4 +1,4 @@
-"""What ``diloco plan`` answers, for people: the answer first, then tables, and a picture."""
+"""The answer of ``diloco plan`` as text: the result first, then tables, and a picture."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.launch.figures import count, size
 from diloco.launch.plot import Axis, Line, Points, line_chart, standalone
-from diloco.sim.planning import scaled
+from diloco.plan.estimate import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rich.table import Table
 
-    from diloco.sim.planning import Question
+    from diloco.plan.estimate import Question
 
 PLAIN_WIDTH = 120
 SHOWN_SITES = (2, 10, 50)
@@ -30,7 +30,7 @@ LINEAR = (
 
 
 def show(told: Mapping[str, Any]) -> None:
-    """Print all of it."""
+    """Print the whole answer."""
     from rich.console import Console
 
     console = Console()
@@ -46,7 +46,7 @@ def show(told: Mapping[str, Any]) -> None:
 
 
 def first_line(told: Mapping[str, Any]) -> str:
-    """The answer."""
+    """Return the result in one line."""
     asked, needed = told["asked"], told["gbps_for_utilisation"]
     up, down = min(asked["up_gbps"]), min(asked["down_gbps"] or asked["up_gbps"])
     need = "no link is fast enough" if needed is None else f"a site needs {_gbps(needed)} Gbit/s each way"
@@ -58,7 +58,7 @@ def first_line(told: Mapping[str, Any]) -> str:
 
 
 def measured_lines(told: Mapping[str, Any]) -> list[str]:
-    """Each link that somebody has measured; an answer to a bare question has none."""
+    """Return a line for each measured link; none without any."""
     return [
         f"measured   {link['up_gbps']:g} Gbit/s up, {link['down_gbps']:g} down, {link['rtt_ms']:g} ms ({link['file']})"
         for link in told.get("measured", ())
@@ -66,7 +66,7 @@ def measured_lines(told: Mapping[str, Any]) -> list[str]:
 
 
 def round_lines(told: Mapping[str, Any]) -> list[str]:
-    """Bytes, rhythm, memory and money."""
+    """Return lines on bytes, timing, memory and money."""
     asked, needed, syncers = told["asked"], told["inner_steps_needed"], told["syncers_needed"]
     up, down, busy_up, busy_down, wan = (
         size(told[name])
@@ -97,7 +97,7 @@ def round_lines(told: Mapping[str, Any]) -> list[str]:
 
 
 def links(told: Mapping[str, Any]) -> Table:
-    """Gbit/s for shares of the time."""
+    """Return the Gbit/s for shares of the time."""
     shares = sorted({each["share"] for each in told["gbps"]})
     table = _table("Gbit/s each way", *(_percent(share) for share in shares))
     for way in ("as asked", "data parallel"):
@@ -108,7 +108,7 @@ def links(told: Mapping[str, Any]) -> Table:
 
 
 def goodputs(told: Mapping[str, Any]) -> Table:
-    """How much of the time is left where chips fail, and how many updates come in time."""
+    """Return the share of the time that is left where chips fail, and the share of updates that come in time."""
     table = _table("goodput", "formula", "simulated", "updates merged, formula", "simulated")
     for each in told["goodputs"]:
         found = "-" if each["goodput"] is None else _percent(each["goodput"])
@@ -118,7 +118,7 @@ def goodputs(told: Mapping[str, Any]) -> Table:
 
 
 def scaling(told: Mapping[str, Any]) -> Table:
-    """Bytes through one link, by parameters and sites."""
+    """Return the bytes through one link, by parameters and sites."""
     shown = [each for each in told["scaling"] if each["sites"] in SHOWN_SITES]
     one, part = (f"one syncer, {SHOWN_SITES[0]} sites", f"a part at each of {SHOWN_SITES[0]}")
     more = [str(sites) for sites in SHOWN_SITES[1:]]
@@ -131,7 +131,7 @@ def scaling(told: Mapping[str, Any]) -> Table:
 
 
 def advice_line(told: Mapping[str, Any]) -> str:
-    """What to type for a run."""
+    """Return the settings to type for a run."""
     asked, advice = told["asked"], told["advice"]
     share = _percent(asked["utilisation"])
     if advice is None:
@@ -141,7 +141,7 @@ def advice_line(told: Mapping[str, Any]) -> str:
 
 
 def picture(question: Question) -> str:
-    """The busier way of a link in a round, against the sites, for this model and one of a hundredth, as a file."""
+    """Return an SVG file: a round's bytes in a link's busier direction by sites, for this model and 1 % of it."""
     lines = []
     for parameters in (question.parameters, max(question.parameters / 100, question.fragments)):
         found = scaled(question, (parameters,), PICTURE_SITES)
@@ -158,7 +158,7 @@ def picture(question: Question) -> str:
 
 
 def values(parameters: float) -> str:
-    """As people count them: 175B."""
+    """Return the count in the usual notation: 175B."""
     return count(parameters).replace("G", "B")
 
 
@@ -177,6 +177,6 @@ def _gbps(value: float | None) -> str:
 
 
 def _percent(share: float) -> str:
-    """Three digits, and never 100 where something is missing."""
+    """Return a percentage with three digits, and never 100 where something is missing."""
     text = f"{100 * share:.3g}"
     return f"{text} %" if float(text) < 100 or share >= 1 - 1e-9 else f"{100 * share:.2f} %"

@@ -1,6 +1,6 @@
 """Line charts and time lines as static SVG text: no script, no font, no network; colours are classes of the page.
 
-Everything has a ``<title>``, which a browser shows when the pointer rests on it.
+Points and bars have a ``<title>``, which a browser shows when the pointer rests on them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ text { fill: var(--ink); font: 12px system-ui, sans-serif } text.soft { fill: va
 .line { fill: none; stroke: currentColor; stroke-width: 1.7 } .dot { fill: currentColor } .hidden { opacity: 0 }
 text.named { fill: currentColor } .s0 { color: var(--s0) } .s1 { color: var(--s1) } .s2 { color: var(--s2) }
 """
-"""Of a picture by itself: as the report's page has it."""
+"""The style of a picture in its own file: as the report's page has it."""
 
 Points = list[tuple[float, float] | None]
 
@@ -56,7 +56,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis shows; ``show`` makes a tick's text."""
+    """An axis's label and scale; ``show`` makes a tick's text."""
 
     label: str
     show: Callable[[float], str]
@@ -76,7 +76,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to pixels."""
+    """Maps values to pixels."""
 
     low: float
     high: float
@@ -85,7 +85,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Where ``value`` stands, to a tenth of a pixel."""
+        """Return the pixel of ``value``, to a tenth."""
         low, high, at = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
         share = (at - low) / (high - low) if high > low else 0.5
         return round(self.start_px + share * (self.end_px - self.start_px), 1)
@@ -108,13 +108,13 @@ class _Drawing:
 
 
 def standalone(svg: str) -> str:
-    """``svg`` as a file of its own."""
+    """Return ``svg`` as the text of a file of its own."""
     head, body = svg.split(">", 1)
     return f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>{STYLE}</style>{body}\n'
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round values (1, 2 or 5 times a power of ten apart) inside [``low``, ``high``], some ``about`` of them."""
+    """Return about ``about`` round values (1, 2 or 5 times a power of ten apart) inside [``low``, ``high``]."""
     if not high > low:
         return [low]
     rough = (high - low) / about
@@ -125,14 +125,14 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def clock_ticks(high: float, about: int = 8) -> list[float]:
-    """Instants from 0 to ``high`` seconds that a clock would show."""
+    """Return instants from 0 to ``high`` seconds, at steps that are round on a clock."""
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
     step = next((step for step in steps if high / step <= about), 86400 * math.ceil(high / 86400 / about))
     return [float(number * step) for number in range(int(high / step) + 1)]
 
 
 def thinned(points: Points, bins: int = BINS) -> Points:
-    """At most ``bins`` points for each unbroken part, each the mean of its neighbours."""
+    """Return at most ``bins`` points for each unbroken part, each the mean of its neighbours."""
     thin: Points = []
     part: list[tuple[float, float]] = []
     longest = max(1, sum(point is not None for point in points))
@@ -151,9 +151,9 @@ def thinned(points: Points, bins: int = BINS) -> Points:
 def line_chart(
     lines: Sequence[Line], x: Axis, y: Axis, rules: Sequence[Rule] = (), *, time: bool = False, named: bool = False
 ) -> str:
-    """An SVG with one line for each series, axes with grid, and dots that say their values; "" without a point.
+    """Return an SVG with a line for each series, axes with grid, and dots titled with their values; "" without a point.
 
-    Where lines are ``named`` each has its label over its end, for a picture without a legend.
+    With ``named`` each line has its label over its end, for a picture without a legend.
     """
     drawn = [Line(line.label, line.style, _drawable(thinned(line.points), y)) for line in lines]
     xs = [point[0] for line in drawn for point in line.points if point]
@@ -178,7 +178,7 @@ def line_chart(
 
 
 def _names(drawing: _Drawing, lines: Sequence[Line], across: Scale, up: Scale) -> None:
-    """Each label over the end of its line, or below, where another line passes there."""
+    """Draw each label over the end of its line, or below, where another line passes there."""
     ends = [(across(end[0]), up(end[1]), line) for line in lines if line.points and (end := line.points[-1])]
     for at, height, line in ends:
         crowded = any(0 < height - other < NAME_PX for _, other, _ in ends)
@@ -233,7 +233,7 @@ def _hovers(drawing: _Drawing, line: Line, across: Scale, up: Scale, x: Axis, y:
 
 
 def time_line(rows: Sequence[str], bars: Sequence[Bar], seconds: float, x: Axis) -> str:
-    """An SVG with a row for each name and the bars and ticks in it, over 0 to ``seconds``; "" without a row."""
+    """Return an SVG with a row for each name and its bars and ticks, over 0 to ``seconds``; "" without a row."""
     if not rows:
         return ""
     row_px, bar_px = 30, 16

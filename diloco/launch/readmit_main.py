@@ -1,4 +1,4 @@
-"""``diloco readmit``: let a site that was put out join again."""
+"""``diloco readmit``: let an evicted site join again."""
 
 from __future__ import annotations
 

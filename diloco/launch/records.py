@@ -1,4 +1,4 @@
-"""The records that a ``RunHistory`` is made of: series, spans, rounds, faults, and all that is known of one site."""
+"""The records of a ``RunHistory``: series, spans, rounds, faults, and the state of one site."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SERIES_MAX = 4000
 
 
 class Series:
-    """Points over time, thinned by halves once there are ``SERIES_MAX``, with the breaks between two processes."""
+    """Points over time, halved whenever there are ``SERIES_MAX``, with breaks between two processes."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, ...] | None] = []
@@ -25,16 +25,16 @@ class Series:
             self.points.append(point)
         if len(self.points) >= SERIES_MAX:
             self._stride *= 2
-            # The breaks stay: a line must not be drawn across the time a process was gone.
+            # Breaks stay: a line must not be drawn across the time in which a process was gone.
             self.points = [kept for index, kept in enumerate(self.points) if index % 2 or kept is None]
 
     def cut(self) -> None:
-        """The next point does not continue the last one."""
+        """Add a break: the next point does not continue the last one."""
         if self.points and self.points[-1] is not None:
             self.points.append(None)
 
     def whole(self) -> list[tuple[float, ...] | None]:
-        """All points kept, and the last one in any case."""
+        """Return all points kept, and the last one in any case."""
         if self.last is None or self.points[-1:] == [self.last]:
             return self.points
         return [*self.points, self.last]
@@ -61,7 +61,7 @@ class Standstill:
 
 @dataclass(slots=True)
 class Fault:
-    """One thing that the scenario did.  ``healed_s`` is None for what was not healed, or cannot be."""
+    """One fault of the scenario.  ``healed_s`` is None for a fault that was not healed, or cannot be."""
 
     what: str
     target: str
@@ -72,7 +72,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Round:
-    """One outer step: which version of which fragment, from whom, when quorum was met, when it was published."""
+    """One outer step: its fragment and version, the sites in it, when quorum was met, when it was published."""
 
     fragment: int
     version: int
@@ -84,12 +84,12 @@ class Round:
     norm: float | None = None
     seconds: float | None = None
     lineage: int = 1
-    """Versions are numbered anew from where a restore has begun."""
+    """Versions are numbered anew in the lineage that a restore begins."""
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """The published values on the validation set."""
+    """The score of the published values on the validation set."""
 
     at_s: float
     tokens: int
@@ -100,19 +100,19 @@ class Evaluation:
 
 @dataclass(slots=True)
 class SiteHistory:
-    """What is known of one site."""
+    """The history of one site."""
 
     name: str
     process: str = ""
-    """Of its process, as ``up`` tells it: started, ended, killed; empty where nobody does."""
+    """The state of its process, from ``up``: started, ended, killed; empty without ``up``."""
     frozen: bool = False
     joined: bool = False
     connected: bool = False
     """Whether it hears from every syncer."""
     out_of_reach: set[int] = field(default_factory=set)
-    """Of several syncers: those that it has lost."""
+    """Of several syncers: the numbers of those that it has lost."""
     cut: str = ""
-    """The fault that its link has just now."""
+    """The fault that is on its link now."""
     products: str = ""
     """The number format of its matrix products."""
     step: int = 0
@@ -136,43 +136,43 @@ class SiteHistory:
     """When its process lived."""
     done: dict[str, int] | None = None
     left_with: dict[str, int] | None = None
-    """The ledger of its last process that gave one.
+    """The ledger of its last process that reported one.
 
-    It holds until another one trains, which has joined first, or until the run is restored."""
+    It holds until another process trains, which has joined first, or until the run is restored."""
     done_reason: str = ""
     left: bool = False
 
     def meter(self, name: str) -> float:
-        """The sum of a meter's field over all incarnations."""
+        """Return the sum of a meter's field over all incarnations."""
         return sum(meter.get(name, 0.0) for meter in self.meters.values())
 
     def meter_max(self, name: str) -> float:
-        """The largest value of a meter's field over all incarnations."""
+        """Return the largest value of a meter's field over all incarnations."""
         return max((meter.get(name, 0.0) for meter in self.meters.values()), default=0.0)
 
     def meter_by_steps(self, name: str) -> float:
-        """The mean of a meter's field over the incarnations, weighted by their steps."""
+        """Return the mean of a meter's field over the incarnations, weighted by their steps."""
         steps = self.meter("inner_steps")
         total = sum(meter.get(name, 0.0) * meter.get("inner_steps", 0.0) for meter in self.meters.values())
         return total / steps if steps else 0.0
 
     @property
     def in_flight(self) -> int:
-        """Updates in flight, as the site last said."""
+        """Updates in flight, by the site's last report."""
         return int(self.meters.get(self.incarnation, {}).get("in_flight", 0))
 
     @property
     def bytes_up(self) -> int:
-        """Bytes that its link carried to the syncer; where there is no emulated link, what the site counted itself."""
+        """Bytes that its link carried to the syncer; without an emulated link, the site's own count."""
         return sum(up for up, _ in self.links.values()) if self.links else int(self.meter("bytes_up"))
 
     @property
     def bytes_down(self) -> int:
-        """As ``bytes_up``, from the syncer."""
+        """The same from the syncer."""
         return sum(down for _, down in self.links.values()) if self.links else int(self.meter("bytes_down"))
 
     def state(self) -> str:
-        """One word for a table."""
+        """Return the site's state in one word, for a table."""
         if self.done is not None:
             return "done"
         if self.left:

@@ -1,4 +1,4 @@
-"""What ordinary compressors make of the validation text: numbers that everybody can place a loss by."""
+"""Bits per byte of the validation text under ordinary compressors: references for a loss."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TEXT_BYTES_MAX = 4_000_000
 
 
 def reference_bits(data: DataSection) -> dict[str, float]:
-    """Bits per byte of the validation split, compressed in one piece.
+    """Return the bits per byte of the validation split, compressed in one piece; empty for any other corpus.
 
-    Only for the built-in corpus: reading all of somebody's text for a comparison could take longer than the run.
+    Only for the built-in corpus: reading all of a user's text for a comparison could take longer than the run.
     """
     if data.kind != "stdlib":
         return {}

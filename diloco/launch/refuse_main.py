@@ -1,4 +1,4 @@
-"""``diloco refuse``: never merge an update that was accepted and is held or waits."""
+"""``diloco refuse``: refuse an accepted update that is held or waits, so that it is never merged."""
 
 from __future__ import annotations
 

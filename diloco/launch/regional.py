@@ -1,7 +1,7 @@
-"""A region: ``diloco syncer`` with ``upstream.endpoint``, a syncer to its sites and a site of another.
+"""A region: ``diloco syncer`` with ``upstream.endpoint``, a syncer to its sites and a site of the run above.
 
-The run above is its syncer's to tell, as it is to ``diloco.join``: outer rules, codecs and length may be others there.
-What it told is kept with the region's data, so that a region also starts while that one is away.  Where the run above
+The syncer above sends its run's settings, as to ``diloco.join``: outer rules, codecs and length may differ there.
+They are kept with the region's data, so that a region also starts while the syncer above is away.  Where the run above
 has several syncers a region has as many, with the same fragments each, and each is a site of the one of its number.
 """
 
@@ -16,12 +16,11 @@ from diloco.codec.registry import usual_feedback
 from diloco.durable import PLAIN_DISK, write_file
 from diloco.launch import config as configs
 from diloco.launch import connecting
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.errors import ConfigError, ExitCode, VerbError, section
 from diloco.launch.placing import BY_PART, address_of_each
-from diloco.launch.sections import section
 from diloco.launch.told import OF_THE_MODEL
-from diloco.learner.options import JoinFailed
 from diloco.learner.region import Upward, UpwardOptions
+from diloco.learner.transfer import JoinFailed
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.wire.client import SyncClient
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from diloco.syncer.options import RunPlan
 
 FOLDER = "above"
-"""In the syncer's data folder: what the one above told, and the updates for it."""
+"""In the syncer's data folder: the settings of the run above, and the updates for it."""
 COUNTED_FROM = ("start", "blend")
 AVERAGED = ("schedule_free", "gpa")
 CODES = MappingProxyType(
@@ -43,7 +42,7 @@ CODES = MappingProxyType(
 
 
 def is_region(config: RunConfig) -> bool:
-    """Whether there is a syncer above; ConfigError for settings that cannot be."""
+    """Return whether there is a syncer above; ConfigError for impossible settings."""
     upstream = config.upstream
     if upstream.endpoint is None:
         if upstream.site_id is not None:
@@ -66,7 +65,7 @@ def is_region(config: RunConfig) -> bool:
 
 
 def upward_options(config: RunConfig, folder: Path, up_codec: str, in_flight_max: int) -> UpwardOptions:
-    """How the region speaks to the syncer above."""
+    """Return the options with which the region talks to the syncer above."""
     upstream = config.upstream
     if upstream.counted_from not in COUNTED_FROM:
         raise ConfigError(f"upstream.counted_from is {upstream.counted_from!r}: one of {', '.join(COUNTED_FROM)}")
@@ -90,9 +89,9 @@ def above_of(
     emit: Callable[[str, dict[str, object]], None],
     disk: Disk = PLAIN_DISK,
 ) -> Callable[[], Upward] | None:
-    """Makes who speaks for the region above, once its ``data`` folder is taken; None for a syncer that is no region.
+    """Return what makes the region's link to the syncer above, once its ``data`` folder is locked; None for no region.
 
-    VerbError where the run above is another model's, or is not to be asked.
+    VerbError where the run above trains another model, or cannot be asked.
     """
     if not is_region(config):
         return None
@@ -110,9 +109,9 @@ def above_of(
 
 
 def run_above(config: RunConfig, data: Path) -> tuple[Told, RunConfig]:
-    """What the syncer above tells of its run, and how this release understands that; kept in the ``data`` folder.
+    """Return the settings that the syncer above sent, and this release's reading of them; keep them in ``data``.
 
-    A standby asks before it is needed, because that one may be away when it takes over.
+    A standby asks in advance, because the syncer above may be away when it takes over.
     """
     path = data / FOLDER / "run.json"
     told = _told(config, path)
@@ -122,13 +121,13 @@ def run_above(config: RunConfig, data: Path) -> tuple[Told, RunConfig]:
 
 
 def _endpoint(config: RunConfig) -> str:
-    """Of the syncer above that this one is a site of."""
+    """Return the address of the syncer above that this one is a site of."""
     assert config.upstream.endpoint is not None
     return address_of_each(config, "upstream.endpoint", config.upstream.endpoint)[config.cluster.syncer.index]
 
 
 def _told(config: RunConfig, path: Path) -> Told:
-    """What the syncer above says of its run, or said when it was asked first; VerbError where it is another run's."""
+    """Return the settings of the run above, as kept or else as asked for; VerbError where they are another run's."""
     from diloco.launch.asking import Told, ask
 
     endpoint = _endpoint(config)
@@ -153,19 +152,19 @@ def _told(config: RunConfig, path: Path) -> Told:
 
 
 def _keep(config: RunConfig, path: Path, told: Told) -> None:
-    """For a start while that one is away; only what the region can be part of, so that a mistake is not kept."""
+    """Keep the settings for a start without the syncer above; after the checks, so that a mistake is not kept."""
     kept = {"endpoint": _endpoint(config), "run": told.run_id, "shared": dict(told.shared)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(kept, indent=1, sort_keys=True).encode())
 
 
 def _understood(config: RunConfig, told: Told) -> RunConfig:
-    """The run above as this release understands it; VerbError where it is none that a region can take part in."""
+    """Return the run above as this release understands it; VerbError where a region cannot take part in it."""
     try:
         theirs = configs.from_shared(told.shared, {"run.name": told.run_id})
     except ConfigError as error:
         raise VerbError(ExitCode.MISMATCH, f"the run above: {error}") from error
-    # What is not shared of these is at its default.
+    # Settings of these that are not shared are at their defaults.
     ours = configs.as_text(config) | configs.shared_config(config)
     others = configs.as_text(theirs) | dict(told.shared)
     for name in sorted(ours):
@@ -178,11 +177,11 @@ def _understood(config: RunConfig, told: Told) -> RunConfig:
 
 
 def not_above(theirs: RunConfig) -> str:
-    """The setting by which a run can have no regions; empty where it can."""
+    """Return the setting because of which a run can have no regions; empty where it can."""
     impossible = (
         (theirs.outer.lock_step, "outer.lock_step", theirs.outer.lock_step),
         (theirs.data.leased, "data.leased", theirs.data.leased),
-        # What it rounds off would be lost with the next version above, where a site has it go out again.
+        # What its codec rounds off would be lost with the next version above; a site would send it again.
         (usual_feedback(theirs.codec.up) > 0, "codec.up", theirs.codec.up),
         (bool(theirs.codec.feedback), "codec.feedback", theirs.codec.feedback),
     )

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 USER = 10001
-"""Nobody that a machine knows, so that what lies in a volume is nobody else's."""
+"""A user id that no machine uses, so that files in a volume belong to no other user."""
 STATE = "/var/lib/diloco"
-"""Where the processes of a container work: runs/ is made in there, and survives it on a volume."""
+"""The working folder of a container's processes: runs/ is made in it, and survives it on a volume."""
 CPU_BASE = "python:3.11-slim-bookworm"
 CUDA_BASE = "nvidia/cuda:12.8.1-runtime-ubuntu24.04"
 LEFT_OUT = (
@@ -28,12 +28,12 @@ LEFT_OUT = (
 
 
 def call(config: RunConfig) -> list[str]:
-    """What builds the image."""
+    """Return the command that builds the image."""
     return ["docker", "build", "--tag", config.launch.image, "--file", "Dockerfile", str(source_tree())]
 
 
 def files(config: RunConfig) -> list[File]:
-    """The Dockerfile, and what the builder leaves out of the source tree."""
+    """Return the Dockerfile, and the patterns of files that the builder leaves out of the source tree."""
     check(config)
     launch = config.launch
     values = {

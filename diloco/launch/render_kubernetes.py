@@ -1,4 +1,4 @@
-"""Kubernetes: a StatefulSet for each syncer and a JobSet for each site, with what they keep and what they are told."""
+"""Kubernetes: a StatefulSet for each syncer and a JobSet for each site, with their volumes and settings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 SETTINGS = "/etc/diloco"
 SHOWN = "/run/secrets/diloco"
-"""Where the Secret is mounted: its files are root's, and change when it does."""
+"""Where the Secret is mounted: its files belong to root, and change when the Secret does."""
 OWN = "/run/diloco"
-"""Where they are copied for the process alone, when it starts: a key that others can read is refused."""
+"""Where a pod copies them at its start, for its process alone: a key that others can read is refused."""
 ENDED_FOR_GOOD = (int(ExitCode.USAGE), int(ExitCode.MISMATCH))
-"""Exit codes that the same command gives again."""
+"""Exit codes that the same command would return again."""
 RENDEZVOUS_PORT = 29500
 SYNCER_FILES = ("ca.pem", "syncer.pem", "syncer.key", "revoked.json")
 
 
 def prepared(config: RunConfig) -> list[Process]:
-    """The processes that pods are made of, with what only pods know in their settings."""
+    """Return the processes that pods are made of, with the settings that only pods need."""
     secured = _secured(config) if config.launch.secrets else config
     found = _found_by_name(_open(secured))
     check_reachable(found)
@@ -36,29 +36,29 @@ def prepared(config: RunConfig) -> list[Process]:
 
 
 def _rendezvous(process: Process) -> Process:
-    """The machines of a site meet at the pod of the first, by the name that the JobSet gives it."""
+    """Let the machines of a site meet at the pod of machine 0, by the name that the JobSet gives it."""
     host = f"{process.label}-site-0-0.{process.label}"
     site = replace(process.config.site, rendezvous=f"{host}:{RENDEZVOUS_PORT}")
     return replace(process, config=replace(process.config, site=site))
 
 
 def files(process: Process) -> list[File]:
-    """All manifests of one process."""
+    """Return all manifests of one process."""
     return [File(manifest(process), _syncer(process) if process.verb == "syncer" else _site(process))]
 
 
 def call(process: Process) -> list[str]:
-    """What makes the cluster have it."""
+    """Return the command that creates the process's objects."""
     return ["kubectl", "apply", "--filename", manifest(process)]
 
 
 def manifest(process: Process) -> str:
-    """The file that kubectl takes."""
+    """Return the name of the manifest for kubectl."""
     return f"{process.name}.yaml"
 
 
 def _open(config: RunConfig) -> RunConfig:
-    """The syncer listens where other pods reach it."""
+    """Make the syncer listen where other pods reach it."""
     port = config.cluster.syncer.listen.rpartition(":")[2]
     if not port.isdecimal() or int(port) == 0:
         raise ConfigError(f"cluster.syncer.listen is {config.cluster.syncer.listen!r}: a port that others can know")
@@ -67,7 +67,7 @@ def _open(config: RunConfig) -> RunConfig:
 
 
 def _found_by_name(config: RunConfig) -> RunConfig:
-    """Sites look for a syncer by the name of its Service, unless another address was said."""
+    """Let sites find a syncer by the name of its Service, unless another address is configured."""
     if not is_loopback(config.site.syncer):
         return config
     names = ["syncer", *(f"syncer-{index}" for index in range(1, config.outer.num_syncers))]
@@ -81,7 +81,7 @@ def _service(config: RunConfig, name: str) -> str:
 
 
 def _secured(config: RunConfig) -> RunConfig:
-    """Both ends show certificates, from where the Secrets' files are copied."""
+    """Let both ends show certificates, from the folder into which the Secrets' files are copied."""
     syncer = replace(
         config.cluster.syncer,
         tls_cert=f"{OWN}/syncer.pem",
@@ -109,7 +109,7 @@ def _syncer(process: Process) -> str:
     )
     container = _container(process) | {
         "ports": [{"name": "grpc", "containerPort": port}],
-        # A start reads what the disk holds, and replays: that may take minutes, and must not be cut short.
+        # A start reads the disk and replays the journal: that may take minutes, and must not be cut short.
         "startupProbe": probe | {"periodSeconds": 5, "failureThreshold": 360},
         "readinessProbe": probe | {"periodSeconds": 5, "timeoutSeconds": 5},
         "livenessProbe": probe | {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
@@ -157,7 +157,7 @@ def _site(process: Process) -> str:
     ]
     nodes = process.nodes
     if nodes > 1:
-        # The pod of index 0 is found by its name in the JobSet's own service, and is the same one when it comes again.
+        # The pod of index 0 has a name in the JobSet's own service, and keeps it when it is started again.
         rank = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         container["env"] = [{"name": "NODE_RANK", "valueFrom": rank}]
         container["command"] = [*container["command"], "site.node_rank=$(NODE_RANK)"]
@@ -224,7 +224,7 @@ def _narrow() -> dict[str, Any]:
 
 
 def _pod(process: Process, container: dict[str, Any], again: str) -> dict[str, Any]:
-    """What the pods of both have in common."""
+    """Return what the pods of syncers and sites have in common."""
     launch = process.config.launch
     pod: dict[str, Any] = {
         "restartPolicy": again,

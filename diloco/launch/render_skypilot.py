@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 HOME = "~/diloco"
-"""Where a process works on its machine."""
+"""The working folder of a process on its machine."""
 ENVIRONMENT = "~/diloco-env"
 RENDEZVOUS_PORT = 29500
 HEAD = """{what} of run {run}: sky launch --cluster {name} {file}    (from the folder of this file)
@@ -19,23 +19,23 @@ What settings name by a relative path lies in that folder, and comes along: cert
 
 
 def prepared(config: RunConfig) -> list[Process]:
-    """The processes that tasks are made of."""
+    """Return the processes that tasks are made of."""
     check_reachable(config)
     return processes(config)
 
 
 def files(process: Process) -> list[File]:
-    """A task, and the settings beside it."""
+    """Return the task and its settings."""
     return [process.file(), File(task(process), _task(process))]
 
 
 def call(process: Process) -> list[str]:
-    """What finds a machine for it."""
+    """Return the command that finds a machine for the task and starts it."""
     return ["sky", "launch", "--yes", "--detach-run", "--cluster", process.label, task(process)]
 
 
 def task(process: Process) -> str:
-    """The file that sky takes."""
+    """Return the name of the task's file for sky."""
     return f"{process.name}.sky.yaml"
 
 
@@ -73,7 +73,7 @@ def _task(process: Process) -> str:
 
 
 def _own_files(process: Process) -> list[str]:
-    """The files that the settings name and the machine does not have: those by a relative path."""
+    """Return the files that the settings name by a relative path, which the machine does not have."""
     config = process.config
     names = (
         [config.site.tls_ca, config.site.tls_cert, config.site.tls_key, config.site.token_file]

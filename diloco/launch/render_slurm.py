@@ -1,4 +1,4 @@
-"""Slurm: a batch script for each site, and for the syncer where it is to run there as well."""
+"""Slurm: a batch script for each site, and for the syncer where it is to run there too."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
 
 
 def prepared(config: RunConfig) -> list[Process]:
-    """The processes that jobs are made of."""
+    """Return the processes that jobs are made of."""
     check_reachable(config)
     return processes(config)
 
 
 def files(process: Process) -> list[File]:
-    """A script, and the settings beside it."""
+    """Return the script and its settings."""
     return [process.file(), File(script(process), _script(process))]
 
 
 def call(process: Process) -> list[str]:
-    """What hands a job in."""
+    """Return the command that submits the job."""
     return ["sbatch", script(process)]
 
 
 def script(process: Process) -> str:
-    """The file that sbatch takes."""
+    """Return the name of the script for sbatch."""
     return f"{process.name}.sbatch"
 
 
 def _others(process: Process) -> str:
-    """All machines but the first.  Slurm leaves a task that was killed as it is, so that each is started again here."""
+    """Return the command for all machines but the first; it loops, because Slurm does not restart a killed task."""
     command = shlex.join(process.command(process.settings))
     place = 'site.node_rank="$((SLURM_PROCID + 1))" site.rendezvous="$SITE_RENDEZVOUS"'
     again = f'while true; do {command} {place}; code=$?; [ "$code" -gt 128 ] || exit "$code"; done'
@@ -42,10 +42,10 @@ def _others(process: Process) -> str:
 
 
 def _script(process: Process) -> str:
-    """`diloco site` on each machine, which starts the ranks there itself.
+    """Return a script that runs `diloco site` on each machine, which starts the ranks there itself.
 
-    That of the first one is the script's own child, as that of a site on one machine is: it is the one that is asked to
-    leave, and tells the others.
+    That of machine 0 is the script's own child, as on a site of one machine: it receives the request to leave, and
+    tells the others.
     """
     launch, needs = process.config.launch, process.needs
     command = shlex.join(process.command(process.settings))

@@ -1,4 +1,4 @@
-"""What every way to launch has in common: the processes of a run, each with its own settings, and what they need."""
+"""What all ways to launch share: the processes of a run, each with its own settings and needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-import diloco
 from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import each, syncer_name, towards
@@ -19,14 +18,14 @@ from diloco.launch.schema import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diloco.launch.schema_launch import LaunchSection
+    from diloco.launch.schema import LaunchSection
 
 LABEL_MAX = 63
-"""Letters in a DNS label."""
+"""The longest DNS label, in characters."""
 NAMES_MAX = 40
-"""Of them those of a run's and a process's name together may take; the rest is for what is put behind."""
+"""How many of them the names of run and process may take together; the rest is for suffixes."""
 LEAVE_MORE_S = 10.0
-"""What a site may take beyond site.finish_timeout_s to leave: its last checkpoint, and the end of its processes."""
+"""How long a site may take to leave after site.finish_timeout_s: for its last checkpoint, and to end its processes."""
 TEXTS: Mapping[str, str] = {
     "image": r"[a-z0-9][a-z0-9._/:@-]*",
     "base": r"[a-z0-9][a-z0-9._/:@-]*",
@@ -36,12 +35,12 @@ TEXTS: Mapping[str, str] = {
     "namespace": r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
     "storage_class": r"[a-z0-9.-]*",
 }
-"""What each text among the settings may be: it stands in files that others read."""
+"""The pattern of each text setting: the texts stand in files that other programs read."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One that is to be written, by its name in the folder."""
+    """A file to be written, with its name in the folder."""
 
     name: str
     text: str
@@ -49,7 +48,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a process needs of each of its machines."""
+    """What a process needs on each of its machines."""
 
     cpus: int
     memory_gib: int
@@ -59,7 +58,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the run: its verb, its name among the others, and its settings, complete."""
+    """One process of the run: its verb, its name among the others, and its complete settings."""
 
     verb: str
     name: str
@@ -68,12 +67,12 @@ class Process:
 
     @property
     def settings(self) -> str:
-        """The file of its settings."""
+        """The name of its settings file."""
         return f"{self.name}.config.yaml"
 
     @property
     def label(self) -> str:
-        """Its name with the run's, as a DNS label."""
+        """The run's name and its own, as a DNS label."""
         return label(f"{self.config.run.name}-{self.name}")
 
     @property
@@ -83,22 +82,22 @@ class Process:
 
     @property
     def nodes(self) -> int:
-        """Machines that it is started on."""
+        """The number of machines that it is started on."""
         return self.config.site.nodes if self.verb == "site" else 1
 
     def command(self, settings: str) -> list[str]:
-        """How it is started with the settings in the file ``settings``."""
+        """Return its command line with the settings file ``settings``."""
         return ["diloco", self.verb, "--config", settings]
 
     def file(self) -> File:
-        """The file of its settings."""
+        """Return its settings file."""
         return File(self.settings, configs.to_yaml(self.config))
 
 
 def processes(config: RunConfig) -> list[Process]:
-    """The syncers of ``config`` and its sites; ConfigError for what cannot be launched.
+    """Return the syncers of ``config`` and its sites; ConfigError for what cannot be launched.
 
-    A syncer that listens for its own machine alone is not among them: it runs elsewhere, by hand.
+    A syncer that listens on loopback only is not among them: it runs elsewhere, started by hand.
     """
     check(config)
     launch = config.launch
@@ -125,14 +124,14 @@ def processes(config: RunConfig) -> list[Process]:
 
 
 def gpus(config: RunConfig) -> int:
-    """Accelerators of each machine of a site."""
+    """Return the number of accelerators on each machine of a site."""
     if config.launch.gpus is not None:
         return config.launch.gpus
     return config.site.nproc if config.site.device == "cuda" else 0
 
 
 def check(config: RunConfig) -> None:
-    """ConfigError names a setting of ``launch`` that cannot be."""
+    """Raise ConfigError for an impossible setting of ``launch``."""
     launch = config.launch
     for name, form in TEXTS.items():
         value = getattr(launch, name)
@@ -153,7 +152,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_reachable(config: RunConfig) -> None:
-    """ConfigError where sites on other machines would look for the syncer on their own."""
+    """Raise ConfigError where sites on other machines would look for the syncer on loopback."""
     from diloco.launch import connecting
     from diloco.wire.options import check_bind, is_loopback
 
@@ -170,14 +169,14 @@ def check_reachable(config: RunConfig) -> None:
 
 
 def has_syncer(config: RunConfig) -> bool:
-    """Whether the syncer is to be launched as well."""
+    """Return whether the syncer is to be launched too."""
     from diloco.wire.options import is_loopback
 
     return not is_loopback(config.cluster.syncer.listen)
 
 
 def label(text: str) -> str:
-    """``text`` as a DNS label; ConfigError where nothing of it can stay, or it is too long."""
+    """Return ``text`` as a DNS label; ConfigError where nothing of it can stay, or it is too long."""
     found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not found or not found[0].isalpha() or len(found) > NAMES_MAX:
         raise ConfigError(f"{text!r}: as a name of machines at most {NAMES_MAX} letters, the first one of a to z")
@@ -185,17 +184,17 @@ def label(text: str) -> str:
 
 
 def filled(template: str, values: Mapping[str, object]) -> str:
-    """The text of a template that lies beside this module, with ``values`` in it."""
+    """Return the text of a template beside this module, with ``values`` filled in."""
     text = resources.files("diloco.launch").joinpath(f"{template}.template").read_text("utf-8")
     return Template(text).substitute({name: str(value) for name, value in values.items()})
 
 
 def documents(*told: Mapping[str, object], head: str = "") -> str:
-    """YAML of several documents, below the lines of ``head``."""
+    """Return YAML of several documents, below the lines of ``head`` as comments."""
     import yaml  # type: ignore[import-untyped]
 
     class Plain(yaml.SafeDumper):  # type: ignore[misc]
-        """Writes text of several lines as it reads."""
+        """Writes text of several lines as a literal block."""
 
     def as_it_reads(dumper: yaml.SafeDumper, text: str) -> object:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
@@ -207,18 +206,18 @@ def documents(*told: Mapping[str, object], head: str = "") -> str:
 
 
 def source_tree() -> Path:
-    """Where this program's source lies, which images and machines are made from; ConfigError if it is not there."""
-    tree = Path(diloco.__file__).resolve().parent.parent
+    """Return this program's source tree, which images and machines are made from; ConfigError if there is none."""
+    tree = Path(__file__).resolve().parents[2]
     if not (tree / "pyproject.toml").is_file():
         raise ConfigError(f"{tree} is no source tree of diloco: images are made from one, and this is an installed one")
     return tree
 
 
 def package(config: RunConfig) -> str:
-    """What is installed from the source tree."""
+    """Return what pip installs from the source tree."""
     return ".[gpu]" if uses_cuda(config.launch, config) else "."
 
 
 def uses_cuda(launch: LaunchSection, config: RunConfig) -> bool:
-    """Whether the run's sites compute on accelerators."""
+    """Return whether the run's sites compute on accelerators."""
     return config.site.device == "cuda" or bool(launch.gpus)

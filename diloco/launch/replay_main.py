@@ -1,4 +1,4 @@
-"""``diloco replay``: the outer steps of a run computed again, as they were or without some of their updates."""
+"""``diloco replay``: compute the outer steps of a run again, as they were or without some of their updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from diloco.launch.past import Past
     from diloco.sync.rounds import Selection
-    from diloco.syncer.restoring import Rebuilt, Rules
+    from diloco.syncer.replaying import ReplayerWithout, Rules
 
 DOES = """Computes a run's outer steps again from its syncer's own data, which is only read, also while the syncer runs.
 
@@ -66,10 +66,10 @@ def _selections(texts: Sequence[str]) -> list[Selection]:
 
 
 def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: argparse.Namespace) -> dict[str, object]:
-    """Do it; prints what people read unless JSON is wanted, and returns what the JSON says."""
+    """Replay; print the result as text unless JSON is wanted, and return the values for JSON."""
     from diloco.launch import build
-    from diloco.syncer.images import Image, ImageError, full_parameters, write_image
     from diloco.syncer.restoring import Kept, KeptError
+    from diloco.syncer.snapshots import Image, ImageError, full_parameters, write_image
 
     notes: list[str] = []
     try:
@@ -92,7 +92,7 @@ def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: ar
     return facts
 
 
-def _facts(past: Past, rebuilt: Rebuilt, selections: list[str], notes: list[str]) -> dict[str, object]:
+def _facts(past: Past, rebuilt: ReplayerWithout, selections: list[str], notes: list[str]) -> dict[str, object]:
     return {
         "run": past.config.run.name,
         "lineage": rebuilt.machine.state.lineage,
@@ -105,14 +105,14 @@ def _facts(past: Past, rebuilt: Rebuilt, selections: list[str], notes: list[str]
         "snapshots_compared": rebuilt.snapshots,
         "left_out": [asdict(out) for out in rebuilt.left_out],
         "skipped": [{"fragment": fragment, "version": version} for fragment, version in rebuilt.skipped],
-        "trained_on_old_base": rebuilt.on_old_base,
+        "trained_on_old_base": dict(sorted(rebuilt.on_old_base.items())),
         "waiting_on_old_base": rebuilt.old_base_waiting,
         "notes": notes,
     }
 
 
-def _lines(rebuilt: Rebuilt) -> list[str]:
-    """The same in words."""
+def _lines(rebuilt: ReplayerWithout) -> list[str]:
+    """Return the result as lines of text."""
     began, ended = (" ".join(map(str, v)) for v in (rebuilt.began_at, [values.version for values in rebuilt.values]))
     lines = [f"lineage {rebuilt.machine.state.lineage}: {rebuilt.records:,} records, versions {began} to {ended}"]
     lines.append(f"{rebuilt.compared:,} versions have the digest that the journal says, bit for bit")
@@ -127,7 +127,7 @@ def _lines(rebuilt: Rebuilt) -> list[str]:
     for fragment, version in rebuilt.skipped:
         lines.append(f"skipped: version {version} of fragment {fragment}: nothing of it remained; it keeps its number")
     if rebuilt.left_out:
-        by_site = ", ".join(f"{site} {count}" for site, count in rebuilt.on_old_base.items()) or "none"
+        by_site = ", ".join(f"{site} {count}" for site, count in sorted(rebuilt.on_old_base.items())) or "none"
         count = sum(rebuilt.on_old_base.values())
         kept = "and are merged as they are (--and-later leaves them out too)" if count else "and are kept"
         lines.append(

@@ -1,6 +1,6 @@
-"""``report.html``: one file that opens anywhere, offline, and shows what a run was; also for a run that failed.
+"""``report.html``: one file that opens offline in any browser, and shows a run; also a run that failed.
 
-The pictures are static SVG (``plot``).
+The charts are static SVG (``plot``).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LOSS = Axis("nats per token", lambda value: f"{value:.3g}")
 
 
 def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
-    """Write ``run_dir/report.html`` anew from its events and its summary; returns both.
+    """Write ``run_dir/report.html`` from the run's events and its summary; return summary and history.
 
-    A run whose ``summary.json`` is missing (it was cut down before its end), has not all that a run of sites has or is
-    of an end before the run was restored is summed up from its events.
+    A new summary is made from the events where ``summary.json`` is missing (the run was killed), lacks fields of a run
+    of sites, or may be from before the run was restored.
     """
     history = RunHistory()
     history.take_all(read_events(run_dir / "events.jsonl")[0])
@@ -48,7 +48,7 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
 
 
 def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: str) -> str:
-    """The page."""
+    """Return the page."""
     sections = [
         section("Loss against time", _loss_legend(history), _loss(history, 0, TIME), _LOSS_NOTE),
         section("Loss against tokens", _loss_legend(history), _loss(history, 1, Axis("tokens", count)), _TOKENS_NOTE),
@@ -109,7 +109,7 @@ def _time_legend(history: RunHistory) -> str:
 
 
 def _loss(history: RunHistory, column: int, x: Axis) -> str:
-    """Training loss of each site and validation loss, against seconds (column 0) or tokens (column 1)."""
+    """Chart each site's training loss and the validation loss, against seconds (column 0) or tokens (column 1)."""
     lines = []
     for name, style in _styled(history):
         points: Points = [(point[column], point[2]) if point else None for point in history.sites[name].losses.whole()]

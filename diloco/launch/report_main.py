@@ -1,4 +1,4 @@
-"""``diloco report RUN_DIR``: the report of a run anew, and its closing table again."""
+"""``diloco report RUN_DIR``: write the report of a run anew, and print its closing table again."""
 
 from __future__ import annotations
 

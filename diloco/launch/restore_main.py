@@ -1,4 +1,4 @@
-"""``diloco restore``: a stopped run taken up again, from a replay, from a backup or from what a warm site holds."""
+"""``diloco restore``: take a stopped run up again from a replay, from a backup or from a warm site."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.launch.arguments import OneLineParser, limit_threads
-from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.past import data_of, past_of
 from diloco.launch.placing import backup_of, number_of
+from diloco.launch.process import disk_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ a new lineage; sites come back by themselves, drop what they had in flight, and 
 The run goes on where its data lies: in what a standby took over, if one did, and not in the folder before that.  Given
 a data folder in place of the run's, it goes on there from now on."""
 ANSWER_S = 2.0
-"""A process that is asked whether it serves the run's address has so long to take the connection."""
+"""How long a process at the run's address may take to accept a connection."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -79,13 +79,13 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]]:
-    """Do it under the folder's lock; what came of it, and what is to be said of the source."""
+    """Restore under the folder's lock; return the result, and notes on the source to print."""
     from diloco.durable import LockedError, locked
     from diloco.launch import build, build_syncer
     from diloco.launch.warm_site import ColdError
     from diloco.syncer.backups import BackupError
-    from diloco.syncer.images import ImageError
     from diloco.syncer.restoring import RestoreError
+    from diloco.syncer.snapshots import ImageError
     from diloco.syncer.store import StoreError
 
     card = build_syncer.plan(past.config, build.layout_of(past.config)).card
@@ -105,7 +105,7 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
 
 
 def _take_others(past: Past, stack: ExitStack) -> None:
-    """Refuse while another process leads or follows the run: what it goes on with would be lost, or would be back."""
+    """Refuse while another process leads or follows the run: its further work would be lost, or would come back."""
     from diloco.durable import LockedError, locked
 
     for folder in past.others():
@@ -127,8 +127,8 @@ def _take_others(past: Past, stack: ExitStack) -> None:
 
 
 def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
-    from diloco.syncer.images import read_image
     from diloco.syncer.restoring import restore_in_place
+    from diloco.syncer.snapshots import read_image
 
     image = read_image(Path(given.source))
     why = given.why or f"restored from the image {given.source}"
@@ -142,7 +142,7 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
 
 
 def _unfinished(past: Past, restored: Restored) -> list[str]:
-    """A run that had finished goes on: its final model is one of before."""
+    """Move the final model of a run that had finished aside, because the run goes on; return notes to print."""
     from diloco.durable import PLAIN_DISK, Step
 
     final, before = past.data / "final", past.data / f"final-before-{restored.lineage}"
@@ -172,7 +172,7 @@ def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[
 
 
 def _backup(source: str, run_id: str) -> tuple[Vault, str]:
-    """The backup that ``source`` names: itself, or the newest of the run below it."""
+    """Return the backup that ``source`` names: a backup itself, or the newest of the run below it."""
     from diloco.syncer.backups import BackupError, Vault
 
     vault = Vault(source)
@@ -248,7 +248,7 @@ def _known(given: argparse.Namespace, evidence: Evidence, lineage: int = 0, epoc
 
 
 def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
-    """What the run's own events and what the user names remember."""
+    """Return the evidence in the run's own events and in the user's paths; ConfigError for a contradiction."""
     from diloco.launch.evidence import read_evidence
 
     own = [past.run_dir.events] if past.run_dir.events.is_file() else []
@@ -284,12 +284,12 @@ def _list(past: Past, given: argparse.Namespace) -> ExitCode:
 
 
 def _plain(facts: BackupFacts | BackupError) -> dict[str, object]:
-    """One backup of the list as JSON."""
+    """Return one backup of the list as plain values."""
     return {"damaged": str(facts)} if isinstance(facts, Exception) else {**asdict(facts), "files": len(facts.files)}
 
 
 def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[str]) -> None:
-    """Print what came of it, and leave it in the run's events."""
+    """Print the result, and write it to the run's events."""
     from diloco.launch.eventlog import EventLog
 
     if past.data.resolve() != data_of(past.run_dir).resolve():

@@ -1,4 +1,4 @@
-"""The one folder of a run: what lies where.
+"""The folder of one run: where each file is.
 
 runs/nimble-otter/
   config.yaml  events.jsonl  summary.json  report.html
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from diloco.durable import LockedError, locked, write_file
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.names import new_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from diloco.launch.schema import RunConfig
+
 
 LATEST = "latest"
 HELD_WAIT_S = 5.0
@@ -43,34 +44,34 @@ class RunDir:
 
     @property
     def events(self) -> Path:
-        """What happened."""
+        """The event log."""
         return self.root / "events.jsonl"
 
     @property
     def summary(self) -> Path:
-        """What came of it."""
+        """The result of the run."""
         return self.root / "summary.json"
 
     @property
     def report(self) -> Path:
-        """The same with plots."""
+        """The result with plots."""
         return self.root / "report.html"
 
     @property
     def syncer(self) -> Path:
-        """The syncer's data: where the run was moved to, if it was, unless cluster.syncer.folder says another."""
+        """The syncer's data: where the run was moved to, if it was, unless cluster.syncer.folder names another."""
         return self.moved_to() or self.root / "syncer"
 
     @property
     def moved(self) -> Path:
-        """The file that says where the syncer's data lies since it was moved; relative to ``root`` if it is below it.
+        """The file with the path of the syncer's data since it was moved; relative to ``root`` if it is below it.
 
-        The folder before that is stale: who looks back at the run, or takes it up again, must not take it for the run.
+        The folder before that is stale: a command that reads the run or takes it up again must not use it.
         """
         return self.root / "syncer.folder"
 
     def moved_to(self) -> Path | None:
-        """What ``moved`` says; None where the data was never moved."""
+        """Return the path in ``moved``; None where the data was never moved; ConfigError where the file is empty."""
         try:
             told = self.moved.read_text().strip()
         except FileNotFoundError:
@@ -80,15 +81,15 @@ class RunDir:
         return self.root / told
 
     def move_to(self, folder: Path) -> None:
-        """Keep that the run goes on in the data folder ``folder``."""
+        """Record that the run goes on in the data folder ``folder``."""
         whole, root = folder.absolute(), self.root.absolute()
         told = whole.relative_to(root) if whole.is_relative_to(root) else whole
         write_file(self.moved, str(told).encode())
 
     def has_lost(self, data: Path) -> bool:
-        """Whether the run has published versions, as its events tell, and its syncer's folder ``data`` holds none.
+        """Return whether the run's events have published versions, and its syncer's folder ``data`` has no snapshot.
 
-        Its sites then hold what a syncer that began anew would not know.
+        Its sites then hold versions that a syncer starting from nothing would not know.
         """
         return not any(data.glob("snapshots/[0-9]*")) and self._has_published()
 
@@ -101,7 +102,7 @@ class RunDir:
 
     @property
     def address(self) -> Path:
-        """``host:port`` of the syncer, while it serves."""
+        """The file with ``host:port`` of the syncer, while it serves."""
         return self.root / "syncer.address"
 
     @property
@@ -111,7 +112,7 @@ class RunDir:
 
     @property
     def train(self) -> Path:
-        """Checkpoints of the baseline."""
+        """Checkpoints of ``diloco train``, the baseline."""
         return self.root / "train" / "checkpoints"
 
     def site(self, site_id: str) -> SiteDir:
@@ -132,12 +133,12 @@ class SiteDir:
 
     @property
     def log(self) -> Path:
-        """Step lines."""
+        """The log with step lines."""
         return self.root / "site.log"
 
     @property
     def checkpoints(self) -> Path:
-        """The trainer's."""
+        """The trainer's checkpoints."""
         return self.root / "checkpoints"
 
     @property
@@ -152,26 +153,26 @@ class SiteDir:
 
     @property
     def saying(self) -> Path:
-        """Held by the rank that says so, or takes back what was said."""
+        """The lock of a rank that writes ``ending``, or removes an earlier one."""
         return self.root / "saying"
 
     @property
     def meeting(self) -> Path:
-        """Where the first of the site's machines says its port, and the key that the others must know."""
+        """The file with the port of the site's machine 0, and the key that the other machines need."""
         return self.root / "machines.json"
 
     def machine(self, node_rank: int) -> Path:
-        """What one of the site's machines, other than the first, has for itself."""
+        """The folder of one of the site's machines other than machine 0."""
         return self.root / "machines" / str(node_rank)
 
     @property
     def speaker(self) -> Path:
-        """Process id of rank 0 while it runs, so that it can be asked to leave."""
+        """The file with the process id of rank 0 while it runs, so that it can be asked to leave."""
         return self.root / "rank-0.pid"
 
 
 def run_dir_of(config: RunConfig) -> RunDir:
-    """The folder of ``config``'s run; the run must have a name."""
+    """Return the folder of ``config``'s run; ConfigError where the run has no name."""
     if config.run.name is None:
         raise ConfigError("run.name is null: say which run is meant")
     return RunDir(Path(config.run.dir) / config.run.name)
@@ -195,7 +196,7 @@ def point_latest(run_dir: RunDir) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep ``folder`` for this process.  One that was just killed may still be going; then this waits a little."""
+    """Lock ``folder`` for this process; wait a little for a process that was killed and may still hold it."""
     until = time.monotonic() + HELD_WAIT_S
     with contextlib.ExitStack() as stack:
         while True:
@@ -210,8 +211,34 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def existing_run(path: str) -> RunDir:
-    """The run folder that a user named: a path, or the name of a run below ``runs``; ConfigError if there is none."""
+    """Return the run folder that a user named: a path, or the name of a run below ``runs``; ConfigError without one."""
     for root in (Path(path), Path("runs") / path):
         if (root / "config.yaml").is_file() or (root / "events.jsonl").is_file():
             return RunDir(root)
     raise ConfigError(f"{path!r} is no run folder: no config.yaml in it, nor in runs/{path}")
+
+
+HOW = (
+    "amber brave brisk calm clever coral crisp deft eager early fair fleet fond gentle glad golden hardy "
+    "hazel honest ivory jolly keen kind lilac lively loyal lucid mellow merry mild misty modest neat nimble "
+    "noble olive patient placid plucky polar proud quick quiet rapid ready ruby rustic sage sandy serene "
+    "silver sober solar spry steady stout sunny swift tidy tranquil trusty upbeat velvet vivid warm wise witty"
+)
+WHO = (
+    "avocet badger beaver bison bittern bobcat caribou cicada condor coyote crane curlew dingo dolphin dunlin "
+    "egret ermine falcon ferret finch gannet gecko gibbon gopher grouse heron hornet ibex ibis jackal jackdaw "
+    "kestrel kiwi koala lemur linnet lizard llama lynx magpie marlin marmot marten merlin moose newt ocelot "
+    "osprey otter panda petrel pigeon plover puffin quail raven robin salmon seal shrike skylark stork swallow "
+    "tapir tern thrush toucan turtle viper vole walrus weasel whale wombat wren zebra"
+)
+TRIES = 100
+
+
+def new_name(is_taken: Callable[[str], bool]) -> str:
+    """Return a name that is not taken, such as ``nimble-otter``; after many tries with a number at the end."""
+    how, who = HOW.split(), WHO.split()
+    for attempt in range(TRIES):
+        name = f"{secrets.choice(how)}-{secrets.choice(who)}" + (f"-{attempt}" if attempt > TRIES // 2 else "")
+        if not is_taken(name):
+            return name
+    return f"{secrets.choice(how)}-{secrets.choice(who)}-{secrets.token_hex(4)}"

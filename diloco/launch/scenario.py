@@ -1,4 +1,4 @@
-"""A scenario: what goes wrong in a run, and when, as a YAML file that a user can write.
+"""A scenario: the faults of a run and their times, as a YAML file that a user can write.
 
     - {at_s: 30, do: kill, target: site-b, for_s: 8}            # SIGKILL; started again after 8 s
     - {at_progress: 0.4, do: partition, target: link:site-c, for_s: 10}
@@ -40,7 +40,7 @@ SYNCER = "syncer"
 LINK = "link:"
 LINK_FIELDS = ("rtt_ms", "jitter_ms", "mbps", "queue_kib", "stall_percent", "stall_ms")
 COMMON_FIELDS = ("at_s", "at_progress", "do", "target")
-# Which kinds take which targets, and what becomes of for_s: "must", "may" or "never".
+# For each kind its targets, and whether for_s is given: "must", "may" or "never".
 KINDS: Mapping[str, tuple[str, str]] = {
     "kill": ("process", "may"),
     "stop": ("process", "must"),
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def site(self) -> str:
-        """The site that it is about, "" for the syncer."""
+        """The site that it is about, "" for a syncer."""
         return "" if is_syncer(self.target) else self.target.removeprefix(LINK)
 
 
@@ -86,14 +86,14 @@ class Play:
 
 
 class Schedule:
-    """When each step of a scenario is due."""
+    """Decides when each step of a scenario is due."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._waiting = list(steps)
         self._healing: list[tuple[float, Step]] = []
 
     def due(self, run_s: float, progress: float) -> list[Play]:
-        """What to do now: first what ends, then what begins.  Each step begins once and ends at most once."""
+        """Return what to do now: first what ends, then what begins.  Each step begins once and ends at most once."""
         plays = [Play(step, heals=True) for end_s, step in sorted(self._healing, key=_first) if run_s >= end_s]
         self._healing = [(end_s, step) for end_s, step in self._healing if run_s < end_s]
         for step in [step for step in self._waiting if _reached(step, run_s, progress)]:
@@ -104,26 +104,26 @@ class Schedule:
         return plays
 
     def heal_all(self) -> list[Play]:
-        """End what lasts and begin nothing more: the run is being drained."""
+        """Return the ends of all lasting steps, and begin no more: the run is being drained."""
         plays = [Play(step, heals=True) for _, step in sorted(self._healing, key=_first)]
         self._healing, self._waiting = [], []
         return plays
 
     def not_begun(self) -> list[Step]:
-        """The steps whose time has not come."""
+        """Return the steps that have not begun."""
         return list(self._waiting)
 
     @property
     def healing(self) -> bool:
-        """Whether something lasts that will be ended."""
+        """Whether a step lasts that will be ended."""
         return bool(self._healing)
 
 
 def not_yet_played(steps: Sequence[Step], played: Iterable[tuple[str, str]], progress: float) -> list[Step]:
-    """What is left of a scenario for a run that goes on at ``progress``.
+    """Return the steps of a scenario that are left for a run that goes on at ``progress``.
 
-    ``played`` is what was done and to which target, in the earlier parts of the run; of equal steps, those that stand
-    first in the file count as played.  A step whose share of the run has passed without it is not made up for.
+    ``played`` are the kind and the target of each step in the earlier parts of the run; of equal steps, those that
+    stand first in the file count as played.  A step whose ``at_progress`` has passed without it is dropped.
     """
     done = Counter(played)
     left = []
@@ -137,7 +137,7 @@ def not_yet_played(steps: Sequence[Step], played: Iterable[tuple[str, str]], pro
 
 
 def late_sites(steps: Sequence[Step]) -> set[str]:
-    """The sites that are not there from the beginning."""
+    """Return the sites that are absent at the beginning."""
     return {step.target for step in steps if step.do == "start"}
 
 
@@ -157,7 +157,7 @@ def load_scenario(text: str, file: str, sites: Sequence[str], syncers: Sequence[
 
 
 class _Reader:
-    """Reads one step and complains about it with its line."""
+    """Reads one step, and names its line in errors."""
 
     def __init__(self, file: str, node: yaml.Node, sites: Sequence[str], syncers: Sequence[str]) -> None:
         self._file = file
@@ -170,7 +170,7 @@ class _Reader:
         if not isinstance(node, yaml.MappingNode):
             raise ScenarioError(f"{self._where}: a step is a mapping such as {{at_s: 30, do: kill, target: site-b}}")
         values: dict[str, object] = {}
-        # A loader of its own for each step: the simple values are made as YAML would, duplicates are seen.
+        # A loader for each step: simple values are made as YAML would, and duplicate keys are noticed.
         loader = yaml.SafeLoader("")
         for key_node, value_node in node.value:
             key = str(key_node.value)
@@ -223,7 +223,7 @@ class _Reader:
         if not names:
             raise self._wrong(f"set changes nothing: give one of {', '.join(LINK_FIELDS)}")
         changes = {name: self._number(name, None, 1e9, "a number, 0 or more") for name in names}
-        # The jitter must fit a round trip that may not be given here, so the pair is checked when it is carried out.
+        # The jitter must fit a round trip that may not be given here, so the pair is checked when it is applied.
         alone = {name: value for name, value in changes.items() if name != "jitter_ms" or "rtt_ms" in changes}
         try:
             LinkOptions(**alone)  # type: ignore[arg-type]
@@ -246,7 +246,7 @@ class _Reader:
         return str(value)
 
     def _number(self, name: str, above: float | None, most: float, wanted: str) -> float:
-        """A number up to ``most``, larger than ``above``, or 0 and more if that is None."""
+        """Return a number up to ``most`` that is larger than ``above`` or, if that is None, at least 0."""
         value = self._values.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= float(str(value)) <= most or (above is not None and float(str(value)) <= above):
@@ -271,7 +271,7 @@ def _not_yaml(file: str, error: yaml.YAMLError) -> ScenarioError:
 
 
 def _check_together(file: str, steps: Sequence[Step]) -> None:
-    """What each step alone cannot see: a site that comes late comes once."""
+    """Check what each step alone cannot show: a site starts late only once."""
     seen: dict[str, int] = {}
     for step in steps:
         if step.do == "start":

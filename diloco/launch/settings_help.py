@@ -1,4 +1,4 @@
-"""What ``--help`` of a verb prints below its own lines: the groups with their choices, and every key."""
+"""The text that a verb's ``--help`` adds below its own lines: the groups with their choices, and every key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY_COLUMN = 46
 
 
 def settings_help() -> str:
-    """All that can be set, one line a key: its name, its default and what it means."""
+    """Return all settings, one line a key: its name, its default and its meaning."""
     lines = [
         "What can be set: group=choice, then single keys as key=value (in brackets: the value that no group sets)."
     ]

@@ -1,4 +1,4 @@
-"""``diloco sim``: a run without tensors under virtual time, or a published table found again."""
+"""``diloco sim``: simulate a run without tensors in virtual time, or reproduce a published table."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from diloco.launch.likening import Column, MadeRun
+    from diloco.plan.studies import Study
     from diloco.sim.fleet_plan import FleetPlan, FleetResult
-    from diloco.sim.studies import Study
 
 SCENARIO = "+scenario="
 SEEDS_MAX = 1000
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _study(name: str, given: argparse.Namespace) -> ExitCode:
-    from diloco.sim.studies import STUDIES
+    from diloco.plan.studies import STUDIES
 
     if name not in STUDIES:
         near = nearest(name, list(STUDIES))
@@ -145,13 +145,13 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         step_jitter=given.step_jitter,
     )
     if given.like is not None:
-        config.scenario = None  # What it did to the run is known better than what it asked for.
+        config.scenario = None  # The faults that happened are known from the run.
     if given.sites is not None:
         config = with_sites(config, given.sites)
     names, above = list(config.cluster.sites), None
     if given.above or given.regions is not None:
         above = above_of(config, given.above, given.regions)
-    if given.like is None:  # What was a run may be one.
+    if given.like is None:  # A run that was made is valid.
         build_syncer.check(config)
     plan = fleet_of(config, told) if above is None else tree_of(config, above, told)
     made = None if given.like is None else read_made(RunDir(given.like))
@@ -176,7 +176,7 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
 
 
 def likeness(made: MadeRun, found: Mapping[str, Column], versions: Sequence[int]) -> dict[str, object]:
-    """Both columns, as plain values."""
+    """Return both columns as plain values."""
     return {
         "versions": {"run": sum(made.versions), "simulation": sum(versions)},
         "sites": {
@@ -186,7 +186,7 @@ def likeness(made: MadeRun, found: Mapping[str, Column], versions: Sequence[int]
 
 
 def compared(told: Mapping[str, object]) -> list[str]:
-    """The same for people."""
+    """Return the comparison as lines of text."""
     versions, sites = told["versions"], told["sites"]
     assert isinstance(versions, dict)
     assert isinstance(sites, dict)
@@ -203,7 +203,7 @@ def compared(told: Mapping[str, object]) -> list[str]:
 def summary(
     names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float, regions: Sequence[str] = ()
 ) -> dict[str, object]:
-    """What became of a fleet, as plain values; shares are of the time that passed.  ``names`` are of its sites, or of
+    """Return a fleet's result as plain values; shares are of the time that passed.  ``names`` are of its sites, or of
     those of each of ``regions``."""
     figures: dict[str, object] = {
         "goodput": round(found.goodput, 5),
@@ -252,13 +252,13 @@ def _sites(names: Sequence[str], plan: FleetPlan, found: FleetResult) -> dict[st
 
 
 def _version_0_s(plan: FleetPlan, place: int) -> float:
-    """What joining and the values that a site begins with take on its link alone."""
+    """Return the seconds that joining and fetching version 0 take on the site's link alone."""
     site = plan.sites[place]
     return 2 * site.rtt_s + (sum(plan.whole_bytes) * 8e-6 / site.down_mbps if site.down_mbps else 0.0)
 
 
 def lines(told: dict[str, object]) -> list[str]:
-    """The same for people."""
+    """Return the summary as lines of text."""
     sites = told["sites"]
     assert isinstance(sites, dict)
     regions = told.get("regions", {})

@@ -1,4 +1,4 @@
-"""What a rank of a site puts beside its trainer: an agent towards the syncer, or one towards each of several."""
+"""The agents that a rank of a site runs beside its trainer: one for the syncer, or one for each of several."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from diloco.launch import build, connecting
+from diloco.launch.connecting import unanswered
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import BETWEEN, placement_of, towards
-from diloco.launch.unanswered import unanswered
 from diloco.learner.agent import Agent
-from diloco.learner.channel import Dealt, Orders, all_mine, deal
-from diloco.learner.meter import OneVoice
-from diloco.learner.owner import Follower, Owner
-from diloco.learner.several_syncers import Agents, part_restored
+from diloco.learner.exchange import Follower, Owner
+from diloco.learner.ranks import Dealt, Orders, all_mine, deal
+from diloco.learner.several_syncers import Agents, OneVoice, part_restored
 from diloco.outer.fragments import Layout
 from diloco.wire.client import SyncClient
 from diloco.wire.options import MBPS_MIN
@@ -45,8 +44,9 @@ def agent_of(
     spread: bool = False,
     data: str = "",
 ) -> Agent | Agents:
-    """Rank 0's.  With ``spread`` the others may own fragments too: they have an ``owning_follower_of``.  ``data`` is
-    the identity of what a loop draws from that reads none of our text, where that is leased."""
+    """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too: they have an
+    ``owning_follower_of``.  ``data`` identifies the data of a training loop that does not read this project's text,
+    where its units are leased."""
     whole = whole_layout(config, holding)
     restored = (resumed.tensors, resumed.meta) if resumed is not None else None
     redo = resumed.redo if resumed is not None else None
@@ -85,7 +85,7 @@ def agent_of(
 
 
 def follower_of(config: RunConfig, holding: Holding) -> Follower:
-    """That of every other rank; rank 0 owns all fragments."""
+    """Return the follower of any other rank, where rank 0 owns all fragments."""
     whole = whole_layout(config, holding)
     return Follower([build.layout_of(part, whole) for part in towards(config)], holding, config.outer.adopt)
 
@@ -93,7 +93,7 @@ def follower_of(config: RunConfig, holding: Holding) -> Follower:
 def owning_follower_of(
     config: RunConfig, folder: SiteDir, holding: Holding, resumed: Resumed | None, disk: Disk
 ) -> Follower:
-    """That of every other rank, with the fragments that it owns; rank 0's agent is one with ``spread``."""
+    """Return the follower of any other rank, with the fragments that it owns; rank 0's agent has ``spread``."""
     whole = whole_layout(config, holding)
     parts, layouts, owned = towards(config), list[Layout](), list[Owner | None]()
     restored: Restored = (resumed.tensors, resumed.meta) if resumed is not None else None
@@ -103,7 +103,7 @@ def owning_follower_of(
             data, own = _data_of(folder, index), part_restored(own, index, len(parts))
         layouts.append(build.layout_of(part, whole))
         dealt = deal(layouts[-1], holding)
-        if not dealt.channels:  # As where a syncer has one fragment: that is rank 0's.
+        if not dealt.channels:  # E.g. where a syncer has one fragment: rank 0 owns it.
             owned.append(None)
             continue
         owner = Owner(
@@ -123,12 +123,12 @@ def owning_follower_of(
 
 
 def whole_layout(config: RunConfig, holding: Holding) -> Layout:
-    """The fragments of the very model that is trained: the syncer compares them with what it has."""
+    """Return the fragments of the very model that is trained; the syncer compares them with its own."""
     return build.layout_over(config, holding.shapes)
 
 
 def join_text(config: RunConfig, kind: str, text: str) -> str:
-    """Why a site was not taken in, in a line that says who asked whom."""
+    """Return why a site could not join, in one line that names the site and the syncer's address."""
     if kind == "unreachable":
         text = unanswered(config.site.syncer.replace(BETWEEN, ","), connecting.site_security(config), text)
         waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
@@ -141,7 +141,7 @@ def _data_of(folder: SiteDir, syncer: int) -> Path:
 
 
 def _client(config: RunConfig, dealt: Dealt) -> SyncClient:
-    """One rank's, which has its share of what the site's link is said to have."""
+    """Return one rank's client, which gets an equal share of the bandwidth configured for the site's link."""
     whole, ranks = connecting.client_options(config), len(set(dealt.owners))
     up_mbps, down_mbps = (max(mbps / ranks, MBPS_MIN) if mbps else 0.0 for mbps in (whole.up_mbps, whole.down_mbps))
     options = replace(whole, up_mbps=up_mbps, down_mbps=down_mbps)

@@ -1,4 +1,4 @@
-"""``diloco site``: one site, in this process, in ranks of a torchrun that we start, or as a rank of somebody else's."""
+"""``diloco site``: run one site in this process, in ranks of a torchrun that it starts, or as a rank under another."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING
 from diloco.launch import config as configs
 from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.machines import check_machines
 from diloco.launch.memory_folder import check_memory_folder, memory_cleared
 from diloco.launch.placing import towards
-from diloco.launch.ranks import Ranks, ending_of_ranks, forget_ending, tell_speaker
+from diloco.launch.process import Stopping
 from diloco.launch.run_dir import held, run_dir_of
-from diloco.launch.site_machines import Another, First
+from diloco.launch.site_machines import (
+    Another,
+    First,
+    Ranks,
+    check_machines,
+    ending_of_ranks,
+    forget_ending,
+    tell_speaker,
+)
 from diloco.launch.site_rank import Place, has_ended, place_from_environment, run_rank
-from diloco.launch.stopping import Stopping
 from diloco.open_files import raise_limit
 
 if TYPE_CHECKING:
@@ -37,8 +43,8 @@ The same command again goes on from the newest checkpoint.  Ctrl-C once: sends w
 when the run had finished); twice: at once.  Under your own torchrun it is 0 for both, because
 torchrun takes 75 for a failure."""
 RANKS_END_S = 30.0
-"""After rank 0 has said how it ended: the others may wait for it somewhere, much longer than anybody wants to.  Where
-one of them is lost at that very time torchrun starts all again, and the new rank 0 takes the word back by then."""
+"""How long the other ranks may take to end after rank 0 has recorded its end; a hanging one would take much longer.
+If one of them is lost meanwhile, torchrun starts all ranks again, and the new rank 0 withdraws the record in time."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -60,7 +66,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     with ExitStack() as stack:
         if place is None or place.rank == 0:
             own = folder.root if config.site.node_rank == 0 else folder.machine(config.site.node_rank)
-            # Before anything in the folder is touched: it may be that of a site that runs.
+            # Before anything in the folder changes: it may be that of a running site.
             stack.enter_context(held(own))
             config = goes_on(config, own / folder.config.name, given)
             configs.write(config, own / folder.config.name)
@@ -76,7 +82,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def check_identity(config: RunConfig) -> None:
-    """A site must say which run and which site it is, and its name must be fit for the wire and for a folder."""
+    """Raise ConfigError unless run and site are named, with names that are fit for the wire and for a folder."""
     if config.run.name is None:
         raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
     if not configs.is_name(config.site.id):
@@ -90,7 +96,7 @@ def check_identity(config: RunConfig) -> None:
 
 def _check(config: RunConfig) -> None:
     from diloco.launch import build, connecting
-    from diloco.launch.spreading import check_kernels
+    from diloco.launch.build import check_kernels
 
     build.check(config)
     towards(config)
@@ -101,7 +107,7 @@ def _check(config: RunConfig) -> None:
 
 
 def run_ranks(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
-    """Start ``site.nproc`` ranks by torchrun and wait for them; how rank 0 ended."""
+    """Start ``site.nproc`` ranks by torchrun and wait for them; return how rank 0 ended."""
     forget_ending(folder)
     ranks = Ranks(config.site.nproc, folder.config, folder.root / "torchrun.log")
     with Stopping(f"{config.site.id} sends what is unsent and leaves") as stopping:
@@ -114,14 +120,14 @@ def run_ranks(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
             if time.monotonic() > until:
                 ranks.kill()
             if stopping.asked:
-                # Again and again: it may not have written its number yet when the signal came, and ranks that are
-                # started again, because one was lost while the site was leaving, have another rank 0.
+                # Repeatedly: rank 0 may not have written its process id yet when the signal came; and if ranks are
+                # started again, because one was lost while the site was leaving, there is another rank 0.
                 told = tell_speaker(folder, told)
     return ending_of_ranks(config.site.id, folder, ranks)
 
 
 def run_machine(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
-    """This machine's part of a site of several; how rank 0 ended, wherever it was."""
+    """Run this machine's part of a site of several machines; return how rank 0 ended, wherever it ran."""
     first = config.site.node_rank == 0
     own = folder.root if first else folder.machine(config.site.node_rank)
     ranks = Ranks(config.site.nproc, own / folder.config.name, own / "torchrun.log")

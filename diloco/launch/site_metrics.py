@@ -30,19 +30,19 @@ class SiteMetrics:
         self._checkpoints = checkpoints
         self._lock = threading.Lock()
         self._last: dict[str, Event] = {}
-        """The latest event of a kind whose fields are totals, or the present state."""
+        """The latest event of each kind whose fields are totals or the present state."""
         self._step_s = Spread(SECONDS)
         self._pushes: dict[str, int] = {}
         self._canaries: dict[str, int] = {}
         self._raw = {"up": 0, "down": 0}
         self._connected = False
         self._out_of_reach: set[object] = set()
-        """Of several syncers: those that it has lost."""
+        """Of several syncers: the numbers of those that are lost."""
         self._disconnects = 0
         self._norm: float | None = None
 
     def take(self, event: Event) -> None:
-        """The next event, from the log's thread."""
+        """Take the next event, from the log's thread."""
         with self._lock:
             match event["what"]:
                 case "step" | "meter" as what:
@@ -76,7 +76,7 @@ class SiteMetrics:
         return FP32_BYTES * self._numels[whole(event, "fragment")]
 
     def families(self) -> Iterator[Metric]:
-        """Everything there is to say now."""
+        """Yield all metrics as of now."""
         yield from about(self._config)
         with self._lock:
             yield from self._of_steps()
@@ -126,7 +126,7 @@ class SiteMetrics:
             yield gauge("pseudo_gradient_norm", "Norm of the latest update.", {site: self._norm}, "site")
 
     def _of_checkpoint(self) -> Iterator[Metric]:
-        """Of the newest one that is whole: it has its name only once it is durable."""
+        """Yield the metrics of the newest whole checkpoint: it gets its name only once it is durable."""
         from diloco.inner import checkpoint
 
         for name in reversed(checkpoint.names(self._checkpoints)):
@@ -134,7 +134,7 @@ class SiteMetrics:
             try:
                 at, size = path.stat().st_mtime, sum(file.stat().st_size for file in path.iterdir())
             except FileNotFoundError:
-                continue  # A newer one took its place at this moment.
+                continue  # A newer one has just replaced it.
             site = (self._site,)
             yield gauge("checkpoint_timestamp_seconds", "When the newest checkpoint was written.", {site: at}, "site")
             yield gauge("checkpoint_bytes", "Its size.", {site: size}, "site")

@@ -1,14 +1,17 @@
-"""One rank of a site: joins, trains, leaves.  Rank 0 speaks to the syncer, the others do as it tells.
+"""One rank of a site: join, train, leave.  Rank 0 talks to the syncer; the other ranks follow its orders.
 
 ``python -m diloco.launch.site_rank CONFIG`` is what torchrun starts; it reads the resolved file and never sees Hydra.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import socket
 import sys
+import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,18 +21,13 @@ from diloco.codec import kernel_library
 from diloco.durable import write_file
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads
-from diloco.launch.arming import disk_from_environment
 from diloco.launch.canary import Canaries, command
 from diloco.launch.console import SiteLines, lines_to, missing_lines
 from diloco.launch.errors import ConfigError, ExitCode, RankLost, VerbError
 from diloco.launch.eventlog import EventLog, LineWriter
-from diloco.launch.lasting import keep_what_is_loaded
 from diloco.launch.memory_folder import memory_folder
-from diloco.launch.one_folder import check_one_folder
-from diloco.launch.rank_exit import end_process
+from diloco.launch.process import Stopping, die_with_parent, disk_from_environment, end_process, keep_what_is_loaded
 from diloco.launch.run_dir import held, run_dir_of
-from diloco.launch.stopping import Stopping
-from diloco.launch.tether import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -40,8 +38,9 @@ if TYPE_CHECKING:
     from diloco.launch.run_dir import SiteDir
     from diloco.launch.schema import RunConfig
     from diloco.learner.agent import Agent, Finished
-    from diloco.learner.owner import Follower
+    from diloco.learner.exchange import Follower
     from diloco.learner.several_syncers import Agents
+
 
 Emit = Any
 RANKS_WAIT_S = 120.0
@@ -54,7 +53,7 @@ JOIN_CODES: Mapping[str, ExitCode] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among the ranks of its site, as torchrun's variables tell it."""
+    """This process's place among the ranks of its site, from torchrun's environment variables."""
 
     rank: int = 0
     local_rank: int = 0
@@ -62,11 +61,11 @@ class Place:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     restarts: int = 0
-    """How often torchrun has started all ranks again."""
+    """How often all ranks have been restarted."""
 
 
 def place_from_environment() -> Place | None:
-    """What torchrun says about this process, or None where nobody does."""
+    """Return this process's place from torchrun's variables, None without them; VerbError for bad values."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     try:
@@ -83,7 +82,7 @@ def place_from_environment() -> Place | None:
 
 
 def among_machines(place: Place, told: str) -> Place:
-    """The same process among the ranks of all machines of its site: torchrun knows its own machine only."""
+    """Return ``place`` among the ranks of all machines, from ``told``, the JSON of ``site_machines.place_of``."""
     words = json.loads(told)
     return replace(
         place,
@@ -96,11 +95,11 @@ def among_machines(place: Place, told: str) -> Place:
 
 
 def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
-    """Train until the run ends or somebody asks to stop; the exit code and what to say.
+    """Train until the run ends or a stop is requested; return the exit code and the text to print.
 
-    Whoever calls it for rank 0 holds the site's folder.
+    The caller holds the site's folder for rank 0.
 
-    Raises VerbError and ConfigError in words for everything that is the user's to mend.
+    Raises VerbError and ConfigError, with a message for the user, for every error that the user can fix.
     """
     with in_words():
         return _run(config, place)
@@ -108,10 +107,10 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
 
 @contextmanager
 def in_words() -> Iterator[None]:
-    """Turn what training says in its own errors into the verb's one line."""
+    """Turn the errors of training into the verb's one-line errors."""
     from diloco.inner.checkpoint import CheckpointError
-    from diloco.inner.corpus import DataError
-    from diloco.inner.parallel import GroupError
+    from diloco.inner.checks import GroupError
+    from diloco.inner.data import DataError
     from diloco.inner.trainer import TrainingError
 
     try:
@@ -188,10 +187,10 @@ def _lead(
     resumed: Resumed | None,
     emit: Emit,
 ) -> tuple[ExitCode, str]:
-    """Rank 0's part."""
+    """Run rank 0: join the syncer, train, compare the ranks, and leave."""
     from diloco.inner.precision import bf16_speed
     from diloco.launch.site_agent import join_text
-    from diloco.learner.agent import JoinFailed
+    from diloco.learner.transfer import JoinFailed
 
     try:
         try:
@@ -213,7 +212,7 @@ def _lead(
 
 
 def _follow(trainer: Trainer, follower: Follower, holding: Holding, stopping: Stopping) -> None:
-    """The part of every other rank: rank 0 is the one that is asked to stop."""
+    """Run any other rank; only rank 0 acts on a request to stop."""
     stopping.ask(lambda: None)
     try:
         follower.start()
@@ -226,7 +225,8 @@ def _follow(trainer: Trainer, follower: Follower, holding: Holding, stopping: St
 
 
 def _compare_ranks(holding: Holding, emit: Emit) -> None:
-    """What ranks hold alike must be the same bits: where it is not, what this site sent was not what it trained."""
+    """Check that parameters held by several ranks are the same bits; VerbError where they differ, because then what
+    this site sent was not what it trained."""
     compared = holding.compared()
     for each in compared:
         emit("ranks_compared", {"parameters": len(each.names), "ranks": each.ranks, "digests": each.digests})
@@ -237,14 +237,15 @@ def _compare_ranks(holding: Holding, emit: Emit) -> None:
 
 
 def join_group(config: RunConfig, place: Place) -> SiteGroup:
-    """The ranks of this site.  The others wait for rank 0 while it joins, for a version in lock-step, or at the end."""
+    """Return the group of this site's ranks.  Its timeout covers the wait of the other ranks for rank 0: while it
+    joins, for a version in lock-step, and at the end."""
     from diloco.inner.parallel import SiteGroup
-    from diloco.learner.options import AgentOptions
+    from diloco.learner.exchange import AgentOptions
 
     each_s = config.site.join_timeout_s
     if config.outer.lock_step:
         each_s += AgentOptions(folder="").lock_step_timeout_s
-    # One syncer is waited for after the other; at the end all at once, for updates and then for their fates.
+    # Rank 0 waits for one syncer after the other; at the end for all at once, for updates and then for their fates.
     bound_s = RANKS_WAIT_S + max(each_s * config.outer.num_syncers, 2 * config.site.finish_timeout_s)
     try:
         return SiteGroup(
@@ -262,7 +263,7 @@ def join_group(config: RunConfig, place: Place) -> SiteGroup:
 
 
 def check_resume(config: RunConfig, folder: Path) -> None:
-    """``run.resume`` against the checkpoints that lie in ``folder``."""
+    """Check ``run.resume`` against the checkpoints in ``folder``; ConfigError where they contradict each other."""
     from diloco.inner import checkpoint
 
     there = bool(checkpoint.names(folder))
@@ -273,7 +274,7 @@ def check_resume(config: RunConfig, folder: Path) -> None:
 
 
 def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: ExitStack) -> EventLog:
-    """Where rank 0 writes events down, with lines for people in ``lines`` and on the terminal."""
+    """Return rank 0's event log, with lines for people in ``lines`` and on the terminal; ``stack`` closes it."""
     file = LineWriter.appending(lines, missing_lines(who))
     stack.callback(file.close)
     log = EventLog(events, who, also=SiteLines(who, config.run.log_every, [lines_to(sys.stdout, who), file]))
@@ -282,7 +283,7 @@ def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: Exit
 
 
 def silent(what: str, fields: dict[str, object] | None = None) -> None:
-    """The ``emit`` of the other ranks, which have nothing to say that rank 0 does not."""
+    """Drop an event: the ``emit`` of the other ranks, because rank 0 reports for all."""
 
 
 def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: ExitStack) -> None:
@@ -299,12 +300,12 @@ def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: Exit
 
 
 def _renamed(emit: Emit) -> Callable[[str, dict[str, object]], None]:
-    """The trainer's events under names that do not collide with the agent's."""
+    """Return an ``emit`` under which the trainer's event names do not collide with the agent's."""
     return lambda what, fields: emit("checkpoint_read" if what == "resumed" else what, fields)
 
 
 def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[ExitCode, str]:
-    """The exit code of a site and where its tokens are; VerbError when it gave up."""
+    """Return a site's exit code and a text that accounts for its tokens; VerbError when it gave up."""
     ledger = finished.ledger
     where = ", ".join(f"{count:,} {name}" for name, count in ledger.items() if count and name != "processed")
     text = f"site {site_id} {finished.ending}: {ledger.get('processed', 0):,} tokens processed ({where})"
@@ -318,7 +319,7 @@ def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[
 
 
 def has_ended(folder: SiteDir, start: int | None = None) -> bool:
-    """Whether a rank has said that it ended for a reason that another start would not mend; one of this ``start``."""
+    """Return whether a rank has recorded an end that a restart would not fix, in this ``start`` if one is given."""
     try:
         told = json.loads(folder.ending.read_text())
     except (OSError, ValueError):
@@ -327,10 +328,10 @@ def has_ended(folder: SiteDir, start: int | None = None) -> bool:
 
 
 def end_word(folder: SiteDir, place: Place, code: ExitCode, text: str, *, lost: bool) -> bool:
-    """Say how this rank ended, if it has something to say; whether all ranks are to be started again.
+    """Record how this rank ended; return whether all ranks are to be started again.
 
-    They are where a rank was ``lost``, but a rank is lost to the others as well when it has ended for a reason that
-    another start would not mend: the first such reason of this start stands.
+    They are when a rank was ``lost``.  But a rank that ended for a reason that a restart would not fix is lost to the
+    other ranks too: so the first such reason of this start stands, and ranks are not started again.
     """
     if lost and place.rank:
         return not has_ended(folder, place.restarts)
@@ -344,9 +345,9 @@ def end_word(folder: SiteDir, place: Place, code: ExitCode, text: str, *, lost: 
 
 
 def main(arguments: list[str]) -> int:
-    """A rank that torchrun started for ``diloco site``: how it ended goes to a file, because torchrun keeps codes.
+    """Run a rank that torchrun started for ``diloco site``; its end goes to a file, because torchrun hides exit codes.
 
-    Its code is 1 where torchrun is to start all ranks again, and 0 where another start would end as this one did.
+    Returns 1 where torchrun is to start all ranks again, and 0 where another start would end like this one.
     """
     die_with_parent(os.getppid())
     place = place_from_environment()
@@ -360,12 +361,12 @@ def main(arguments: list[str]) -> int:
     folder = run_dir_of(config).site(config.site.id)
     code, text, lost = ExitCode.FAILED, "", False
     try:
-        # From here on, because whoever reads rank 0's number in the file may ask it to stop.
+        # Signals are handled from here on: a process that reads rank 0's id in the file may ask it to stop.
         with Stopping(f"{config.site.id} stops"), ExitStack() as stack:
             if place.rank == 0:
-                # `diloco site` holds the site's folder; a rank may outlive it for a moment, when it was killed.
+                # `diloco site` holds the site's folder; if it was killed, a rank may outlive it for a moment.
                 stack.enter_context(held(folder.agent))
-                # What an earlier start has said is not how this one ends; a rank of this one may be done already.
+                # An end recorded by an earlier start does not count; a rank of this start may have ended already.
                 with held(folder.saying):
                     if not has_ended(folder, place.restarts):
                         folder.ending.unlink(missing_ok=True)
@@ -382,6 +383,37 @@ def main(arguments: list[str]) -> int:
     if code not in (ExitCode.OK, ExitCode.DRAINED):
         print(text, file=sys.stderr)
     return int(again)
+
+
+SEEN_S = 30.0
+"""How long a shared folder may take to show what another machine has written."""
+
+
+def check_one_folder(config: RunConfig, folder: SiteDir, group: SiteGroup, within_s: float = SEEN_S) -> None:
+    """Raise ConfigError, on all ranks alike, naming a rank that does not see what rank 0 writes in the site's folder.
+
+    Each rank keeps its part of a checkpoint and its outbox there, and reads the other ranks' files after a restart.
+    """
+    if group.world == 1:
+        return
+    token = secrets.randbits(62)
+    path = folder.root / f".seen-{token:x}"
+    if group.is_first:
+        write_file(path, b"")
+    (told,) = group.broadcast_small([token])
+    path, until = folder.root / f".seen-{told:x}", time.monotonic() + within_s
+    while not (seen := path.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    blind = group.all_gather_bytes(b"" if seen else f"rank {group.rank}, on {socket.gethostname()},".encode())
+    if group.is_first:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    if any(blind):
+        who = next(each for each in blind if each).decode()
+        raise ConfigError(
+            f"run.dir is {config.run.dir!r}: {who} does not see there what rank 0 writes; the machines of a "
+            "site share one folder"
+        )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""What the verbs that take a model out have in common on the command line: where it lies, and as of which version."""
+"""The options of verbs that read a model: where it is, and as of which version."""
 
 from __future__ import annotations
 
-from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads
 from diloco.launch.errors import ConfigError
-from diloco.launch.past import is_data
-from diloco.launch.run_dir import existing_run
 
 if TYPE_CHECKING:
     import argparse
@@ -19,40 +15,14 @@ if TYPE_CHECKING:
     from diloco.launch.taken import Taken
 
 
-class Kind(Enum):
-    """What a model may be taken out of."""
-
-    FOLDER = "a folder of Hugging Face's form"
-    TRAINED = "a checkpoint, a folder of them, or a .safetensors file"
-    DATA = "a syncer's data folder"
-    RUN = "a run's folder"
-
-
-def kind_of(source: str) -> tuple[Kind, Path]:
-    """What lies at ``source``, and where: of a run of `diloco train` the checkpoints.  ConfigError for nothing."""
-    path = Path(source)
-    if (path / "config.json").is_file():
-        return Kind.FOLDER, path
-    if path.is_file() or (path / "manifest.json").is_file() or any(path.glob("*/manifest.json")):
-        return Kind.TRAINED, path
-    if (path / "checkpoints").is_dir():
-        return Kind.TRAINED, path
-    if is_data(path):
-        return Kind.DATA, path
-    run_dir = existing_run(source)
-    if run_dir.train.is_dir() and not run_dir.syncer.is_dir():
-        return Kind.TRAINED, run_dir.train
-    return Kind.RUN, run_dir.root
-
-
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` take ``--syncer`` and ``--version``."""
+    """Add ``--syncer`` and ``--version`` to ``parser``."""
     parser.add_argument("--syncer", metavar="HOST:PORT", help="ask this syncer for what it publishes now")
     parser.add_argument("--version", metavar="N", default="newest", help="of every fragment; default: the newest")
 
 
 def version_of(text: str) -> int | None:
-    """The version that ``--version`` asks for, None for the newest; ConfigError for anything else."""
+    """Return the version that ``--version`` names, None for the newest; ConfigError for anything else."""
     if text == "newest":
         return None
     if not text.isascii() or not text.isdecimal():
@@ -61,7 +31,7 @@ def version_of(text: str) -> int | None:
 
 
 def taken_from(given: argparse.Namespace, sources: Sequence[str], settings: Sequence[str], threads: int) -> Taken:
-    """The model at the one of ``sources``, or at ``--syncer``; for everything after it this process has ``threads``."""
+    """Return the model at ``sources[0]``, or at ``--syncer``; limits this process to ``threads`` from here on."""
     version = version_of(given.version)
     limit_threads(threads)
     if not given.syncer:

@@ -1,4 +1,4 @@
-"""``diloco standby``: a second syncer that follows the first; and an operator's words to either of them."""
+"""``diloco standby``: run a second syncer that follows the first, and send an operator's commands to either."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
-from diloco.launch.arming import disk_from_environment
 from diloco.launch.console import identity_lines, lines_to
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.placing import syncer_dir
+from diloco.launch.process import Stopping, disk_from_environment, limit_arenas
 from diloco.launch.status_main import standby_line, syncer_address
-from diloco.launch.stopping import Stopping
 from diloco.launch.syncer_log import syncer_log
 from diloco.launch.syncer_main import FROM_SETTINGS, again, said, serve, write_config
 from diloco.open_files import raise_limit
@@ -28,8 +26,7 @@ if TYPE_CHECKING:
 
     from diloco.launch.run_dir import RunDir
     from diloco.launch.schema import RunConfig
-    from diloco.syncer.standby import Warm
-    from diloco.syncer.succession import StandingBy
+    from diloco.syncer.standby import StandingBy, Warm
     from diloco.wire.client import AdminClient
 
 DOES = """A second syncer that follows the first, and takes its place when it is told to.
@@ -83,7 +80,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     return _follow(given) if what == "follow" else _say(what, targets[0], given)
 
 
-# --- an operator's words --------------------------------------------------------------------------------------------
+# --- an operator's commands -----------------------------------------------------------------------------------------
 
 
 def _say(what: str, target: str, given: argparse.Namespace) -> ExitCode:
@@ -114,7 +111,7 @@ def _show(address: str, status: dict[str, Any], *, as_json: bool) -> None:
 def _asking(address: str, settings: Sequence[str]) -> Iterator[AdminClient]:
     from diloco.launch import config as configs
     from diloco.launch import connecting
-    from diloco.launch.unanswered import unanswered
+    from diloco.launch.connecting import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import Refused, Unreachable
 
@@ -140,16 +137,16 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     config = load_config(given)
     if config.run.name is None:
         raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
-    limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
+    limit_threads(1)  # Inside one operation: a round uses several threads, by ranges.
     limit_arenas()
     raise_limit()
     run_dir = syncer_dir(config)
     config = goes_on(config, run_dir.config, given)
 
-    from diloco.launch import build_syncer, regional, replicating
+    from diloco.launch import build_syncer, regional
 
     build_syncer.check(config)
-    replicating.standby_primary(config)
+    build_syncer.standby_primary(config)
     write_config(config, run_dir, given, over=False)
     config.cluster.syncer.folder = config.cluster.syncer.folder or str(run_dir.root / config.cluster.standby.name)
     if regional.is_region(config):
@@ -161,19 +158,20 @@ def _follow(given: argparse.Namespace) -> ExitCode:
         stack.callback(warm.taken.close)
         log = syncer_log(config, stack)
         folder = config.cluster.syncer.folder
-        run_dir.move_to(Path(folder))  # Before anything is told there: the folder of the syncer before is stale then.
+        run_dir.move_to(Path(folder))  # Before the new syncer publishes: the old folder is stale then.
         print(f"took over in {folder}")
         ending = serve(config, run_dir, log, stack, given, warm)
     return said(config, run_dir, ending, again(config, given, promoted=True))
 
 
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
-    """Follow until it is promoted; or until the run is over, or somebody asks it to stop, which is said."""
+    """Follow until it is promoted, or until the run is over or a stop is requested; print the latter two."""
     from diloco.durable import LockedError
     from diloco.launch.metrics import page_at
     from diloco.launch.standby_metrics import StandbyMetrics
     from diloco.syncer.region import check_site
-    from diloco.syncer.standby import StandbyError, StoreError
+    from diloco.syncer.standby import StandbyError
+    from diloco.syncer.store import StoreError
 
     log = EventLog(
         run_dir.events,
@@ -181,7 +179,7 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
         also=identity_lines(lines_to(sys.stderr, config.cluster.standby.name)),
     )
     standing = _standing_by(config, log)
-    metrics = StandbyMetrics(config, standing.api.status)
+    metrics = StandbyMetrics(config, standing.status)
     try:
         with (
             Stopping("the standby stops; the syncer says what it waits for") as stopping,
@@ -223,10 +221,9 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
 
 
 def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
-    from diloco.launch import build, build_syncer, connecting, replicating
-    from diloco.syncer.standby import Standby
-    from diloco.syncer.succession import StandingBy
-    from diloco.wire.replication import FollowClient
+    from diloco.launch import build, build_syncer, connecting
+    from diloco.syncer.standby import Standby, StandingBy
+    from diloco.wire.client import FollowClient
 
     primary = config.cluster.standby.primary
     try:
@@ -248,5 +245,5 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
         connecting.server_options(config),
         connecting.syncer_security(config),
         lambda what, why: log.emit("note", {"note": what, "why": why}),
-        replicating.lease(config, disk),
+        build_syncer.lease(config, disk),
     )

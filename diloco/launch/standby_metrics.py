@@ -1,6 +1,6 @@
-"""A standby's page of metrics, until it is promoted and the syncer's page takes its place at the same address.
+"""A standby's page of metrics, until it is promoted and the syncer's page replaces it at the same address.
 
-No name here is on the syncer's page, so that a rule about the one never takes the other for it.
+No metric here is on the syncer's page, so that an alerting rule for the one never matches the other.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class StandbyMetrics:
-    """Makes the page of what the standby says of itself."""
+    """Makes the page from the standby's status."""
 
     def __init__(self, config: RunConfig, status: Callable[[], dict[str, Any]]) -> None:
         self._config = config
         self._status = status
 
     def families(self) -> Iterator[Metric]:
-        """Everything there is to say now."""
+        """Yield all metrics as of now."""
         yield from about(self._config)
         status = self._status()
         following, failed = float(status["following"]), float(status["failed"] is not None)

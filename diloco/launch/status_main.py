@@ -1,4 +1,4 @@
-"""``diloco status``: how a running syncer stands, as a table or as JSON."""
+"""``diloco status``: print the state of a running syncer, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _several(askers: Mapping[str, Callable[[], Mapping[str, Any]]], as_json: boo
 
 
 def syncer_addresses(target: str) -> list[str]:
-    """The same of all syncers: with / between, as sites are given them, or those of a run folder."""
+    """Return the addresses of all syncers in ``target``: with / between, as for sites, or those of a run folder."""
     folder = Path(target) if Path(target).is_dir() else Path("runs") / target
     own = sorted((folder / SYNCERS).glob("*/syncer.address"), key=lambda path: path.parent.name)
     if own:
@@ -100,7 +100,7 @@ def syncer_addresses(target: str) -> list[str]:
 
 
 def syncer_address(target: str) -> str:
-    """``HOST:PORT`` of the syncer that a user named by it or by a run folder; exit 3 when none runs there."""
+    """Return the syncer's ``HOST:PORT``, from itself or from a run folder; exit 3 when none runs there."""
     host, colon, port = target.rpartition(":")
     if colon and host and port.isdecimal() and not Path(target).exists():
         return target
@@ -111,8 +111,8 @@ def syncer_address(target: str) -> str:
 
 
 def _asker(address: str, settings: list[str]) -> Any:
-    """A function that asks the syncer once."""
-    from diloco.launch.unanswered import unanswered
+    """Return a function that asks the syncer once."""
+    from diloco.launch.connecting import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import Refused, Unreachable
     from diloco.wire.options import SecurityOptions
@@ -181,7 +181,7 @@ def _watch(asked: Any, as_json: bool) -> NoReturn:
 
 
 def standby_line(status: Mapping[str, Any]) -> str:
-    """One line about a standby."""
+    """Return one line about a standby."""
     versions = ",".join(map(str, status["versions"])) or "none yet"
     follows = "follows" if status["following"] else f"DOES NOT FOLLOW (heard {status['heard_seconds_ago']:.0f} s ago)"
     failed = f"  FAILED: {status['failed']}" if status["failed"] else ""
@@ -194,7 +194,7 @@ def standby_line(status: Mapping[str, Any]) -> str:
 
 
 def heading(status: Mapping[str, Any]) -> str:
-    """One line about the run."""
+    """Return one line about the run."""
     versions = ",".join(str(fragment["version"]) for fragment in status["fragments"])
     ending = f" ({status['ending']})" if status["ending"] else ""
     waiting = sum(len(fragment["arrived"]) for fragment in status["fragments"])
@@ -206,18 +206,18 @@ def heading(status: Mapping[str, Any]) -> str:
 
 
 def _kernels(status: Mapping[str, Any]) -> str:
-    """What the syncer codes with; an older one does not say."""
+    """Return the syncer's kernels; "" for an older syncer, which does not report them."""
     return f"  kernels {status['kernels']}" if "kernels" in status else ""
 
 
 def _lineage(status: Mapping[str, Any]) -> str:
-    """When the run was restored, if it was: that is what a lineage has for its number."""
+    """Return when the run was restored, if it was: a lineage's number is that time."""
     lineage = status.get("lineage", 1)
     return "" if lineage <= 1 else f"  restored {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(lineage))} UTC"
 
 
 def _backup(status: Mapping[str, Any]) -> str:
-    """How old the last good backup is, where any are made."""
+    """Return the age of the last good backup, where any are made."""
     backup = status.get("backup")
     if backup is None:
         return ""
@@ -227,7 +227,7 @@ def _backup(status: Mapping[str, Any]) -> str:
 
 
 def _troubles(status: Mapping[str, Any]) -> str:
-    """What an operator must see at once, as far as the syncer says it: one of an earlier release does not."""
+    """Return what an operator must see at once, as far as the syncer reports it: earlier releases report less."""
     told = list(status.get("identity_complaints", []))
     told += [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
     if still := status.get("standstill"):
@@ -244,7 +244,7 @@ def _troubles(status: Mapping[str, Any]) -> str:
 
 
 def sites_table(status: Mapping[str, Any]) -> Table:
-    """One row a site."""
+    """Return a table with one row a site."""
     from rich.table import Table
 
     table = Table()
@@ -271,13 +271,13 @@ def sites_table(status: Mapping[str, Any]) -> Table:
 
 
 def units_line(status: Mapping[str, Any]) -> str:
-    """Where the units of the data are, in a line; nothing where none are leased, or the syncer does not say."""
+    """Return a line on where the units of the data are; "" where none are leased, or the syncer reports none."""
     units = status.get("units")
     return f"{units_text(units)}\n" if units else ""
 
 
 def stages_lines(status: Mapping[str, Any]) -> str:
-    """What the latest round of each fragment cost, a line each; nothing of one that had none."""
+    """Return the costs of each fragment's latest round, a line each; none for a fragment without a round."""
     lines = [
         f"round {fragment['version']} of fragment {index}: "
         + ", ".join(f"{name.removesuffix('_s')} {1000 * seconds:,.1f} ms" for name, seconds in costs.items())
@@ -288,7 +288,7 @@ def stages_lines(status: Mapping[str, Any]) -> str:
 
 
 def _link(link: Mapping[str, Any] | None) -> str:
-    """Round trip and rates, as far as the site has measured them; and what it sends by, where that was chosen."""
+    """Return round trip and rates, as far as the site has measured them; and codec and overlap, where chosen."""
     if not link or not link["rtt_ns"]:
         return "-"
     rates = [f"{link[key] * 8 / 1e6:,.3g}" if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]

@@ -1,7 +1,7 @@
 """``diloco status`` of a run with several syncers: one line on the whole, then each as if it were alone.
 
-No figure of the whole is a sum over syncers: each counts every token that its own fragments have merged, so that the
-run's tokens are the mean over all fragments.
+No figure of the whole is a sum over syncers: each syncer counts every token that its own fragments have merged, so
+that the run's tokens are the mean over all fragments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def asked_all(askers: Mapping[str, Callable[[], Status]]) -> dict[str, Status]:
-    """What each syncer says, by its address; of one that does not answer, ``{"unreachable": why}``."""
+    """Return each syncer's status by its address; ``{"unreachable": why}`` for one that does not answer."""
     found: dict[str, Status] = {}
     for address, ask in askers.items():
         try:
@@ -30,12 +30,12 @@ def asked_all(askers: Mapping[str, Callable[[], Status]]) -> dict[str, Status]:
 
 
 def answering(found: Mapping[str, Status]) -> list[Status]:
-    """The syncers that answered and lead; not a standby."""
+    """Return the status of each syncer that answered and leads; a standby does not."""
     return [each for each in found.values() if "fragments" in each]
 
 
 def as_one(found: Mapping[str, Status]) -> dict[str, object]:
-    """The whole run as one object; its tokens and versions are of the fragments whose syncers answered."""
+    """Return the whole run as one object; its tokens and versions are of the fragments whose syncers answered."""
     known = answering(found)
     versions = {
         place: fragment["version"]
@@ -54,7 +54,7 @@ def as_one(found: Mapping[str, Status]) -> dict[str, object]:
 
 
 def whole_line(found: Mapping[str, Status]) -> str:
-    """One line about the run."""
+    """Return one line about the run."""
     one = as_one(found)
     silent = [address for address, each in found.items() if "unreachable" in each]
     away = f"  DOES NOT ANSWER: {', '.join(silent)}" if silent else ""
@@ -73,7 +73,7 @@ def whole_line(found: Mapping[str, Status]) -> str:
 
 
 def one_line(address: str, status: Status) -> str:
-    """What stands over the table of one syncer."""
+    """Return the line above the table of one syncer."""
     if "unreachable" in status:
         return f"syncer {address}: {status['unreachable']}"
     held = ",".join(map(str, status.get("held", [])))
@@ -81,5 +81,5 @@ def one_line(address: str, status: Status) -> str:
 
 
 def code_of(found: Mapping[str, Status]) -> ExitCode:
-    """3 where one does not answer: its fragments stand still."""
+    """Return exit code 3 where a syncer does not answer: its fragments stand still."""
     return ExitCode.UNREACHABLE if any("unreachable" in each for each in found.values()) else ExitCode.OK

@@ -1,4 +1,4 @@
-"""Asks a syncer how the run stands, and passes a request to drain on, in a thread of its own."""
+"""Polls a syncer's status, and sends it a request to drain, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ MEANS = ("tokens_merged", "tokens_in_flight")
 
 
 class StatusWatches:
-    """One for each of several syncers; ``latest`` is what they say together, as one syncer would."""
+    """A watch for each of several syncers; ``latest`` combines their answers into that of one syncer."""
 
     def __init__(self, watches: Sequence[StatusWatch]) -> None:
         self._watches = watches
 
     @property
     def latest(self) -> Status | None:
-        """None where nobody has answered yet."""
+        """The combined status; None before the first answer."""
         return together([watch.latest for watch in self._watches if watch.latest is not None])
 
     @property
     def drain_accepted(self) -> bool:
-        """Whether all have heard it."""
+        """Whether all syncers have accepted the request to drain."""
         return all(watch.drain_accepted for watch in self._watches)
 
     @property
     def drain_refused(self) -> str:
-        """What the first says that refuses."""
+        """The text of the first refusal to drain; "" without one."""
         return next((watch.drain_refused for watch in self._watches if watch.drain_refused), "")
 
     @drain_refused.setter
@@ -47,12 +47,12 @@ class StatusWatches:
             watch.drain_refused = text
 
     def hurry(self) -> None:
-        """The end is near."""
+        """Poll more often: the end is near."""
         for watch in self._watches:
             watch.hurry()
 
     def drain(self) -> None:
-        """Ask all for the last round."""
+        """Ask all syncers for the last round."""
         for watch in self._watches:
             watch.drain()
 
@@ -63,9 +63,9 @@ class StatusWatches:
 
 
 def together(told: Sequence[Status]) -> Status | None:
-    """Each site's counts as one syncer with all their fragments has them: tokens are means over the fragments.
+    """Return each site's counts as one syncer with all fragments has them: tokens are means over the fragments.
 
-    Each syncer counts every token that its own fragments have, so that a sum over syncers would count it twice.
+    Each syncer counts every token that its own fragments have, so that a sum over syncers would count it repeatedly.
     """
     if not told:
         return None
@@ -84,7 +84,7 @@ def together(told: Sequence[Status]) -> Status | None:
             "undecided": sum(site.get("undecided") or 0 for _, site in known),
             "updates_refused": refused,
         }
-    units = next((each["units"] for each in told if each.get("units")), None)  # One of them leases.
+    units = next((each["units"] for each in told if each.get("units")), None)  # One syncer leases them.
     return {"sites": sites, "units": units}
 
 
@@ -99,9 +99,9 @@ def _list(status: Status, name: str) -> list[object]:
 
 
 class StatusWatch:
-    """``latest`` is the newest answer.
+    """Polls one syncer; ``latest`` is the newest answer.
 
-    The last one before the syncer ends holds the final counts, which is why it is asked more often towards the end.
+    The last answer before the syncer ends holds the final counts, so it is asked more often towards the end.
     """
 
     def __init__(self, address: str, security: SecurityOptions) -> None:
@@ -117,12 +117,12 @@ class StatusWatch:
         self._thread.start()
 
     def hurry(self) -> None:
-        """The end is near: ask several times a second."""
+        """Poll several times a second: the end is near."""
         self._every_s = EVERY_S_AT_THE_END
         self._wake.set()
 
     def drain(self) -> None:
-        """Ask for the last round, again and again until the syncer has heard it."""
+        """Ask for the last round, again and again until the syncer has accepted it."""
         self._drain = True
         self._wake.set()
 
@@ -142,7 +142,7 @@ class StatusWatch:
                     self.drain_accepted = True
                 self.latest = self._client.status()
             except Unreachable:
-                pass  # It starts, it was killed by the scenario, or it has ended: the next turn asks again.
+                pass  # It is starting, was killed by the scenario, or has ended: the next turn asks again.
             except Refused as error:
                 self.drain_refused = error.text
             self._wake.wait(self._every_s)

@@ -1,4 +1,4 @@
-"""One sentence for each event that a reader should see, in the view, in plain lines and in the report alike."""
+"""One sentence for each event that a reader should see: in the live view, in plain lines and in the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STANDING: Mapping[str, str] = {
 
 
 def sentence(event: Event) -> str | None:
-    """What happened, for a person; None for what happens all the time."""
+    """Return what happened as a sentence; None for events that happen all the time."""
     what = str(event.get("what", ""))
     site = str(event.get("site") or event.get("who"))
     why = str(event.get("why") or event.get("reason") or "")
@@ -49,7 +49,7 @@ def sentence(event: Event) -> str | None:
         case "disconnected":
             return f"{site} lost the syncer and trains on: {why}"
         case "resumed" if "step" not in event:
-            return f"the run goes on: {why}"  # The syncer's word; a site's own says where it is.
+            return f"the run goes on: {why}"  # The syncer's event; a site's own has a step.
         case "resumed":
             lost = _whole(event, "tokens_lost")
             return f"{site} goes on from step {_whole(event, 'step')}; {lost:,} tokens were lost"
@@ -105,7 +105,7 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
 
 
 def _canary(event: Event) -> str | None:
-    """Nothing for a machine that repeats itself, as nearly all do."""
+    """Return None for a machine that repeats its steps, as nearly all do."""
     if event.get("same"):
         return None
     if event.get("same") is None:

@@ -1,18 +1,18 @@
-"""``summary.json``: what a run came to, as an interface that scripts can rely on.
+"""``summary.json``: the result of a run, as an interface that scripts can rely on.
 
 ``SCHEMA`` is the interface, ``complaints`` checks any object against it, ``summarize`` makes one from a ``RunHistory``
-and the last thing the syncer said.  Pure but for ``write_summary``.
+and the syncer's last status.  Pure but for ``write_summary``.
 
-How two of the figures are made.  ``wire.bytes_fp32_equivalent`` is four bytes for each value of each update that was
-accepted and of each version that was fetched, but for joins, so it is to be compared with ``bytes_up + bytes_down -
-bytes_joins``: joins carry whole fragments in fp32, whatever the codec, to a site that holds none or is too far behind.
+How two of the figures are computed.  ``wire.bytes_fp32_equivalent`` is four bytes for each value of each accepted
+update and each fetched version, without joins, so compare it with ``bytes_up + bytes_down - bytes_joins``: joins carry
+whole fragments in fp32, whatever the codec, to a site that holds none or is too far behind.
 ``wire.bytes_data_parallel_equivalent`` is ``RunHistory.bytes_data_parallel``: inner steps of all sites x 2(N-1)/N x 4
 bytes x parameters.
 
-A site's ``products`` is the number format of its matrix products, "bf16" or "fp32"; "" where it never said.
+A site's ``products`` is the number format of its matrix products, "bf16" or "fp32"; "" where it reported none.
 
 ``units`` is where the units of the data are (``sync/data_units.py``); null where none are leased, and where the
-syncer was never heard.  leased = merged + partly + in_hand + given_back.
+syncer never answered.  leased = merged + partly + in_hand + given_back.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from diloco.launch.records import SiteHistory
 
 UNMOVED_SHARE = 0.8
-"""Of the time of training: a run in which no version was made for so long is not "ok"."""
+"""A run that made no version for this share of its training time is not "ok"."""
 LEDGER = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
 
-# A kind is a type's name, with "?" where null may stand; "[kind]" is a list, "{kind}" a mapping with free names, and a
-# name of another entry is that record.  A field that is not listed may be there; one that is must be.
+# A kind is a type's name, with "?" where null is allowed; "[kind]" is a list, "{kind}" a mapping with free names, and
+# the name of another entry is that record.  Listed fields are required, and others are allowed.
 SCHEMA: Mapping[str, Mapping[str, str]] = {
     "summary": {
         "status": "text",
@@ -84,7 +84,7 @@ SCHEMA: Mapping[str, Mapping[str, str]] = {
 }
 
 SINCE = frozenset({"summary.units", "site.tokens_per_second", "site.products"})
-"""Came after the first release: a summary from before lacks them."""
+"""Fields added after the first release: a summary from before lacks them."""
 
 
 def summarize(
@@ -93,12 +93,11 @@ def summarize(
     config: Mapping[str, object],
     wrong: Sequence[str] = (),
 ) -> dict[str, object]:
-    """The summary of a run.
+    """Return the summary of a run.
 
-    ``status`` is the last Status of the syncer (its counts of merged tokens and updates are the last word), None where
-    it was never heard: then what it has published is counted.  ``config`` is the resolved configuration as plain
-    values.  ``wrong`` says what went wrong beside what the history knows; it becomes the summary's status, with what is
-    found here.
+    ``status`` is the syncer's last Status (its counts of merged tokens and updates are final), None where it never
+    answered: then published versions are counted.  ``config`` is the resolved configuration as plain values.  ``wrong``
+    are errors that the history does not show; with those found here they become the summary's status.
     """
     run = config.get("run")
     standings = (status or {}).get("sites")
@@ -188,7 +187,7 @@ def _site(site: SiteHistory, heard: Mapping[str, Any], num_fragments: int) -> di
 
 
 def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, int]:
-    """The ledger that a site left with, and what the syncer merged of its updates after that."""
+    """Return the ledger that a site left with, plus what the syncer merged of its updates after that."""
     ledger = {name: int(done.get(name, 0)) for name in ("processed", *LEDGER)}
     merged = heard.get("tokens_merged")
     if isinstance(merged, int):
@@ -199,7 +198,7 @@ def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, i
 
 
 def unfinished(site: SiteHistory, heard: Mapping[str, object], num_fragments: int) -> dict[str, int]:
-    """The ledger of a site that never said goodbye: what is not known to be elsewhere died with it."""
+    """Return the ledger of a site that reported none at its end: what is not known to be elsewhere is lost."""
     merged = whole(heard, "tokens_merged")
     refused = site.tokens_discarded // num_fragments
     told = whole(heard, "tokens_processed")
@@ -213,7 +212,7 @@ def unfinished(site: SiteHistory, heard: Mapping[str, object], num_fragments: in
 
 
 def complaints(value: object, kind: str = "summary", where: str = "summary") -> list[str]:
-    """What is wrong with ``value`` as a ``kind`` of ``SCHEMA``; nothing when it fits."""
+    """Return what is wrong with ``value`` as a ``kind`` of ``SCHEMA``; an empty list when it fits."""
     if kind.endswith("?"):
         return [] if value is None else complaints(value, kind[:-1], where)
     if kind.startswith("["):
@@ -245,7 +244,7 @@ def _fits(value: object, kind: str) -> bool:
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
-    """Write it, whole or not at all, after the check."""
+    """Check the summary, and write it whole or not at all."""
     wrong = complaints(summary)
     assert not wrong, f"summary.json breaks its own schema: {wrong}"
     write_file(path, (json.dumps(summary, indent=1, allow_nan=False) + "\n").encode())

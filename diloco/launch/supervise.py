@@ -1,7 +1,7 @@
 """Children of ``diloco up``: started, watched, signalled by their own process ids, and never left behind.
 
-Each child is tied to this process (``tether``), so that it ends with it however that ends; and it is in a session of
-its own, so that a Ctrl-C on the terminal reaches only us, who know in which order to stop.
+Each child is tied to this process (``process.die_with_parent``), so that it ends with it in any case.  Each has a
+session of its own, so that a Ctrl-C on the terminal reaches only this process, which knows the order of stopping.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-import diloco
-from diloco.launch.tether import PARENT_VARIABLE
+from diloco.launch.process import PARENT_VARIABLE, SAME_REQUEST_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,13 +26,12 @@ if TYPE_CHECKING:
 LAST_WORDS_BYTES = 4000
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 15.0
-SAME_REQUEST_S = 0.2
 PROC = Path("/proc")
 
 
 @dataclass(slots=True)
 class Child:
-    """One process that is started, may be started again, and writes to one log."""
+    """One process that may be started again, and writes to one log."""
 
     name: str
     command: Sequence[str]
@@ -41,11 +39,11 @@ class Child:
     niceness: int = 0
     is_site: bool = False
     wanted: bool = False
-    """Whether it should run: false before its time, after a goodbye, and while a fault keeps it down."""
+    """Whether it should run: false before its time, after an orderly end, and while a fault keeps it down."""
     proven: bool = False
-    """Whether it has ever done its work; one that ends before it has is not started again."""
+    """Whether it has ever done its work; a child that ends before is not started again."""
     deaths: int = 0
-    """How often it ended unasked."""
+    """How often it ended unexpectedly."""
     next_start_s: float = 0.0
     code: int | None = None
     _process: subprocess.Popen[bytes] | None = None
@@ -53,7 +51,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id, of the latest process."""
+        """The id of its latest process; 0 if there was none."""
         return self._process.pid if self._process is not None else 0
 
     @property
@@ -74,14 +72,14 @@ class Child:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, self.niceness)
 
     def ended(self) -> bool:
-        """Whether it has ended since the last call; its exit code (negative for a signal) is then ``code``."""
+        """Return whether it has ended since the last call; sets ``code`` to its exit code (negative for a signal)."""
         if self._process is None or self.code is not None:
             return False
         self.code = self._process.poll()
         return self.code is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it and, for those that a process cannot pass on, to its descendants."""
+        """Send a signal to it and, for signals that a process cannot pass on, to its descendants."""
         if not self.running:
             return
         whole = number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
@@ -90,12 +88,12 @@ class Child:
                 os.kill(pid, number)
 
     def backed_off(self, now_s: float) -> None:
-        """Note an unasked end, and when it may be started again."""
+        """Count an unexpected end, and set when the child may be started again: an exponential back-off."""
         self.deaths += 1
         self.next_start_s = now_s + min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (self.deaths - 1))
 
     def last_words(self) -> str:
-        """The last line that its latest process wrote, which says why it ended if anything does."""
+        """Return the last line that its latest process wrote, probably the reason of its end; "" without any."""
         with contextlib.suppress(OSError), self.log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_begins, size - LAST_WORDS_BYTES))
@@ -116,11 +114,11 @@ def _popen(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a child sees: ours, the way to this very package, and whose death ends it.
+    """Return a child's environment: ours, the path to this package, and the parent whose death ends it.
 
-    The parent's thread counts for the kernel, so children are started from the main thread.
+    The kernel watches the parent's thread, so children are started from the main thread.
     """
-    home = str(Path(diloco.__file__).resolve().parents[1])
+    home = str(Path(__file__).resolve().parents[2])
     known = environment.get("PYTHONPATH")
     return {
         **environment,
@@ -131,16 +129,16 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def verb(name: str, *arguments: str) -> list[str]:
-    """The command line of one of our verbs, under this very interpreter."""
+    """Return the command line of one of our verbs, under this interpreter."""
     return [sys.executable, "-m", "diloco", name, *arguments]
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below ``pid``, nearest first; none where the system has no ``/proc``."""
+    """Return all processes below ``pid``, nearest first; none where the system has no ``/proc``."""
     parents: dict[int, list[int]] = {}
     for stat in PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # The name stands in brackets and may hold anything; the parent's id is the second field behind it.
+            # The name stands in brackets and may hold anything; the parent's id is the second field after it.
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             parents.setdefault(parent, []).append(int(stat.parent.name))
     found, waiting = [], [pid]
@@ -152,11 +150,11 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_all(children: Iterable[Child], grace_s: float) -> None:
-    """End every child: SIGTERM and ``grace_s`` to obey (with 0 none), then SIGKILL; returns when all have ended."""
+    """End every child: SIGTERM and ``grace_s`` to obey (0: no SIGTERM), then SIGKILL; return when all have ended."""
     running = [child for child in children if child.running]
     if grace_s > 0:
         for child in running:
-            # A stopped process would not hear the second before the first.
+            # A stopped process does not act on SIGTERM before SIGCONT.
             child.signal(signal.SIGCONT)
             child.signal(signal.SIGTERM)
         until = time.monotonic() + grace_s
@@ -171,9 +169,9 @@ def end_all(children: Iterable[Child], grace_s: float) -> None:
 
 @dataclass(slots=True)
 class Interrupts:
-    """How often somebody asked us to stop, by Ctrl-C, SIGTERM or a closed terminal; a context.
+    """Count the requests to stop, by Ctrl-C, SIGTERM or a closed terminal; a context.
 
-    A terminal and a parent may pass one Ctrl-C on both, so that what comes close together counts once.
+    A terminal and a parent may both pass on one Ctrl-C, so requests that come close together count once.
     """
 
     count: int = 0
@@ -195,5 +193,5 @@ class Interrupts:
             self.count += 1
         self._last_s = now
         if self.count > 2:
-            # The second was not obeyed; the kernel ends the children with us.
+            # The second request had no effect; the kernel ends the children with this process.
             os._exit(1)

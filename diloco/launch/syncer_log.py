@@ -1,4 +1,4 @@
-"""Where a syncer writes its events: in its own run folder, and of several each in that of the whole run as well."""
+"""The event logs of a syncer: in its own run folder and, of several syncers, in that of the whole run as well."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from diloco.launch.console import identity_lines, lines_to
 from diloco.launch.eventlog import EventLog
 from diloco.launch.placing import has_several, syncer_dir, syncer_name
 from diloco.launch.run_dir import run_dir_of
-from diloco.learner.meter import in_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def syncer_log(config: RunConfig, stack: ExitStack) -> EventLog:
-    """The log of the syncer's own events; ``stack`` closes it.
+    """Return the log of the syncer's own events; ``stack`` closes it.
 
-    Its own folder is a run folder like that of a run with one syncer, and counts the fragments as its journal does.
-    The whole run's has them in the whole model's numbers.
+    Its own folder is a run folder like that of a run with one syncer, where fragments are numbered as in its journal.
+    The whole run's log numbers them as in the whole model.
     """
     name = syncer_name(config.cluster.syncer.index)
     whole = EventLog(run_dir_of(config).events, name) if has_several(config) else None
     if whole is not None:
-        stack.callback(whole.close)  # After the other, which tells it.
+        stack.callback(whole.close)  # After the other log, which writes to it.
     log = EventLog(syncer_dir(config).events, name, also=identity_lines(lines_to(sys.stderr, name)))
     stack.callback(log.close)
     if whole is not None:
@@ -38,6 +37,7 @@ def syncer_log(config: RunConfig, stack: ExitStack) -> EventLog:
 
 def _in_whole(config: RunConfig, whole: EventLog) -> Callable[[Event], None]:
     from diloco.launch import build
+    from diloco.learner.several_syncers import in_whole
 
     held, index = build.held_of(config), config.cluster.syncer.index
 

@@ -1,4 +1,4 @@
-"""``diloco syncer``: the program that holds the model between the sites, from its first start to the last version."""
+"""``diloco syncer``: run the program that merges the sites' updates, from its first start to the last version."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any
 from diloco.durable import LockedError, write_file
 from diloco.launch import config as configs
 from diloco.launch.advice import whole_steps
-from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
-from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import read_events
 from diloco.launch.history import whole
-from diloco.launch.lasting import keep_what_is_loaded
 from diloco.launch.placing import BETWEEN, at, has_several, syncer_dir
+from diloco.launch.process import Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas
 from diloco.launch.run_dir import RunDir, name_run, run_dir_of
-from diloco.launch.stopping import Stopping
 from diloco.launch.syncer_log import syncer_log
 from diloco.open_files import raise_limit
 from diloco.sync.agreement import how_to_restore
@@ -46,10 +43,10 @@ process, of a newer release as well, takes its place with the same command; the 
 Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
 EVENTS_BYTES = 1 << 20
-"""Of the run's latest events, in which a start looks for versions that its data lack."""
+"""How much of the end of the event log a start searches for versions that its data lack."""
 STOP_S = 2.0
 HAND_OVER_S = 10.0
-"""What is being received when the syncer hands over has so long to be whole; after that it is sent again."""
+"""How long an upload may go on after a hand-over begins; one that is cut is sent again."""
 FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
 
 
@@ -57,7 +54,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     given = settings_parser("syncer", DOES).parse_args(arguments)
     config = load_config(given)
-    limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
+    limit_threads(1)  # Inside one operation: a round uses several threads, by ranges.
     limit_arenas()
     raise_limit()
     name_run(config)
@@ -102,12 +99,12 @@ def _data(config: RunConfig, run_dir: RunDir) -> Path:
 
 
 def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, *, over: bool = True) -> None:
-    """Leave the resolved file in the run's folder, ``over`` one that is there; refuse a run that was another one."""
+    """Write the resolved file into the run's folder, ``over`` an old one; refuse the folder of another run."""
     if run_dir.config.is_file():
         configs.require_same(config, run_dir.config)
     if (over and given.config is None) or not run_dir.config.is_file():
         configs.write(config, run_dir.config)
-    # Who looks at the whole run of several syncers reads what it is in its own folder.
+    # Readers of a whole run with several syncers find its configuration in its own folder.
     if has_several(config) and not run_dir_of(config).config.is_file():
         configs.write(at(config, 0), run_dir_of(config).config)
 
@@ -120,10 +117,10 @@ def serve(
     given: argparse.Namespace,
     warm: Warm | None = None,
 ) -> Ending | None:
-    """Start (on what a standby hands over), wait for the last version, linger, stop; the run's ending."""
+    """Start (from a standby's ``warm`` state), wait for the last version, linger, stop; return the run's ending."""
     import torch
 
-    from diloco.launch import build, build_syncer, connecting, replicating
+    from diloco.launch import build, build_syncer, connecting
     from diloco.launch.metrics import page_at
     from diloco.launch.regional import above_of
     from diloco.launch.syncer_metrics import SyncerMetrics
@@ -143,7 +140,7 @@ def serve(
         connecting.syncer_security(config),
         log.emit,
         disk,
-        replicating.lease(config, disk),
+        build_syncer.lease(config, disk),
         above_of(config, _data(config, run_dir), plan, log.emit, disk),
     )
     metrics = SyncerMetrics(config, syncer.status)
@@ -164,7 +161,7 @@ def serve(
     except LockedError as error:
         raise VerbError(ExitCode.FAILED, f"{error}: is this run's syncer running already?") from error
     except ValueError as error:
-        # The wire names its own fields; what else went wrong is nothing that these settings say.
+        # The wire names its own fields; any other error is not about these settings.
         if not str(error).startswith(FROM_SETTINGS):
             raise
         raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
@@ -180,12 +177,12 @@ def serve(
 
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     from diloco.sync.leadership import LeaseLostError
-    from diloco.syncer.keeping import MemoryDamaged
     from diloco.syncer.region import UpstreamRefusedError
+    from diloco.syncer.snapshots import MemoryDamaged
 
     asked = False
     wanted: list[bool] = []
-    # The signal handler runs in this thread, which must not wait in there for the decision loop.
+    # The signal handler runs in this thread, and must not wait there for the decision loop.
     stopping.ask(lambda: wanted.append(True))
     try:
         while (ending := syncer.wait(WAIT_S)) is None and not stopping.handing_over:
@@ -196,7 +193,7 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     except (MemoryDamaged, LeaseLostError, UpstreamRefusedError) as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
     except Exception as error:
-        # Whatever was missing first, this is why.
+        # A lost data folder explains whichever file was missing first.
         if (lost := syncer.room.lost()) is None:
             raise
         raise VerbError(ExitCode.FAILED, lost) from error
@@ -206,9 +203,9 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
 
 
 def old_copy(events: Sequence[Event], status: Mapping[str, Any]) -> str:
-    """In words that a syncer that has just started with ``status`` lacks what ``events`` tell of; "" if it does not.
+    """Return a warning where a syncer just started, with ``status``, lacks versions in ``events``; "" if it does not.
 
-    A version is durable before it is published, so its data are older than they were.
+    A version is durable before it is published, so data that lack one are an old copy.
     """
     versions = [int(each["version"]) for each in status["fragments"]]
     told = [
@@ -230,7 +227,7 @@ def _forget(run_dir: RunDir) -> None:
 
 
 def again(config: RunConfig, given: argparse.Namespace, *, promoted: bool = False) -> str:
-    """The command that goes on with the run; a standby's own, once it is ``promoted``, would follow somebody."""
+    """Return the command that goes on with the run; a ``promoted`` standby's own command would follow a syncer."""
     if not promoted:
         return f"the same command with run.name={config.run.name}"
     settings = [text for text in given.settings if not text.startswith(("run.name=", "cluster.standby."))]
@@ -248,10 +245,10 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
 
 
 def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
-    """The command with which a site joins: what was said here about the run, without what is the syncer's own; the call
-    instead, where the model is a file's.
+    """Return the command with which a site joins: the run's settings given here, without the syncer's own; a call of
+    ``diloco.join`` instead, where the model comes from a file.
 
-    Of several syncers each knows its own address, and says where the others' belong.
+    Each of several syncers knows only its own address, and shows placeholders for the others.
     """
     others = [f"SYNCER_{index}" for index in range(config.outer.num_syncers)]
     others[config.cluster.syncer.index] = address
@@ -277,7 +274,7 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
 
 
 def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:
-    """Say how it ended, and with which ``command`` it goes on; the exit code."""
+    """Print how the run ended, and the ``command`` that goes on with it; return the exit code."""
     from diloco.sync.events import Ending
 
     if ending is Ending.FINISHED:

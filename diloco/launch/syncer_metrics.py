@@ -1,4 +1,4 @@
-"""The syncer's page of metrics: its status at that moment, and spreads over the events since it started."""
+"""The syncer's page of metrics: its status at that moment, and distributions of the events since it started."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PRESENT = (
     ("site_tokens_per_second", "tokens_per_s", "Tokens a second since the site's process began."),
     ("site_stall_ratio", "stall_share", "Share of the site's time spent for the outer world, 0 to 1."),
 )
-"""What is so now, and so of no site that is gone: what it said last would be told for ever."""
+"""Reported for present sites only: the last values of a site that is gone would stay for ever."""
 STAGES = ("receive", "read", "fused", "digest", "publish")
-"""Of a round, as ``syncer.outer_step.RoundCosts`` has them."""
+"""The stages of a round, as in ``syncer.outer_step.RoundCosts``."""
 SITE_COUNTERS = (
     ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
     ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
@@ -56,7 +56,7 @@ class SyncerMetrics:
         self._snapshot: tuple[float, float] | None = None
 
     def take(self, event: Event) -> None:
-        """The next event, from the log's thread."""
+        """Take the next event, from the log's thread."""
         with self._lock:
             if event["what"] in ("outer_step", "published"):
                 self._stages(event)
@@ -79,7 +79,7 @@ class SyncerMetrics:
         self._weights = dict(_items(event, "sites"))
 
     def families(self) -> Iterator[Metric]:
-        """Everything there is to say now; of the run nothing while the syncer starts or stops."""
+        """Yield all metrics as of now; none of the run while the syncer starts or stops."""
         yield from about(self._config)
         with self._lock:
             yield from self._of_events()
@@ -150,7 +150,7 @@ def _of_run(status: Standing) -> Iterator[Metric]:
 
 
 def _of_units(units: Mapping[str, int] | None) -> Iterator[Metric]:
-    """Where the units of the data are; nothing where none are leased."""
+    """Yield the counts of the data's units by place; nothing where none are leased."""
     if units is None:
         return
     places = {(place,): float(units[place]) for place in ("merged", "partly", "in_hand", "given_back")}
@@ -197,7 +197,7 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
 
 
 def _of_replication(replication: Standing) -> Iterator[Metric]:
-    """How the standby is, seen from here; nothing of a run that wants none."""
+    """Yield the standby's state as seen from here; nothing for a run without replication."""
     if replication["mode"] == "off":
         return
     for name, meaning in (
@@ -214,7 +214,7 @@ def _of_replication(replication: Standing) -> Iterator[Metric]:
 
 
 def _of_identity(status: Standing) -> Iterator[Metric]:
-    """Who may come in here, and whether this process may lead."""
+    """Yield whether the files for authentication are usable, and whether this process may lead."""
     complaints = len(status["identity_complaints"])
     meaning = "Files of certificates, tokens, permissions that cannot be used as they are now."
     yield gauge("identity_complaints", meaning, {(): complaints})
@@ -232,7 +232,7 @@ def _of_identity(status: Standing) -> Iterator[Metric]:
 
 
 def _told(sites: Mapping[str, Standing], key: str) -> dict[tuple[str, ...], float]:
-    """One figure by site, of those that have said it."""
+    """Return one figure by site, for the sites that have reported it."""
     return {(name,): float(site[key]) for name, site in sites.items() if site[key] is not None}
 
 

@@ -1,4 +1,4 @@
-"""A model taken out of where it lies: a run's folder, its syncer, a checkpoint, or a folder of Hugging Face's form."""
+"""Read a model from a run's folder, its syncer, a checkpoint, or a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch import Tensor
 from diloco.launch import build, field_folder
 from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.past import Past, data_of, past_of
+from diloco.launch.past import Kind, Past, data_of, kind_of, past_of
 from diloco.launch.placing import SYNCERS, each, has_several, in_whole_order, placement_of, syncer_dirs
 from diloco.launch.run_dir import RunDir
 from diloco.launch.schema import RunConfig
-from diloco.launch.sources import Kind, kind_of
 from diloco.launch.values import put_values, values_in
 from diloco.launch.warm_site import ColdError, read_site
 from diloco.outer.fragments import named_parameters_once
-from diloco.syncer.images import full_parameters
 from diloco.syncer.restoring import Kept, KeptError
+from diloco.syncer.snapshots import full_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     from diloco.syncer.snapshots import FragmentValues
 
 ABOVE_MAX = 4
-"""Folders above a checkpoint in which the configuration that it was trained with is looked for."""
+"""How many folders above a checkpoint are searched for the configuration that it was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Full parameters by name, once each, in fp32; ``called`` says in words what they are, ``versions`` which."""
+    """Full parameters by name, once each, in fp32; ``called`` describes them, ``versions`` are their versions."""
 
     config: RunConfig
     parameters: dict[str, Tensor]
@@ -43,16 +42,16 @@ class Taken:
     versions: tuple[int, ...] = ()
 
     def model(self) -> Transformer:
-        """The model with these values."""
+        """Return the model with these values."""
         made = build.build_model(self.config)
         put_values(made, self.parameters, self.called)
         return made
 
 
 def take(source: str, settings: Sequence[str] = (), file: Path | None = None, version: int | None = None) -> Taken:
-    """The model that lies at ``source``, as of ``version`` (None: the newest there is).
+    """Return the model at ``source``, as of ``version`` (None: the newest there).
 
-    ``settings`` stand above the configuration that lies there, or in ``file``.  ConfigError, VerbError in words.
+    ``settings`` override the configuration found there, or that in ``file``.  Raises ConfigError and VerbError.
     """
     kind, path = kind_of(source)
     if kind is Kind.FOLDER:
@@ -64,7 +63,7 @@ def take(source: str, settings: Sequence[str] = (), file: Path | None = None, ve
         past = past_of(source)
         return _of_run(past.run_dir, configs.read(past.run_dir.config, settings), version, past.data)
     run_dir = RunDir(path)
-    if path.parent.name == SYNCERS:  # One of several holds a part of the model, and the run's folder all.
+    if path.parent.name == SYNCERS:  # Of one of several syncers; the run's folder has the whole model.
         run_dir = RunDir(path.parent.parent)
     if file is None and not run_dir.config.is_file():
         raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: nothing there says what the run was")
@@ -72,7 +71,7 @@ def take(source: str, settings: Sequence[str] = (), file: Path | None = None, ve
 
 
 def take_from_syncer(address: str, config: RunConfig) -> Taken:
-    """The newest version that the syncer, or the syncers, at ``address`` publish."""
+    """Return the newest version that the syncer or syncers at ``address`` publish; VerbError where none answers."""
     from diloco.launch.observed import Observed
 
     with ExitStack() as stack:
@@ -88,7 +87,7 @@ def take_from_syncer(address: str, config: RunConfig) -> Taken:
 
 
 def folder_settings(folder: str) -> list[str]:
-    """The settings that mean the model and the tokenizer of a folder of Hugging Face's form."""
+    """Return the settings for the model and the tokenizer of a folder in Hugging Face's format."""
     chosen = ["model=imported", f"run.init_from={_quoted(folder)}"]
     tokenizer = Path(folder) / field_folder.TOKENIZER
     return [*chosen, f"data.tokenizer={_quoted(str(tokenizer))}"] if tokenizer.is_file() else chosen
@@ -103,7 +102,7 @@ def _of_folder(folder: str, settings: Sequence[str]) -> Taken:
 
 
 def _of_checkpoint(path: Path, settings: Sequence[str], file: Path | None, version: int | None) -> Taken:
-    """What was trained there; with ``version`` the published one that a site has as its base."""
+    """Return the trained model there; with ``version`` the published one that a site has as its base."""
     config = configs.read(file or _config_above(path), settings)
     if version is not None:
         return _of_base(path, config, version)
@@ -139,7 +138,7 @@ def _of_run(run_dir: RunDir, config: RunConfig, version: int | None, data: Path 
 
 
 def _kept(past: Past, version: int | None) -> list[FragmentValues]:
-    """What a syncer's data folder holds as ``version`` of each of its fragments: a snapshot, and the journal behind."""
+    """Return ``version`` of each fragment in a syncer's data folder, from a snapshot and the journal after it."""
     try:
         kept = Kept(past.data)
         _check_layout(kept.card.layout_fingerprint, past.config, str(past.data))
@@ -153,7 +152,7 @@ def _kept(past: Past, version: int | None) -> list[FragmentValues]:
 
 
 def _config_above(path: Path) -> Path:
-    """The configuration of the run, or of the site, that a checkpoint lies in."""
+    """Return the configuration file of the run, or of the site, that a checkpoint lies in."""
     for folder in (path, *path.absolute().parents[:ABOVE_MAX]):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
@@ -161,7 +160,7 @@ def _config_above(path: Path) -> Path:
 
 
 def _check_layout(there: str, config: RunConfig, where: str) -> None:
-    """Refuse to give values names by another model's layout: the sizes may well agree."""
+    """Raise ConfigError for values of another model's layout: the sizes may agree although the names do not."""
     if there != build.layout_of(config).fingerprint:
         raise ConfigError(f"{where} is of another model, or of other fragments, than the settings say")
 
@@ -176,5 +175,5 @@ def _numbered(versions: Sequence[int]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """``text`` as one value of a setting, whatever stands in it."""
+    """Return ``text`` as one value of a setting, whatever characters it has."""
     return "'" + text.replace("'", "\\'") + "'"

@@ -1,4 +1,4 @@
-"""``diloco eval --tasks``: which tasks are meant, and their scores said.  The tasks are lm-evaluation-harness's."""
+"""``diloco eval --tasks``: select the tasks and print their scores.  The tasks are lm-evaluation-harness's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which ``tasks``, also those in the folder ``include``; ``fewshot`` examples in a prompt where a task leaves that
-    open, None: as each says; the first ``limit`` documents of each, None: all."""
+    """The ``tasks`` to score, also those in the folder ``include``; ``fewshot`` examples in a prompt where a task
+    leaves that open, None: the task's default; the first ``limit`` documents of each, None: all."""
 
     tasks: tuple[str, ...]
     include: Path | None = None
@@ -27,7 +27,7 @@ class Asked:
 
 
 def add_tasks(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` take ``--tasks`` and what belongs to it."""
+    """Add ``--tasks`` and its options to ``parser``."""
     parser.add_argument("--tasks", metavar="NAME,...", help="score it in these tasks instead")
     parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="with --tasks: where others are described")
     parser.add_argument("--fewshot", type=int, metavar="N", help="with --tasks: examples before each question")
@@ -35,7 +35,7 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_of(given: argparse.Namespace) -> Asked | None:
-    """What is asked for; None where no tasks are."""
+    """Return the tasks that are asked for; None without ``--tasks``."""
     if given.tasks is None:
         for option in ("include_path", "fewshot", "limit"):
             if (value := getattr(given, option)) is not None:
@@ -55,7 +55,7 @@ def asked_of(given: argparse.Namespace) -> Asked | None:
 
 
 def score_tasks(given: argparse.Namespace, asked: Asked, folders: Sequence[str], settings: Sequence[str]) -> None:
-    """Score what lies there, or what a syncer publishes, and say it."""
+    """Score the models in ``folders``, or what a syncer publishes, and print the scores."""
     if folders and given.syncer:
         raise VerbError(ExitCode.USAGE, f"--tasks are scored of {folders[0]} or of what --syncer publishes: give one")
     try:
@@ -64,7 +64,7 @@ def score_tasks(given: argparse.Namespace, asked: Asked, folders: Sequence[str],
         text = f"--tasks needs lm-evaluation-harness ({error}): pip install 'diloco[harness]'"
         raise VerbError(ExitCode.FAILED, text) from error
     taken = taken_from(given, folders, settings, threads=0)
-    found = harness.score(taken, asked)
+    found = harness.score(taken, asked.tasks, asked.include, asked.fewshot, asked.limit)
     if given.json:
         print(json.dumps({"of": taken.called, "versions": list(taken.versions), **found}), flush=True)
         return

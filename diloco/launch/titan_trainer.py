@@ -1,8 +1,8 @@
-"""A ``Trainer`` of torchtitan's as a site; ``diloco.titan`` is the door to it.
+"""A torchtitan ``Trainer`` as a site; ``diloco.titan`` is the public entry.
 
 torchtitan's settings are a dataclass for each part, and a config knows the class that it builds.  So a site is made of
 a config: the same, with a section ``diloco``, of a subclass of the very trainer that it was for.  Nothing here imports
-torchtitan: whoever has such a config has it.
+torchtitan: a caller that has such a config has it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from diloco.inner.parallel import PresentGroup
 from diloco.launch.joining import join
-from diloco.launch.model_file import save_version0
+from diloco.launch.values import save_version0
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -26,7 +26,7 @@ else:
     Trainer = object
 
 STATE = "diloco"
-"""Of a torchtitan checkpoint, the key of the site's own state."""
+"""The key of the site's own state in a torchtitan checkpoint."""
 RANK_0 = "rank_0"
 
 
@@ -71,14 +71,14 @@ class Site:
 
 
 def site_of(config: Any) -> Any:
-    """``config``, of a ``Trainer`` of torchtitan's, as that of a site of a run::
+    """Return ``config``, of a torchtitan ``Trainer``, as that of a site of a run::
 
         def llama3_8b():
             return diloco.titan.site_of(config_registry.llama3_8b())
 
-    Everything in it is kept, and there is a section ``diloco`` beside: ``--diloco.syncer host:7077 --diloco.site fra``.
-    The run's end ends the training: ``training.steps`` is how long the learning rates' schedule is, and a bound.  Each
-    checkpoint holds the site's own state too; one that has none is read with ``--checkpoint.exclude_from_loading
+    All its settings stay, and a section ``diloco`` is added: ``--diloco.syncer host:7077 --diloco.site fra``.  The
+    run's end ends the training: ``training.steps`` is the length of the learning rates' schedule, and an upper bound.
+    Each checkpoint holds the site's own state too; one without is read with ``--checkpoint.exclude_from_loading
     diloco``.
     """
     trainer = getattr(type(config), "_owner", None)
@@ -89,7 +89,7 @@ def site_of(config: Any) -> Any:
 
 
 def site_trainer(trainer: Any) -> Any:
-    """The subclass of ``trainer`` that is a site, with a ``Config`` of its own."""
+    """Return the subclass of ``trainer`` that is a site, with a ``Config`` of its own."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(trainer.Config):
@@ -101,14 +101,14 @@ def site_trainer(trainer: Any) -> Any:
 
 
 class Training(Trainer):
-    """What a trainer does as a site, put in front of its class.
+    """Makes a trainer a site, as a mix-in in front of its class.
 
-    It joins when its checkpoint has been read and before its first step, leaves behind the last, and at once where the
+    It joins after its checkpoint is read and before its first step, leaves after the last one, and at once where the
     training raises.  The steps of its ``OptimizersContainer`` are counted by a hook: one for all the optimizers in it.
     """
 
     outer: Outer | None = None
-    """The site; None where version 0 is written, and nobody joins."""
+    """The site; None where the job only writes version 0 and does not join."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -135,11 +135,11 @@ class Training(Trainer):
             write_version0(self.model_parts, self.config.diloco.version0)
             return
         with ExitStack() as leaving:
-            leaving.push(self.outer)  # Not entered: it begins when the checkpoint has been read.
+            leaving.push(self.outer)  # Not entered: the site starts when the checkpoint has been read.
             super().train()
 
     def should_continue_training(self) -> bool:
-        """Asked before each step, and for the first time when the checkpoint has been read."""
+        """Return whether to train on.  The first call comes when the checkpoint has been read, and starts the site."""
         outer = self.outer
         assert outer is not None
         if not self._has_begun:
@@ -151,15 +151,15 @@ class Training(Trainer):
 class Kept:
     """The site's state as torchtitan's checkpoints take it: a ``Stateful``.
 
-    As bytes, for what is read from such a checkpoint must be known beforehand, each tensor with its shape, and what is
-    on its way when a site ends is not.  Of rank 0 alone: of what several ranks save under one name any one's is kept.
+    It is bytes, because such a checkpoint's tensors and their shapes must be known before reading, and the updates
+    in flight when a site ends are not.  Only rank 0 saves it: of several values of one name any may be kept.
     """
 
     def __init__(self, outer: Outer, is_first: bool) -> None:
         self._outer, self._is_first = outer, is_first
 
     def state_dict(self) -> dict[str, bytes]:
-        """What a checkpoint holds."""
+        """Return the state for a checkpoint; empty on every rank but 0."""
         if not self._is_first:
             return {}
         written = io.BytesIO()
@@ -167,13 +167,13 @@ class Kept:
         return {RANK_0: written.getvalue()}
 
     def load_state_dict(self, state: dict[str, bytes]) -> None:
-        """Go on from what one held."""
+        """Restore the state from a checkpoint."""
         if self._is_first:
             self._outer.load_state_dict(torch.load(io.BytesIO(state[RANK_0]), weights_only=True))
 
 
 def check_waits(told: Site, comm: Any) -> None:
-    """Refuse to join or to leave for longer than torchtitan has ranks wait for one of them: it would end the job."""
+    """Raise ValueError where joining or leaving may take longer than torchtitan lets ranks wait: that ends the job."""
     for name, bound in (("join_timeout_s", "init_timeout_seconds"), ("finish_timeout_s", "train_timeout_seconds")):
         wanted, most = getattr(told, name), getattr(comm, bound)
         if PresentGroup().world > 1 and not wanted < most:
@@ -181,7 +181,7 @@ def check_waits(told: Site, comm: Any) -> None:
 
 
 def tokens_per_step(training: Any, dims: Any) -> int:
-    """What an optimizer step of the whole job is worth, by its settings."""
+    """Return the tokens of an optimizer step of the whole job, from its settings."""
     sequences = training.global_batch_size
     if sequences < 0:
         sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
@@ -189,7 +189,7 @@ def tokens_per_step(training: Any, dims: Any) -> int:
 
 
 def write_version0(parts: list[torch.nn.Module], path: str) -> None:
-    """One file, of a model that every rank has all parts of."""
+    """Write version 0 to one file; ValueError unless this single process has the whole model."""
     if len(parts) > 1 or PresentGroup().world > 1:
         raise ValueError("diloco.version0 is written by one process: torchrun --nproc-per-node 1")
     there = save_version0(parts[0], path)

@@ -1,4 +1,4 @@
-"""What a syncer says of the run that it serves, for whoever wants its model and has none of its settings."""
+"""Fetch a run's settings from its syncer, for a client that has no local configuration."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OF_THE_MODEL = (
     "outer.num_syncers",
     "outer.syncer_mbps",
 )
-"""What of a run's settings makes bytes a model, and tokens a text: equal at a region and the run above."""
+"""The settings that turn bytes into a model, and tokens into a text: equal at a region and the run above."""
 OF_A_FILE = "file-"
 
 
 def told_by(address: str, settings: Sequence[str]) -> RunConfig:
-    """The configuration that ``settings`` mean for the run at ``address``: what they leave out is as it is there.
+    """Return the configuration of ``settings`` for the run at ``address``, whose values fill in what they leave out.
 
-    VerbError where it cannot be asked, or the settings say what the run is not.
+    VerbError where the syncer cannot be asked, or ``settings`` contradict the run.
     """
     given = configs.compose(settings)
     answer = _asked(address, given)
@@ -58,7 +58,7 @@ def told_by(address: str, settings: Sequence[str]) -> RunConfig:
 
 
 def _asked(address: str, config: RunConfig) -> ProbeAnswer:
-    """What the first that answers says of its run; nothing, but for its protocol, where it is of an earlier release."""
+    """Return the first syncer's answer about its run; only its protocol, where the syncer is of an earlier release."""
     security = connecting.site_security(replace(config, site=replace(config.site, syncer=address)))
     why = ""
     for each in address.replace(BETWEEN, ",").split(","):

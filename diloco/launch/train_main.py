@@ -1,4 +1,4 @@
-"""``diloco train``: the inner trainer alone on all the text, with the same model, data and checkpoints."""
+"""``diloco train``: run the inner trainer alone on all the text, with the same model, data and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import Resumed, StepInfo, Trainer, Verdict
     from diloco.launch.evaluation import Score
+    from diloco.launch.process import Stopping
     from diloco.launch.run_dir import RunDir
     from diloco.launch.schema import RunConfig
-    from diloco.launch.stopping import Stopping
 
 DOES = """The inner trainer alone, on all the text, for run.tokens or run.seconds: the baseline of several sites.
 
@@ -34,7 +34,7 @@ The same command (with run.name) goes on from the newest checkpoint; run.init_fr
 Ctrl-C once: stops with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: at once."""
 WHO = "train"
 TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
-"""What a checkpoint was trained with: another value would not go on with it but mix two trainings."""
+"""Settings that a checkpoint was trained with: going on with other values would mix two trainings."""
 HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every")
 
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _take_folder(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> None:
-    """Hold the run's folder and leave the resolved file in it; refuse one of another verb, or of another training."""
+    """Lock the run's folder and write the resolved file into it; refuse one of another verb, or of another training."""
     from diloco.inner import checkpoint
 
     for other in (run_dir.syncer, run_dir.root / "sites"):
@@ -82,9 +82,9 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
     import torch
 
     from diloco.launch import build
+    from diloco.launch.build import check_kernels
     from diloco.launch.evaluation import Evaluator
-    from diloco.launch.spreading import check_kernels
-    from diloco.launch.stopping import Stopping
+    from diloco.launch.process import Stopping
     from diloco.launch.values import load_values
 
     if config.site.threads:
@@ -107,9 +107,9 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         clock.trainer = trainer
         resumed = trainer.resume()
         if resumed is None and config.run.init_from is not None:
-            load_values(config.run.init_from, model)  # On every rank alike, between two steps.
+            load_values(config.run.init_from, model)  # On every rank alike, before the first step.
         clock.begin(resumed)
-        # Where ranks hold the model in parts, all of them look at the validation text, each at its share.
+        # Where the model is sharded over ranks, all of them evaluate it, each on its share of the validation text.
         together = trainer.spread if trainer.spread.is_sharded else None
         evaluator = Evaluator(config, build.corpus(config)) if group.is_first or together else None
         began = time.monotonic()
@@ -130,7 +130,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
 
 
 class _Clock:
-    """Ends training at ``run.seconds``, counted over restarts, or when somebody asks; the same on all ranks."""
+    """Ends training at ``run.seconds``, counted over restarts, or when a stop is requested; the same on all ranks."""
 
     def __init__(self, config: RunConfig, group: SiteGroup, stopping: Stopping) -> None:
         self._config, self._group, self._stopping = config, group, stopping
@@ -141,24 +141,24 @@ class _Clock:
         self.trainer: Trainer | None = None
 
     def begin(self, resumed: Resumed | None) -> None:
-        """Count from now on, and what earlier processes counted."""
+        """Start the clock at the seconds that earlier processes trained."""
         if resumed is not None:
             self._before_s = float(resumed.meta.get("seconds", 0.0))
         self._began = time.monotonic()
 
     def seconds(self) -> float:
-        """Time in training, restarts not counted."""
+        """Return the seconds in training; the time between processes is not counted."""
         return self._before_s + time.monotonic() - self._began
 
     def progress(self) -> float:
-        """The share of the run that is done, by its nearer bound."""
+        """Return the share of the run that is done, by its nearer bound."""
         run = self._config.run
         by_tokens = self.trainer.tokens / run.tokens if run.tokens and self.trainer else 0.0
         by_time = self.seconds() / run.seconds if run.seconds else 0.0
         return max(by_tokens, by_time)
 
     def after_step(self, info: StepInfo) -> Verdict:
-        """Stop when the time is over."""
+        """Return whether to stop: when the time is over or a stop was requested, as rank 0 decides."""
         from diloco.inner.trainer import Verdict
 
         self._step_s.append(info.step_ns / 1e9)
@@ -168,16 +168,16 @@ class _Clock:
         return Verdict(bool(stop), f"{run.seconds:g} s are over" if self._over else "asked to stop")
 
     def reached(self) -> bool:
-        """Whether training ended at a bound of the run."""
+        """Return whether training ended at a bound of the run."""
         tokens = self._config.run.tokens
         return self._over or (tokens is not None and self.trainer is not None and self.trainer.tokens >= tokens)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a checkpoint must hold."""
+        """Return what a checkpoint must hold: tensors, and plain values."""
         return {}, {"seconds": self.seconds()}
 
     def step_seconds(self) -> dict[str, float]:
-        """Durations of this process's steps: p50, p95 and max."""
+        """Return the durations of this process's steps, in seconds: p50, p95 and max."""
         ordered = sorted(self._step_s) or [0.0]
         return {
             "p50": ordered[len(ordered) // 2],
@@ -189,7 +189,7 @@ class _Clock:
 def _summary(
     config: RunConfig, trainer: Trainer, clock: _Clock, first: Score | None, last: Score, wall_s: float
 ) -> dict[str, Any]:
-    """``summary.json``: the part of its schema that a run without a syncer has."""
+    """Return ``summary.json``: the part of its schema that a run without a syncer has."""
     return {
         "config": asdict(config),
         "seed": config.run.seed,

@@ -1,8 +1,8 @@
 """A fleet that trains: a real model at every site of a simulation, with the product's own trainer, tensors and codecs.
 
-What a run's processes do to tensors is done here by the same objects, one after the other and at the virtual instants
-that the machines decide on.  So a run under speeds and faults that this machine has not, in the time of its inner steps
-alone, and the same to the last bit whenever it is made again.
+The objects of a real run's processes handle the tensors here too, one after the other, at the virtual instants that
+the machines decide on.  So a run with speeds and faults that this machine lacks takes only the time of its inner
+steps, and repeats to the last bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diloco.durable import write_file
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.launch import build
-from diloco.launch.coding import feedback
+from diloco.launch.build import feedback
 from diloco.launch.evaluation import Evaluator
 from diloco.learner.seal import encoders
 from diloco.learner.tensors import SiteTensors
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from diloco.sync import effects as fx
 
 TOLD = "diloco"
-"""In the file of a warm start, the key of what is no tensor."""
+"""The key of everything that is no tensor, in the file of a warm start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Where a training stood after ``step`` steps: the values by name, and what its inner optimizers remember."""
+    """The state of a training after ``step`` steps: the values by name, and the inner optimizers' state."""
 
     step: int
     values: Mapping[str, Tensor]
@@ -55,7 +55,7 @@ class Warm:
     optimizer: str
 
     def save(self, path: Path) -> None:
-        """Into a file that is whole or not there."""
+        """Write it to a file that is whole or not there."""
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"values/{name}": each for name, each in self.values.items()}
         tensors |= {f"inner/{name}": each for name, each in self.tensors.items()}
@@ -64,7 +64,7 @@ class Warm:
 
     @staticmethod
     def is_at(path: Path) -> bool:
-        """Whether a whole one is there."""
+        """Return whether a whole file is there."""
         try:
             with safetensors.safe_open(path, "pt") as file:
                 return TOLD in (file.metadata() or {})
@@ -73,7 +73,7 @@ class Warm:
 
     @classmethod
     def load(cls, path: Path) -> Warm:
-        """What :meth:`save` left."""
+        """Return what :meth:`save` wrote."""
         with safetensors.safe_open(path, "pt") as file:
             told = json.loads(file.metadata()[TOLD])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -95,17 +95,17 @@ class Point:
 
 
 class Control:
-    """One process on all the text with the batch of all sites together: what no communication could do better."""
+    """One process on all the text with the batch of all sites together: the bound that communication cannot beat."""
 
     def __init__(self, config: RunConfig, sites: int, tokens: int) -> None:
-        """It trains for ``tokens`` in all, which its learning-rate schedule goes by."""
+        """It trains for ``tokens`` in all, which sets its learning-rate schedule."""
         inner = replace(config.inner, batch_sequences=config.inner.batch_sequences * sites)
         self._share = 0.0
         self._tokens = tokens
         self._trainer, self._model = _trainer(replace(config, inner=inner), (0, 1), self)
 
     def progress(self) -> float:
-        """Of its own tokens."""
+        """Return the share of its tokens that are trained, 0 to 1."""
         return self._share
 
     def begin(self, warm: Warm) -> None:
@@ -113,7 +113,7 @@ class Control:
         _begin(self._trainer, self._model, warm)
 
     def steps(self, count: int) -> None:
-        """Make ``count`` steps at the progress as it is."""
+        """Make ``count`` steps without advancing the progress."""
         self._trainer.run(until_step=self._trainer.step + count)
 
     def whole(self) -> None:
@@ -124,11 +124,11 @@ class Control:
             self.steps(1)
 
     def score(self, evaluator: Evaluator) -> float:
-        """Its loss, nats per token."""
+        """Return its loss, nats per token."""
         return evaluator.score(self._model).val_loss
 
     def state(self) -> Warm:
-        """As it is now, copied."""
+        """Return a copy of its state now."""
         tensors, plain = self._trainer.optimizers.state_dict()
         values = {name: each.detach().clone() for name, each in named_parameters_once(self._model).items()}
         return Warm(
@@ -144,7 +144,7 @@ class TrainedFleet:
     """The tensors of all sites and of the syncer (``sim.fleet.Cargo``)."""
 
     def __init__(self, config: RunConfig, names: Sequence[str], text: CorpusManifest, warm: Warm | None, points: int):
-        """``points`` are how many looks at the global model there are, one for so much of the run's progress."""
+        """``points`` is how often the global model is scored, evenly over the run's progress."""
         self._layout = build.layout_of(config)
         self._rule = build.rule(config, self._layout)
         self._down = make_codec(config.codec.down)
@@ -165,14 +165,14 @@ class TrainedFleet:
         self.points: list[Point] = []
 
     def values(self) -> Mapping[str, Tensor]:
-        """Of the newest versions by name, as the rule means them to be evaluated; a view of one model's."""
+        """Return the newest versions by name, as the rule evaluates them: the parameters of one reused model."""
         parameters = named_parameters_once(self._eval_model)
         for fragment, state in zip(self._layout.fragments, self._states, strict=True):
             scatter(fragment, evaluated(state.theta, state.optimizer), parameters)
         return parameters
 
     def score(self) -> float:
-        """The loss of these, nats per token."""
+        """Return the loss of these, nats per token."""
         self.values()
         return self._evaluator.score(self._eval_model).val_loss
 
@@ -185,7 +185,7 @@ class TrainedFleet:
         here = self._sites[site]
         encoded = here.encoder.encode(here.tensors.measure(seal.fragment, seal.in_flight))
         here.tensors.sealed(seal.fragment, seal.sequence, encoded.sent, encoded.fed)
-        # The encoder's memory is used again when nobody refers to it; a payload of the simulation is its own.
+        # The encoder reuses its memory when nothing refers to it; a payload of the simulation is a copy.
         payload = bytes(encoded.payload)
         self._payloads[site, seal.fragment, seal.sequence] = payload
         self.bytes_up += len(payload)
@@ -257,11 +257,11 @@ class _Site:
         (self.encoder,) = encoders([config.codec.up], self.tensors)
 
     def progress(self) -> float:
-        """Of the run, as it was told."""
+        """Return the run's progress as last given, 0 to 1."""
         return self._share
 
     def train(self, steps: int, progress: float) -> None:
-        """Make so many inner steps, during which the run comes evenly to ``progress``."""
+        """Make ``steps`` inner steps, during which the run's progress rises evenly to ``progress``."""
         before = self._share
         for done in range(steps):
             self._share = before + (progress - before) * done / steps
@@ -287,6 +287,6 @@ def _put(model: Transformer, values: Mapping[str, Tensor]) -> None:
 
 
 def tokens_per_step(config: RunConfig) -> int:
-    """Of one site."""
+    """Return the tokens of one inner step of one site."""
     assert config.inner.sequence_length is not None
     return config.inner.batch_sequences * config.inner.accumulation * config.inner.sequence_length

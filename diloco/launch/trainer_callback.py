@@ -26,12 +26,12 @@ class DiLoCoCallback(TrainerCallback):
             DiLoCoCallback(syncer="host:7077", site="fra", tokens_per_step=8192)])
         trainer.train()
 
-    The arguments are those of ``diloco.join``; ``tokens_per_step`` is what one optimizer step of the whole site is
-    worth: per_device_train_batch_size x gradient_accumulation_steps x processes x the tokens of a sequence.  The run's
+    The arguments are those of ``diloco.join``; ``tokens_per_step`` is the tokens of one optimizer step of the whole
+    site: per_device_train_batch_size x gradient_accumulation_steps x processes x the tokens of a sequence.  The run's
     end ends the training: let ``max_steps`` be more than enough.  ``outer`` is the site (its ``progress``, its
     ``ledger``); the lines that the Trainer prints have ``diloco_progress``.  Each checkpoint of the Trainer holds the
-    site's state as well, and ``resume_from_checkpoint`` goes on from it, where that lies in ``output_dir`` still;
-    elsewhere the site begins with the run's version, and what was unsent counts as lost.
+    site's state as well, and ``resume_from_checkpoint`` resumes from it, if it is still in ``output_dir``; otherwise
+    the site begins with the run's version, and its unsent work counts as lost.
     """
 
     def __init__(self, *, syncer: str, site: str, tokens_per_step: int, **arguments: Any) -> None:
@@ -49,7 +49,7 @@ class DiLoCoCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Join: the model holds the run's version when training begins."""
-        if self.outer is not None:  # The Trainer tells nobody of a training that was broken off.
+        if self.outer is not None:  # The Trainer does not report a training that was aborted.
             self.outer.break_off()
         self.outer = join(model, optimizer, hooks=False, **self._arguments)
         kept = _state_of(args, state)
@@ -58,7 +58,7 @@ class DiLoCoCallback(TrainerCallback):
         self.outer.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The optimizer has stepped: account for it, adopt what is due, and end the training when the run has ended."""
+        """Account for the optimizer's step, adopt what is due, and end the training when the run has ended."""
         if self.outer is not None and self.outer.step():
             control.should_training_stop = True
 
@@ -71,12 +71,12 @@ class DiLoCoCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Say where the run is."""
+        """Add the run's progress to the Trainer's line."""
         if self.outer is not None and logs is not None:
             logs["diloco_progress"] = self.outer.progress
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Put the site's state into the Trainer's checkpoint, whole or not at all: it can go on without."""
+        """Write the site's state into the Trainer's checkpoint, whole or not at all: it can do without."""
         found = self.outer.state_dict() if self.outer is not None else {}
         if found:
             there = _state_of(args, state)
@@ -85,11 +85,11 @@ class DiLoCoCallback(TrainerCallback):
             beside.replace(there)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave: what is unsent is sent."""
+        """Leave the run; unsent work is sent first."""
         if self.outer is not None:
             self.outer.leave()
 
 
 def _state_of(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer's checkpoint of this step has it."""
+    """Return the path of the site's state in the Trainer's checkpoint of this step."""
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE

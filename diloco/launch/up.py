@@ -1,7 +1,7 @@
 """A whole run on this machine: syncer, sites, links between them, an observer, and the faults of a scenario.
 
-``Up`` owns the children and one loop: read what happened, restart who died, play what is due, count the links' bytes,
-draw the view.  The truth of the run is ``events.jsonl``; our own events go there too and are read back.
+``Up`` owns the children and one loop: read new events, restart children that died, play due faults, count the links'
+bytes, draw the view.  The truth of the run is ``events.jsonl``; the events of ``up`` go there too and are read back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TICK_S = 0.1
 LINKS_EVERY_S = 1.0
 DEATHS_MAX = 5
 PEACE_S = 30.0
-"""A child that has lived so long since its last death has its deaths forgiven."""
+"""The death count of a child that has lived so long since its last start is reset."""
 END_GRACE_S = 5.0
 FAREWELL_S = 2.0
 """How long a site may take to end after the syncer has."""
@@ -43,28 +43,28 @@ WORDS_MAX = 160
 
 @dataclass(kw_only=True, slots=True)
 class UpOptions:
-    """What ``Up`` needs to know of the configuration."""
+    """The settings of ``Up``."""
 
     sites: Mapping[str, Sequence[str]]
-    """The command line of each site behind ``diloco site``."""
+    """The arguments of ``diloco site`` for each site."""
     address: str
-    """Where the syncer will listen; of several, with / between."""
+    """The syncer's listen address; of several syncers, their addresses with / between."""
     steps: Sequence[Step]
     links: Mapping[str, Mapping[str, float]]
     """The options of each site's link."""
     layout: Sequence[int]
-    """Values in each fragment."""
+    """The number of values in each fragment."""
     references: Mapping[str, float]
-    """Bits per byte under ordinary compressors."""
+    """Bits per byte of the text under ordinary compressors."""
     ending_s_max: float
-    """From the last round to the end of the last process, at most."""
+    """The longest time from the last round to the end of the last process."""
     restore: str = "diloco restore"
-    """What to type when the syncer has lost its folder."""
+    """The command to show when the syncer has lost its folder."""
     several: Sequence[OneSyncer] = ()
     """The syncers, where there is more than one."""
 
     def syncers(self, run_dir: RunDir) -> Sequence[OneSyncer]:
-        """All of them, or the one."""
+        """Return all syncers, also where there is only one."""
         return self.several or [OneSyncer(SYNCER, self.address, run_dir, self.restore)]
 
 
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def children_of(options: UpOptions, run_dir: RunDir) -> dict[str, Child]:
-    """The processes of a run, none of them started, in the order in which they are."""
+    """Return the processes of a run, none of them started, in the order in which they are to be."""
     config, logs = ["--config", str(run_dir.config)], run_dir.root / "logs"
     syncers = []
     for index, each in enumerate(options.syncers(run_dir)):
@@ -116,13 +116,13 @@ class Up:
         self._told_stragglers = False
         self._syncers = {each.name: each for each in options.syncers(run_dir)}
         self._lost: set[str] = set()
-        self._units: dict[str, object] = {}  # As was told last.
+        self._units: dict[str, object] = {}  # As emitted last.
         self._first_step_s: float | None = None
         self._alive_since: dict[str, float] = {}
         self.children = children
         self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
-        # What an earlier `diloco up` of this run left behind proves nothing about our children, and what the scenario
-        # did to it is not done again.
+        # What an earlier `diloco up` of this run left behind says nothing about our children, and faults that the
+        # scenario played then are not played again.
         earlier, self._offset = read_events(run_dir.events)
         history.take_all(earlier)
         history.begin_again()
@@ -159,7 +159,7 @@ class Up:
         return self.outcome
 
     def _begin(self) -> None:
-        # A site that has come late in an earlier part of the run is there from the beginning now.
+        # A site that joined late in an earlier part of the run is there from the beginning now.
         late = late_sites(self.schedule.not_begun())
         facts: dict[str, object] = {"state": "started", "name": self.run_dir.root.name}
         self.log.emit("run", {**facts, "sites": list(self.options.sites), "syncers": len(self._syncers)})
@@ -191,7 +191,7 @@ class Up:
         view.update()
 
     def read(self) -> None:
-        """Take what has happened since the last call."""
+        """Read the events since the last call."""
         events, self._offset = read_events(self.run_dir.events, self._offset)
         self.history.take_all(events)
         for event in events:
@@ -202,7 +202,7 @@ class Up:
                 self._first_step_s = time.monotonic()
 
     def _may_start(self, child: Child, view: LiveView | PlainView) -> bool:
-        """Not a syncer that has nothing to go on from: the sites train on until somebody has restored it."""
+        """Return whether to start a child; not a syncer without its folder: sites train on until it is restored."""
         if child.name not in self._syncers or self._winding_up():
             return not self._winding_up()
         syncer = self._syncers[child.name]
@@ -216,18 +216,18 @@ class Up:
     # --- children ----------------------------------------------------------------------------------------------
 
     def start(self, child: Child) -> None:
-        """Start a child and say so."""
+        """Start a child and log it."""
         child.start(self._environment)
         self._alive_since[child.name] = time.monotonic()
         self.say_process(child, "started")
 
     def say_process(self, child: Child, state: str, **more: object) -> None:
-        """Note what became of a child's process."""
+        """Log the state of a child's process."""
         facts: dict[str, object] = {"name": child.name, "pid": child.pid, "state": state, **more}
         self.log.emit("process", {**facts, "site": True} if child.is_site else facts)
 
     def _ended(self, child: Child, now_s: float) -> None:
-        """A child has ended; decide whether that is well, a reason to start it again, or the end of the run."""
+        """Handle a child's end: it is orderly, or the child is started again, or the run fails."""
         orderly = child.code in (ExitCode.OK, ExitCode.DRAINED) or (child.name == EVAL and self._draining)
         if orderly or not child.wanted:
             self.say_process(child, "ended" if orderly else "killed", code=child.code)
@@ -258,7 +258,7 @@ class Up:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def _winding_up(self) -> bool:
-        """Whether the run has its final versions, so that nobody needs to be started again."""
+        """Return whether the run has its final versions, so that no child needs a restart."""
         return self.history.ending is not None
 
     def _drain(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
@@ -275,7 +275,7 @@ class Up:
             self.outcome.wrong.append("every site had ended before the run did")
             self._drain(watch, now_s)
         if self._draining and watch.drain_refused and not watch.drain_accepted:
-            # An administrator's token is asked for, and we have none; but the syncer is our own child.
+            # Draining takes an administrator's token, and we have none; but the syncer is our own child.
             for name in self._syncers:
                 self.children[name].signal(signal.SIGTERM)
             watch.drain_refused = ""
@@ -286,8 +286,8 @@ class Up:
         if self._winding_up() and gone and self._syncer_gone_s is None:
             self._syncer_gone_s = now_s
         if self._syncer_gone_s is not None and now_s >= self._syncer_gone_s + FAREWELL_S and not self._told_stragglers:
-            # Cut off while the run ended, they would wait for a syncer that does not come back; and so would the
-            # observer, when there is no final version to look at.
+            # A site that was cut off while the run ended would wait for a syncer that does not come back; and so would
+            # the observer, when there is no final version to evaluate.
             self._told_stragglers = True
             observers = [self.children[EVAL]] if self.history.ending == "drained" else []
             for straggler in [*self.sites, *observers]:
@@ -315,7 +315,7 @@ class Up:
             self.log.emit("link", {"site": name, **counts})
 
     def _say_units(self, watch: StatusWatch | StatusWatches) -> None:
-        """Where the units of the data are, when the syncer says that it has changed."""
+        """Log where the units of the data are, when the syncer reports a change."""
         told = (watch.latest or {}).get("units")
         if isinstance(told, dict) and told != self._units:
             self._units = told
@@ -323,11 +323,11 @@ class Up:
 
 
 def shortened(words: str) -> str:
-    """A line that is fit for a summary; the whole of it is in the log."""
+    """Return the words cut to ``WORDS_MAX`` characters, for a summary; the log has all of them."""
     return words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
 
 
 def not_played(schedule: Schedule) -> str:
-    """What of the scenario never happened, in words; "" if all did."""
+    """Return in words the steps of the scenario that never began; "" if all did."""
     left = [f"{step.do} {step.target}" for step in schedule.not_begun()]
     return f"the run ended before: {', '.join(left)}" if left else ""

@@ -1,4 +1,4 @@
-"""``diloco up``: composes once, makes the run's folder, runs it on this machine, and says what came of it."""
+"""``diloco up``: compose the configuration, make the run's folder, run it on this machine, and print the result."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from diloco.launch import config as configs
 from diloco.launch.advice import advice, whole_steps
 from diloco.launch.arguments import limit_threads, load_config, named_keys, settings_parser
 from diloco.launch.closing import closing_lines
+from diloco.launch.config import enough_sites
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.history import RunHistory
@@ -22,7 +23,6 @@ from diloco.launch.report import rebuild
 from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.launch.scenario import LINK, SYNCER, Step, load_scenario
 from diloco.launch.schema import SiteSection
-from diloco.launch.sections import enough_sites
 from diloco.launch.summary import summarize, write_summary
 from diloco.launch.supervise import Interrupts, child_environment
 from diloco.launch.up import EVAL, Outcome, Up, UpOptions, children_of, not_played
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     given = settings_parser("up", DOES).parse_args(arguments)
     config = load_config(given)
-    # Taken first: how many threads this process may use is not for the children.
+    # Copied first: the thread limit of this process is not for the children.
     environment = child_environment(os.environ)
     limit_threads(1)
     raise_limit()
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     steps = scenario_of(config)
 
     from diloco.launch import build_syncer
-    from diloco.launch.spreading import check_kernels
+    from diloco.launch.build import check_kernels
 
     build_syncer.check(config)
     check_kernels(config)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def check(config: RunConfig) -> None:
-    """Refuse what the other verbs take and ``up`` decides by itself, and sites whose names cannot be."""
+    """Raise ConfigError for settings of other verbs that ``up`` decides by itself, and for bad site names."""
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
     check_syncers(config)
@@ -109,7 +109,7 @@ RESERVED = (SYNCER, EVAL, "up")
 
 
 def scenario_of(config: RunConfig) -> list[Step]:
-    """The steps of ``scenario``: a file, the name of one of ours, "none"; for null the demo, as far as it applies."""
+    """Return the steps of ``scenario``: a file, a built-in name, or "none"; for null those of the demo that apply."""
     sites = list(config.cluster.sites)
     chosen = DEMO if config.scenario is None else config.scenario
     ours = configs.folder() / "scenario" / f"{chosen}.yaml"
@@ -136,9 +136,9 @@ DEMO_SITES = ("site-a", "site-b", "site-c")
 
 
 def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -> tuple[RunDir, bool]:
-    """The run's folder, locked for us, and whether an earlier run goes on there; ``config.run.name`` is then set.
+    """Choose and lock the run's folder; return it, and whether an earlier run goes on there.  Sets ``config.run.name``.
 
-    ``named`` as ``named_keys`` gives them.
+    ``named`` is what ``named_keys`` returns.
     """
     resume = config.run.resume
     latest = _unfinished_latest(config) if config.run.name is None and resume != "never" else None
@@ -149,7 +149,7 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
             config.run.name = latest.root.name
             return _settled(config, latest, named), True
         except LockedError:
-            pass  # It runs just now, in another terminal: this is another run.
+            pass  # It is running in another terminal: this is a new run.
     why_not = f"{latest.root} is another run: {_in_words(other)}" if latest is not None and other else ""
     if resume == "must" and config.run.name is None:
         reason = why_not or f"the latest run in {config.run.dir} is none that can go on"
@@ -182,9 +182,9 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
 
 
 def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
-    """Leave the configuration in the folder.
+    """Write the configuration into the folder.
 
-    A child that is started again goes on there, whatever ``run.resume`` was asked of us.
+    ``run.resume`` becomes "auto" whatever was given to ``up``: a child that is started again goes on there.
     """
     with suppress(FileNotFoundError):
         run_dir.summary.unlink()
@@ -206,23 +206,23 @@ def _finished(run_dir: RunDir) -> bool:
 
 
 def _unfinished_latest(config: RunConfig) -> RunDir | None:
-    """The latest run, if it has not finished and is one that ``up`` can go on with."""
+    """Return the latest run, if it has not finished and ``up`` can go on with it."""
     link = Path(config.run.dir) / LATEST
     run_dir = RunDir(Path(config.run.dir) / os.readlink(link)) if link.is_symlink() else None
-    # A run of `diloco train` has no events of ours: it is not a run of sites.
     if run_dir is None or not run_dir.config.is_file():
         return None
     try:
         dirs = syncer_dirs(configs.read(run_dir.config), run_dir)
     except ConfigError:
-        return None  # Written by another version of this program; not ours to go on with.
+        return None  # Written by another version of this program, which we cannot go on with.
     if _finished(run_dir):
         return None
+    # A run of `diloco train` has no syncer's folder: it is not a run of sites.
     return run_dir if any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in dirs) else None
 
 
 def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
-    """Which settings are others than in the run's folder, in words; not those that say only how to go on."""
+    """Return in words the settings that differ from the run's folder, except those that only say how to go on."""
     before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir, named)[0]))
     keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
     return [
@@ -233,7 +233,7 @@ def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
 
 
 def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, list[str]]:
-    """``config`` as ``configs.keep_run_settings`` has it, and with what it does not say of leases as the run has it.
+    """Return ``configs.keep_run_settings`` of ``config``, where a ``data.leased`` that is not given is the run's.
 
     A run of an earlier release has no leases.
     """
@@ -244,7 +244,7 @@ def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, 
 
 
 def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:
-    """Dotted names and values as text."""
+    """Return the leaves of ``values`` by dotted name, as text."""
     found: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -265,8 +265,8 @@ NAMED_MAX = 3
 def _run(
     config: RunConfig, run_dir: RunDir, steps: list[Step], interrupts: Interrupts, environment: dict[str, str]
 ) -> ExitCode:
-    """Start it, wait for it, and say what came of it."""
-    from diloco.inner.corpus import DataError
+    """Start the run, wait for its end, and print the result."""
+    from diloco.inner.data import DataError
     from diloco.launch import build, connecting
     from diloco.launch.references import reference_bits
     from diloco.launch.status_watch import StatusWatch, StatusWatches
@@ -283,7 +283,7 @@ def _run(
     with ExitStack() as stack:
         log = EventLog(run_dir.events, "up")
         stack.callback(log.close)
-        for name in config.cluster.sites:  # A site that was killed, and not started again, left what it had there.
+        for name in config.cluster.sites:  # A killed site that was not started again left its files in memory.
             stack.callback(clear_memory, replace(config, site=replace(config.site, id=name)))
         syncers = syncers_of(config)
         relay = stack.enter_context(RelayProcess()) if config.network.emulate else None
@@ -311,13 +311,13 @@ def _run(
 
 
 def missed(history: RunHistory, up: Up) -> list[str]:
-    """What the scenario had no time for: a finished run was not the one that was asked for.  A drained one goes on."""
+    """Return the complaint that a finished run ended before the whole scenario was played; a drained run can go on."""
     text = not_played(up.schedule)
     return [text] if text and history.ending == "finished" else []
 
 
 def exit_code(history: RunHistory, outcome: Outcome, status: str) -> ExitCode:
-    """What the shell sees."""
+    """Return the exit code for the shell."""
     if outcome.code is not ExitCode.OK:
         return outcome.code
     if history.ending == "drained":
@@ -332,7 +332,7 @@ def up_options(
     steps: list[Step],
     references: dict[str, float],
 ) -> UpOptions:
-    """What ``Up`` is told; makes the links, each site's own to each syncer."""
+    """Make the links, one from each site to each syncer, and return the settings of ``Up``."""
     from diloco.launch import build, connecting
 
     links, sites = {}, {}
@@ -344,7 +344,7 @@ def up_options(
             own = link_name(name, number)
             links[own] = {key: float(value) for key, value in asdict(link).items()}
             dials.append(relay.add(own, link, syncer.address) if relay is not None else syncer.address)
-        # Counted here, once for all: no two sites may take the same share of the text.
+        # Assigned here for all sites: no two sites may take the same share of the text.
         place = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
         settings = {**place, "slowdown": site.slowdown, "nproc": site.nproc, "parallel": site.parallel}
         settings |= {"tensor_ranks": site.tensor_ranks, "shard_ranks": site.shard_ranks}
@@ -368,7 +368,7 @@ EVALUATION_S_MAX = 60.0
 
 
 def facts_of(config: RunConfig, values: int) -> Facts:
-    """The head of the view."""
+    """Return the facts in the head of the view."""
     from diloco.launch.figures import count
 
     model, codec, outer = config.model, config.codec, config.outer

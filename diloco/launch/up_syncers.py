@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 AT = "@"
-"""Between a site and the number of a syncer in the name of its link to one that is not the first."""
+"""Separates the site from the syncer's number in the name of a link to a syncer that is not the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneSyncer:
-    """A syncer's process: what it is called, where it listens, its run folder, and what to type when that is lost."""
+    """One syncer process: its name, listen address and run folder, and the command to show when the folder is lost."""
 
     name: str
     address: str
@@ -29,7 +29,7 @@ class OneSyncer:
 
 
 def syncers_of(config: RunConfig) -> list[OneSyncer]:
-    """All syncers of the run, in the order of their numbers."""
+    """Return all syncers of the run, ordered by number."""
     return [
         OneSyncer(syncer_name(index), syncer_address(part), syncer_dir(part), restore_line(part))
         for index, part in enumerate(each(config))
@@ -37,7 +37,7 @@ def syncers_of(config: RunConfig) -> list[OneSyncer]:
 
 
 def syncer_address(config: RunConfig) -> str:
-    """Where the syncer listens: as configured, or at any free port where nothing was said."""
+    """Return the syncer's listen address: as configured, or on any free port where nothing was configured."""
     if config.cluster.syncer.listen != SyncerSection().listen:
         return config.cluster.syncer.listen
     with socket.socket() as free:
@@ -46,14 +46,14 @@ def syncer_address(config: RunConfig) -> str:
 
 
 def restore_line(config: RunConfig) -> str:
-    """What takes the run up again when the syncer's folder is lost: its backups if it makes any, or else a site."""
+    """Return the command that restores a lost syncer folder: from backups if the run makes any, or from a site."""
     backup = backup_of(config)
     site = run_dir_of(config).site(next(iter(config.cluster.sites))).root
     return f"diloco restore {syncer_dir(config).root} " + (f"--from {backup}" if backup else f"--from-site {site}")
 
 
 def check(config: RunConfig) -> None:
-    """Refuse what several syncers on one machine cannot share."""
+    """Raise ConfigError for settings that several syncers on one machine cannot share."""
     if not has_several(config):
         return
     usual = SyncerSection()
@@ -69,10 +69,10 @@ def check(config: RunConfig) -> None:
 
 
 def link_name(site: str, index: int) -> str:
-    """The site's link to syncer ``index``."""
+    """Return the name of the site's link to syncer ``index``."""
     return f"{site}{AT}{index}" if index else site
 
 
 def site_of(link: str) -> str:
-    """Whose link that is."""
+    """Return the site of ``link``."""
     return link.partition(AT)[0]

@@ -1,8 +1,8 @@
-"""What ``diloco up`` shows while it runs: a live screen on a terminal, plain lines everywhere else.
+"""The display of ``diloco up`` while it runs: a live screen on a terminal, plain lines everywhere else.
 
-``screen`` is pure: a ``RunHistory`` in, something that rich can print out.  Words: state is what the site's process
-does ("alone" trains without the syncer), base its versions, old how many versions they are behind, wait its updates
-without a fate, stall the share of its time inside the agent.
+``screen`` is pure: from a ``RunHistory`` it makes an object that rich can print.  The columns: state is what the
+site's process does ("alone" trains without the syncer), base its versions, old how many versions they are behind, wait
+its updates without a fate, stall the share of its time inside the agent.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ LINE_STYLES: Sequence[tuple[str, str]] = (("FAULT", "bold red"), ("HEALED", "bol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What does not change while the run runs."""
+    """The facts that do not change during the run."""
 
     name: str
     what: str
     """Model, data and rules in a few words."""
     seconds: float | None = None
-    """The run's bound, if it is one of time."""
+    """The run's bound in seconds, if it has one."""
 
 
 def screen(history: RunHistory, facts: Facts, width: int) -> Group:
-    """The whole screen, for a console of ``width`` columns (some are left out below ``WIDE``)."""
+    """Return the whole screen for a console of ``width`` columns (some table columns are left out below ``WIDE``)."""
     table = _sites(history, wide=width >= WIDE)
     return Group(_head(history, facts), _progress(history, facts), table, _syncer(history), _events(history))
 
@@ -91,7 +91,7 @@ def _head(history: RunHistory, facts: Facts) -> Text:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The latest values as bars, scaled between the smallest and the largest."""
+    """Return the latest values as bars, scaled between the smallest and the largest."""
     shown = values[-SPARKS_MAX:]
     low, high = min(shown), max(shown)
     room = (high - low) or 1.0
@@ -113,7 +113,7 @@ def _progress(history: RunHistory, facts: Facts) -> Table:
 
 
 def shown_progress(history: RunHistory, facts: Facts) -> float:
-    """The share of the run that is done: as the syncer last said, or by the clock where it said so longer ago."""
+    """Return the share of the run that is done: by the syncer's last report, or by the clock where that is further."""
     share = history.progress
     if facts.seconds and history.first_step_s is not None:
         share = max(share, min(0.99, (history.seconds - history.first_step_s) / facts.seconds))
@@ -121,7 +121,7 @@ def shown_progress(history: RunHistory, facts: Facts) -> float:
 
 
 def time_left(history: RunHistory, facts: Facts) -> float | None:
-    """Seconds to the end, by the bound of time or by the pace so far; None while nobody can say."""
+    """Return the seconds to the end, by the bound of time or by the pace so far; None while neither is known."""
     if history.first_step_s is None or history.ending is not None:
         return None
     gone = history.seconds - history.first_step_s
@@ -191,7 +191,7 @@ def _events(history: RunHistory) -> Panel:
 
 
 class LiveView:
-    """The screen, four times a second at most; a context."""
+    """The live screen, drawn at most four times a second; a context."""
 
     def __init__(self, history: RunHistory, facts: Facts, console: Console) -> None:
         self._history, self._facts = history, facts
@@ -206,7 +206,7 @@ class LiveView:
         self._live.__exit__(kind, error, at)
 
     def update(self) -> None:
-        """Draw it again if it is time."""
+        """Draw the screen again if it is due."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + 1 / PER_SECOND
@@ -216,12 +216,12 @@ class LiveView:
         return screen(self._history, self._facts, console.width)
 
     def say(self, line: str) -> None:
-        """A line that stays, above the screen."""
+        """Print a line that stays, above the screen."""
         self._live.console.print(line, markup=False, highlight=False)
 
 
 class PlainView:
-    """Lines: what happens as it happens, and how it stands every ten seconds of the run; a context."""
+    """Plain lines: events as they happen, and the state of the run every ten seconds of it; a context."""
 
     def __init__(self, history: RunHistory, facts: Facts, console: Console) -> None:
         self._history, self._facts = history, facts
@@ -248,12 +248,12 @@ class PlainView:
                 self.say(line)
 
     def say(self, line: str) -> None:
-        """One line, never wrapped and without colours, so that it can be searched."""
+        """Print one line, never wrapped and without colours, so that it can be searched."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True, style=None)
 
 
 def standing(history: RunHistory, facts: Facts) -> Iterable[str]:
-    """How the run stands, in one line; in another one where the units of the data are, if any are leased."""
+    """Yield the state of the run in one line; in another one the units of the data, if any are leased."""
     left = time_left(history, facts)
     share = f"{shown_progress(history, facts):.0%}" + (f", {clock(left)} left" if left is not None else "")
     sites = "  ".join(
@@ -267,7 +267,7 @@ def standing(history: RunHistory, facts: Facts) -> Iterable[str]:
 
 
 def make_view(history: RunHistory, facts: Facts, environment: Mapping[str, str]) -> LiveView | PlainView:
-    """The live screen on a terminal; plain lines when there is none, or under NO_COLOR, CI or TERM=dumb."""
+    """Return the live screen on a terminal; plain lines when there is none, or under NO_COLOR, CI or TERM=dumb."""
     plain = any(environment.get(name) for name in ("NO_COLOR", "CI")) or environment.get("TERM") == "dumb"
     console = Console()
     if plain or not console.is_terminal:

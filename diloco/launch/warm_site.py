@@ -1,7 +1,7 @@
-"""What a site's newest checkpoint holds of the run: its bases, which are versions that the syncer had published.
+"""Read from a site's newest checkpoint its bases, which are versions that the syncer had published.
 
-A site is warm when it has a base for every fragment, and its checkpoint says which digest was told with each when it
-was published.  A cold one, which has only what the seed gives, is never a source of anything.
+A site is warm when it has a base for every fragment; its checkpoint holds the digest that was published with each.
+A cold site, which has only the values from the seed, is never a source.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class ColdError(ValueError):
-    """The site can be no source; the text says why."""
+    """The site cannot be a source; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmSite:
-    """``bases`` are Θ̂ of ``versions``, flat fp32, and ``digests`` what was told with them.  ``lines`` is how far the
-    site's own updates are in them; ``step`` that of the checkpoint; ``units_begun`` the first unit of the data behind
-    all that the site was leased lately."""
+    """``bases`` are Θ̂ of ``versions``, flat fp32, and ``digests`` were published with them.  ``lines`` is how far the
+    site's own updates are merged in them; ``step`` is the checkpoint's; ``units_begun`` is the first data unit after
+    all units that the site was recently leased."""
 
     site: str
     run_id: str
@@ -45,9 +45,9 @@ class WarmSite:
 
 
 def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
-    """The site whose folder this is, every base compared with its digest; ``ColdError`` when it can be no source.
+    """Return the site in ``folder``, every base compared with its digest; ``ColdError`` when it cannot be a source.
 
-    ``syncer`` is the one of several whose fragments are wanted.
+    ``syncer`` selects one of several syncers, whose fragments are read.
     """
     try:
         found = checkpoint.latest(folder / "checkpoints")
@@ -89,7 +89,7 @@ def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
 
 
 def _line(part: FragmentProgress) -> Line:
-    """What the syncer may know of the site's own updates: those that are inside its base are merged."""
+    """Return what the syncer may know of the site's own updates: those inside its base are merged."""
     ahead = [sent for sent in part.in_flight if sent.merged_version is not None]
     accepted = part.next_sequence - 1
     return Line(

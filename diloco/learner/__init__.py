@@ -1,1 +1,1 @@
-"""Floor 4: the process at a site.  ``agent`` stands between the training loop and the syncer."""
+"""Floor 4: the process at a site.  ``agent`` connects the training loop with the syncer."""

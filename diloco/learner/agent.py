@@ -1,36 +1,37 @@
-"""Between a training loop and the syncer: the one object that a site's loop talks to.
+"""The agent of a site: the one object that its training loop calls, and that talks to the syncer.
 
-``restored_machine`` makes the machine of a new process from a checkpoint, an outbox and an odometer.
+``restored_machine`` restores the state machine of a new process from a checkpoint, an outbox and an odometer.
 
-The training thread calls ``after_step`` between two inner steps.  It lets the machine decide, copies tensors, and
-returns; it waits for no socket and no file.  The threads in ``exchange`` and ``transfer`` encode, write and send.  The
-lock is held for decisions and copies only, never while waiting.
+The training thread calls ``after_step`` between two inner steps (a boundary).  It runs the state machine, copies
+tensors, and returns without waiting for a socket or a file, except in lock-step.  The threads in ``exchange`` and
+``transfer`` encode, write and send.  The lock is held for decisions and copies only, never while waiting.
 
-With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``.  Rank 0 tells them what it does at a
-boundary, over the site's own process group, so that all ranks change at the same inner step (``channel.Orders``).  All
-ranks know before a step ends whether anything may be done after it (``may_act``): where not, no rank is told or asked.
+With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``.  Rank 0 broadcasts what it does at a
+boundary over the site's own process group, so that all ranks change at the same inner step (``ranks.Orders``).  All
+ranks know before a step ends whether anything may follow it (``may_act``); where nothing may, nothing is broadcast.
+
+``Touch`` sends heartbeats, the meter's events and the final Leave, in one background thread.  ``Meter`` measures how
+the training loop spends its time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK
 from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.parallel import GroupError
+from diloco.inner.checks import GroupError
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.channel import all_mine
-from diloco.learner.exchange import Exchange
-from diloco.learner.heartbeat import Touch
-from diloco.learner.meter import Meter
-from diloco.learner.options import Finished, JoinFailed
-from diloco.learner.outbox import Odometer, Outbox
-from diloco.learner.owner import Owners
-from diloco.learner.tensors import SiteTensors
-from diloco.learner.transfer import Joiner, Listener
+from diloco.learner.exchange import Exchange, Owners, tensors_of
+from diloco.learner.ranks import all_mine
+from diloco.learner.seal import Odometer, Outbox
+from diloco.learner.tensors import Echo, SiteTensors
+from diloco.learner.transfer import Joiner, JoinFailed, Listener, report_info, say_goodbye
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -47,29 +48,256 @@ from diloco.sync.effects import (
     StartOver,
     StopTraining,
 )
-from diloco.sync.events import BoundaryReached, FetchFailed, LeaveAsked, StepDone, TurnElsewhere, VersionFetched
+from diloco.sync.events import (
+    BaseDiffers,
+    BoundaryReached,
+    FetchFailed,
+    LeaveAsked,
+    StepDone,
+    VersionFetched,
+)
 from diloco.sync.learner import LearnerSync
 from diloco.sync.plain import PlainError
-from diloco.sync.progress import SentState, ledger_of, site_ledger
-from diloco.sync.site_units import units_from
-from diloco.wire.messages import Refused, Unreachable
+from diloco.sync.progress import SentState, ask_of, ledger_of, site_ledger, standing_of, units_from, wants_soon
+from diloco.wire.messages import Refused, ReportInfo, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
-    from diloco.learner.channel import Dealt, Orders
-    from diloco.learner.exchange import Source
-    from diloco.learner.options import AgentOptions
+    from diloco.learner.exchange import AgentOptions, Source
+    from diloco.learner.ranks import Dealt, Orders
     from diloco.outer.fragments import Layout
     from diloco.sync.agreement import Agreement
-    from diloco.sync.events import Ending, LearnerEvent
+    from diloco.sync.events import LearnerEvent
     from diloco.sync.options import LearnerOptions
     from diloco.sync.progress import Ledger
     from diloco.wire.client import SyncClient
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How the site's part ended: ``finished``, ``drained``, ``left`` or ``failed``, and its token ledger."""
+
+    ending: str
+    why: str
+    ledger: dict[str, int]
+
+
+SAMPLES_MAX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Totals since this process began to train; times in seconds, ``stall_s`` is all the time inside ``after_step``."""
+
+    inner_steps: int
+    tokens: int
+    train_s: float
+    stall_s: float
+    adopt_s: float
+    after_step_s_max: float
+    step_s_p50: float
+    step_s_p95: float
+    step_s_max: float
+    loss: float | None
+    tokens_per_s: float
+
+
+class Meter:
+    """Measures the time of the training loop; written by the training thread, read by others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began_ns: int | None = None
+        self._ended_ns: int | None = None
+        self._count = 0
+        self._samples_ns: list[int] = []
+        self._stride = 1
+        self._step_ns_max = 0
+        self._tokens = 0
+        self._stall_ns = self._stall_ns_max = self._adopt_ns = 0
+        self._loss: float | None = None
+
+    def step(self, step_ns: int, tokens: int, loss: float) -> None:
+        """Record one inner step."""
+        with self._lock:
+            if self._began_ns is None:
+                self._began_ns = time.perf_counter_ns() - step_ns
+            if self._count % self._stride == 0:
+                self._samples_ns.append(step_ns)
+                if len(self._samples_ns) == SAMPLES_MAX:
+                    # Keep every second sample and halve the sampling rate, so that a long run is sampled evenly.
+                    self._samples_ns = self._samples_ns[::2]
+                    self._stride *= 2
+            self._count += 1
+            self._step_ns_max = max(self._step_ns_max, step_ns)
+            self._tokens += tokens
+            self._loss = loss if self._loss is None or self._loss != self._loss else 0.9 * self._loss + 0.1 * loss
+
+    def stalled(self, stall_ns: int, adopt_ns: int) -> None:
+        """Record that ``after_step`` took ``stall_ns``, of which ``adopt_ns`` was spent on copying values."""
+        with self._lock:
+            self._stall_ns += stall_ns
+            self._stall_ns_max = max(self._stall_ns_max, stall_ns)
+            self._adopt_ns += adopt_ns
+
+    def end(self) -> None:
+        """Stop the clock: the training loop is over."""
+        with self._lock:
+            self._ended_ns = self._ended_ns or time.perf_counter_ns()
+
+    def read(self) -> Reading:
+        """Return the totals now; percentiles are over fewer than ``SAMPLES_MAX`` steps, evenly sampled from all."""
+        with self._lock:
+            samples_ns = list(self._samples_ns)
+            until_ns = self._ended_ns or time.perf_counter_ns()
+            train_ns = 0 if self._began_ns is None else until_ns - self._began_ns
+            reading = Reading(
+                inner_steps=self._count,
+                tokens=self._tokens,
+                train_s=train_ns / 1e9,
+                stall_s=self._stall_ns / 1e9,
+                adopt_s=self._adopt_ns / 1e9,
+                after_step_s_max=self._stall_ns_max / 1e9,
+                step_s_p50=0.0,
+                step_s_p95=0.0,
+                step_s_max=self._step_ns_max / 1e9,
+                loss=self._loss,
+                tokens_per_s=self._tokens / (train_ns / 1e9) if train_ns else 0.0,
+            )
+        samples_ns.sort()  # Outside the lock, which the training thread also takes.
+        return replace(reading, step_s_p50=_at(samples_ns, 0.5), step_s_p95=_at(samples_ns, 0.95))
+
+
+def _at(sorted_ns: Sequence[int], share: float) -> float:
+    count = len(sorted_ns)
+    return sorted_ns[min(count - 1, int(share * count))] / 1e9 if count else 0.0
+
+
+TURN_S = 0.1
+
+
+UNHEARD_MAX = 3
+"""Consecutive unanswered heartbeats after which a site with several addresses joins again, perhaps elsewhere."""
+
+
+class Touch:
+    """The heartbeat thread of an agent, and the flags by which the agent controls it."""
+
+    def __init__(self, site: Agent, meter_every_s: float) -> None:
+        self._site, self._meter_every_s = site, meter_every_s
+        self._echo = Echo(site.tensors, site.changed)
+        self._unheard = 0
+        self._in_vain = False  # Whether the last request for data units brought none.
+        self.heartbeat_s = 1.0
+        self.leave_asked = False  # Set by a signal handler, so a plain store.
+        self.leaving = False
+        self.over = False  # The site has left, knows every fate, and has reported that to the syncer.
+
+    def run(self) -> None:
+        """Run the thread."""
+        next_meter = next_report = time.monotonic()
+        while not self._site.stopping.wait(TURN_S):
+            now = time.monotonic()
+            if self.leave_asked:
+                self.leave_asked = False
+                self._site.tell(LeaveAsked())
+            if self.leaving and not self._site.left:
+                self._report()
+                if say_goodbye(self._site):
+                    with self._site.changed:
+                        self._site.left = True
+                        self._site.changed.notify_all()
+                    next_report = now
+            if now >= next_meter:
+                next_meter = now + self._meter_every_s
+                self.emit_meter()
+            has_settled = self._site.left and not self.over and self._site.machine.settled()
+            if now >= next_report or has_settled or self._wants_units():
+                next_report = now + self.heartbeat_s
+                if self._site.left:
+                    self._say_what_is_missing()
+                    continue
+                self._echo.compute()
+                self._report()
+
+    def _say_what_is_missing(self) -> None:
+        """Report once more after Leave: a syncer that is shutting down waits until nothing is in flight."""
+        settled = self._site.machine.settled()
+        with contextlib.suppress(Unreachable, Refused):
+            self._site.client.report(self._info())
+        with self._site.changed:
+            self.over = settled
+            self._site.changed.notify_all()
+
+    def _wants_units(self) -> bool:
+        """Return whether to send the next heartbeat early, because few data units are left and the syncer answers."""
+        machine = self._site.machine
+        if not machine.options.unit_sequences or self._unheard or self._in_vain or self._site.left:
+            return False
+        with self._site.changed:
+            return wants_soon(machine.options, machine.state)
+
+    def _info(self) -> ReportInfo:
+        """Return a heartbeat, without versions and digests until the site has a first version of every fragment."""
+        site, reading = self._site, self._site.meter.read()
+        with site.changed:
+            options, state = site.machine.options, site.machine.state
+            is_based = all(part.base_version >= 0 for part in state.fragments)
+            return report_info(
+                site,
+                standing_of([state]),
+                site.owners.traffic(),
+                loss=reading.loss,
+                tokens_per_s=reading.tokens_per_s,
+                train_ns=int(reading.train_s * 1e9),
+                stall_ns=int(reading.stall_s * 1e9),
+                digests=site.owners.digests(self._echo.digests(), state) if is_based else (),
+                link=site.link.info(state.step_ns),
+                units=ask_of(options, state) if options.unit_sequences and not self._site.left else None,
+            )
+
+    def _report(self) -> None:
+        if self._site.left or self._site.machine.state.incarnation == 0:
+            return
+        info = self._info()
+        try:
+            with self._site.link.control():
+                reply = self._site.client.report(info)
+        except (Unreachable, Refused):
+            # The Watch stream fails too, and the listener joins again when the syncer is back.  But a syncer that waits
+            # for its standby keeps that stream alive, even after the standby has replaced it.
+            self._unheard += 1
+            if self._unheard == UNHEARD_MAX and self._site.client.has_choice:
+                self._site.rejoin("the syncer does not answer heartbeats")
+            return
+        self._unheard = 0
+        before = self._site.machine.state.units.end
+        if reply.units is not None:
+            self._site.tell(reply.units)
+        self._in_vain = self._site.machine.state.units.end <= before
+        if not reply.known:
+            self._site.rejoin("the syncer does not know this process")
+        for fragment in reply.retake:
+            if fragment < len(info.versions) and info.digests[fragment]:
+                self._site.tell(BaseDiffers(fragment, info.versions[fragment]))
+
+    def emit_meter(self) -> None:
+        """Emit the totals of this process and the site's state as an event."""
+        site, reading = self._site, asdict(self._site.meter.read())
+        with site.changed:
+            parts, link = site.machine.state.fragments, asdict(site.link.info(site.machine.state.step_ns))
+            places = {
+                "incarnation": site.known.incarnation,
+                "in_flight": sum(len(part.undecided()) for part in parts),
+                "staleness": max(part.published - part.base_version for part in parts),
+                **dict(zip(("bytes_up", "bytes_down"), site.owners.traffic(), strict=True)),
+            }
+        site.emit("meter", {**reading, **places, **{f"link_{name}": value for name, value in link.items()}})
 
 
 def restored_machine(
@@ -80,10 +308,10 @@ def restored_machine(
     odometer: Odometer,
     site_tensors: SiteTensors,
 ) -> LearnerSync:
-    """The machine, and the tensors that it lists in ``site_tensors``; the outbox keeps what it lists and nothing else.
+    """Restore the state machine; load the tensors it lists into ``site_tensors``, and drop other updates in the outbox.
 
-    ``redo`` is the step that the checkpoint holds and that its machine had not heard of.  It is told before the first
-    join: if the syncer has later work, what this step learned is thrown away with the rest and counts as lost.
+    ``redo`` is the step that the checkpoint includes but its machine has not counted.  The machine gets it before the
+    first join: if the syncer has later work, the progress of this step is discarded with the rest and counts as lost.
     """
     odometer_step, tokens = odometer.read()
     if restored is None:
@@ -93,13 +321,15 @@ def restored_machine(
         return machine
     tensors, meta = restored
     if redo is not None and odometer_step >= redo.step:
-        tokens -= redo.tokens  # It is counted when the machine hears of it.
+        tokens -= redo.tokens  # The machine counts them again with ``StepDone``.
     machine = _restored(options, meta, outbox, tokens)
-    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments], _told(meta))
+    published = meta.get("published")  # Not in a checkpoint of an earlier version.
+    told = [str(each) for each in published["digests"]] if isinstance(published, dict) else None
+    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments], told)
     listed = {(index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight}
     for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
         site_tensors.release(fragment, sequence)
-    # A process that died between an ack and the removal has left bytes that nobody asks for again.
+    # A process that died between an ack and the removal left bytes that are not needed any more.
     parts = enumerate(machine.state.fragments)
     outbox.clear({(index, sent.sequence) for index, part in parts for sent in part.in_flight if sent.bytes_wanted})
     if redo is not None:
@@ -109,14 +339,8 @@ def restored_machine(
     return machine
 
 
-def _told(meta: Mapping[str, object]) -> list[str] | None:
-    """The digests that were told with the bases; None in a checkpoint of an earlier version, which does not say."""
-    published = meta.get("published")
-    return [str(each) for each in published["digests"]] if isinstance(published, dict) else None
-
-
 def _restored(options: LearnerOptions, meta: Mapping[str, object], outbox: Outbox, tokens: int) -> LearnerSync:
-    """The machine that ``meta`` holds; CheckpointError in words when it is of another run or another version."""
+    """Restore the machine from ``meta``; ``CheckpointError`` when it is of another run or another version."""
     plain = meta.get("machine")
     parts = plain.get("fragments") if isinstance(plain, dict) else None
     if not isinstance(parts, list):
@@ -131,11 +355,8 @@ def _restored(options: LearnerOptions, meta: Mapping[str, object], outbox: Outbo
         raise CheckpointError(f"the checkpoint is of another version: {error}") from error
 
 
-__all__ = ["Agent", "Finished", "JoinFailed"]
-
-
 class Agent(Exchange):
-    """Rank 0 of a site."""
+    """Rank 0 of a site: runs its state machine and talks to the syncer."""
 
     def __init__(
         self,
@@ -153,10 +374,10 @@ class Agent(Exchange):
         disk: Disk = PLAIN_DISK,
         dealt: Dealt | None = None,
     ) -> None:
-        """``holding`` is the model, written in place; ``restored`` is what ``state`` gave a checkpoint.
+        """``holding`` is the model, written in place; ``restored`` is what ``state`` returned for a checkpoint.
 
-        ``redo`` is the step of that checkpoint, if the loop will call ``after_step`` for it once more.  ``dealt`` says
-        which rank owns which fragment; rank 0 owns all by default.
+        ``redo`` is the step of that checkpoint, if the loop will call ``after_step`` for it again.  ``dealt`` maps
+        fragments to the ranks that own them; by default rank 0 owns all.
         """
         dealt = dealt or all_mine(layout)
         self._options, self._learner, self._agreement = options, learner, agreement
@@ -165,29 +386,32 @@ class Agent(Exchange):
         self._odometer = Odometer(
             Path(options.folder) / "odometer", disk, lambda why: emit("note", {"note": "odometer", "why": why})
         )
-        tensors = SiteTensors.of(options, learner.adopt, layout, holding, dealt.of(0))
+        tensors = tensors_of(options, learner.adopt, layout, holding, dealt.of(0))
         super().__init__(agreement.run_id, site_id, tensors, outbox, orders, client, options.choices())
         self.meter = Meter()
         self.machine = restored_machine(learner, restored, redo, outbox, self._odometer, tensors)
-        self._stop: StopTraining | None = None
+        self.known = self.machine.state
+        self.stop: StopTraining | None = None
+        """Why this site's part ends; None while it does not."""
+        self.left = False
         self._has_ended = self._draws_again = False
         self._rank_lost = ""
-        self._rejoining = ""  # Why, as it was said; until it has joined.
+        self._rejoining = ""  # The last reason logged for joining again; empty once joined.
         self._joiner = Joiner(self, client, agreement, layout, self.sealer.encoder)
         self._listener = Listener(self, client)
         self._touch = Touch(self, options.meter_every_s)
         self.owners = Owners(dealt, self, orders, self._lose)
         self.owners.begin(self.machine.state)
-        self.use.begin()
+        self.link.begin()
 
     # --- what the training loop calls --------------------------------------------------------------------------
 
     def start(self, away_s: float | None = None) -> int:
-        """Join, and bring every fragment here; returns the data cursor (sequences drawn) to go on from.
+        """Join and fetch every fragment; return the data cursor (sequences drawn) to resume from.
 
-        Waits at most ``join_timeout_s`` for a syncer; ``JoinFailed`` says why it did not work, and the agent is closed.
-        With ``away_s``, a site that goes on from a checkpoint waits so long and then trains on without: it joins when
-        the syncer is back, as it would have after losing it, and ``has_joined`` tells.
+        Waits at most ``join_timeout_s`` for a syncer, then closes the agent and raises ``JoinFailed``.  With ``away_s``
+        a site that resumes from a checkpoint waits that many seconds and then trains without a syncer: it joins when
+        the syncer is back, as after a lost connection, and ``has_joined`` becomes true.
         """
         try:
             return self._start(time.monotonic(), away_s)
@@ -204,16 +428,16 @@ class Agent(Exchange):
             if not may_go_on or error.kind != "unreachable" or self.stopping.is_set():
                 raise
             self.emit("note", {"note": "trains_on_without", "why": error.text})
-        self.begin(self._listener.run, self._touch.run)
-        # A run that is in its last round takes a newcomer in as well: it needs a base for the step it ends with.
+        self.begin_threads(self._listener.run, self._touch.run)
+        # A run in its last round admits a new site too, and the site needs a base for its last step.
         done = lambda: self.machine.ready() or self.has_failed()  # noqa: E731
         try:
             self._until(done, until, "the first versions")
         except TimeoutError as error:
             raise JoinFailed("unreachable", str(error)) from error
         if self.has_failed():
-            assert self._stop is not None
-            raise JoinFailed("refused", self._stop.why)
+            assert self.stop is not None
+            raise JoinFailed("refused", self.stop.why)
         self._orders.go_on()
         with self.changed:
             ledger = site_ledger(self.machine.state)
@@ -223,33 +447,24 @@ class Agent(Exchange):
             return self.machine.state.cursor
 
     def has_failed(self) -> bool:
-        """Whether the site's part ends because something failed: nobody changes the model any more."""
-        return self._stop is not None and self._stop.failed
+        """Return whether the site's part ends by a failure, after which the model no longer changes."""
+        return self.stop is not None and self.stop.failed
 
     @property
     def has_joined(self) -> bool:
-        """Whether this process has ever been taken in."""
+        """Whether this process has ever joined."""
         return self.machine.state.incarnation > 0
 
-    @property
-    def stop(self) -> StopTraining | None:
-        """Why this site's part is to end, once that is known."""
-        return self._stop
-
-    @property
-    def ending(self) -> Ending | None:
-        """How the run ended, as the syncer told."""
-        return self.machine.state.ending
-
     def after_step(self, info: StepInfo) -> Verdict:
-        """The line in the training loop: account for the step, seal and adopt what is due, say whether to go on.
+        """Account for an inner step, seal and adopt what is due, and return whether to stop.  The loop's one call.
 
-        ``GroupError`` when a rank of the site that owns fragments is gone.
+        ``GroupError`` when a rank of the site that owns fragments is gone; ``TimeoutError`` when a wait in lock-step
+        exceeds ``lock_step_timeout_s``.
         """
         began_ns = time.perf_counter_ns()
         with self.changed:
-            # The step of a checkpoint was told to the machine before it joined; and where the loop goes on although
-            # this part of the run has ended, its steps are nothing to a machine that sends nothing any more.
+            # The machine has already counted the step of a checkpoint (``redo``).  It ignores steps after this part of
+            # the run has ended, because it sends nothing more.
             told = self._has_ended or (self._redo is not None and info.step == self._redo.step)
             step = StepDone(info.step, info.tokens, info.step_ns, info.cursor, info.sequences, info.passes)
             effects = self.machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
@@ -259,9 +474,9 @@ class Agent(Exchange):
             waiting = not info.passes and (self.machine.must_wait() or bool(self._rank_lost))
         adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
         if waiting:
-            done = lambda: not self.machine.must_wait() or self._stop is not None  # noqa: E731
+            done = lambda: not self.machine.must_wait() or self.stop is not None  # noqa: E731
             adopted |= self._until(done, until, "the version of its own update (lock_step)")
-        stop = self._stop if not info.passes else None
+        stop = self.stop if not info.passes else None
         if not info.passes:
             self._orders.go_on(stop=stop is not None)
         if not told:
@@ -271,28 +486,24 @@ class Agent(Exchange):
         return Verdict(stop is not None, stop.why if stop else "")
 
     def may_act(self) -> bool:
-        """Whether ``after_step`` may have something to do with the other ranks after the step that is about to end.
+        """Return whether ``after_step`` may need the other ranks after the step that is about to end.
 
-        Where it may not, the site trains on although it was asked to stop meanwhile: until the next step's end.
+        If not, a request to stop that arrives meanwhile takes effect only at the end of the next step.
         """
         with self.changed:
-            return self._stop is not None or bool(self._rank_lost) or self.machine.may_act()
+            return self.stop is not None or bool(self._rank_lost) or self.machine.may_act()
 
     def next_turn(self) -> tuple[int, int] | None:
-        """In lock-step, which exchange comes next, in the order of the whole model; None once this part has ended."""
+        """Return, in lock-step, the next exchange in the order of the whole model; None once this part has ended."""
         with self.changed:
-            return self.machine.next_turn() if self._stop is None else None
-
-    def turn_elsewhere(self, turn: tuple[int, int] | None) -> None:
-        """Hear which exchange comes next among those with the other syncers."""
-        self.tell(TurnElsewhere(turn))
+            return self.machine.next_turn() if self.stop is None else None
 
     def progress(self) -> float:
-        """The run's progress from 0 to 1, as last told."""
+        """Return the run's progress from 0 to 1, as last reported by the syncer."""
         return self.machine.state.progress_ppm / 1e6
 
     def units(self, place: int, count: int) -> list[tuple[int, int]]:
-        """The units that the site draws at ``place`` of its list and on, as ``inner.data`` asks for them."""
+        """Return the data units that the site draws from index ``place`` of its list on, for ``inner.data``."""
         with self.changed:
             found, again = units_from(self.machine.state, place, count)
         if again and not self._draws_again:
@@ -302,8 +513,8 @@ class Agent(Exchange):
         return found
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """What a checkpoint must hold so that a new process goes on from here; and what it holds of the run's versions,
-        so that a run can be restored from it."""
+        """Return the tensors and metadata of a checkpoint from which a new process can resume.  The metadata identifies
+        the published versions in it, so that a run can be restored from the checkpoint."""
         with self.changed:
             published = {
                 "site": self.site_id,
@@ -315,35 +526,35 @@ class Agent(Exchange):
             return self.tensors.tensors(), {"machine": self.machine.snapshot(), "published": published}
 
     def ledgers(self) -> list[Ledger]:
-        """Where the tokens are, fragment by fragment."""
+        """Return the token ledger of each fragment."""
         with self.changed:
             state = self.machine.state
             return [ledger_of(state, index) for index in range(len(state.fragments))]
 
     def leave(self) -> None:
-        """This site's part ends at the next boundary, unless it ends already.  For the training thread."""
-        if self._stop is None:
+        """End this site's part at the next boundary, unless it is ending already.  For the training thread."""
+        if self.stop is None:
             self.tell(LeaveAsked())
 
     def leave_soon(self) -> None:
-        """The user asked this site to stop.  May be called from a signal handler."""
+        """Ask the site to stop, at the user's request.  May be called from a signal handler."""
         self._touch.leave_asked = True
 
     def finish(self) -> Finished:
-        """After the loop: send what is unsent, say goodbye, hear the last fates; bounded.  Ends all threads.
+        """After the loop, send what is unsent, leave, and await the last fates.  Ends all threads.
 
-        The other ranks of the site are in their own ``finish`` meanwhile.
+        Each of the two waits lasts at most ``finish_timeout_s``.  The other ranks are in their ``finish`` meanwhile.
         """
         self.meter.end()
         self.leave()
         if not self.has_failed():
             bound, failed = self._options.finish_timeout_s, self.has_failed
-            with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
-                self._until(lambda: self._touch.left or failed(), time.monotonic() + bound, "its last updates")
+            with contextlib.suppress(TimeoutError):  # The ledger reports what is still unsent or undecided then.
+                self._until(lambda: self.left or failed(), time.monotonic() + bound, "its last updates")
                 self._until(lambda: self._touch.over or failed(), time.monotonic() + bound, "its last fates")
         self.owners.part()
         self._orders.go_on(stop=True)
-        stop = self._stop
+        stop = self.stop
         assert stop is not None
         self._touch.emit_meter()
         ending = self.machine.state.ending
@@ -359,25 +570,28 @@ class Agent(Exchange):
         return Finished(name, stop.why, found)
 
     def withdraw(self) -> None:
-        """Say goodbye where the site does not begin, so that no round waits for it; one attempt."""
+        """Leave, in one attempt, when the site does not start to train, so that no round waits for it."""
         if not self.has_joined or self.stopping.is_set():
             return
         with self.changed:
-            self._touch.left = True  # The listener joins no more.
+            self.left = True  # The listener does not join again.
         with contextlib.suppress(Unreachable, Refused):
-            self.client.leave(self.incarnation)
+            self.client.leave(self.known.incarnation)
 
     def close(self) -> None:
         """End the threads."""
         self.stopping.set()
         self.owners.close()
         self._listener.wake()
-        self.end()
+        self.end_threads()
 
     # --- boundaries, in the training thread --------------------------------------------------------------------
 
     def _until(self, done: Callable[[], bool], until: float, what: str) -> set[int]:
-        """Stand at a boundary and carry out what comes until ``done``; the fragments that were adopted meanwhile."""
+        """Wait at a boundary, carrying out effects, until ``done``; return the fragments whose values changed.
+
+        ``TimeoutError`` at the instant ``until``; ``GroupError`` when a rank is lost.
+        """
         adopted: set[int] = set()
         with self.changed:
             while True:
@@ -394,27 +608,21 @@ class Agent(Exchange):
     # --- effects; the lock is held -----------------------------------------------------------------------------
 
     def _carry_out(self, effects: list[LearnerEffect], until: float = 0.0) -> set[int]:
-        """Carry out effects in order; returns the fragments whose values have changed.
+        """Carry out effects in order; return the fragments whose values have changed.
 
-        The training thread says ``until`` when it may stand still: in lock-step it does so while what it seals is read.
+        The training thread passes ``until``, its deadline: in lock-step it waits while the sealed values are read.
         """
         adopted, at_rest = set[int](), until > 0 and self._learner.lock_step
         self.owners.know(self.machine.state)
         for effect in effects:
             match effect:
                 case Adopt() | Retake() | Seal():
-                    codec = self.use.codec(self.machine.state.step_ns) if isinstance(effect, Seal) else ""
-                    if self.owners.have(effect.fragment):
-                        self.owners.at_boundary(effect, codec)
-                    else:
-                        self.at_boundary(effect, codec, at_rest=at_rest)
+                    codec = self.link.codec(self.machine.state.step_ns) if isinstance(effect, Seal) else ""
+                    self._owner_of(effect.fragment).at_boundary(effect, codec, at_rest=at_rest)
                     if not isinstance(effect, Seal):
                         adopted.add(effect.fragment)
                 case Send() | Forget() | Release() | StartOver() | Fetch():
-                    if self.owners.have(effect.fragment):
-                        self.owners.order(effect)
-                    else:
-                        self.order(effect)
+                    self._owner_of(effect.fragment).order(effect)
                 case Join():
                     self.rejoin(effect.why)
                 case Leave():
@@ -427,52 +635,38 @@ class Agent(Exchange):
                     pass  # ``start`` returns the machine's cursor.
         self.changed.notify_all()
         if at_rest:
-            self._standstill.wait(until)
+            self.stand_still(until)
         return adopted
 
-    # --- beside training ---------------------------------------------------------------------------------------
+    def _owner_of(self, fragment: int) -> Exchange | Owners:
+        return self.owners if self.owners.owners[fragment] else self
 
-    @property
-    def incarnation(self) -> int:
-        """See ``Participant``, here and in what follows."""
-        return self.machine.state.incarnation
-
-    @property
-    def epoch(self) -> int:
-        """Of the latest syncer."""
-        return self.machine.state.epoch
-
-    @property
-    def lineage(self) -> int:
-        """Of the run."""
-        return self.machine.state.lineage
-
-    @property
-    def left(self) -> bool:
-        """Whether goodbye is said."""
-        return self._touch.left
+    # --- background threads ------------------------------------------------------------------------------------
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
-        """The digest of an update that waits to be sent and answered; None when there is none by that number."""
+        """Return the digest of an update that waits to be sent and answered; None when there is no such update."""
         with self.changed:
             in_flight = self.machine.state.fragments[fragment].in_flight
             found = [s.digest for s in in_flight if s.sequence == sequence and s.state is SentState.SEALED]
             return found[0] if found else None
 
     def tell(self, event: LearnerEvent) -> None:
-        """Hand an event to the machine from a thread beside training."""
+        """Pass an event to the machine from a background thread."""
         with self.changed:
-            self.use.heard(event)
+            self.link.heard(event)
             adopted = self._carry_out(self.machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
-        """Have something done and tell it to the machine, at one instant; False: it is of another run or syncer."""
+        """Call ``do`` and pass ``event`` to the machine, atomically; return False where it is of another run or syncer.
+
+        ``source`` is where a fetched version came from; None for other events.
+        """
         with self.changed:
             state = self.machine.state
             if source is not None and source.lineage != state.lineage:
-                return False  # Of a run that is no more; the new lineage's fetch is in the queue.
-            if source is not None and 0 < source.epoch < state.epoch:  # Another syncer took the site in a moment ago.
+                return False  # Of an abandoned lineage; the new lineage's fetch is in the queue.
+            if source is not None and 0 < source.epoch < state.epoch:  # The site has just joined another syncer.
                 assert isinstance(event, VersionFetched)
                 self.tell(FetchFailed(event.fragment))
                 return False
@@ -485,21 +679,21 @@ class Agent(Exchange):
         self._say(what, facts)
 
     def join(self) -> None:
-        """One attempt to join (again); raises ``Unreachable`` or ``Refused``."""
+        """Make one attempt to join (again); raises ``Unreachable`` or ``Refused``."""
         reply, answered = self._joiner.attempt()
         self._rejoining = ""
         self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
         self.tell(answered)
 
     def rejoin(self, why: str) -> None:
-        """Join again, soon, and say why once."""
+        """Make the listener join again, and log the reason once."""
         if why != self._rejoining:
             self._rejoining = why
             self.emit("note", {"note": "rejoin", "why": why})
         self._listener.wake()
 
     def give_up(self, why: str) -> None:
-        """The site's part fails."""
+        """Stop the site with a failure."""
         with self.changed:
             self._stop_for(StopTraining(None, why, failed=True))
             self.changed.notify_all()
@@ -510,6 +704,6 @@ class Agent(Exchange):
             self.changed.notify_all()
 
     def _stop_for(self, stop: StopTraining) -> None:
-        """The first reason to stop is the one that counts, but a failure is never hidden behind a good one."""
-        if self._stop is None or (stop.failed and not self._stop.failed):
-            self._stop = stop
+        """Set the reason to stop; the first one counts, but a failure replaces a reason that is none."""
+        if self.stop is None or (stop.failed and not self.stop.failed):
+            self.stop = stop

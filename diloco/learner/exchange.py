@@ -1,86 +1,135 @@
-"""Carries out what a site's machine orders of tensors, with the threads that make updates of them and move them.
+"""Carries out the effects of a site's state machine that concern tensors, and owns the background threads.
 
-Standstill.  Where the training thread waits for the syncer anyway, an update is made of the model's own memory, without
-a copy.  That memory must not change until the update is encoded, so the thread that could change it stands still for
-so long.
+Encoding in place.  In lock-step the training thread waits for the syncer anyway, so an update is encoded from the
+model's own memory, without a copy.  That memory must not change until the update is encoded, so the training thread
+waits for that.
 
 Exchange.  The tensors of the fragments that one rank owns.  At a boundary, in the training thread and with all ranks
-of the site: measure, adopt, take anew.  Beside training: encode, send, fetch.  The machine is told of whatever was done
-beside training at the instant at which the tensors change.  ``Agent`` is the exchange of rank 0, which has the machine;
-``Owner`` is that of any other rank, which speaks to rank 0.
+of the site: measure, adopt, retake.  In background threads: encode, send, fetch.  When a background result changes the
+tensors, the machine gets its event under the same lock.  ``Agent`` is the exchange of rank 0, which has the machine;
+``Owner`` is that of any other rank, which talks to rank 0.
+
+Owner.  A rank above 0 that owns fragments.  It holds their tensors, and the threads that encode, send and fetch; rank 0
+holds the machine.  The machine's orders arrive over the channel and are executed one after the other: the training
+thread, together with all ranks, executes those of a boundary, and later orders wait for it.  The owner reports its
+background results over the channel, and changes its tensors only when rank 0 has confirmed that the machine has taken
+the event.  So tensors and machine never disagree, just as if both were in one process.
+
+Owners.  Rank 0's view of all owners: it sends the agent's orders for their fragments over the channels, and at a
+boundary all ranks take part.  One thread for each owner reads what it sends.
+
+Follower.  It takes part at each boundary, and does not talk to the syncer.
 """
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from diloco.learner.channel import ADOPT, RETAKE, SEAL
-from diloco.learner.seal import Participant, SealedUpdate, Sealer, SealJob, encoders
-from diloco.learner.transfer import Fetcher, LinkUse, Sender
+from diloco.codec.registry import make_codec
+from diloco.durable import PLAIN_DISK
+from diloco.inner.checks import GroupError
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import StepInfo, Verdict
+from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, lend_a_hand
+from diloco.learner.seal import Outbox, SealedUpdate, SealJob, encoders
+from diloco.learner.tensors import Echo, SiteTensors, place_of
+from diloco.learner.transfer import LinkUse, Workers
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
+from diloco.sync.link import AdaptOptions, Way
+from diloco.sync.options import ABOVE_0, check_bounds, one_of, require, within
+from diloco.sync.progress import LearnerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
-    from diloco.learner.channel import Orders
-    from diloco.learner.outbox import Outbox
-    from diloco.learner.tensors import SiteTensors
-    from diloco.sync.link import AdaptOptions
+    from diloco.durable import Disk
+    from diloco.inner.holding import Holding
+    from diloco.learner.ranks import Channel, Dealt, Words
+    from diloco.outer.fragments import Layout
     from diloco.wire.client import SyncClient
     from diloco.wire.messages import PullHeader
 
 
-class Standstill:
-    """Counts what was sealed out of the model's own memory at a boundary and is not read yet."""
+@dataclass(kw_only=True, slots=True)
+class AgentOptions:
+    """The options of a site's agent.  ``folder`` is the site's own; it holds the outbox and the odometer."""
 
-    def __init__(self, changed: threading.Condition, failed: Callable[[], bool]) -> None:
-        """``changed`` is the agent's; once it has ``failed`` nobody changes the model, and nothing is waited for."""
-        self._changed = changed
-        self._failed = failed
-        self._unread: list[SealJob] = []
+    folder: str
+    up_codec: str = "fp32"
+    adopt_alpha: Annotated[float, within(0, 1)] = 0.5
+    """Share of the local values that ``blend`` keeps, or of its own update that ``eager`` applies ahead."""
+    measure_from: Annotated[str, one_of(MEASURE_FROM)] = "adopted"
+    """Under ``blend``: measure the next update from the blended values (``adopted``) or the version (``published``)."""
+    ahead: OuterOptimizerOptions | None = None
+    """Under ``eager``: the run's outer step, which a site takes ahead on its own updates; None: it applies the share
+    ``adopt_alpha`` of them ahead."""
+    feedback: Annotated[float, within(0, 1)] = 0.0
+    """Share of a codec's rounding error that is added to the next update; 0 under ``rebase``, which keeps it all."""
+    join_timeout_s: Annotated[float, ABOVE_0] = 60.0
+    lock_step_timeout_s: Annotated[float, ABOVE_0] = 300.0
+    finish_timeout_s: Annotated[float, ABOVE_0] = 30.0
+    """Longest wait at the end until all updates are accepted, and then again until their fates are known."""
+    meter_every_s: Annotated[float, ABOVE_0] = 2.0
+    adapt: AdaptOptions | None = None
+    """Ways of sending to choose from by the measured link; None: always ``up_codec``."""
 
-    def begins(self, job: SealJob) -> None:
-        """The lock is held."""
-        if job.inputs.in_place:
-            self._unread.append(job)
+    def __post_init__(self) -> None:
+        codec = make_codec(self.up_codec)
+        check_bounds(self)
+        if self.ahead is not None:
+            require(self.ahead.kind in ADDITIVE, "ahead", self.ahead.kind, f"one of {', '.join(ADDITIVE)}")
+        has_error = not (self.feedback and codec.lossless)
+        require(has_error, "feedback", self.feedback, f"{self.up_codec} rounds nothing off")
+        for way in self.choices().ways:
+            make_codec(way.codec)
+        is_first = self.choices().ways[0].codec == self.up_codec
+        require(is_first, "adapt", self.adapt, f"up_codec={self.up_codec} must be its first way")
 
-    def ends(self, job: SealJob) -> None:
-        """The model's memory is read, or never will be.  From the sealer's thread."""
-        with self._changed:
-            self._unread = [each for each in self._unread if each is not job]
-            self._changed.notify_all()
+    def choices(self) -> AdaptOptions:
+        """Return the ways by which an update may be sent."""
+        return self.adapt or AdaptOptions(ways=(Way(self.up_codec, 0),))
 
-    def wait(self, until: float) -> None:
-        """Stand still.  The lock is held, and given up meanwhile; ``TimeoutError`` when it takes too long."""
-        read = lambda: not self._unread or self._failed()  # noqa: E731
-        if not self._changed.wait_for(read, max(0.0, until - time.monotonic())):
-            raise TimeoutError("this site waited in vain for its update to be encoded (lock_step)")
+
+def tensors_of(
+    options: AgentOptions, adopt: str, layout: Layout, holding: Holding, owned: Collection[int]
+) -> SiteTensors:
+    """Return the tensors of a rank that owns the fragments ``owned``, on the device of its model."""
+    place, measured = place_of(holding.parts()), options.measure_from
+    return SiteTensors(
+        layout, holding, adopt, options.adopt_alpha, place, options.feedback, owned, measured, options.ahead
+    )
 
 
 Change = Adopt | Retake | Seal
-"""What is done at a boundary."""
+"""Effects that are carried out at a boundary."""
 Beside = Fetch | Forget | Release | Send | StartOver
-"""What may be ordered at any time."""
+"""Effects that may be carried out at any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Of a version: the run's ``lineage`` when it was asked for, who gave it by ``epoch``, and the ``digest`` told."""
+    """The origin of a version: the run's ``lineage`` at the request, the syncer's ``epoch``, and its ``digest``."""
 
     lineage: int
     epoch: int
     digest: str
 
 
-class Exchange(Participant):
-    """One rank's.  ``Agent`` and ``Owner`` say where the machine is."""
+class Exchange(Workers):
+    """The exchange of one rank.  The subclasses ``Agent`` and ``Owner`` know where the machine is."""
 
     def __init__(
         self,
@@ -92,64 +141,49 @@ class Exchange(Participant):
         client: SyncClient,
         options: AdaptOptions,
     ) -> None:
-        """``outbox`` is this rank's; ``orders`` has all ranks take their part in what is done with the model."""
-        self.run_id, self.site_id, self.client = run_id, site_id, client
+        """``outbox`` is this rank's; ``orders`` makes all ranks take part in changes of the model."""
         self.tensors, self.outbox = site_tensors, outbox
         self.changed = threading.Condition(threading.RLock())
-        """Held whenever the tensors, or what the machine knows of them, change; never while waiting for others."""
-        self.stopping = threading.Event()
+        """Held while the tensors, or the machine's state of them, change; never while waiting for others."""
         self._orders = orders
-        self.use = LinkUse(client, options, self.emit, self.tell)
-        self._standstill = Standstill(self.changed, self.has_failed)
-        coders = encoders(self.use.codecs, site_tensors)
-        self.sealer = Sealer(self, coders, outbox, self._standstill.ends)
-        self.fetcher = Fetcher(self, client, self.use.link, site_tensors)
-        self.sender = Sender(self, client, self.use.link, outbox, self.fetcher.expect)
-        self.threads: list[threading.Thread] = []
+        self._unread: list[SealJob] = []  # Jobs that still read the model's own memory.
+        self.link = LinkUse(self, client, options)
+        coders = encoders(self.link.codecs, site_tensors)
+        super().__init__(run_id, site_id, client, self.link, coders, outbox, site_tensors)
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
-        """Have something done and the event of it told at one instant, unless it comes of another run or syncer."""
+        """Call ``do`` and pass ``event`` to the machine atomically, unless it comes from another run or syncer."""
         raise NotImplementedError
 
     def has_failed(self) -> bool:
-        """Whether the model is not changed any more, so that nothing is to be waited for."""
+        """Return whether the model no longer changes because of a failure, so that all waits end."""
         raise NotImplementedError
 
-    # --- threads ------------------------------------------------------------------------------------------------------
+    def begin_thread(self) -> None:
+        """Prepare the calling thread (see ``Workers``)."""
+        self.tensors.place.begin_thread()
 
-    def begin(self, *loops: Callable[[], None]) -> None:
-        """Start the threads that encode, send and fetch, and one for each of ``loops``."""
-        for loop in (self.sender.run, self.fetcher.run, self.sealer.run, *loops):
-            thread = threading.Thread(target=self._guarded, args=(loop,), daemon=True)
-            thread.start()
-            self.threads.append(thread)
+    def was_read(self, job: SealJob) -> None:
+        """Note that ``job`` no longer reads the model's memory."""
+        with self.changed:
+            self._unread = [each for each in self._unread if each is not job]
+            self.changed.notify_all()
 
-    def end(self) -> None:
-        """End them, once each is through with what it does; nothing is sent or fetched any more."""
-        self.stopping.set()
-        for orders in (self.sealer.queue, self.sender.queue, self.fetcher.queue):
-            orders.put(None)
-        self.client.close()
-        for thread in self.threads:
-            thread.join(10.0)
+    def stand_still(self, until: float) -> None:
+        """Wait until no job reads the model's memory, or until ``until`` (``TimeoutError``).
 
-    def _guarded(self, loop: Callable[[], None]) -> None:
-        """A thread that dies stops the site in words instead of leaving it half alive."""
-        try:
-            self.tensors.place.begin_thread()
-            loop()
-        except Exception as error:
-            if not self.stopping.is_set():
-                self.emit("note", {"note": "thread_died", "why": repr(error)})
-                self.give_up(f"a thread of the agent failed: {error!r}")
-                raise
+        The caller holds the lock, which is released during the wait.
+        """
+        read = lambda: not self._unread or self.has_failed()  # noqa: E731
+        if not self.changed.wait_for(read, max(0.0, until - time.monotonic())):
+            raise TimeoutError("this site waited in vain for its update to be encoded (lock_step)")
 
     # --- at a boundary, in the training thread; the lock is held ------------------------------------------------------
 
     def at_boundary(self, effect: Change, codec: str = "", *, at_rest: bool = False) -> None:
-        """Do what reads or writes the model: adopt a version, take one anew, or measure what an update is made of.
+        """Carry out an effect that reads or writes the model: adopt a version, retake one, or measure an update.
 
-        An update is encoded by ``codec``, and beside training.  ``at_rest``: the model does not change meanwhile.
+        A background thread encodes the update by ``codec``.  ``at_rest``: the model does not change meanwhile.
         """
         fragment = effect.fragment
         match effect:
@@ -167,13 +201,14 @@ class Exchange(Participant):
                 with nullcontext() if self.tensors.is_here(fragment) else self._orders.all_do(SEAL, fragment):
                     inputs = self.tensors.measure(fragment, effect.in_flight, at_rest=at_rest)
                 job = SealJob(effect, inputs, codec)
-                self._standstill.begins(job)
+                if inputs.in_place:
+                    self._unread.append(job)
                 self.sealer.queue.put(job)
 
     # --- at any time; the lock is held --------------------------------------------------------------------------------
 
     def order(self, effect: Beside) -> None:
-        """Do what changes nothing in the model."""
+        """Carry out an effect that does not touch the model."""
         match effect:
             case Send():
                 self.sender.queue.put((effect.fragment, effect.sequence))
@@ -182,27 +217,376 @@ class Exchange(Participant):
             case Release():
                 self.tensors.release(effect.fragment, effect.sequence)
             case StartOver():
-                self.tensors.forget_latest(effect.fragment)
+                self.tensors.latest[effect.fragment] = None  # It belongs to an abandoned lineage.
                 self.emit("started_over", {"fragment": effect.fragment})
             case Fetch():
                 self.fetcher.queue.put(effect.fragment)
 
-    # --- beside training ----------------------------------------------------------------------------------------------
+    # --- background threads -------------------------------------------------------------------------------------------
 
     def keep_sealed(self, sealed: SealedUpdate) -> None:
-        """An update is durable: its values and the machine's knowledge of it come at one instant."""
+        """Store the values of a durable update and tell the machine, atomically."""
         header = sealed.header
 
         def keep() -> None:
-            self.tensors.sealed(header.fragment, header.sequence, sealed.sent, sealed.fed)
+            self.tensors.sealed(header.fragment, header.sequence, sealed.encoded.sent, sealed.encoded.fed)
 
         self.change(keep, Sealed(header.fragment, header.sequence, header.digest), None)
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
-        """A version is here, fetched in ``lineage``: its values and the machine's knowledge change at one instant."""
-        self.tensors.place.of(values)  # On its way to the model already, while nobody waits.
+        """Store the values of a version fetched in ``lineage`` and tell the machine, atomically."""
+        self.tensors.place.of(values)  # Copies to the model's device now, so that the adopt need not wait for it.
 
         def keep() -> None:
             self.tensors.arrived(event.fragment, event.version, values, told.digest, told.sites)
 
         self.change(keep, event, Source(lineage, told.epoch, told.digest))
+
+
+ECHO_EVERY_S = 1.0
+
+
+class Owner(Exchange):
+    """The exchange of a rank above 0 that owns some fragments of one layout."""
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        adopt: str,
+        layout: Layout,
+        holding: Holding,
+        dealt: Dealt,
+        client: SyncClient,
+        run_id: str,
+        site_id: str,
+        restored: Mapping[str, Tensor] | None = None,
+        disk: Disk = PLAIN_DISK,
+    ) -> None:
+        """``restored`` are the tensors of a checkpoint, from any rank; rank 0 decides which of them are used."""
+        rank = holding.group.rank
+        tensors = tensors_of(options, adopt, layout, holding, dealt.of(rank))
+        self._channel, self._bound_s = dealt.channels[0], holding.group.timeout_s
+        self._restored = restored or {}
+        self._lost = ""
+        self.known = LearnerState([])  # As last sent by rank 0.
+        self._numbers, self._answers = itertools.count(), dict[int, queue.SimpleQueue[object]]()
+        self._changes: dict[int, Callable[[], None]] = {}
+        self._due: queue.SimpleQueue[tuple[Change, str] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._states: queue.SimpleQueue[dict[str, Tensor] | None] = queue.SimpleQueue()
+        outbox = Outbox(Path(options.folder) / "outbox", disk, settled=True)
+        alone = Orders(SiteGroup(device="cpu"))  # Broadcasts nothing: only rank 0 orders all ranks to take part.
+        super().__init__(run_id, site_id, tensors, outbox, alone, client, options.choices())
+        self._channel.hear(self._hear, self._without_rank_0)
+        self.begin_threads(self._echo)
+
+    # --- the training thread ----------------------------------------------------------------------------------------
+
+    def do(self) -> None:
+        """Carry out the next boundary effect on a fragment of this rank.  For the training thread."""
+        effect, codec = self._next(self._due)
+        with self.changed:
+            self.at_boundary(effect, codec)
+        self._done.put(None)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the checkpoint tensors of this rank's fragments, consistent with the machine in that checkpoint."""
+        found: dict[str, Tensor] = self._next(self._states)
+        return found
+
+    def close(self) -> None:
+        """End the threads."""
+        self._wake()
+        self._done.put(None)  # The reading thread may wait for a boundary effect that ended in an error.
+        self.end_threads()
+        self._channel.close()
+
+    def _next(self, what: queue.SimpleQueue[Any]) -> Any:
+        try:
+            found = what.get(timeout=self._bound_s)
+        except queue.Empty:
+            raise GroupError(
+                f"rank 0 of this site has ordered something and not said what ({self._bound_s:g} s)"
+            ) from None
+        if found is None:
+            raise GroupError(f"rank 0 of this site is not heard any more: {self._lost}")
+        return found
+
+    # --- the thread that hears rank 0 -------------------------------------------------------------------------------
+
+    def _hear(self, words: Words) -> None:
+        what, *rest = words
+        match what:
+            case "begin":
+                versions, told, listed = rest
+                with self.changed:
+                    self.tensors.restore(self._restored, versions, told)
+                    for key in [key for key in self.tensors.sent if key not in listed]:
+                        self.tensors.release(*key)
+                    self._restored = {}
+                dropped = self.tensors.residuals.dropped()
+                if dropped:
+                    self.emit("note", {"note": "residual_dropped", "why": "feedback was turned off since", **dropped})
+            case "knows":
+                (self.known.incarnation, self.known.epoch, self.known.lineage), taken_in = rest
+                self.client.follow(taken_in)
+            case "boundary":
+                effect, codec = rest
+                self._due.put((effect, codec))
+                self._done.get()
+            case "order":
+                with self.changed:
+                    self.order(rest[0])
+            case "state":
+                with self.changed:
+                    self._states.put(self.tensors.tensors())
+            case "changed":
+                number, keep = rest
+                change = self._changes.pop(number)
+                if keep:
+                    with self.changed:
+                        change()
+                self._answer(number, keep)
+            case "answer":
+                self._answer(*rest)
+            case _:
+                raise AssertionError(f"rank 0 says {what}")
+
+    def _answer(self, number: int, answer: object) -> None:
+        asked = self._answers.get(number)
+        if asked is not None:  # Otherwise this rank is ending, and waits for nothing.
+            asked.put(answer)
+
+    def _without_rank_0(self, why: str) -> None:
+        self._lost = why
+        self._wake()
+
+    def _wake(self) -> None:
+        self.stopping.set()
+        for waiting in (self._due, self._states):
+            waiting.put(None)
+        for answers in list(self._answers.values()):
+            answers.put(None)
+
+    # --- what the background threads send ----------------------------------------------------------------------------
+
+    def _post(self, what: str, *rest: object) -> None:
+        self._channel.send(what, (self.client.bytes_up, self.client.bytes_down), *rest)
+
+    def _ask(self, what: str, *rest: object, change: Callable[[], None] | None = None) -> object:
+        """Send a request to rank 0 and return its answer; None when rank 0 is gone."""
+        number, answers = next(self._numbers), queue.SimpleQueue[object]()
+        self._answers[number] = answers
+        if change is not None:
+            self._changes[number] = change
+        try:
+            self._post(what, number, *rest)
+            return None if self.stopping.is_set() else answers.get()
+        finally:
+            del self._answers[number]
+
+    def wanted(self, fragment: int, sequence: int) -> str | None:
+        """Ask rank 0 for the digest of an update that waits to be sent and answered; None when there is none."""
+        found = self._ask("wanted", fragment, sequence)
+        return None if found is None else str(found)
+
+    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
+        """Pass ``event`` to rank 0's machine; ``do`` is called once rank 0 has confirmed it."""
+        return self._ask("change", event, source, change=do)
+
+    def tell(self, event: LearnerEvent) -> None:
+        """Pass an event to rank 0's machine."""
+        self._post("tell", event)
+
+    def emit(self, what: str, facts: dict[str, object]) -> None:
+        """Write an event into rank 0's log."""
+        self._post("emit", what, facts)
+
+    def rejoin(self, why: str) -> None:
+        """Make rank 0 join again."""
+        self._post("rejoin", why)
+
+    def give_up(self, why: str) -> None:
+        """Make rank 0 stop the site with a failure."""
+        self._post("give_up", why)
+
+    def has_failed(self) -> bool:
+        """Return whether rank 0 is gone."""
+        return bool(self._lost)
+
+    def _echo(self) -> None:
+        """Hash one base at a time, at intervals, for rank 0's heartbeat."""
+        echo = Echo(self.tensors, self.changed)
+        next_s = time.monotonic()
+        while not self.stopping.wait(max(0.0, next_s - time.monotonic())):
+            next_s = time.monotonic() + ECHO_EVERY_S
+            found = echo.compute()
+            if found is not None:
+                self._post("echo", *found)
+
+
+class Owners:
+    """Rank 0's view of the owners above rank 0, for one agent.  Orders are sent under the agent's lock."""
+
+    def __init__(self, dealt: Dealt, agent: Exchange, orders: Orders, lost: Callable[[str], None]) -> None:
+        """``lost`` is called with the reason when a rank of the site is gone."""
+        self.owners, self._channels = dealt.owners, dealt.channels
+        self._agent, self._tensors, self._client, self._orders = agent, agent.tensors, agent.client, orders
+        self._lost = lost
+        # By fragment, the latest version that another rank has fetched.
+        self._versions: list[int] = [-1] * len(dealt.owners)
+        self._echoes: dict[int, tuple[int, int]] = {}
+        self._bytes = dict.fromkeys(dealt.channels, (0, 0))
+        self._known: object = None
+        self._parting = threading.Event()
+
+    def begin(self, state: LearnerState) -> None:
+        """Send the owners the machine's state of their fragments, and start to read what they send."""
+        versions = [part.base_version for part in state.fragments]
+        listed = {(index, sent.sequence) for index, part in enumerate(state.fragments) for sent in part.in_flight}
+        self._versions = list(versions)
+        for rank, channel in self._channels.items():
+            channel.send("begin", versions, self._tensors.told_base, listed)
+            channel.hear(partial(self._hear, rank), partial(self._gone, rank))
+
+    def know(self, state: LearnerState) -> None:
+        """Send the owners the run's incarnation, epoch and lineage if changed, before any order that may need them."""
+        if not self._channels:
+            return
+        known = ((state.incarnation, state.epoch, state.lineage), self._client.taken_in)
+        if known != self._known:
+            self._known = known
+            for channel in self._channels.values():
+                channel.send("knows", *known)
+
+    def at_boundary(self, effect: Change, codec: str, *, at_rest: bool = False) -> None:
+        """Make the owner of a fragment run ``Exchange.at_boundary``, with all ranks taking part."""
+        del at_rest  # The owner's model keeps changing.
+        fragment, owner = effect.fragment, self.owners[effect.fragment]
+        what = {Adopt: ADOPT, Retake: RETAKE, Seal: SEAL}[type(effect)]
+        self._channels[owner].send("boundary", effect, codec)
+        with self._orders.all_do(what, fragment, owner):
+            part = self._tensors.layout.fragments[fragment]
+            lend_a_hand(self._tensors.holding, part, what, self._tensors.adopt_rule, owner)
+        if isinstance(effect, Adopt) or (isinstance(effect, Retake) and effect.version == self._versions[fragment]):
+            self._tensors.told_base[fragment] = self._tensors.told_latest[fragment]
+
+    def order(self, effect: Beside) -> None:
+        """Make the owner of a fragment carry out an effect that does not touch the model."""
+        if isinstance(effect, StartOver):
+            self._versions[effect.fragment] = -1
+            self._echoes.pop(effect.fragment, None)
+        self._channels[self.owners[effect.fragment]].send("order", effect)
+
+    def capture(self) -> None:
+        """Make each owner capture its part of a checkpoint, consistent with the machine's present state."""
+        for channel in self._channels.values():
+            channel.send("state")
+
+    def digests(self, own: tuple[int, ...], state: LearnerState) -> tuple[int, ...]:
+        """Return the base digests for a heartbeat; ``own`` are those of rank 0's fragments."""
+        found = list(own)
+        for fragment, (version, digest) in self._echoes.items():
+            found[fragment] = digest if state.fragments[fragment].base_version == version else 0
+        return tuple(found)
+
+    def traffic(self) -> tuple[int, int]:
+        """Return all ranks' bytes of Push messages, and of Pull messages."""
+        ups, downs = zip((self._client.bytes_up, self._client.bytes_down), *self._bytes.values(), strict=True)
+        return sum(ups), sum(downs)
+
+    def part(self) -> None:
+        """Note that the site ends, so that a lost connection to a rank is no failure."""
+        self._parting.set()
+
+    def close(self) -> None:
+        """End the connections."""
+        self.part()
+        for channel in self._channels.values():
+            channel.close()
+
+    def _hear(self, rank: int, words: Words) -> None:
+        what, self._bytes[rank], *rest = words
+        channel = self._channels[rank]
+        match what:
+            case "change":
+                number, event, source = rest
+                if not self._agent.change(lambda: self._keep(channel, number, event, source), event, source):
+                    channel.send("changed", number, False)
+            case "wanted":
+                number, fragment, sequence = rest
+                channel.send("answer", number, self._agent.wanted(fragment, sequence))
+            case "echo":
+                fragment, version, digest = rest
+                self._echoes[fragment] = (version, digest)
+            case "tell" | "rejoin" | "give_up" | "emit":
+                getattr(self._agent, what)(*rest)
+            case _:
+                raise AssertionError(f"rank {rank} says {what}")
+
+    def _keep(self, channel: Channel, number: int, event: LearnerEvent, source: Source | None) -> None:
+        """Confirm a change to its owner before the machine's reaction to it is sent."""
+        if isinstance(event, VersionFetched) and source is not None and event.version >= self._versions[event.fragment]:
+            self._versions[event.fragment] = event.version
+            self._tensors.told_latest[event.fragment] = source.digest
+        channel.send("changed", number, True)
+
+    def _gone(self, rank: int, why: str) -> None:
+        if not self._parting.is_set():
+            self._lost(f"rank {rank} of this site is gone: {why}")
+
+
+class Follower:
+    """A rank above 0: takes part at each boundary in what rank 0 does, for each of the site's agents."""
+
+    def __init__(
+        self, layouts: Sequence[Layout], holding: Holding, adopt: str, owned: Sequence[Owner | None] = ()
+    ) -> None:
+        """``layouts`` are those of rank 0's agents in order, ``adopt`` the rule by which they adopt.
+
+        ``owned`` are this rank's owners, one for each agent in the same order; None for an agent whose fragments rank 0
+        owns alone, and empty where rank 0 owns all fragments.
+        """
+        self._layouts, self._holding, self._adopt, self._owned = layouts, holding, adopt, owned
+
+    def start(self) -> bool:
+        """Take part in adopting the first versions; return whether rank 0 stops because it could not start."""
+        return self._follow()
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        """Take part in this boundary."""
+        return Verdict(not info.passes and self._follow(), "rank 0 stops")
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """Return the checkpoint tensors of this rank's fragments; call it when rank 0's ``state`` is called."""
+        parts = [owner.state() if owner is not None else {} for owner in self._owned]
+        if len(self._layouts) == 1:
+            return {name: value for part in parts for name, value in part.items()}, {}
+        return {f"{at}.{name}": value for at, part in enumerate(parts) for name, value in part.items()}, {}
+
+    def finish(self) -> None:
+        """Take part after the loop until rank 0 is done: it may need values held here to send the last updates."""
+        while not self._follow():
+            continue
+        self.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        for owner in self._owned:
+            if owner is not None:
+                owner.close()
+
+    def _follow(self) -> bool:
+        """Take part in one boundary; return whether this rank is to stop."""
+        group = self._holding.group
+        while True:
+            what, *which = group.broadcast_small([])
+            if what in (GO_ON, STOP):
+                return what == STOP
+            part, fragment, owner = which
+            if owner == group.rank:
+                own = self._owned[part]
+                assert own is not None, f"rank 0 orders something of agent {part}, of which this rank owns nothing"
+                own.do()
+            else:
+                lend_a_hand(self._holding, self._layouts[part].fragments[fragment], what, self._adopt, owner)

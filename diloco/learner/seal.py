@@ -1,16 +1,36 @@
-"""Makes an update out of a site's values, beside training: measure, encode, write to the outbox.
+"""Seals a site's updates in a background thread: measure the pseudo-gradient, encode it, write it to the outbox.
 
-Encoding happens where the values lie.  On a host the codec itself encodes.  On an accelerator a codec that has kernels
-(``codec.gpu.accelerated``) encodes there, so that only the bytes, a word about faults and a norm leave it; with any
-other the pseudo-gradient leaves it and is encoded on the host.  Either way the bytes are the same.  The host needs what
-they decode to for the update's digest and norm, which are made in the same pass.  The model's device needs it for what
-comes next; on a host that reads the payload itself.
+Encoding happens where the values are.  On the host the codec itself encodes.  On an accelerator a codec that has
+kernels (``codec.gpu.accelerated``) encodes there, so that only the payload, a fault flag and a norm are copied to the
+host; with any other codec the pseudo-gradient is copied and encoded on the host.  Either way the bytes are the same.
+The host needs the decoded values for the update's digest and norm, which are computed in the same pass.  The model's
+device needs them for the arithmetic that follows; on the host that decodes the payload itself.
+
+Outbox.  A sealed update is durable before its first byte is sent, so that a new process can send the same bytes.  Each
+update is one file, ``<fragment>-<sequence>.update``: a line, then the payload.  The line holds the CRC-32 of its rest,
+as eight hexadecimal digits, and the header's fields as JSON; the header holds the digest of the payload.
+
+A file that is no longer needed is kept for a while under a spare name, and the next update is written over it.  If a
+power cut brings its old name back, its content is damaged or belongs to another name, and either counts as missing.
+The last updates stay in memory as well until they are read once (``fresh``), so that the first send reads no file.
+
+Odometer.  ``Odometer`` records how far the site got, readable after a kill -9.  It is a memory-mapped file: a write is
+a store to memory, cheap enough for the training thread, and the kernel keeps the page when the process dies.  A power
+cut may lose the last seconds.  The ledger then counts too few lost tokens, which is why the checkpoint and the syncer's
+figures are used as well.  The file holds two readings, each with a checksum, written in turn: a damaged or incomplete
+reading is detected, and the other one is of the step before it.  An earlier release kept one reading without a
+checksum.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import queue
-from dataclasses import dataclass
+import struct
+import threading
+import zlib
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from math import sqrt
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -18,27 +38,28 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.codec.base import Carry, NonFiniteError, bytes_of, digest, digest_of, hasher, payload_view
-from diloco.codec.buffers import Buffers
+from diloco.codec.base import Buffers, Carry, Hasher, NonFiniteError, bytes_of, digest, digest_of
 from diloco.codec.entropy import stage_of
 from diloco.codec.gpu import DevicePasses, accelerated, new_fault
 from diloco.codec.merging import ranges, sum_of_products
 from diloco.codec.registry import Coded, coded, make_codec, values_of
 from diloco.codec.site_pass import seal_pieces
-from diloco.durable import when_there_is_room
+from diloco.durable import PLAIN_DISK, Step, when_there_is_room
 from diloco.learner.tensors import Carried, Fed, SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.events import SealFailed
+from diloco.sync.plain import parse_json
 from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from diloco.codec.base import Codec
-    from diloco.learner.outbox import Outbox
+    from diloco.durable import Disk
     from diloco.learner.tensors import Place, SiteTensors
     from diloco.sync.events import LearnerEvent, VersionFetched
+    from diloco.sync.progress import LearnerState
     from diloco.wire.messages import PullHeader
 
 
@@ -47,10 +68,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The payload, and what it decodes to where the model is: on the host by the payload before its entropy stage.
+    """An encoded update.  ``sent`` holds the decoded values on the model's device; on the host and without feedback, as
+    the payload before its entropy stage.
 
-    ``norm`` is the L2 norm of what it decodes to; ``digest`` that of these values.
-    ``fed`` is what is left to send, where feedback is on.
+    ``norm`` is the L2 norm of the decoded values, ``digest`` their digest.  ``fed`` is the new residual, where feedback
+    is on.
     """
 
     payload: bytes | memoryview
@@ -61,10 +83,10 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes the updates of one site, one at a time, beside training; keeps its buffers from one to the next."""
+    """Encodes the updates of one site, one at a time, in a background thread; reuses its buffers."""
 
     def __init__(self, codec: Codec, place: Place, buffers: Buffers | None = None) -> None:
-        """``buffers`` has memory for payloads on the host."""
+        """``buffers`` supplies memory for payloads on the host."""
         self.codec = codec
         self._buffers = buffers if buffers is not None else Buffers(0)
         self._place = place
@@ -82,13 +104,13 @@ class Encoder:
             self._passes, self._where = passes, f"{place}, Triton"
 
     def __str__(self) -> str:
-        """Where updates are encoded, and why there."""
+        """Return where updates are encoded, and why there."""
         return self._where
 
     def encode(self, inputs: SealInputs) -> Encoded:
-        """Encode what is to be sent, ``base - local - sent...`` and what is carried; a copy in ``inputs`` is used up.
+        """Encode ``base - local - sent...`` plus the carried residual; overwrites the private copy in ``inputs``.
 
-        ``NonFiniteError`` when that is not finite.
+        ``NonFiniteError`` when the result is not finite.
         """
         if self._place.is_host:
             return self._encode_here(inputs) if inputs.carried is None else self._feed_here(inputs, inputs.carried)
@@ -102,28 +124,26 @@ class Encoder:
         return Encoded(payload, there, norm, digest(decoded), self._fed_there(inputs, there))
 
     def _encode_here(self, inputs: SealInputs) -> Encoded:
-        """In one pass."""
+        """Encode on the host in one pass."""
         plain, numel, sent = self.codec.plain, inputs.reference.numel(), [coded(each) for each in inputs.in_flight]
         payload = self._buffers.raw(plain.payload_bytes(numel))
         found = seal_pieces(inputs.pieces, inputs.reference, sent, plain, payload)
-        kept = Coded(plain, payload_view(payload), numel)
+        kept = Coded(plain, bytes_of(payload), numel)
         return Encoded(self.codec.closed(payload), kept, found.norm, found.digest)
 
     def _feed_here(self, inputs: SealInputs, carried: Carried) -> Encoded:
-        """The same with feedback, by ranges, each hashed and measured where it still lies in the cache; what it says
-        takes the place of the site's values."""
+        """Encode on the host with feedback, in ranges that are hashed and measured while still in the cache.  The
+        decoded values overwrite the copy of the site's values."""
         plain, decoded, fresh = self.codec.plain, inputs.local, inputs.pseudo_gradient()
         residual = None if carried.residual is None else carried.residual.clone()
         numel, in_flight = decoded.numel(), [values_of(each) for each in inputs.in_flight]
-        payload, found, squares = self._buffers.raw(plain.payload_bytes(numel)), hasher(), 0.0
+        payload, found, squares = self._buffers.raw(plain.payload_bytes(numel)), Hasher(), 0.0
         for start, stop in ranges(numel, [plain]):
             part = decoded[start:stop]
-            plain.encode_difference(
-                inputs.reference[start:stop],
-                part,
+            plain.encode_into(
+                (inputs.reference[start:stop], part, *(sent[start:stop] for sent in in_flight)),
                 payload,
                 part,
-                in_flight=[sent[start:stop] for sent in in_flight],
                 carry=None if residual is None else Carry(residual[start:stop], carried.beta),
                 start=start,
                 numel=numel,
@@ -135,7 +155,7 @@ class Encoder:
         return Encoded(self.codec.closed(payload), decoded, sqrt(squares), found.text(), fed)
 
     def _fed_there(self, inputs: SealInputs, there: Tensor) -> Fed | None:
-        """What is left to send, in memory of training's stream."""
+        """Compute the residual on the device, in memory allocated for the training stream."""
         if inputs.carried is None:
             return None
         fresh, term, residual = (torch.empty_like(there) for _ in range(3))
@@ -148,7 +168,7 @@ class Encoder:
     def _encode_there(self, inputs: SealInputs, passes: DevicePasses) -> Encoded:
         local, device = inputs.local, self._place.device
         payload, fault = passes.payload(local.numel(), device), new_fault(device)
-        # What it says takes the place of the site's values, as on the host.
+        # The decoded values overwrite the copy of the site's values, as on the host.
         decoded, norm = local, torch.empty((), device=device)
         fed = None
         if inputs.carried is not None:
@@ -158,11 +178,11 @@ class Encoder:
         with self._place.beside():
             if fed is None:
                 sent = [values_of(each) for each in inputs.in_flight]
-                passes.encode_difference(inputs.reference, local, sent, payload, fault, decoded)
+                passes.encode((inputs.reference, local, *sent), payload, fault, decoded)
             else:
                 fed.fresh.copy_(inputs.pseudo_gradient())
                 fed.residual.copy_(fed.carried.onto(fed.fresh))
-                passes.encode(fed.residual, payload, fault, decoded)
+                passes.encode((fed.residual,), payload, fault, decoded)
                 torch.sub(fed.fresh, decoded, out=fed.term)
                 fed.residual.sub_(decoded)
             torch.linalg.vector_norm(decoded, out=norm)
@@ -175,7 +195,7 @@ class Encoder:
         return Encoded(closed, decoded, float(told_norm), digest(here), fed)
 
     def _fetched(self, inputs: SealInputs) -> Tensor:
-        """What is to be sent, measured where the values lie, here; valid until the next one is fetched."""
+        """Compute the values to send on the device and return them on the host; valid until the next call."""
         told = self._room(inputs.local.numel(), torch.float32)
         measured = torch.empty_like(inputs.local)
         with self._place.beside():
@@ -184,7 +204,7 @@ class Encoder:
         return told
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Pinned memory that is used again for every update; one room for each type."""
+        """Return pinned host memory, reused for every update; one buffer for each type."""
         held = self._pinned.get(dtype)
         if held is None or held.numel() < numel:
             held = self._pinned[dtype] = self._place.pinned(numel, dtype)
@@ -192,33 +212,27 @@ class Encoder:
 
 
 def encoders(codecs: Sequence[str], site_tensors: SiteTensors) -> list[Encoder]:
-    """One for each of ``codecs``, all with the same buffers: a site makes one update at a time."""
+    """Return one encoder for each of ``codecs``, sharing buffers, because a site makes one update at a time."""
     place, buffers = site_tensors.place, site_tensors.buffers
     return [Encoder(make_codec(codec), place, buffers) for codec in codecs]
 
 
 @dataclass(frozen=True, slots=True)
 class SealJob:
-    """What the machine ordered, and the tensors as they were at that boundary."""
+    """The machine's order to seal, with the tensors as they were at that boundary."""
 
     effect: Seal
     inputs: SealInputs
     codec: str
-    """By whose name the update is encoded."""
+    """The name of the codec."""
 
 
 @dataclass(frozen=True, slots=True)
 class SealedUpdate:
-    """The update to send, and what was ``sent``: the pseudo-gradient as the syncer will read it, where the model is.
-
-    ``fed`` is what is left of it to send, where feedback is on.
-    """
+    """A sealed update: the header and the encoded values."""
 
     header: PushHeader
-    payload: bytes | memoryview
-    sent: Tensor | Coded
-    norm: float
-    fed: Fed | None = None
+    encoded: Encoded
 
 
 def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation: int) -> SealedUpdate:
@@ -244,43 +258,37 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
         values_digest=encoded.digest,
         spans=effect.spans,
     )
-    return SealedUpdate(header, encoded.payload, encoded.sent, encoded.norm, encoded.fed)
+    return SealedUpdate(header, encoded)
 
 
 class Participant(Protocol):
     """A participant of a run at one syncer: a rank of a site that owns fragments, or a region.
 
-    It is what the threads beside training know of it.  Every method is for any thread.
+    This is its interface to the background threads.  Every method is thread-safe.
     """
 
     run_id: str
     site_id: str
     stopping: threading.Event
-    """Set when the threads are to end."""
-
-    @property
-    def incarnation(self) -> int:
-        """The number by which the syncer knows this process; 0 before it has joined."""
-
-    @property
-    def epoch(self) -> int:
-        """That of the latest syncer that was heard of."""
-
-    @property
-    def lineage(self) -> int:
-        """That of the run, as it was last told."""
+    """Set when the threads must end."""
+    known: LearnerState
+    """What is known of the run and the latest syncer: ``lineage``, ``epoch``, and this process's ``incarnation`` at
+    that syncer (0 before it has joined)."""
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
-        """The digest of an update that waits to be sent and answered; None when there is none by that number."""
+        """Return the digest of an update that waits to be sent and answered; None when there is no such update."""
+
+    def was_read(self, job: SealJob) -> None:
+        """Note that ``job`` no longer reads the model's memory."""
 
     def keep_sealed(self, sealed: SealedUpdate) -> None:
-        """An update is durable."""
+        """Store an update that is durable, and tell the machine."""
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
-        """The ``values`` of a version are here, asked for in ``lineage``, with what was ``told`` of it."""
+        """Store the ``values`` of a version requested in ``lineage``, with header ``told``, and tell the machine."""
 
     def tell(self, event: LearnerEvent) -> None:
-        """Hand an event to the machine."""
+        """Pass an event to the machine."""
 
     def emit(self, what: str, facts: dict[str, object]) -> None:
         """Write an event into the log."""
@@ -289,15 +297,18 @@ class Participant(Protocol):
         """Join again, soon."""
 
     def give_up(self, why: str) -> None:
-        """End in words: this participant can do no more here."""
+        """Stop this participant with the failure ``why``."""
 
 
 ROOM_EVERY_S = 1.0
-"""Between two attempts to write on a full disk."""
+"""Interval between attempts to write to a full disk."""
 
 
 def with_room(participant: Participant, what: str, write: Callable[[], T]) -> T | None:
-    """What ``write`` gives once the disk has room for ``what``, which the log says; None where all ends before."""
+    """Return the result of ``write``, retried while the disk is full; None if the participant stops before.
+
+    The log says that ``what`` waits for room, and when it no longer waits.
+    """
 
     def say(full: OSError | None) -> None:
         waits: dict[str, object] = {"note": "disk_full", "why": f"{what} waits for room: {full}"}
@@ -307,28 +318,18 @@ def with_room(participant: Participant, what: str, write: Callable[[], T]) -> T 
 
 
 class Sealer:
-    """Encodes updates and makes them durable, and drops from the outbox those that are needed no more, in order."""
+    """Encodes updates and makes them durable, and drops updates no longer needed from the outbox, in order."""
 
-    def __init__(
-        self,
-        participant: Participant,
-        encoders: Sequence[Encoder],
-        outbox: Outbox,
-        read: Callable[[SealJob], None] = lambda job: None,
-    ) -> None:
-        """``encoders`` are those of all codecs that a job may name, the configured one first.
-
-        ``read`` is told of a job when the site's values are looked at no more.
-        """
+    def __init__(self, participant: Participant, encoders: Sequence[Encoder], outbox: Outbox) -> None:
+        """``encoders`` are those of all codecs that a job may name, the configured one first."""
         self._participant = participant
         self.encoder = encoders[0]
         self._encoders = {each.codec.name: each for each in encoders}
         self._outbox = outbox
-        self._read = read
         self.queue: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """The thread; None in the queue ends it."""
+        """Run the thread; None in the queue ends it."""
         while (job := self.queue.get()) is not None:
             if isinstance(job, tuple):
                 self._outbox.drop(*job)
@@ -338,21 +339,204 @@ class Sealer:
     def _seal(self, job: SealJob) -> None:
         own, effect, encoder = self._participant, job.effect, self._encoders[job.codec]
         try:
-            sealed = seal(job, encoder, own.run_id, own.site_id, own.incarnation)
+            sealed = seal(job, encoder, own.run_id, own.site_id, own.known.incarnation)
         except NonFiniteError:
             own.tell(SealFailed(effect.fragment, effect.sequence))
             return
         finally:
-            self._read(job)
-        # Training goes on meanwhile, and what it makes becomes part of the update after this one.
-        if with_room(own, "an update", lambda: self._outbox.put(sealed.header, sealed.payload)) is None:
+            own.was_read(job)
+        # Training continues meanwhile, and its progress goes into the next update.
+        if with_room(own, "an update", lambda: self._outbox.put(sealed.header, sealed.encoded.payload)) is None:
             return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
         facts["codec"] = job.codec
-        stage = stage_of(encoder.codec, sealed.payload)
+        stage, fed = stage_of(encoder.codec, sealed.encoded.payload), sealed.encoded.fed
         if stage is not None:
             facts["stage"] = stage
-        if sealed.fed is not None:
-            facts["residual"] = float(torch.linalg.vector_norm(sealed.fed.residual))
-        own.emit("sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm})
+        if fed is not None:
+            facts["residual"] = float(torch.linalg.vector_norm(fed.residual))
+        numbers = {"base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.encoded.norm}
+        own.emit("sealed", facts | numbers)
         own.keep_sealed(sealed)
+
+
+FRESH_MAX = 4
+"""Most updates kept in memory as well."""
+SPARE_MAX = 4
+"""Most files kept of updates that are no longer needed; the next updates are written over them."""
+
+
+class OutboxError(ValueError):
+    """A file of the outbox is damaged; the text names it."""
+
+
+class Outbox:
+    """The folder of sealed updates of one site.
+
+    Several ranks of the site may have it open, each for its own fragments.  A file is named by its fragment, so a new
+    process finds it, whatever rank wrote it.
+    """
+
+    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK, *, settled: bool = False) -> None:
+        """``settled``: another rank has removed the leftovers of earlier processes."""
+        self.folder = folder
+        self._disk = disk
+        self._fresh: dict[tuple[int, int], tuple[PushHeader, memoryview]] = {}
+        self._fresh_lock = threading.Lock()
+        self._spare: list[Path] = []
+        self._reading = threading.Lock()  # Held while a file is read, and while it is renamed to a spare.
+        if settled:
+            return
+        disk.settle(folder, Step.OUTBOX_FOLDER)
+        for leftover in folder.glob(".*.tmp"):
+            disk.remove(leftover, Step.OUTBOX_DROP)
+
+    def _path(self, fragment: int, sequence: int) -> Path:
+        return self.folder / _name(fragment, sequence)
+
+    def put(self, header: PushHeader, payload: bytes | memoryview) -> Path:
+        """Make an update durable, replacing an earlier one of the same sequence, and return its path.
+
+        ``payload`` must not change afterwards.
+        """
+        fields = json.dumps(asdict(header), sort_keys=True).encode()
+        line = b"%08x %b\n" % (zlib.crc32(fields), fields)
+        key, view = (header.fragment, header.sequence), memoryview(payload)
+        self._forget(key)
+        spare = self._spare.pop() if self._spare else None
+        self._disk.write_parts(self._path(*key), (line, view), Step.OUTBOX_PUT, over=spare)
+        with self._fresh_lock:
+            self._fresh[key] = (header, view)
+            while len(self._fresh) > FRESH_MAX:
+                del self._fresh[next(iter(self._fresh))]
+        return self._path(*key)
+
+    def _forget(self, key: tuple[int, int]) -> tuple[PushHeader, memoryview] | None:
+        with self._fresh_lock:
+            return self._fresh.pop(key, None)
+
+    def fresh(self, fragment: int, sequence: int, incarnation: int) -> tuple[PushHeader, memoryview] | None:
+        """Return what ``get`` would, from memory, at the first call after ``put``; None at later calls."""
+        found = self._forget((fragment, sequence))
+        return found and (replace(found[0], incarnation=incarnation), found[1])
+
+    def get(self, fragment: int, sequence: int, incarnation: int) -> tuple[PushHeader, memoryview]:
+        """Read an update; the ``incarnation`` that sends it now replaces the one in its header.
+
+        ``OutboxError`` if it is damaged, ``FileNotFoundError`` if it was dropped.
+        """
+        path = self._path(fragment, sequence)
+        with self._reading:
+            header, payload = _read(path)
+        if digest_of(payload, header.digest) != header.digest:
+            raise OutboxError(f"{path} is damaged: its digest is not the one it was sealed with")
+        return replace(header, incarnation=incarnation), payload
+
+    def drop(self, fragment: int, sequence: int) -> None:
+        """Remove an update that is no longer needed; its file may become a spare."""
+        self._forget((fragment, sequence))
+        path = self._path(fragment, sequence)
+        if len(self._spare) >= SPARE_MAX or not path.exists():
+            self._disk.remove(path, Step.OUTBOX_DROP)
+            return
+        spare = path.with_name(f".{path.name}.tmp")
+        with self._reading:
+            self._disk.rename(path, spare, Step.OUTBOX_DROP)
+        self._spare.append(spare)
+
+    def digests(self) -> dict[tuple[int, int], str]:
+        """Return the digest of every undamaged update, by (fragment, sequence)."""
+        found: dict[tuple[int, int], str] = {}
+        for path in sorted(self.folder.glob("*.update")):
+            try:
+                header, payload = _read(path)
+            except OutboxError:
+                continue  # The machine then takes its progress back as unsent, so nothing is lost.
+            if digest_of(payload, header.digest) == header.digest:
+                found[header.fragment, header.sequence] = header.digest
+        return found
+
+    def clear(self, keep: set[tuple[int, int]]) -> None:
+        """Remove all updates that are not in ``keep``, given as (fragment, sequence)."""
+        with self._fresh_lock:
+            self._fresh.clear()
+        for path in self.folder.glob("*.update"):
+            fragment, _, sequence = path.stem.partition("-")
+            if (int(fragment), int(sequence)) not in keep:
+                self._disk.remove(path, Step.OUTBOX_DROP)
+
+
+def _name(fragment: int, sequence: int) -> str:
+    return f"{fragment}-{sequence}.update"
+
+
+def _read(path: Path) -> tuple[PushHeader, memoryview]:
+    data = path.read_bytes()
+    line, newline, _ = data.partition(b"\n")
+    try:
+        if not newline or line[:9] != b"%08x " % zlib.crc32(line[9:]):
+            raise ValueError("its header is not what was written")
+        fields = parse_json(line[9:])
+        fields["spans"] = tuple((start, stop) for start, stop in fields.get("spans", ()))
+        header = PushHeader(**fields)
+        if path.name != _name(header.fragment, header.sequence):
+            raise ValueError("it was written under another name")
+        return header, memoryview(data)[len(line) + 1 :]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise OutboxError(f"{path} is damaged: {error}") from error
+
+
+FIELDS = struct.Struct("<QQ")
+SLOT = struct.Struct("<QQI4x")
+"""Step, tokens and the CRC-32 of both."""
+
+
+class Odometer:
+    """Counts a site's steps and tokens over all its processes.  ``note`` gets a text about a damaged reading."""
+
+    def __init__(self, path: Path, disk: Disk = PLAIN_DISK, note: Callable[[str], None] = lambda why: None) -> None:
+        self._disk, self._next = disk, 0
+        disk.make_folder(path.parent, Step.ODOMETER)
+        whole = path.exists()
+        self._reading, damage = _read_slots(path.read_bytes()) if whole else ((0, 0), "")
+        if damage:
+            note(f"{path} {damage}")
+        if damage or not whole:
+            disk.write_file(path, 2 * _slot(*self._reading), Step.ODOMETER)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 2 * SLOT.size)
+
+    def read(self) -> tuple[int, int]:
+        """Return (step, tokens processed); zeros where nothing is known."""
+        return self._reading
+
+    def write(self, step: int, tokens: int) -> None:
+        """Record the present step and the tokens processed."""
+        self._disk.reached(Step.ODOMETER)
+        begin = self._next * SLOT.size
+        self._map[begin : begin + SLOT.size] = _slot(step, tokens)
+        self._reading, self._next = (step, tokens), 1 - self._next
+        self._disk.reached(Step.ODOMETER)
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._map.close()
+
+
+def _slot(step: int, tokens: int) -> bytes:
+    return SLOT.pack(step, tokens, zlib.crc32(FIELDS.pack(step, tokens)))
+
+
+def _read_slots(data: bytes) -> tuple[tuple[int, int], str]:
+    """Return the reading in a file, and what is wrong with the file ("" if nothing)."""
+    if len(data) == FIELDS.size:
+        step, tokens = FIELDS.unpack(data)
+        return (step, tokens), f"is of an earlier release, without a checksum: {tokens:,} tokens are taken from it"
+    found = SLOT.iter_unpack(data) if len(data) == 2 * SLOT.size else iter(())
+    good = [(step, tokens) for step, tokens, crc in found if crc == zlib.crc32(FIELDS.pack(step, tokens))]
+    if not good:
+        return (0, 0), "is damaged: how far the site got is taken from its checkpoint"
+    step, tokens = max(good, key=lambda reading: reading[1])
+    if len(good) == 1:
+        return (step, tokens), f"is damaged in one of its two readings: the other one's {tokens:,} tokens are taken"
+    return (step, tokens), ""

@@ -1,54 +1,56 @@
-"""A site of a run that has several syncers: an agent for each, and the training loop sees one.
+"""A site of a run that has several syncers: one agent for each, behind one object for the training loop.
 
-Each agent is a whole one, with its own client, outbox, odometer and machine, for the fragments that its syncer holds.
-Nothing is atomic across fragments, so the agents need nothing of each other: where one cannot reach its syncer it
-trains on as an offline site does, while the others push and adopt.  What must be one for the site is decided here:
+Each agent is complete, with its own client, outbox, odometer and machine, for the fragments of its syncer.  Nothing is
+atomic across fragments, so the agents are independent: one that cannot reach its syncer keeps training as an offline
+site does, while the others push and adopt.  What must be common to the site is decided here:
 
 - the data cursor is the furthest that any syncer has accepted;
-- in lock-step fragments are exchanged in one order, that of the whole model, whichever syncer holds them;
-- progress is the furthest that any syncer tells: one that is away does not hold the schedule back;
-- training ends when every syncer has said that the run is finished, or as soon as one is drained, the site is asked to
-  leave, or a part has failed (evicted at one syncer, a site cannot train the rest of the model to any use): then the
-  other parts leave in order.  What is trained after the end of one part is unsent there, and counted so;
-- a syncer that ended while no process of the site ran is not there to say so.  Its word to an earlier process counts,
-  unless another that had said the same goes on now: then the run was given more tokens.  Without that word, a finished
-  part of the run bounds by ``join_timeout_s`` how long the others are waited for;
+- in lock-step, fragments are exchanged in one order, that of the whole model, whichever syncer holds them;
+- progress is the furthest that any syncer reports, so that a syncer that is away does not hold back the schedule;
+- training ends when every syncer has reported that the run is finished, or as soon as one is drained, the site is asked
+  to leave, or a part has failed (a site evicted at one syncer cannot usefully train the rest of the model): then the
+  other parts leave in order.  What is trained after the end of one part counts as unsent there;
+- a syncer that ended while no process of the site ran cannot report that.  Its report to an earlier process counts,
+  unless another syncer with the same report continues now, because then the run got more tokens.  Without such a
+  report, once one part of the run is finished, the site waits at most ``join_timeout_s`` for the others;
 - the ledger is the mean over all fragments, as with one syncer;
-- a site that goes on from a checkpoint begins to train when one syncer has taken it in; a new one needs them all.
+- a site that resumes from a checkpoint starts to train when it has joined one syncer; a new site must join them all.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from diloco.inner.checkpoint import CheckpointError
+from diloco.inner.checkpoint import CheckpointError, Prefixed
 from diloco.inner.trainer import Verdict
-from diloco.learner.options import Finished, JoinFailed
-from diloco.sync.events import Ending
+from diloco.learner.agent import Finished, Meter
+from diloco.learner.transfer import JoinFailed
+from diloco.sync.events import Ending, TurnElsewhere
 from diloco.sync.progress import combined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from diloco.inner.trainer import StepInfo
     from diloco.learner.agent import Agent
-    from diloco.learner.channel import Orders
-    from diloco.learner.meter import OneVoice
+    from diloco.learner.ranks import Orders
     from diloco.sync.progress import Ledger
 
+    Emit = Callable[[str, dict[str, object]], None]
+
 AWAY_S = 5.0
-"""A site that has somewhere to go on from waits so long for each syncer before it trains on without it."""
+"""How long a site that resumes from a checkpoint waits for each syncer before it trains without it."""
 LOOK_S = 0.1
 
 
 class Agents:
-    """Rank 0 of a site, towards all syncers; ``Agent`` towards one."""
+    """Rank 0 of a site with several syncers; contains an ``Agent`` for each."""
 
     def __init__(
         self,
@@ -58,21 +60,21 @@ class Agents:
         join_timeout_s: float,
         redo: StepInfo | None = None,
     ) -> None:
-        """``agents`` say what they do through ``voice``; ``redo`` is what each of them was given."""
+        """``agents`` log through ``voice``; ``redo`` is the argument that each of them was given."""
         self._agents, self._voice, self._orders = tuple(agents), voice, orders
         self._join_timeout_s, self._redo = join_timeout_s, redo
         self._meter = voice.spent
         self._leave_asked = False  # Set by a signal handler, so a plain store.
-        self._given_up_at = 0.0  # When the site stops to wait for who never answered; 0 while there is nothing to end.
+        self._given_up_at = 0.0  # When the site stops waiting for syncers that never answered; 0: not waiting to end.
         self._why = ""
-        self._finished_before = tuple(agent for agent in self._agents if agent.ending is Ending.FINISHED)
-        """Whose syncers had said to an earlier process that the run is finished."""
+        self._finished_before = tuple(agent for agent in self._agents if agent.known.ending is Ending.FINISHED)
+        """The agents whose syncers had reported to an earlier process that the run is finished."""
 
     def start(self) -> int:
-        """Join all syncers, or those that answer; returns the data cursor to go on from.
+        """Join all syncers, or those that answer; return the data cursor to resume from.
 
-        ``JoinFailed`` when one refuses, when a new site does not reach all, or none answers: all agents are closed, and
-        those that were taken in have said goodbye.
+        ``JoinFailed`` when one refuses, when a new site does not reach all, or when none answers: then all agents are
+        closed, after those that had joined have left again.
         """
         until = time.monotonic() + self._join_timeout_s
         try:
@@ -98,7 +100,7 @@ class Agents:
             raise JoinFailed(error.kind, f"{error.text} (syncer {syncer})") from error
 
     def after_step(self, info: StepInfo) -> Verdict:
-        """The line in the training loop: the step is told to every agent, and each seals and adopts what is due."""
+        """Account for an inner step at every agent (each seals and adopts what is due); return whether to stop."""
         began_ns = time.perf_counter_ns()
         if self._leave_asked:
             for agent in self._agents:
@@ -116,29 +118,29 @@ class Agents:
         return Verdict(bool(why), why)
 
     def _tell_turns(self) -> None:
-        """Tell each agent which exchange comes next among those of the others, where it is in lock-step with them.
+        """In lock-step, tell each agent the next exchange among those of the other agents.
 
-        Else one site would wait at one syncer for a second one, which waits for the first at another.
+        Otherwise a site could wait at one syncer for a second site that waits for the first at another syncer.
         """
         turns = [agent.next_turn() for agent in self._agents]
         if any(turns):
             for at, agent in enumerate(self._agents):
                 others = [turn for other, turn in enumerate(turns) if turn is not None and other != at]
-                agent.turn_elsewhere(min(others, default=None))
+                agent.tell(TurnElsewhere(min(others, default=None)))
 
     def may_act(self) -> bool:
-        """Whether ``after_step`` may have something to do with the other ranks after the step that is about to end."""
+        """Return whether ``after_step`` may need the other ranks after the step that is about to end."""
         acts = [agent.may_act() for agent in self._agents]
         return self._leave_asked or any(acts) or bool(self._why_to_stop())
 
     def _why_to_stop(self) -> str:
         stops = [agent.stop for agent in self._agents]
         for syncer, (agent, stop) in enumerate(zip(self._agents, stops, strict=True)):
-            if stop is not None and (stop.failed or agent.ending is Ending.DRAINED):
+            if stop is not None and (stop.failed or agent.known.ending is Ending.DRAINED):
                 return f"{stop.why} (syncer {syncer})"
         said = [stop.why for stop in stops if stop is not None]
-        if any(agent.has_joined and agent.ending is None for agent in self._finished_before):
-            self._finished_before = ()  # It goes on, with more tokens to merge.
+        if any(agent.has_joined and agent.known.ending is None for agent in self._finished_before):
+            self._finished_before = ()  # The run continues, with a larger token budget.
         waited = [syncer for syncer, agent in enumerate(self._agents) if not (agent.stop or self._is_over(agent))]
         if not said or any(self._agents[syncer].has_joined for syncer in waited):
             return ""
@@ -149,29 +151,29 @@ class Agents:
         return said[-1] + missed
 
     def progress(self) -> float:
-        """The run's progress from 0 to 1, as the syncer told that is furthest."""
+        """Return the run's progress from 0 to 1, as reported by the syncer that is furthest."""
         return max(agent.progress() for agent in self._agents)
 
     def units(self, place: int, count: int) -> list[tuple[int, int]]:
-        """The units that the site draws: those of the first syncer, which leases them."""
+        """Return the data units that the site draws, which the first syncer leases."""
         return self._agents[0].units(place, count)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """What a checkpoint must hold: that of each agent, by the number of its syncer."""
+        """Return the checkpoint tensors and metadata of all agents, by the number of their syncer."""
         states = [agent.state() for agent in self._agents]
         named = {f"{at}.{name}": value for at, (tensors, _) in enumerate(states) for name, value in tensors.items()}
         return named, {"parts": [meta for _, meta in states]}
 
     def ledgers(self) -> list[Ledger]:
-        """Where the tokens are, fragment by fragment."""
+        """Return the token ledger of each fragment."""
         return [ledger for agent in self._agents for ledger in agent.ledgers()]
 
     def leave_soon(self) -> None:
-        """The user asked this site to stop.  May be called from a signal handler."""
+        """Ask the site to stop, at the user's request.  May be called from a signal handler."""
         self._leave_asked = True
 
     def finish(self) -> Finished:
-        """After the loop: all agents at once send what is unsent and say goodbye; bounded.  Ends all threads."""
+        """After the loop, run ``Agent.finish`` of all agents in parallel.  Ends all threads."""
         self._meter.end()
         with ThreadPoolExecutor(len(self._agents)) as pool:
             ended = list(pool.map(self._finished, self._agents))
@@ -180,18 +182,22 @@ class Agents:
         ledger = combined(self.ledgers())
         assert ledger.balanced(), ledger
         found = {field: getattr(ledger, field) for field in ledger.__slots__}
-        decisive = _decisive(ended)
+        worst_first = ("failed", "drained", "left", "finished")
+        decisive = min(ended, key=lambda each: worst_first.index(each.ending))
         told = {f"tokens_{field}": value for field, value in found.items()}
         why = self._why if self._why and decisive.ending != "failed" else decisive.why
-        self._voice.say("site_done", {"ledger": told, "reason": why})
+        self._voice.emit("site_done", {"ledger": told, "reason": why})
         return Finished(decisive.ending, why, found)
 
     def _is_over(self, agent: Agent) -> bool:
-        """Whether its syncer had finished before, and has not answered this process."""
+        """Return whether the agent's syncer had finished before, and has not answered this process."""
         return agent in self._finished_before and not agent.has_joined
 
     def _finished(self, agent: Agent) -> Finished:
-        """The end of one part.  What is over has nobody to send to; whom nobody took in cannot say that it is over."""
+        """Finish one agent.  If its syncer had finished before, it is only closed.
+
+        One that ends "finished" without having joined counts as "left".
+        """
         if self._is_over(agent):
             agent.close()
             return Finished(Ending.FINISHED.value, "the run is finished", {})
@@ -204,16 +210,13 @@ class Agents:
             agent.close()
 
 
-def _decisive(ended: Sequence[Finished]) -> Finished:
-    """The part that says how the site's whole part ended: the worst one."""
-    order = ("failed", "drained", "left", "finished")
-    return min(ended, key=lambda each: order.index(each.ending))
-
-
 def part_restored(
     restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None, syncer: int, syncers: int
 ) -> tuple[Mapping[str, Tensor], Mapping[str, object]] | None:
-    """What ``Agents.state`` gave a checkpoint, for the agent of ``syncer``; CheckpointError if there were others."""
+    """Return the part of ``Agents.state`` in a checkpoint for the agent of ``syncer``.
+
+    ``CheckpointError`` when the checkpoint is of a run with another number of syncers.
+    """
     if restored is None:
         return None
     tensors, meta = restored
@@ -221,21 +224,68 @@ def part_restored(
     if not isinstance(parts, list) or len(parts) != syncers:
         had = f"{len(parts)} syncers" if isinstance(parts, list) else "one syncer"
         raise CheckpointError(f"the checkpoint is of a run with {had}, and this one has {syncers}")
-    begin = f"{syncer}."
-    return _Under(tensors, begin), parts[syncer]
+    return Prefixed(tensors, f"{syncer}.", tensors.__getitem__), parts[syncer]
 
 
-class _Under(Mapping[str, "Tensor"]):
-    """The tensors whose names begin so, without that; each is read when it is asked for."""
+SUMMED = ("bytes_up", "bytes_down", "in_flight", "adopt_s")
 
-    def __init__(self, tensors: Mapping[str, Tensor], begin: str) -> None:
-        self._tensors, self._begin = tensors, begin
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._begin + name]
+LARGEST = ("incarnation", "staleness")
+"""Meter fields that are summed, or of which the largest counts; others are the site's own or the first agent's."""
 
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._begin) for name in self._tensors if name.startswith(self._begin))
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+class OneVoice:
+    """Combines the agents' log events into one stream of the site.  ``emit`` writes an event; ``placement`` lists the
+    fragments of each syncer."""
+
+    def __init__(self, placement: Sequence[Sequence[int]], emit: Emit) -> None:
+        self._placement, self.emit = placement, emit
+        self.spent = Meter()
+        """Measures the training loop's time, for all agents together."""
+        self._lock = threading.Lock()
+        self._meters: dict[int, dict[str, object]] = {}
+
+    def of(self, syncer: int) -> Emit:
+        """Return the ``emit`` of the agent that talks to ``syncer``."""
+        return lambda what, fields: self._take(syncer, what, fields)
+
+    def meter(self) -> None:
+        """Log the totals of the site: the sum of the agents' traffic, and the time of the training loop."""
+        with self._lock:
+            told = [self._meters[syncer] for syncer in sorted(self._meters)]
+        if not told:
+            return
+        fields = {**told[0], **asdict(self.spent.read())}
+        for name in SUMMED:
+            fields[name] = sum(_number(each[name]) for each in told)
+        for name in LARGEST:
+            fields[name] = max(_number(each[name]) for each in told)
+        self.emit("meter", fields)
+
+    def _take(self, syncer: int, what: str, fields: dict[str, object]) -> None:
+        if what == "meter":
+            with self._lock:
+                self._meters[syncer] = fields
+                first = min(self._meters)
+            if syncer == first:  # One event for all agents, as often as the first agent has one.
+                self.meter()
+        elif what != "site_done":  # ``Agents.finish`` logs it for the whole site.
+            self.emit(what, in_whole(fields, self._placement[syncer]) | {"of_syncer": syncer})
+
+
+def in_whole(fields: Mapping[str, object], fragments: Sequence[int]) -> dict[str, object]:
+    """Return an event's fields with fragment numbers of the whole model, from those of a syncer with ``fragments``.
+
+    ``versions`` stay in the syncer's order; an added field ``fragments`` lists the fragments they belong to.
+    """
+    found = dict(fields)
+    if isinstance(here := fields.get("fragment"), int) and 0 <= here < len(fragments):
+        found["fragment"] = fragments[here]
+    if "versions" in fields:
+        found["fragments"] = list(fragments)
+    return found
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return value

@@ -1,20 +1,18 @@
-"""The threads of a site that move bytes, beside training: ``Sender`` sends, ``Fetcher`` fetches, ``Listener`` listens.
+"""The background network threads of a site: ``Sender`` pushes, ``Fetcher`` pulls, ``Listener`` reads the Watch stream.
 
 Each is a loop that takes work, makes one attempt at a time, waits with capped jittered back-off in between, and ends
 when ``stopping`` is set.  None of them ever gives up on a syncer that is away (DESIGN section 5, "Waiting").
 
-Link.  ``LinkMeter`` measures how fast a site's link is by the calls that the site makes anyway.  ``LinkUse`` chooses
-what the site sends by (codec, connections, overlap); measurement and choice are in one place, and are reported from
-there.
+Link.  ``LinkMeter`` measures the speed of a site's link from the calls that the site makes anyway.  ``LinkUse`` chooses
+how the site sends (codec, connections, overlap), and reports measurement and choice.
 
-Prefetch.  ``Ahead`` asks for a version before it is there, so that it sets out for the site at the moment at which it
-is made.  Otherwise a round costs one round trip more: the syncer tells that there is a version, and is then asked for
-it.  A failure here costs nothing, for the site asks once more when it is told of the version.
+Prefetch.  ``Ahead`` asks for a version before it is published, so that the syncer sends it at the moment of publishing.
+Otherwise a round takes one more round trip: the syncer announces the version, and the site then asks for it.  A failed
+prefetch costs nothing, because the site asks again when the version is announced.
 
-Decoding.  ``Incoming`` takes versions of one fragment on their way in: the bytes, and the values that are made of them
-while they come.
+Decoding.  ``Incoming`` receives the versions of one fragment, and decodes them while their bytes arrive.
 
-Joining.  ``Joiner`` joins the run: the first time with a bound, and again whenever the syncer was away.
+Joining.  ``Joiner`` joins the run: the first time with a time limit, and again whenever the syncer was away.
 """
 
 from __future__ import annotations
@@ -26,15 +24,14 @@ import secrets
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.codec import native
 from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import Arriving, follow_into
-from diloco.learner.options import JoinFailed
-from diloco.learner.seal import Participant
+from diloco.learner.seal import Participant, Sealer
 from diloco.sync.events import (
     FateTold,
     FinalAnnounced,
@@ -46,33 +43,44 @@ from diloco.sync.events import (
     VersionFetched,
     VersionPublished,
 )
-from diloco.sync.link import Adapter, LinkEstimator, RoundTimes
+from diloco.sync.link import Adapter, AdaptOptions, LinkEstimator, RoundTimes
 from diloco.wire.channel import Backoff
-from diloco.wire.messages import Dropped, JoinAsk, LinkInfo, Published, PullAsk, Refused, Status, Unreachable
+from diloco.wire.messages import (
+    Dropped,
+    JoinAsk,
+    LinkInfo,
+    Published,
+    PullAsk,
+    Refused,
+    ReportInfo,
+    Status,
+    Unreachable,
+)
 from diloco.wire.pulling import Patience, PullSink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from diloco.codec.base import Codec
-    from diloco.codec.buffers import Buffers
-    from diloco.learner.outbox import Outbox
-    from diloco.learner.seal import Encoder
+    from diloco.learner.seal import Encoder, Outbox, SealJob
+    from diloco.learner.tensors import Versions
     from diloco.outer.fragments import Layout
     from diloco.sync.agreement import Agreement
     from diloco.sync.events import LearnerEvent
-    from diloco.sync.link import AdaptOptions, LinkEstimate
-    from diloco.wire.client import SyncClient, WatchStream
-    from diloco.wire.messages import JoinReply, PullHeader, PushHeader, PushResult, WatchEvent
+    from diloco.sync.link import LinkEstimate
+    from diloco.sync.progress import Standing
+    from diloco.wire.channel import Stream
+    from diloco.wire.client import SyncClient
+    from diloco.wire.messages import JoinReply, PullHeader, PushHeader, WatchEvent
     from diloco.wire.pulling import PulledVersion
 
 
 class LinkMeter:
-    """Stands beside a client and takes the time of its calls.  Any thread may ask; each direction has one thread.
+    """Times the calls of a client.  Any thread may read; each direction is measured by one thread.
 
-    A call that raises measures nothing: it says how long one waited, and not how fast the link is.
+    A call that raises is not measured: its duration is a wait, and not the speed of the link.
     """
 
     def __init__(self, client: SyncClient) -> None:
@@ -81,85 +89,68 @@ class LinkMeter:
         self._estimator = LinkEstimator()
 
     def read(self) -> LinkEstimate:
-        """What is known of the link by now."""
+        """Return the present estimate of the link."""
         with self._lock:
             return self._estimator.estimate()
 
     @contextmanager
     def control(self) -> Iterator[None]:
-        """Around a small call."""
+        """Time a small call, made inside this context."""
         began_ns = time.monotonic_ns()
         yield
         with self._lock:
             self._estimator.answered(time.monotonic_ns() - began_ns)
 
     @contextmanager
-    def up(self) -> Iterator[None]:
-        """Around one attempt to push."""
-        began_ns, before = time.monotonic_ns(), self._client.bytes_up
+    def transfer(self, *, up: bool) -> Iterator[None]:
+        """Time one attempt to push (``up``) or to pull, made inside this context."""
+        name = "bytes_up" if up else "bytes_down"
+        began_ns, before = time.monotonic_ns(), getattr(self._client, name)
         yield
         with self._lock:
-            self._estimator.carried_up(self._client.bytes_up - before, time.monotonic_ns() - began_ns)
-
-    @contextmanager
-    def down(self) -> Iterator[None]:
-        """Around one attempt to pull."""
-        began_ns, before = time.monotonic_ns(), self._client.bytes_down
-        yield
-        with self._lock:
-            self._estimator.carried_down(self._client.bytes_down - before, time.monotonic_ns() - began_ns)
+            self._estimator.carried(getattr(self._client, name) - before, time.monotonic_ns() - began_ns, up=up)
 
     def came(self, count: int, seconds: float) -> None:
-        """So many bytes were waited for at the syncer, and came in ``seconds`` once they were there."""
+        """Record that a waiting pull brought ``count`` bytes in ``seconds``, counted from when they were available."""
         with self._lock:
-            self._estimator.carried_down(count, int(seconds * 1e9), round_trips=0)
+            self._estimator.carried(count, int(seconds * 1e9), up=False, round_trips=0)
 
 
-class LinkUse:
-    """``codec`` is asked by whoever seals, one at a time; ``info`` by anybody."""
+class LinkUse(LinkMeter):
+    """A ``LinkMeter`` that also chooses how to send.  One thread at a time may call ``codec``, any thread ``info``."""
 
-    def __init__(
-        self,
-        client: SyncClient,
-        options: AdaptOptions,
-        emit: Callable[[str, dict[str, object]], None],
-        tell: Callable[[LearnerEvent], None],
-    ) -> None:
-        """``tell`` takes what the machine is to know of a choice."""
-        self.link = LinkMeter(client)
-        self._rounds = RoundTimes()
-        self._tell = tell
-        self._client = client
+    def __init__(self, participant: Participant, client: SyncClient, options: AdaptOptions) -> None:
+        super().__init__(client)
+        self._participant, self._rounds = participant, RoundTimes()
         self.codecs = tuple(way.codec for way in options.ways)
-        """All that may be chosen, the configured one first."""
-        self._emit = emit
+        """All codecs that may be chosen, the configured one first."""
         self._adapter = Adapter(options)
 
     def begin(self) -> None:
-        """The machine is there to be told what one begins with."""
-        self._tell(OverlapChosen(self._adapter.choice.overlap_steps))
+        """Tell the machine the initial overlap.  Call it once the machine exists."""
+        self._participant.tell(OverlapChosen(self._adapter.choice.overlap_steps))
 
     def heard(self, event: LearnerEvent) -> None:
-        """One of the site's events; they come one at a time."""
+        """Take one of the site's events, to time its rounds; events come one at a time."""
         self._rounds.heard(event, time.monotonic_ns())
 
     def codec(self, step_ns: int) -> str:
-        """Of an update that is sealed now, where an inner step takes ``step_ns``; a change is told once.
+        """Return the codec of an update sealed now, where an inner step takes ``step_ns``; a change is logged once.
 
-        A change of connections counts from the next transfer on, one of the overlap from the next seal on; what is
-        under way goes on as it began.
+        A change of connections takes effect with the next transfer, one of the overlap with the next seal; operations
+        under way are not affected.
         """
         before = self._adapter.choice
-        choice = self._adapter.choose(self.link.read(), step_ns, self._rounds.usual_ns())
+        choice = self._adapter.choose(self.read(), step_ns, self._rounds.usual_ns())
         if choice != before:
             self._client.use_channels(choice.channels)
-            self._tell(OverlapChosen(choice.overlap_steps))
-            self._emit("adapted", asdict(choice))
+            self._participant.tell(OverlapChosen(choice.overlap_steps))
+            self._participant.emit("adapted", asdict(choice))
         return choice.codec
 
     def info(self, step_ns: int) -> LinkInfo:
-        """For a heartbeat."""
-        found, choice = self.link.read(), self._adapter.choice
+        """Return measurement and choice for a heartbeat, where an inner step takes ``step_ns``."""
+        found, choice = self.read(), self._adapter.choice
         return LinkInfo(
             found.rtt_ns,
             found.up_bytes_per_s,
@@ -174,12 +165,12 @@ class LinkUse:
 
 
 WAIT_S = 60.0
-"""A round that takes longer is not much longer by a round trip."""
+"""Longest wait of a prefetch: in a round that takes longer, one more round trip makes little difference."""
 END_S = 5.0
 
 
 class Ahead:
-    """One pull that waits, in a thread of its own from ``begin`` to ``take``; both are for any thread."""
+    """One pull that waits for a version, in its own thread from construction on.  Any thread may call ``take``."""
 
     def __init__(self, client: SyncClient, ask: PullAsk, sink: PullSink) -> None:
         self.ask = ask
@@ -188,7 +179,7 @@ class Ahead:
         self._patience = Patience(WAIT_S)
         self._pulled: PulledVersion | None = None
         self.carried_s = 0.0
-        """How long the version took to come, once it was there."""
+        """Seconds that the transfer took, from when the version was available."""
         self._thread = threading.Thread(target=self._run, name="pull-ahead", daemon=True)
         self._thread.start()
 
@@ -201,35 +192,27 @@ class Ahead:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread has not ended."""
+        """Whether its thread is still running."""
         return self._thread.is_alive()
 
     @property
     def over(self) -> bool:
-        """Whether it waits no more and brings nothing."""
+        """Whether it has ended without a version."""
         return not self.is_alive and (self._pulled is None or not self._pulled.parts)
 
     def take(self) -> PulledVersion | None:
-        """The version, which is known to be there by now; None when it has to be asked for."""
+        """Return the version, which is known to be published by now; None when it must be pulled again."""
         self._patience.due()
         self._thread.join()
         return self._pulled if self._pulled is not None and self._pulled.parts else None
 
     def end(self) -> None:
-        """Wait until the thread has ended, as it does once the client is closed."""
+        """Wait at most ``END_S`` for the thread, which ends once the client is closed."""
         self._thread.join(END_S)
 
 
-class Versions(Protocol):
-    """The latest version of each fragment that is here, flat fp32 on the host, and memory for the next."""
-
-    layout: Layout
-    buffers: Buffers
-    latest: list[tuple[int, Tensor] | None]
-
-
 class Incoming:
-    """What comes into ``sink``, and nowhere else, by one pull at a time."""
+    """Receives one fragment's versions into ``sink``, by one pull at a time, and decodes them on arrival."""
 
     def __init__(self, fragment: int, tensors: Versions) -> None:
         self.sink = PullSink(begun=self._begun, broken=self._broken)
@@ -239,19 +222,19 @@ class Incoming:
         self._working = threading.Lock()
 
     def _begun(self, header: PullHeader, payload: memoryview) -> Callable[[int], None] | None:
-        """A payload begins: made into values as it comes where it is one, and of what is known."""
+        """Begin a payload.  It is decoded on arrival if it has one part and its base is the latest version here."""
         self._arriving, held = None, self._held(header)
         if held is None or len(header.part_bytes) != 1:
             return None
         try:
             codec = _codec(header)
         except ValueError:
-            return None  # Said in its place.
+            return None  # ``values`` reports an unknown codec.
         values = self._tensors.buffers.values(header.numel)
         arriving = self._arriving = Arriving(held, payload, codec, values, header.digest)
 
         def come(count: int) -> None:
-            if self._working.acquire(blocking=False):  # Else another stream's thread is at it, and this one goes on.
+            if self._working.acquire(blocking=False):  # Otherwise another stream's thread is decoding already.
                 try:
                     arriving.come(count)
                 finally:
@@ -260,11 +243,11 @@ class Incoming:
         return come
 
     def _broken(self) -> None:
-        """Until the pull is resumed only what came is kept, and no values: those are then made at its end."""
+        """Stop decoding on arrival after a break: the bytes are kept, and decoded when the resumed pull has ended."""
         self._arriving = None
 
     def values(self, pulled: PulledVersion) -> Tensor | None:
-        """The values that were pulled; None when these bytes do not give the ones whose digest was told."""
+        """Return the pulled values, flat fp32; None when the bytes do not decode to values with the header's digest."""
         arriving, self._arriving = self._arriving, None
         header, held = pulled.header, self._held(pulled.header)
         try:
@@ -286,7 +269,7 @@ class Incoming:
         return self._tensors.layout.fragments[self._fragment].numel
 
     def _held(self, header: PullHeader) -> Tensor | None:
-        """The values that the payload of ``header`` is the difference to, if they are here."""
+        """Return the base values that the payload of ``header`` is a difference to; None if they are not here."""
         latest = self._tensors.latest[self._fragment]
         fits = latest is not None and not header.whole and latest[0] == header.from_version
         return latest[1] if latest is not None and fits and header.numel == self._numel else None
@@ -298,44 +281,44 @@ def _codec(header: PullHeader) -> Codec:
 
 LOOK_S = 0.1
 MALFORMED_MAX = 3
-"""Times that the syncer may find one update unreadable (bytes may change on the way) before the site stops in words."""
+"""Refusals in a row of one update as malformed (bytes may change in transit) after which the site stops."""
 
 
 CAP_S = 3.0
 CHOICE_CAP_S = 0.5
-"""Where a standby may take over at any moment, all addresses are asked so often: it is what a failover costs a site."""
+"""Back-off cap where a standby may take over: all addresses are tried this often, which is what a failover costs."""
 
 
 class Pause:
-    """Back-off that ends early when the agent stops, and when another syncer than before has taken the site in."""
+    """Back-off that ends early when the agent stops, and when the site has joined another syncer meanwhile."""
 
     def __init__(self, participant: Participant, cap_s: float = CAP_S) -> None:
         self._participant = participant
         self._backoff = Backoff(base_s=0.2, cap_s=cap_s)
+        self._until, self._epoch = 0.0, 0
+
+    def begin(self, at_least_s: float | None = None) -> None:
+        """Start a pause after one more failure, longer than the last one and at least ``at_least_s`` seconds."""
+        self._until = time.monotonic() + self._backoff.next_s(random.random(), at_least_s or 0.0)
+        self._epoch = self._participant.known.epoch
+
+    def left_s(self) -> float:
+        """Return the seconds left of the pause."""
+        return max(0.0, self._until - time.monotonic()) if self._epoch == self._participant.known.epoch else 0.0
 
     def wait(self, at_least_s: float | None = None) -> None:
-        """Wait after one more failure."""
-        own, left_s = self._participant, self._backoff.next_s(random.random(), at_least_s or 0.0)
-        epoch, until = own.epoch, time.monotonic() + left_s
-        while left_s > 0 and own.epoch == epoch and not own.stopping.wait(min(left_s, LOOK_S)):
-            left_s = until - time.monotonic()
+        """Wait for one more pause."""
+        self.begin(at_least_s)
+        while (left_s := self.left_s()) and not self._participant.stopping.wait(min(left_s, LOOK_S)):
+            continue
 
     def reset(self) -> None:
-        """Something worked."""
+        """Reset the back-off after a success."""
         self._backoff.reset()
 
 
-@dataclass(slots=True)
-class Later:
-    """An update that the syncer did not want yet: sent again at ``until``, or when ``epoch`` is over."""
-
-    backoff: Backoff
-    until: float = 0.0
-    epoch: int = 0
-
-
 class Sender:
-    """Sends sealed updates, each until its definite answer."""
+    """Sends sealed updates, each until the syncer gives a definite answer."""
 
     def __init__(
         self,
@@ -345,33 +328,30 @@ class Sender:
         outbox: Outbox,
         expect: Callable[[int], None],
     ) -> None:
-        """``expect`` is told of a fragment whose update is about to be sent: a version of it is next."""
+        """``expect`` is called with the fragment of an update about to be sent, because a version of it comes next."""
         self._participant, self._client, self._link, self._outbox = participant, client, link, outbox
         self._expect = expect
         self.queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._later: dict[tuple[int, int], Later] = {}
+        self._later: dict[tuple[int, int], Pause] = {}
 
     def run(self) -> None:
-        """The thread; None in the queue ends it.  What the syncer wants later waits aside and holds back nothing."""
+        """Run the thread; None in the queue ends it.  Updates that the syncer wants later do not delay the others."""
         while (order := self._next()) is not None:
             if self._deliver(*order):
                 self._later.pop(order, None)
             else:
-                later = self._later.setdefault(order, Later(Backoff(base_s=0.2, cap_s=CAP_S)))
-                later.until = time.monotonic() + later.backoff.next_s(random.random())
-                later.epoch = self._participant.epoch
+                self._later.setdefault(order, Pause(self._participant)).begin()
 
     def _next(self) -> tuple[int, int] | None:
         while True:
-            now, epoch = time.monotonic(), self._participant.epoch
             for order, later in self._later.items():
-                if now >= later.until or later.epoch != epoch:
+                if not later.left_s():
                     return order
             with contextlib.suppress(queue.Empty):
                 return self.queue.get(timeout=LOOK_S if self._later else None)
 
     def _deliver(self, fragment: int, sequence: int) -> bool:
-        """Send one update until its answer; False when the syncer wants it later."""
+        """Send one update until its answer; return False when the syncer wants it later (RETRY)."""
         own, malformed = self._participant, 0
         pause = Pause(own)
         while not own.stopping.is_set():
@@ -381,13 +361,13 @@ class Sender:
             header, payload = found
             self._expect(fragment)
             try:
-                with self._link.up():
+                with self._link.transfer(up=True):
                     result = self._client.push(header, payload)
             except Unreachable as error:
                 pause.wait(error.retry_after_s)
                 continue
             except Refused as error:
-                # Not an answer to this update but to this caller: what the syncer says at a join is clearer.
+                # The refusal concerns this caller and not this update: joining again gives a clearer answer.
                 malformed = malformed + 1 if error.status is Status.INVALID_ARGUMENT else 0
                 if malformed >= MALFORMED_MAX:
                     own.give_up(f"the syncer cannot read update {sequence} of fragment {fragment}: {error.text}")
@@ -399,51 +379,48 @@ class Sender:
             reason = result.reason.value if result.reason else None
             own.emit("pushed", {**facts, "reason": reason, "bytes": len(payload)})
             if result.outcome is Outcome.RETRY:
-                return False  # What it waits for may stand behind it here.
-            self._answered(header, result)
+                return False  # The update that it waits for may be behind it in this queue.
+            answer = (result.outcome, result.reason, header.digest, result.epoch)
+            own.tell(PushAnswered(fragment, sequence, *answer))
+            if result.fate is not None and not 0 < result.epoch < own.known.epoch:
+                own.tell(FateTold(result.fate))
             return True
         return True
 
     def _found(self, fragment: int, sequence: int) -> tuple[PushHeader, memoryview] | None:
-        """The update as it is in the outbox, if it is still the one that waits for an answer.
+        """Return the update from the outbox, if it is still the one that waits for an answer.
 
-        A number that was refused is given again, and an order to send can outlive what it was given for.  So can all of
-        it, where the run was restored: the lineage that it is sent in was asked for first.
+        The sequence of a refused update is reused, so an order to send may outlive its update.  The run itself may be
+        restored meanwhile: the lineage is read first, so that the update is not sent in a later lineage.
         """
         own = self._participant
-        lineage, wanted = own.lineage, own.wanted(fragment, sequence)
+        lineage, wanted = own.known.lineage, own.wanted(fragment, sequence)
         if wanted is None:
             return None
         try:
-            mine = (fragment, sequence, own.incarnation)
+            mine = (fragment, sequence, own.known.incarnation)
             header, payload = self._outbox.fresh(*mine) or self._outbox.get(*mine)
         except FileNotFoundError:
             if own.wanted(fragment, sequence) == wanted:
                 raise
-            return None  # A join or a fate has answered it at this very moment.
+            return None  # A join or a fate has just answered it.
         return (replace(header, lineage=lineage), payload) if header.digest == wanted else None
-
-    def _answered(self, header: PushHeader, result: PushResult) -> None:
-        answer = (result.outcome, result.reason, header.digest, result.epoch)
-        self._participant.tell(PushAnswered(header.fragment, header.sequence, *answer))
-        if result.fate is not None and not 0 < result.epoch < self._participant.epoch:
-            self._participant.tell(FateTold(result.fate))
 
 
 class Fetcher:
-    """Fetches versions and brings them to what the site holds."""
+    """Pulls versions and stores them at the site."""
 
     def __init__(self, participant: Participant, client: SyncClient, link: LinkMeter, site_tensors: Versions) -> None:
         self._participant, self._client, self._link, self._tensors = participant, client, link, site_tensors
         self._incoming: dict[int, tuple[int, Incoming]] = {}
         self._lock = threading.Lock()
-        self._ahead: tuple[int, Ahead] | None = None  # With its lineage.
-        self._begun: list[Ahead] = []  # Those that may still work.
+        self._ahead: tuple[int, Ahead] | None = None  # The present prefetch and its lineage.
+        self._begun: list[Ahead] = []  # Prefetches whose threads may still run.
         self._at: int | None = None
         self.queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """The thread; None in the queue ends it."""
+        """Run the thread; None in the queue ends it."""
         while (fragment := self.queue.get()) is not None:
             with self._lock:
                 self._at = fragment
@@ -451,20 +428,20 @@ class Fetcher:
             self._at = None
         with self._lock:
             begun = self._begun
-        for ahead in begun:  # torch aborts a process that ends while another thread of it is inside an operation.
+        for ahead in begun:  # torch aborts a process that exits while one of its threads is inside an operation.
             ahead.end()
 
     def expect(self, fragment: int) -> None:
-        """There will soon be a version of ``fragment``: from now on one waits for it at the syncer.
+        """Start to prefetch the next version of ``fragment``, which will soon be published.
 
-        For one fragment at a time, and any thread; it never fails, and nothing hangs on it.
+        One prefetch at a time; callable from any thread.  It never fails, and nothing depends on its success.
         """
         with self._lock:
             own = self._participant
-            lineage, latest = own.lineage, self._tensors.latest[fragment]
+            lineage, latest = own.known.lineage, self._tensors.latest[fragment]
             waits = self._ahead is not None and not self._ahead[1].over
             ends = own.stopping.is_set()
-            if ends or waits or latest is None or self._at == fragment or not self._client.has_patience:
+            if ends or waits or latest is None or self._at == fragment:
                 return
             ask = PullAsk(own.run_id, own.site_id, fragment, latest[0])
             ahead = Ahead(self._client, ask, self._of(fragment, lineage).sink)
@@ -472,13 +449,13 @@ class Fetcher:
             self._begun = [*(each for each in self._begun if each.is_alive), ahead]
 
     def _expected(self, fragment: int, lineage: int, have: int) -> PulledVersion | None:
-        """What was asked for ahead, if it is this."""
+        """Return the prefetched version if the prefetch was for this fragment, lineage and base; else None."""
         with self._lock:
             if self._ahead is None or self._ahead[1].ask.fragment != fragment:
                 return None
             (of, ahead), self._ahead = self._ahead, None
             if of != lineage or ahead.ask.have_version != have:
-                self._incoming.pop(fragment, None)  # It writes to it.
+                self._incoming.pop(fragment, None)  # The stale prefetch still writes to this sink.
                 return None
         if (pulled := ahead.take()) is not None:
             self._link.came(pulled.header.payload_bytes, ahead.carried_s)
@@ -487,23 +464,26 @@ class Fetcher:
     def _fetch(self, fragment: int) -> None:
         own = self._participant
         pause = Pause(own)
-        lineage = own.lineage  # Asked first: what is read after it may be of a later one, never of an earlier.
+        lineage = own.known.lineage  # Read first: values read later may be of a later lineage, never of an earlier one.
         latest = self._tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
         here = self._expected(fragment, lineage, have)
         incoming = self._of(fragment, lineage)
-        # Once the run was restored another order is in the queue, and this one leads nowhere.
-        while not own.stopping.is_set() and own.lineage == lineage:
+        # After a restore of the run there is another order in the queue, and this one is void.
+        while not own.stopping.is_set() and own.known.lineage == lineage:
             ask = PullAsk(own.run_id, own.site_id, fragment, have)
             try:
-                pulled, here = here or self._pull(ask, incoming.sink), None
+                pulled, here = here, None
+                if pulled is None:
+                    with self._link.transfer(up=False):
+                        pulled = self._client.pull(ask, incoming.sink)
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
             values = incoming.values(pulled)
             incoming.sink.give_back(pulled)
             if values is None:
-                # Whatever went wrong on the way here or there, the whole fragment puts it right, and it is said.
+                # Whatever went wrong, here or in transit, fetching the whole fragment repairs it.
                 why = f"fragment {fragment}: what came is not version {pulled.header.version}"
                 own.emit("note", {"note": "digest_differs", "why": f"{why}; fetching it whole"})
                 if pulled.header.whole:
@@ -511,23 +491,112 @@ class Fetcher:
                 have = -1
                 continue
             if pulled.header.version <= have:
-                pause.wait()  # We were told of a newer one that the syncer does not have: do not ask without end.
+                pause.wait()  # A newer version was announced, but the syncer does not have it: do not busy-loop.
             facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version, "had": have}
             own.emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
             event = VersionFetched(fragment, pulled.header.version, pulled.header.fates)
             own.keep_fetched(values, event, lineage, pulled.header)
             return
 
-    def _pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
-        with self._link.down():
-            return self._client.pull(ask, sink)
-
     def _of(self, fragment: int, lineage: int) -> Incoming:
-        """What has arrived of a pull that broke off, if it is of this lineage."""
+        """Return the fragment's ``Incoming``, with the bytes of an interrupted pull; a new one for a new lineage."""
         known = self._incoming.get(fragment)
         if known is None or known[0] != lineage:
             known = self._incoming[fragment] = (lineage, Incoming(fragment, self._tensors))
         return known[1]
+
+
+class JoinFailed(RuntimeError):
+    """The site could not join.  ``kind`` is ``unreachable``, ``mismatch`` or ``refused``."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.text = text
+
+
+class Workers(Participant):
+    """A participant with its threads: those that seal, send and fetch, and others that it starts."""
+
+    def __init__(
+        self,
+        run_id: str,
+        site_id: str,
+        client: SyncClient,
+        link: LinkMeter,
+        encoders: Sequence[Encoder],
+        outbox: Outbox,
+        versions: Versions,
+    ) -> None:
+        """``encoders`` are those of ``Sealer``."""
+        self.run_id, self.site_id, self.client = run_id, site_id, client
+        self.stopping = threading.Event()
+        self.sealer = Sealer(self, encoders, outbox)
+        self.fetcher = Fetcher(self, client, link, versions)
+        self.sender = Sender(self, client, link, outbox, self.fetcher.expect)
+        self.threads: list[threading.Thread] = []
+
+    def begin_threads(self, *loops: Callable[[], None]) -> None:
+        """Start the threads that seal, send and fetch, and one for each of ``loops``."""
+        for loop in (self.sender.run, self.fetcher.run, self.sealer.run, *loops):
+            thread = threading.Thread(target=self._guarded, args=(loop,), daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    def end_threads(self) -> None:
+        """Close the client, and wait until each thread has finished its present work, at most 10 s for each."""
+        self.stopping.set()
+        for orders in (self.sealer.queue, self.sender.queue, self.fetcher.queue):
+            orders.put(None)
+        self.client.close()
+        for thread in self.threads:
+            thread.join(10.0)
+
+    def begin_thread(self) -> None:
+        """Prepare the calling thread.  Each thread calls it first; subclasses override it."""
+
+    def was_read(self, job: SealJob) -> None:
+        """Do nothing: a region's values do not change.  Subclasses override it."""
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        """Run a thread; if it fails, stop the participant with the error instead of leaving it half alive."""
+        try:
+            self.begin_thread()
+            loop()
+        except Exception as error:
+            if not self.stopping.is_set():
+                self.emit("note", {"note": "thread_died", "why": repr(error)})
+                self.give_up(f"a thread failed: {error!r}")
+                raise
+
+
+def report_info(own: Participant, standing: Standing, traffic: tuple[int, int], **more: Any) -> ReportInfo:
+    """Return a heartbeat.  ``traffic`` is bytes (up, down); ``more`` are fields that only a training site has."""
+    fields = {"loss": None, "tokens_per_s": 0.0, "train_ns": 0, "stall_ns": 0, **more}
+    tokens = ("processed", "unsent", "in_flight", "overwritten", "lost")
+    return ReportInfo(
+        run_id=own.run_id,
+        site_id=own.site_id,
+        incarnation=own.known.incarnation,
+        step=standing.steps,
+        step_ns=standing.step_ns,
+        bytes_up=traffic[0],
+        bytes_down=traffic[1],
+        versions=standing.versions if min(standing.versions) >= 0 else (),
+        **{f"tokens_{name}": getattr(standing.ledger, name) for name in tokens},
+        **fields,
+    )
+
+
+def say_goodbye(own: Workers) -> bool:
+    """Make one attempt to leave; return False when the syncer is away, so that the caller must retry."""
+    try:
+        own.client.leave(own.known.incarnation)
+    except Unreachable:
+        return False
+    except Refused as error:
+        own.emit("note", {"note": "leave_refused", "why": error.text})
+    return True
 
 
 class Joining(Participant, Protocol):
@@ -535,27 +604,27 @@ class Joining(Participant, Protocol):
 
     @property
     def left(self) -> bool:
-        """Whether goodbye is said: another join would take it back."""
+        """Whether it has left the run: another join would undo that."""
 
     def join(self) -> None:
-        """One attempt; raises ``Unreachable`` or ``Refused``."""
+        """Make one attempt to join; raises ``Unreachable`` or ``Refused``."""
 
 
 class Listener:
-    """Follows the Watch stream; joins again whenever it breaks, and when it is asked to."""
+    """Reads the Watch stream; joins again when it breaks, and on ``wake``."""
 
     def __init__(self, participant: Joining, client: SyncClient) -> None:
         self._participant, self._client = participant, client
-        self._stream: WatchStream | None = None
+        self._stream: Stream[WatchEvent] | None = None
         self._join_wanted = threading.Event()
         self._refused = ""
         self.connected = False
 
     def run(self) -> None:
-        """The thread.  The first join was made before it starts, unless the site trains on without."""
+        """Run the thread.  The first join was made before it starts, unless the site trains without a syncer."""
         own = self._participant
         pause = Pause(own, CHOICE_CAP_S if self._client.has_choice else CAP_S)
-        joined = own.incarnation > 0
+        joined = own.known.incarnation > 0
         while not own.stopping.is_set():
             try:
                 if self._join_wanted.is_set() or not joined:
@@ -581,15 +650,15 @@ class Listener:
             pause.wait()
 
     def _say_once(self, refused: str) -> None:
-        """Say what the site is refused for, until it is connected again or refused for something else."""
+        """Log why the site is refused, once until it is connected again or the reason changes."""
         if refused and refused != self._refused:
             self._refused = refused
             self._participant.emit("note", {"note": "join_refused", "why": refused})
 
     def _listen(self, pause: Pause) -> None:
-        with self._client.watch(self._participant.incarnation) as stream:
+        with self._client.watch(self._participant.known.incarnation) as stream:
             self._stream = stream
-            # Asked after the stream is known to ``wake``, so that a word from before it is not lost.
+            # Checked after ``_stream`` is set, so that a ``wake`` before that is not lost.
             if self._join_wanted.is_set() or self._participant.stopping.is_set():
                 return
             for event in stream:
@@ -615,36 +684,36 @@ class Listener:
                 self._participant.give_up(f"the syncer ended this site's part: {event.reason.value}")
 
     def wake(self) -> None:
-        """End the present stream, so that the site joins again (or notices that it is stopping)."""
+        """End the present stream, so that the site joins again (or sees that it is stopping)."""
         self._join_wanted.set()
         if self._stream is not None:
             self._stream.cancel()
 
 
 class Joiner:
-    """One process of a site at the syncer's door; it has one name there as long as it lives."""
+    """Joins the run for one process of a site, under one random process id for the life of the process."""
 
     def __init__(
         self, participant: Joining, client: SyncClient, agreement: Agreement, layout: Layout, encodes: Encoder
     ) -> None:
-        """``encodes`` is the encoder that a site uses, as the log says it."""
+        """``encodes`` is the site's encoder, whose description is logged at a join."""
         self._participant, self._client, self._agreement, self._layout = participant, client, agreement, layout
         self._encodes, self._process = encodes, secrets.token_hex(8)
 
     def attempt(self) -> tuple[JoinReply, JoinAnswered]:
-        """One attempt, with the machine's event of the answer; raises ``Unreachable`` or ``Refused``."""
+        """Make one attempt; return the reply and the machine's event for it; raises ``Unreachable`` or ``Refused``."""
         own, agreement = self._participant, self._agreement
         ask = JoinAsk(
             agreement.protocol,
             agreement.run_id,
-            own.lineage,
+            own.known.lineage,
             own.site_id,
             self._process,
             agreement.layout_fingerprint,
             self._layout.to_json().encode(),
             agreement.shared,
         )
-        reply = self._client.join(ask, own.epoch)
+        reply = self._client.join(ask, own.known.epoch)
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
         how = {"syncer": self._client.address, "kernels": native.description(), "encodes": str(self._encodes)}
@@ -661,7 +730,7 @@ class Joiner:
         )
 
     def first(self, until: float) -> None:
-        """Join, and try until the instant ``until``, or until the site stops; ``JoinFailed`` says why it failed."""
+        """Join, with retries until the monotonic time ``until`` or until the site stops; raises ``JoinFailed``."""
         own = self._participant
         pause = Pause(own)
         said = ""

@@ -1,6 +1,6 @@
-"""Floor 1, the mathematics: pure functions on tensors, with no clock, no network and no state of their own.
+"""Floor 1, the mathematics: pure functions on tensors, without clock, network or state.
 
-``fragments`` cuts the parameters and deals the fragments to syncers, ``pseudo_gradient`` measures a site's progress and
-brings a version into a site, ``merge`` makes one pseudo-gradient of several, ``optimizer`` the outer step, ``rule``
-says which of them a run has.  ``reference`` is the plainest of it in one function.
+``fragments`` partitions the parameters and assigns the fragments to syncers, ``pseudo_gradient`` measures a site's
+progress and applies a version at a site, ``merge`` merges several pseudo-gradients into one, ``optimizer`` has the
+outer step and the outer rule of a run.  ``reference`` is plain DiLoCo in one function.
 """

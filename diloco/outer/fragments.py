@@ -1,31 +1,31 @@
 """Fragments: fixed lists of (parameter, start, stop) that partition a model's parameters, and their syncers.
 
 Layout.  Every site and the syncer compute the same layout from the same names and shapes, on any machine; they compare
-its fingerprint before the first byte of a tensor crosses the wire.  Canonical order is the order of the parameter names
-by code point, so that it does not depend on how a model happens to list its parameters.
+its fingerprint before they exchange the first byte of a tensor.  Canonical order is the order of the parameter names by
+code point, so that it does not depend on the order in which a model lists its parameters.
 
-Placement.  Where a run has several syncers, :func:`place` says which of them holds which fragments, and :func:`part_of`
-gives the layout that each works on.  Every syncer is a whole one that knows its own fragments only: fragments are
-synchronised on their own, so that nothing is lost by their being in different places.  All sites and all syncers
-compute the same placement from the same sizes and rates, and compare it when a site joins.
+Placement.  Where a run has several syncers, :func:`place` assigns fragments to syncers, and :func:`part_of` returns the
+layout of each syncer.  Every syncer is complete and knows only its own fragments: each fragment is synchronised on its
+own, so fragments lose nothing by being in different places.  All sites and all syncers compute the same placement from
+the same sizes and rates, and compare it when a site joins.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.sync.plain import parse_json
+from diloco.sync.plain import canonical, from_plain, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EXCHANGE_DTYPE = "float32"
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names that no model gives to a part of its own.  ``module`` is one that it may, and DDP's only where DDP is."""
+"""Names that only wrappers use.  ``module`` is not among them: a model may use it, so it is removed only under DDP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,20 @@ class Fragment:
     numel: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A layout in the form of its canonical JSON."""
+
+    dtype: str
+    fragments: list[list[tuple[str, int, int]]]
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+
+
 @dataclass(frozen=True)
 class Layout:
     """All parameters, (name, shape) in canonical order, and the fragments that partition their values exactly.
 
-    A layout may come from another machine, so building one checks it: ``ValueError`` says what does not fit.
+    A layout may come from another machine, so the constructor checks it: ``ValueError`` names the fault.
     """
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
@@ -82,39 +91,26 @@ class Layout:
 
     def to_json(self) -> str:
         """Return the canonical JSON: the same layout gives the same text, byte for byte."""
-        plain = {
-            "dtype": EXCHANGE_DTYPE,
-            "fragments": [[[p.name, p.start, p.stop] for p in fragment.pieces] for fragment in self.fragments],
-            "parameters": [[name, list(shape)] for name, shape in self.parameters],
-        }
-        return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        fragments = [[(p.name, p.start, p.stop) for p in fragment.pieces] for fragment in self.fragments]
+        return canonical(_Stored(EXCHANGE_DTYPE, fragments, self.parameters)).decode()
 
     @staticmethod
     def from_json(text: str) -> Layout:
-        """Build a layout from :meth:`to_json`'s text, trusting nothing in it; ``ValueError`` where it is not one."""
+        """Return the layout of :meth:`to_json`'s text, which is checked as untrusted; ``ValueError`` if invalid."""
         try:
             plain = parse_json(text)
         except ValueError as error:
             raise ValueError(f"layout is not JSON: {error}") from None
-        if not isinstance(plain, dict) or set(plain) != {"dtype", "fragments", "parameters"}:
-            raise ValueError("layout must be an object of dtype, fragments and parameters")
-        if plain["dtype"] != EXCHANGE_DTYPE:
-            raise ValueError(f"layout's exchange dtype is {plain['dtype']!r}: must be {EXCHANGE_DTYPE!r}")
-        parameters = tuple(_parameter_from(entry) for entry in _list(plain["parameters"], "parameters"))
-        fragments = tuple(_fragment_from(i, entry) for i, entry in enumerate(_list(plain["fragments"], "fragments")))
-        return Layout(parameters, fragments)
-
-    def describe(self) -> str:
-        """Return one line for a person: how many values, in how many fragments, how even."""
-        sizes = [fragment.numel for fragment in self.fragments]
-        largest = max(sizes) * len(sizes) / self.numel
-        return (
-            f"{self.numel:,} values of {len(self.parameters)} parameters in {len(sizes)} fragments of "
-            f"{min(sizes):,} to {max(sizes):,} (largest {largest:.2f} of the mean), fingerprint {self.fingerprint[:12]}"
-        )
+        stored: _Stored = from_plain(_Stored, plain, "layout")
+        if stored.dtype != EXCHANGE_DTYPE:
+            raise ValueError(f"layout's exchange dtype is {stored.dtype!r}: must be {EXCHANGE_DTYPE!r}")
+        cut = [tuple(Piece(*piece) for piece in pieces) for pieces in stored.fragments]
+        sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in cut]
+        numbered = enumerate(zip(cut, sizes, strict=True))
+        return Layout(stored.parameters, tuple(Fragment(at, pieces, size) for at, (pieces, size) in numbered))
 
     def first_difference(self, other: Layout) -> str | None:
-        """Return in words the first thing in which ``other`` (there) differs from this one (here), None if equal."""
+        """Return as text the first difference of ``other`` (there) from this layout (here), None if equal."""
         here, there = dict(self.parameters), dict(other.parameters)
         for name in sorted({*here, *there}):
             if name not in there:
@@ -132,12 +128,12 @@ class Layout:
 
 
 def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments: int) -> Layout:
-    """Deal whole parameters to ``num_fragments`` fragments so that the largest is small.
+    """Assign whole parameters to ``num_fragments`` fragments so that the largest is small.
 
     Longest processing time first (Graham 1969): the parameters from large to small, each to the fragment that is
-    smallest so far.  The largest fragment is then at most 4/3 - 1/(3 ``num_fragments``) of the best possible; as
-    "balanced tensor" fragmentation this is Decoupled DiLoCo's choice (arXiv 2604.21428).  Equal sizes go by name,
-    equally small fragments by index, so nothing depends on the order of ``parameters`` or on a hash seed.
+    smallest so far.  The largest fragment is then at most 4/3 - 1/(3 ``num_fragments``) times the best possible; this
+    is the "balanced tensor" fragmentation of Decoupled DiLoCo (arXiv 2604.21428).  Ties of sizes are broken by name,
+    ties of fragments by index, so nothing depends on the order of ``parameters`` or on a hash seed.
     """
     canonical = tuple(sorted((name, tuple(shape)) for name, shape in parameters))
     _check_parameters(canonical)
@@ -160,7 +156,7 @@ def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments
 def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
     """Copy the fragment's values out of ``parameters`` (any dtype and device) into one flat fp32 CPU tensor.
 
-    ``out``, fp32 of shape (``fragment.numel``,) on any device, is filled and returned where it is given.
+    ``out``, if given, fp32 of shape (``fragment.numel``,) on any device, is filled and returned.
     """
     values = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
     assert values.shape == (fragment.numel,), f"out has shape {tuple(values.shape)}, fragment has {fragment.numel}"
@@ -181,7 +177,7 @@ def scatter(fragment: Fragment, values: Tensor, parameters: Mapping[str, Tensor]
         for piece in fragment.pieces:
             size = piece.stop - piece.start
             parameter = parameters[piece.name].detach()
-            # A transposed parameter has no flat view: then reshape made a copy, which goes back as a whole.
+            # A transposed parameter has no flat view: reshape made a copy, which is copied back whole.
             flat = parameter.reshape(-1)
             flat[piece.start : piece.stop].copy_(values[at : at + size])
             if not parameter.is_contiguous():
@@ -192,20 +188,17 @@ def scatter(fragment: Fragment, values: Tensor, parameters: Mapping[str, Tensor]
 def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters under their canonical names, tied ones once (under their first name), no buffers.
 
-    The names are those of the bare model: what DDP, ``torch.compile``, FSDP and activation checkpointing put in front
-    is taken off, so that sites which wrap the model differently agree.  A parameter of which each rank holds a part (a
-    DTensor) is here with the shape of the whole.
+    The names are those of the bare model, without the prefixes of DDP, ``torch.compile``, FSDP and activation
+    checkpointing, so that sites that wrap the model differently agree.  A parameter of which each rank holds a part (a
+    DTensor) has the shape of the whole.
     """
-    inside = {f"{name}.module".lstrip(".") for name, each in module.named_modules() if _is_replicated(each)}
+    modules = module.named_modules()
+    inside = {f"{name}.module".lstrip(".") for name, each in modules if isinstance(each, DistributedDataParallel)}
     return {_bare(name, inside): parameter for name, parameter in module.named_parameters()}
 
 
-def _is_replicated(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)
-
-
 def _bare(name: str, inside: set[str]) -> str:
-    """``name`` without what wrappers have put in; ``inside`` are the paths of what DDP has wrapped."""
+    """Return ``name`` without the parts that wrappers add; ``inside`` are the paths of modules wrapped by DDP."""
     parts = name.split(".")
     kept = [
         part for at, part in enumerate(parts, start=1) if part not in WRAPPERS and ".".join(parts[:at]) not in inside
@@ -222,7 +215,7 @@ def _check_parameters(parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> No
         if name > following:
             raise ValueError(f"parameter {following} stands after {name}: must be in order of names")
     for name, shape in parameters:
-        if any(size < 1 for size in shape):
+        if min(shape, default=1) < 1:
             raise ValueError(f"parameter {name} has shape {shape}: every size must be at least 1")
 
 
@@ -240,10 +233,10 @@ def _check_fragments(fragments: tuple[Fragment, ...]) -> None:
 
 
 def _check_cover(parameters: tuple[tuple[str, tuple[int, ...]], ...], fragments: tuple[Fragment, ...]) -> None:
-    """Raise ``ValueError`` unless the pieces cover each parameter from 0 to its end, once."""
+    """Raise ``ValueError`` unless the pieces cover each parameter from 0 to its end exactly once."""
     covered = {name: 0 for name, _ in parameters}
-    pieces = (piece for fragment in fragments for piece in fragment.pieces)
-    for piece in sorted(pieces, key=lambda piece: (piece.name, piece.start, piece.stop)):
+    pieces = chain.from_iterable(fragment.pieces for fragment in fragments)
+    for piece in sorted(pieces, key=attrgetter("name", "start", "stop")):
         if piece.name not in covered:
             raise ValueError(f"{piece} names no parameter")
         if piece.start >= piece.stop:
@@ -257,45 +250,18 @@ def _check_cover(parameters: tuple[tuple[str, tuple[int, ...]], ...], fragments:
             raise ValueError(f"the pieces of parameter {name} end at {covered[name]}, it has {prod(shape)} values")
 
 
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"layout's {what} must be a list")
-    return value
-
-
-def _int(value: Any, what: str) -> int:
-    # bool is an int in Python, and JSON's true would pass for 1 and change the fingerprint.
-    if type(value) is not int:
-        raise ValueError(f"layout's {what} must be a whole number")
-    return value
-
-
-def _parameter_from(entry: Any) -> tuple[str, tuple[int, ...]]:
-    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
-        raise ValueError("layout's parameters must be pairs of a name and a shape")
-    return entry[0], tuple(_int(size, "shape") for size in _list(entry[1], "shape"))
-
-
-def _fragment_from(index: int, entry: Any) -> Fragment:
-    pieces = []
-    for piece in _list(entry, "fragment"):
-        if not (isinstance(piece, list) and len(piece) == 3 and isinstance(piece[0], str)):
-            raise ValueError("layout's pieces must be triples of a name, a start and a stop")
-        pieces.append(Piece(piece[0], _int(piece[1], "start"), _int(piece[2], "stop")))
-    return Fragment(index, tuple(pieces), sum(piece.stop - piece.start for piece in pieces))
-
-
 def _pieces_text(fragment: Fragment) -> str:
     return f"{fragment.numel} values in {len(fragment.pieces)} pieces from {fragment.pieces[0].name}"
 
 
 def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
-    """Deal fragments of ``numels`` values to as many syncers as there are ``rates``; the indices of each, rising.
+    """Assign fragments of ``numels`` values to one syncer for each of ``rates``; return each one's indices, ascending.
 
-    The fragments from large to small, each to the syncer whose link would have carried all of its own first (Graham
-    1969; Gonzalez, Ibarra and Sahni 1977 for rates that differ).  The last link is then done after at most
-    4/3 - 1/(3n) of the best possible time where the n rates are equal, and less than twice that where they are not.
-    Equal sizes and equal times go by index; times are compared as fractions, so that no rounding decides.
+    The fragments from large to small, each to the syncer whose link would finish first with it (Graham 1969; Gonzalez,
+    Ibarra and Sahni 1977 for different rates).  The last link then finishes after at most 4/3 - 1/(3n) times the best
+    possible time where the n rates are equal, and less than twice the best where they differ.  Ties of sizes and times
+    are broken by index; times are compared as fractions, so that no rounding decides.  ``ValueError`` for invalid
+    rates, and where a syncer would get no fragment.
     """
     if not rates:
         raise ValueError("rates is empty: one for each syncer")
@@ -322,7 +288,7 @@ def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...
 
 
 def part_of(layout: Layout, indices: Sequence[int]) -> Layout:
-    """The layout of a syncer that holds the fragments ``indices``: their parameters and no others, counted from 0.
+    """Return the layout of a syncer with the fragments ``indices``, renumbered from 0: their parameters and no others.
 
     ``ValueError`` where a parameter lies partly in another syncer's fragments, which no layout of ``plan_layout`` has.
     """
@@ -332,5 +298,5 @@ def part_of(layout: Layout, indices: Sequence[int]) -> Layout:
 
 
 def described(placement: Sequence[Sequence[int]]) -> str:
-    """The placement in words that two ends can compare: ``0 2 / 1 3``."""
+    """Return the placement as text that two ends can compare: ``0 2 / 1 3``."""
     return " / ".join(" ".join(map(str, indices)) for indices in placement)

@@ -1,12 +1,11 @@
-"""The merge of a round: one pseudo-gradient out of those of several sites.
+"""The merge of a round: one pseudo-gradient from those of several sites.
 
-Correction.  A contribution that does not go where the outer momentum goes may be corrected before it is merged
-(:class:`Correction`).  As the merge does, it goes by inner products: from those of a tensor follow the two numbers that
-correct it, and from these the products of what is corrected, so that the corrected tensor need not be there yet.
+Correction.  A contribution whose direction differs from the outer momentum's may be corrected before the merge
+(:class:`Correction`).  Like the merge, the correction needs only inner products: those of a tensor give the two numbers
+that correct it, and these give the products of the corrected tensors, which need not be computed yet.
 
-Merge.  All rules but one (:func:`trimmed_mean`) are a mean with other weights, times a number.  :func:`blend` says
-which, from the products of the sites' contributions with each other, and so the contributions themselves need never be
-in memory together.
+Merge.  All rules but one (:func:`trimmed_mean`) are a mean with changed weights, times a scale.  :func:`blend` returns
+both from the inner products of the sites' contributions, so the contributions themselves are never in memory together.
 """
 
 from __future__ import annotations
@@ -14,38 +13,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, exp, isfinite, pi, sqrt
 from statistics import median, median_low
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import torch
 
+from diloco.sync.options import NOT_NEGATIVE, Bound, Natural, at_least, below, check_bounds, require
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
     Change = tuple[float, float]
-    from collections.abc import Iterable
 
 CORRECTION_KINDS = ("none", "heloco")
 CORRECTION_NUMBERS = ("cosine", "project", "project_max", "rotate", "doubt")
+AT_MOST_1 = Bound(lambda value: value <= 1, "at most 1")
 KEPT = (1.0, 0.0)
-"""The change that is none."""
+"""The identity change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """``heloco`` (HeLoCo, arXiv 2606.00271) compares each tensor D of a contribution with the outer momentum m of it.
+    """``heloco`` (HeLoCo, arXiv 2606.00271) compares each tensor D of a contribution with its outer momentum m.
 
     With u and v their directions, c the cosine between them and trust = |D| / (|D| + doubt |m|)::
 
-        c >= cosine     D                                   it goes with the momentum, and is kept
+        c >= cosine     D                                   along the momentum: kept
         c < 0           D - p c |D| v                       p = min(project (-c) trust, project_max)
         else            |D| unit((1 - r) u + r v)           r = min(rotate (1 - c) trust, 1)
 
-    What goes against the momentum is taken out of D, a share p of it; what goes elsewhere is turned and stays as long
-    as it was.  A tensor of zeros, and one without momentum, is kept.  How long m is depends on the outer optimizer:
-    that of nesterov_ema, which is the paper's, is a mean of updates, others are up to 1 / (1 - momentum) times longer
-    and want a smaller ``doubt``.  A gate, which may be the paper's weight of an old update, comes after it.
+    A share p of the component against the momentum is removed from D.  A tensor in another direction is turned and
+    keeps its length.  A tensor of zeros, and one without momentum, is kept.  The length of m depends on the optimizer:
+    the momentum of nesterov_ema, which is the paper's, is a mean of updates; others are up to 1 / (1 - momentum) times
+    longer and need a smaller ``doubt``.  A gate, such as the paper's weight of an old update, is applied afterwards.
 
     ``cosine`` is the paper's c_ok, ``project`` its k_s, ``project_max`` its b_max, ``rotate`` its k_d and ``doubt`` its
     kappa.  The formulas are the paper's; its values of the five are not verified, and the defaults are this project's
@@ -53,29 +54,23 @@ class Correction:
     """
 
     kind: str = "none"
-    cosine: float = 0.2
-    project: float = 1.0
-    project_max: float = 1.0
-    rotate: float = 0.25
-    doubt: float = 1.0
+    cosine: Annotated[float, NOT_NEGATIVE, AT_MOST_1] = 0.2
+    project: Annotated[float, NOT_NEGATIVE] = 1.0
+    project_max: Annotated[float, NOT_NEGATIVE, AT_MOST_1] = 1.0
+    rotate: Annotated[float, NOT_NEGATIVE] = 0.25
+    doubt: Annotated[float, NOT_NEGATIVE] = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in CORRECTION_KINDS:
-            raise ValueError(f"correction is {self.kind!r}: one of {', '.join(CORRECTION_KINDS)}")
-        for name in CORRECTION_NUMBERS:
-            value = getattr(self, name)
-            if not (isfinite(value) and value >= 0):
-                raise ValueError(f"correction_{name} is {value!r}: must not be negative")
-            if name in ("cosine", "project_max") and value > 1:
-                raise ValueError(f"correction_{name} is {value!r}: at most 1")
+        require(self.kind in CORRECTION_KINDS, "correction", self.kind, f"one of {', '.join(CORRECTION_KINDS)}")
+        check_bounds(self, "correction_")
 
     @property
     def is_none(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the correction changes nothing."""
         return self.kind == "none"
 
     def change(self, square: float, product: float, momentum_square: float) -> Change:
-        """Return (a, b): the corrected tensor is ``a D + b m``; the three are D D, D m and m m, in fp64."""
+        """Return (a, b): the corrected tensor is ``a D + b m``; the arguments are D D, D m and m m, in fp64."""
         if self.is_none or not (square > 0 and momentum_square > 0):
             return KEPT
         length, ahead = sqrt(square), sqrt(momentum_square)
@@ -95,9 +90,9 @@ UNCORRECTED = Correction()
 
 
 def corrected(values: Tensor, momentum: Tensor, change: Change) -> Tensor:
-    """Return ``a D + b m`` for (a, b) of :meth:`Correction.change`, and the very ``values`` where nothing changes.
+    """Return ``a D + b m`` for (a, b) of :meth:`Correction.change`, and ``values`` itself where nothing changes.
 
-    In fp64 and rounded once: b is beyond fp32 where a momentum has all but died away.
+    Computed in fp64 and rounded once: b exceeds fp32 where a momentum has almost vanished.
     """
     if change == KEPT:
         return values
@@ -107,9 +102,9 @@ def corrected(values: Tensor, momentum: Tensor, change: Change) -> Tensor:
 
 
 def corrected_products(products: Sequence[Sequence[float]], changes: Sequence[Change]) -> list[list[float]]:
-    """The products of the corrected contributions with each other; ``products`` have the momentum in the last place.
+    """Return the products of the corrected contributions with each other; the last row of ``products`` is the momentum.
 
-    A square is not below 0: what is taken out entirely may be less than its rounding.
+    Squares are clamped to at least 0: after a full removal the remainder may be smaller than the rounding error.
     """
     square, count = products[-1][-1], len(changes)
     found = [[0.0] * count for _ in range(count)]
@@ -125,68 +120,59 @@ T = TypeVar("T")
 MERGE_KINDS = ("mean", "rda", "clip", "normalise", "clamp", "geometric_median", "trimmed_mean")
 WEISZFELD_STEPS = 64
 DEGENERATE = 1e-6
-"""Of what unit vectors could add up to: a sum that is shorter has no direction."""
+"""As a share of the longest possible sum of unit vectors: a shorter sum has no direction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeOptions:
-    """How contributions become one; with each of them equal ones give themselves, whatever the weights.
+    """How contributions are merged; under every rule equal contributions give that contribution, whatever the weights.
 
     ``mean``              the weighted mean (DiLoCo, arXiv 2311.08105)
-    ``rda``               the weighted mean of the directions, as long as the weighted mean of the lengths (Decoupled
-                          DiLoCo, arXiv 2604.21428): M contributions that have nothing in common do not get sqrt(M)
-                          times shorter, so it wants a smaller learning rate than the mean by up to as much
-    ``clip``              the mean of contributions no longer than ``norm_ratio_max`` times the median length
-    ``normalise``         the mean of contributions made as long as the median one
-    ``clamp``             the mean of contributions no longer than the lower median length, each tensor on its own: the
-                          form of SparseLoCo's code (arXiv 2508.15706, 2603.08163).  Where half of the contributions or
-                          more are 0, nothing is left of the others
-    ``geometric_median``  where the weighted sum of the distances is least (RFA, arXiv 1912.13445)
+    ``rda``               the weighted mean of the directions, with the weighted mean of the lengths (Decoupled DiLoCo,
+                          arXiv 2604.21428): M orthogonal contributions do not get sqrt(M) times shorter, so it needs a
+                          learning rate up to sqrt(M) times smaller than with the mean
+    ``clip``              the mean of contributions shortened to at most ``norm_ratio_max`` times the median length
+    ``normalise``         the mean of contributions scaled to the median length
+    ``clamp``             the mean of contributions shortened to at most the lower median length, tensor by tensor: the
+                          form of SparseLoCo's code (arXiv 2508.15706, 2603.08163).  If half of the contributions or
+                          more are 0, the result is 0
+    ``geometric_median``  the point with the least weighted sum of distances (RFA, arXiv 1912.13445)
     ``trimmed_mean``      value by value, the mean without the ``trim_share`` largest and the ``trim_share`` smallest
                           (arXiv 1803.01498)
     """
 
     kind: str = "mean"
-    norm_ratio_max: float = 1.0
-    trim_share: float = 0.2
+    norm_ratio_max: Annotated[float, at_least(1)] = 1.0
+    trim_share: Annotated[float, below(0.5)] = 0.2
 
     def __post_init__(self) -> None:
-        if self.kind not in MERGE_KINDS:
-            raise ValueError(f"merge is {self.kind!r}: one of {', '.join(MERGE_KINDS)}")
-        if not (isfinite(self.norm_ratio_max) and self.norm_ratio_max >= 1):
-            raise ValueError(f"norm_ratio_max is {self.norm_ratio_max!r}: at least 1")
-        if not 0 <= self.trim_share < 0.5:
-            raise ValueError(f"trim_share is {self.trim_share!r}: from 0 to below 0.5")
+        require(self.kind in MERGE_KINDS, "merge", self.kind, f"one of {', '.join(MERGE_KINDS)}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """A contribution is made smaller with its staleness: by exp(-``alpha`` staleness), smoothly to nothing at
+    """Scales a contribution down by its staleness: by exp(-``alpha`` staleness), by a cosine that reaches 0 at
     ``cutoff`` (both CGAD's, arXiv 2605.09126), and by (1 + staleness)^-``power`` (FedBuff's, arXiv 2106.06639).
 
-    Unlike a weight, which takes from one what it gives to another, this makes the step itself smaller.  CGAD's form of
-    the gate is that of its abstract; 0 for all three lets everything through as it is.
+    A weight only shifts influence between contributions; a gate makes the step itself smaller.  CGAD's form of the gate
+    is that of its abstract.  With 0 for all three the gate changes nothing.
     """
 
-    alpha: float = 0.0
-    cutoff: int = 0
-    power: float = 0.0
+    alpha: Annotated[float, NOT_NEGATIVE] = 0.0
+    cutoff: Natural = 0
+    power: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "power"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value >= 0):
-                raise ValueError(f"gate_{name} is {value!r}: must not be negative")
-        if self.cutoff < 0:
-            raise ValueError(f"gate_cutoff is {self.cutoff!r}: 0 (none) or more")
+        check_bounds(self, "gate_")
 
     @property
     def is_open(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the gate changes nothing."""
         return self.alpha == 0 and self.cutoff == 0 and self.power == 0
 
     def factor(self, staleness: int) -> float:
-        """What is left of a contribution that is so many versions old: 1 at 0, 0 from the cutoff on."""
+        """Return the factor on a contribution ``staleness`` versions old: 1 at 0, 0 from the cutoff on."""
         if self.cutoff and staleness >= self.cutoff:
             return 0.0
         gate = 0.5 * (1 + cos(pi * staleness / self.cutoff)) if self.cutoff else 1.0
@@ -196,7 +182,7 @@ class Gate:
 MEAN = MergeOptions()
 OPEN = Gate()
 PAIRWISE = ("rda", "geometric_median")
-"""The kinds that read the products of different contributions."""
+"""The kinds that need the products of different contributions."""
 BY_TENSOR = ("rda", "clamp")
 """The kinds that merge each tensor on its own; the others compare whole fragments."""
 
@@ -205,7 +191,7 @@ BY_TENSOR = ("rda", "clamp")
 class Segment:
     """The values ``[start, stop)`` of a fragment, which are merged on their own: a piece of a parameter, or all.
 
-    ``cuts``, rising, are where its tensors meet, if each of them is to be corrected on its own.
+    ``cuts``, ascending, are the borders between its tensors, if each of them is corrected on its own.
     """
 
     start: int
@@ -220,11 +206,11 @@ def blend(
     products: Sequence[Sequence[float]],
     factors: Sequence[float] | None = None,
 ) -> tuple[list[float], float]:
-    """Return (weights', scale): what is merged is ``scale`` times the mean with ``weights'``; fp64 throughout.
+    """Return (weights', scale): the merge is ``scale`` times the mean with ``weights'``; fp64 throughout.
 
     ``weights`` are positive, ``products[i][j]`` is the inner product of contributions i and j; only ``rda`` and
-    ``geometric_median`` read those of different ones.  Where a rule has no answer, as for directions that cancel each
-    other, it is the mean.  With ``factors``, of which one is above 0, the contributions are those made so much smaller.
+    ``geometric_median`` read those with i != j.  Where a rule has no result, as for directions that cancel each other,
+    the mean is used.  With ``factors``, at least one above 0, each contribution is first multiplied by its factor.
     """
     if factors is not None:
         smaller = [
@@ -252,7 +238,7 @@ def blend(
 
 
 def _shortened(weights: Sequence[float], factors: Sequence[float]) -> tuple[list[float], float]:
-    """The mean with ``weights`` of contributions that are ``factors`` times as long."""
+    """Return (weights', scale) of the mean with ``weights`` of contributions multiplied by ``factors``."""
     changed = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
     return changed, sum(changed) / sum(weights)
 
@@ -272,7 +258,8 @@ def _rda(
 def _geometric_median(
     weights: Sequence[float], products: Sequence[Sequence[float]], lengths: Sequence[float]
 ) -> list[float]:
-    """Weiszfeld's iteration, whose points are all means of the contributions, smoothed where it would meet one."""
+    """Return the weights of the geometric median by Weiszfeld's iteration, whose points are all means of the
+    contributions; distances have a lower bound, so that an iterate that meets a contribution divides by no zero."""
     least = DEGENERATE * median(lengths)
     shares = [weight / sum(weights) for weight in weights]
     for _ in range(WEISZFELD_STEPS):
@@ -290,13 +277,13 @@ def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Ten
     """Return the weighted mean of the sites' contributions, ``sum(w_i d_i) / sum(w_i)``, flat fp32.
 
     ``contributions`` holds (weight, updates) per site, already in site order; the updates of one site are added in
-    sequence order into its d.  A site of weight 0, or without updates, is dropped before anything of it is read, so
-    that not even a NaN of its can pass (0 * NaN is NaN).  ``out`` receives the result where it is given; it may be
-    none of the updates.  ``ValueError`` for a negative or non-finite weight, or when no site is left.
+    sequence order into its d.  A site of weight 0, or without updates, is dropped before its values are read, so that
+    even its NaN has no effect (0 * NaN is NaN).  ``out``, if given, receives the result; it must not be one of the
+    updates.  ``ValueError`` for a negative or non-finite weight, or when no site is left.
 
-    The mean runs (Welford 1962): with W the weights so far, ``m += (w_i / W) (d_i - m)``.  Equal d therefore give d
-    bit for bit, whatever the weights, and nothing but m and one temporary is held.  Each operation rounds by itself
-    (no fused multiply-add), so the bits depend neither on the machine nor on the number of threads.
+    It is a running mean (Welford 1962): with W the sum of the weights so far, ``m += (w_i / W) (d_i - m)``.  So equal d
+    give d bit for bit, whatever the weights, and memory holds only m and one temporary.  Each operation rounds by
+    itself (no fused multiply-add), so the bits depend neither on the machine nor on the number of threads.
     """
     mean: Tensor | None = None
     for share, updates in shares(contributions):
@@ -306,14 +293,14 @@ def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Ten
         else:
             contribution = updates[0] if len(updates) == 1 else _add_up(updates, torch.empty_like(mean))
             towards = torch.sub(mean, contribution)
-            # Subtracted rather than added, so that the sign of a zero is kept too: -0 - 0 is -0, but -0 + 0 is +0.
+            # Subtract rather than add, to keep the sign of a zero too: -0 - 0 is -0, but -0 + 0 is +0.
             mean.sub_(towards.mul_(share))
     assert mean is not None
     return mean
 
 
 def shares(contributions: Iterable[tuple[float, Sequence[T]]]) -> list[tuple[float, Sequence[T]]]:
-    """Return (``w_i / W``, updates) of the sites that count, in their order, W the weights so far and theirs."""
+    """Return (``w_i / W``, updates) of the counted sites in their order, W the sum of the weights up to that site."""
     total, found = 0.0, []
     for weight, updates in counted(contributions):
         total += weight
@@ -322,7 +309,7 @@ def shares(contributions: Iterable[tuple[float, Sequence[T]]]) -> list[tuple[flo
 
 
 def counted(contributions: Iterable[tuple[float, Sequence[T]]]) -> list[tuple[float, Sequence[T]]]:
-    """Return those that count; see :func:`merge_mean` for who is dropped and what is refused."""
+    """Return the contributions that count; :func:`merge_mean` defines which are dropped and which are refused."""
     found = []
     for weight, updates in contributions:
         if not (isfinite(weight) and weight >= 0):
@@ -337,23 +324,19 @@ def counted(contributions: Iterable[tuple[float, Sequence[T]]]) -> list[tuple[fl
 def trimmed_mean(contributions: Sequence[tuple[float, Tensor]], trim_share: float, out: Tensor) -> Tensor:
     """Write into ``out``, value by value, the weighted mean without the largest and the smallest contributions.
 
-    ``contributions`` holds (weight, values), each weight positive, in site order; of k of them ``trim_share`` k,
-    rounded down, are left out at either end; the others keep their weights.  Of equal values the first sites' are the
-    smaller ones.
+    ``contributions`` holds (weight, values), each weight positive, in site order.  Of k contributions ``trim_share`` k,
+    rounded down, are left out at either end; the others keep their weights.  Equal values are ordered by site.
     """
     values = torch.stack([each for _, each in contributions])
     weights = torch.tensor([weight for weight, _ in contributions], dtype=torch.float64)
     ordered, order = values.sort(dim=0, stable=True)
     less = int(trim_share * len(contributions))
-    total = torch.zeros(out.shape, dtype=torch.float64)
-    for rank in range(less, len(contributions) - less):
+    total = weights[order[less]]
+    out.copy_(ordered[less])
+    for rank in range(less + 1, len(contributions) - less):
         weight = weights[order[rank]]
         total.add_(weight)
-        towards = torch.sub(out, ordered[rank]) if rank > less else None
-        if towards is None:
-            out.copy_(ordered[rank])
-        else:
-            out.sub_(towards.mul_((weight / total).float()))
+        out.sub_(torch.sub(out, ordered[rank]).mul_((weight / total).float()))
     return out
 
 

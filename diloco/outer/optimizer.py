@@ -1,22 +1,34 @@
-"""The outer optimizer: one step on one fragment, as a pure function.
+"""The outer step: the optimizer's step on one fragment, as a pure function, and the outer rule of a run.
 
-Three forms go under the name of Nesterov, and a learning rate tuned in one is wrong in the next by up to
-1/(1 - momentum), so each has a name of its own here: ``nesterov`` is torch's, ``heavy_ball`` looks ahead nowhere, and
+Three different forms are called Nesterov, and a learning rate tuned for one is wrong for another by up to
+1/(1 - momentum), so each has its own name here: ``nesterov`` is torch's, ``heavy_ball`` has no look-ahead, and
 ``nesterov_ema`` is HeLoCo's (arXiv 2606.00271).
+
+``OuterRule`` is everything about an outer step that a run configures: how contributions are corrected and merged, and
+the optimizer's step after that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite, sqrt
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from math import sqrt
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from diloco.sync.options import require
+from diloco.outer.merge import BY_TENSOR, MEAN, OPEN, UNCORRECTED, Correction, Gate, MergeOptions, Segment
+from diloco.sync.options import ABOVE_0, NOT_NEGATIVE, Count, below, check_bounds, one_of, require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.outer.fragments import Fragment, Layout
+
 
 TENSORS_KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -30,7 +42,7 @@ TENSORS_KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gpa": ("fast", "average"),
     }
 )
-"""By kind, what is remembered of a fragment between its steps: so many times the memory of the fragment itself."""
+"""The state tensors that each kind keeps for a fragment between steps, each as large as the fragment."""
 OUTER_KINDS = tuple(TENSORS_KEPT)
 ONLY_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -42,49 +54,41 @@ ONLY_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "momentum_ahead": ("gpa",),
     }
 )
-"""The fields that not every kind reads, and the kinds that do."""
+"""The fields that only some kinds read, and these kinds."""
 
 
 @dataclass(kw_only=True, slots=True)
 class OuterOptimizerOptions:
     """``kind`` is one of ``OUTER_KINDS``; the defaults are DiLoCo's (arXiv 2311.08105).
 
-    A field that the kind has no use for is at its default, or is refused.
+    A field that the kind does not use must be at its default: ``ValueError``.
     """
 
-    kind: str = "nesterov"
-    lr: float = 0.7
-    momentum: float = 0.9
+    kind: Annotated[str, one_of(OUTER_KINDS)] = "nesterov"
+    lr: Annotated[float, ABOVE_0] = 0.7
+    momentum: Annotated[float, below(1)] = 0.9
     """β1 of adamw, β of schedule_free, μ_x of gpa."""
-    window: int = 1
-    """N of delayed_nesterov: steps that are gathered for one step of the momentum."""
+    window: Count = 1
+    """N of delayed_nesterov: steps accumulated for one momentum step."""
     share_ahead: float = 0.0
-    """c of delayed_nesterov, from 0 to 1/window: how much of the momentum each step of a window takes."""
-    momentum_squares: float = 0.95
+    """c of delayed_nesterov, from 0 to 1/window: the share of the momentum that each step of a window applies."""
+    momentum_squares: Annotated[float, below(1)] = 0.95
     """β2 of adamw."""
-    epsilon: float = 0.1
-    """Of adamw, which is not stable with the usual 1e-8 (DiLoCo, appendix)."""
-    weight_decay: float = 0.0
-    """Of adamw, schedule_free and gpa: decoupled, times the learning rate."""
-    momentum_ahead: float = 0.8
+    epsilon: Annotated[float, ABOVE_0] = 0.1
+    """ε of adamw, which is unstable with the usual 1e-8 (DiLoCo, appendix)."""
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    """For adamw, schedule_free and gpa: decoupled, times the learning rate."""
+    momentum_ahead: Annotated[float, below(1)] = 0.8
     """μ_y of gpa: where between the fast values (0) and their average (1) the sites train from."""
 
     def __post_init__(self) -> None:
-        require(self.kind in OUTER_KINDS, "kind", self.kind, f"one of {', '.join(OUTER_KINDS)}")
-        require(isfinite(self.lr) and self.lr > 0, "lr", self.lr, "must be above 0")
-        require(isfinite(self.momentum) and 0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")
+        check_bounds(self)
         if self.kind == "sgd":
             require(self.momentum == 0, "momentum", self.momentum, 'kind "sgd" has none, kind "heavy_ball" does')
         elif self.kind != "adamw":
             require(self.momentum > 0, "momentum", self.momentum, f'kind "{self.kind}" needs some, kind "sgd" none')
-        require(self.window >= 1, "window", self.window, "at least 1")
         most = 1 / self.window
         require(0 <= self.share_ahead <= most, "share_ahead", self.share_ahead, f"from 0 to 1/window, {most:g}")
-        for name, value in (("momentum_squares", self.momentum_squares), ("momentum_ahead", self.momentum_ahead)):
-            require(isfinite(value) and 0 <= value < 1, name, value, "from 0 to below 1")
-        require(isfinite(self.epsilon) and self.epsilon > 0, "epsilon", self.epsilon, "must be above 0")
-        decays = isfinite(self.weight_decay) and self.weight_decay >= 0
-        require(decays, "weight_decay", self.weight_decay, "must not be negative")
         require(self.lr * self.weight_decay < 1, "weight_decay", self.weight_decay, "lr x weight_decay is below 1")
         for each in fields(self):
             kinds, value = ONLY_OF.get(each.name, OUTER_KINDS), getattr(self, each.name)
@@ -93,8 +97,8 @@ class OuterOptimizerOptions:
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
-    """What an outer optimizer remembers of a fragment: ``steps`` made since it remembered nothing, each counted as its
-    share, and ``tensors`` by name (``TENSORS_KEPT``), flat fp32 of the fragment's length.
+    """An outer optimizer's state of one fragment: ``steps`` since the empty state, each counted by its share, and
+    ``tensors`` by name (``TENSORS_KEPT``), flat fp32 of the fragment's length.
     """
 
     steps: float = 0
@@ -102,16 +106,16 @@ class OuterState:
 
     @property
     def momentum(self) -> Tensor | None:
-        """The direction of the recent pseudo-gradients, where there is one."""
+        """The momentum; None before the first step and for kinds without one."""
         return self.tensors.get("momentum")
 
     def part(self, part: slice) -> OuterState:
-        """The same of a part of the fragment."""
+        """Return the state of a part of the fragment, as views."""
         return OuterState(self.steps, {name: each[part] for name, each in self.tensors.items()})
 
 
 NOTHING = OuterState()
-"""Before the first step."""
+"""The state before the first step."""
 
 
 def outer_step(
@@ -127,14 +131,14 @@ def outer_step(
         nesterov_ema      m <- mu m + (1 - mu) g;    theta <- theta - lr (g + mu m)         (arXiv 2606.00271)
 
     and :func:`_delayed_nesterov`, :func:`_adamw` and :func:`_averaged` for the others.  sgd, heavy_ball, nesterov and
-    adamw are torch's own bit for bit.  The additions with ``alpha`` are those of torch, one rounding where the
-    processor has a fused multiply-add: bits are equal on machines of one kind, for any number of threads, and however
-    a fragment is cut into parts of whole vectors.
+    adamw equal torch's own bit for bit.  The additions with ``alpha`` are torch's, with one rounding where the
+    processor has a fused multiply-add: bits are equal on machines of one kind, for any number of threads, and for any
+    cut of a fragment into parts of whole vectors.
 
-    ``share``, above 0 and at most 1, says which part of a full round ``g`` is.  1 is the step above.  A smaller share
-    takes that part of the step: where g stays the same, a step of share s and one of share t give the theta and the m
-    of one step of s + t (:func:`linear_part` and the others say how).  So the result does not depend on which sites
-    arrive together.  delayed_nesterov is made for single arrivals and takes no share.
+    ``share``, above 0 and at most 1, is the part of a full round that ``g`` is.  1 is the step above.  A smaller share
+    takes that part of the step: with an unchanged g, a step of share s and one of share t give the theta and the m of
+    one step of s + t (:func:`linear_part` and the others have the formulas).  So the result does not depend on which
+    sites arrive together.  delayed_nesterov is made for single arrivals and takes no share.
     """
     assert 0 < share <= 1, share
     if options.kind == "delayed_nesterov":
@@ -164,7 +168,7 @@ def outer_step(
 
 
 class LinearPart(NamedTuple):
-    """The factors of a part of a step: m' of m and of g, and what theta gains by m and by g."""
+    """The factors of a part of a step: of m and g in the new m, and of m and g in the change of theta."""
 
     momentum_stays: float
     momentum_by_g: float
@@ -173,17 +177,17 @@ class LinearPart(NamedTuple):
 
 
 def linear_part(options: OuterOptimizerOptions, share: float) -> LinearPart:
-    """The share s of a step of heavy_ball, nesterov or nesterov_ema.
+    """Return the factors for the share s of a step of heavy_ball, nesterov or nesterov_ema.
 
-    A step is linear in (theta, m, g), and there is one way to cut a linear step into parts that add up to it.  With
-    f = (1 - mu^s) / (1 - mu), which is 1 at s = 1::
+    A step is linear in (theta, m, g), and there is exactly one way to cut a linear step into parts that add up to it.
+    With f = (1 - mu^s) / (1 - mu), which is 1 at s = 1::
 
         heavy_ball        m <- mu^s m + f g            theta <- theta - lr (mu f m   + (s - mu f) / (1 - mu) g)
         nesterov          m <- mu^s m + f g            theta <- theta - lr (mu^2 f m + (s - mu^2 f) / (1 - mu) g)
         nesterov_ema      m <- mu^s m + (1 - mu^s) g   theta <- theta - lr (mu^2 f m + ((1 + mu) s - mu^2 f) g)
 
-    with m as it was before the step.  All that a pseudo-gradient ever moves theta by, now and through the momentum, is
-    s times what it moves theta by in a full step.
+    with m from before the step.  The total effect of a pseudo-gradient on theta, now and later through the momentum, is
+    s times its effect in a full step.
     """
     mu, lr = options.momentum, options.lr
     stays = mu**share
@@ -197,8 +201,8 @@ def linear_part(options: OuterOptimizerOptions, share: float) -> LinearPart:
 def _delayed_nesterov(
     theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions
 ) -> tuple[Tensor, OuterState]:
-    """Delayed Nesterov (arXiv 2401.09135, algorithm 4): where updates come one by one, the momentum takes one step on
-    the mean of N of them, and each of them moves theta by its own N-th meanwhile::
+    """Delayed Nesterov (arXiv 2401.09135, algorithm 4): updates come one by one; the momentum takes one step on the
+    mean of N of them, and meanwhile each moves theta by 1/N of itself::
 
         B <- B + g
         N-th of a window:  m <- mu m + B/N;  theta <- theta - lr ((1 - c N + c) mu m + g/N);  B <- 0
@@ -226,10 +230,10 @@ def _delayed_nesterov(
 def _adamw(
     theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions, share: float
 ) -> tuple[Tensor, OuterState]:
-    """AdamW (arXiv 1711.05101) on pseudo-gradients, in the order of operations of torch's own.
+    """AdamW (arXiv 1711.05101) on pseudo-gradients, with torch's order of operations.
 
-    A share s of a step has beta^s for each beta, ``steps`` in parts for the two corrections, and of the rate lr what
-    the decay of s leaves of it; a g that stays the same is then its own mean at any step.
+    A share s of a step uses beta^s for each beta, fractional ``steps`` for the two bias corrections, and the rate
+    lr f(1 - lr wd, s) with f of :func:`_filled`; a constant g is then its own mean at any step.
     """
     steps, zeros = state.steps + share, torch.zeros_like(g)
     stays, squares_stay = options.momentum**share, options.momentum_squares**share
@@ -246,15 +250,15 @@ def _adamw(
 def _averaged(
     theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions, share: float
 ) -> tuple[Tensor, OuterState]:
-    """Schedule-Free SGD (arXiv 2405.15682) and GPA (arXiv 2512.17131), which is the same with a steady average::
+    """Schedule-Free SGD (arXiv 2405.15682), and GPA (arXiv 2512.17131), which is the same with an exponential average::
 
         z <- (1 - lr wd) z - lr g                                      the fast values
-        x <- a x + (1 - a) z            a = 1 - 1/steps,  or mu_x      their average, which is what is evaluated
-        y <- b x + (1 - b) z            b = mu,           or mu_y      what is sent to the sites: theta
+        x <- a x + (1 - a) z            a = 1 - 1/steps,  or mu_x      their average, which is evaluated
+        y <- b x + (1 - b) z            b = mu,           or mu_y      theta, which is sent to the sites
 
-    Before the first step all three are theta.  A share s of a step moves z by s and averages over what z passes on the
-    way: with the z of before, decayed by (1 - lr wd)^s, f as in :func:`linear_part` and ``steps`` in parts, the parts
-    of a step are the step exactly without decay, and nearly so with::
+    Before the first step all three are theta.  A share s of a step moves z by s and averages over the path of z.  With
+    z from before the step, decayed by (1 - lr wd)^s, f as in :func:`linear_part` and fractional ``steps``, the parts
+    below add up to the step exactly without decay, and nearly so with decay::
 
         schedule_free     x <- (1 - s/steps) x + s/steps (z - lr (1 + s)/2 g)
         gpa               x <- mu_x^s x + (1 - mu_x^s) z - lr (s - mu_x f) g
@@ -276,10 +280,68 @@ def _averaged(
 
 
 def _filled(stays: float, share: float) -> float:
-    """f = (1 - stays^share) / (1 - stays), which is ``share`` where all stays."""
+    """Return f = (1 - stays^share) / (1 - stays), whose limit for ``stays`` 1 is ``share``."""
     return share if stays == 1 else (1 - stays**share) / (1 - stays)
 
 
 def evaluated(theta: Tensor, state: OuterState) -> Tensor:
-    """The parameters that stand for the model: theta itself, or the average where the optimizer keeps one."""
+    """Return the parameters to evaluate and export: theta itself, or the average where the optimizer keeps one."""
     return state.tensors.get("average", theta)
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRule:
+    """A run's outer rule.  ``segments`` has those of each fragment; one without any is merged by the weighted mean."""
+
+    optimizer: OuterOptimizerOptions
+    segments: tuple[tuple[Segment, ...], ...] = ()
+    gate: Gate = OPEN
+    correction: Correction = UNCORRECTED
+
+    def factors(self, staleness: Sequence[int]) -> list[float] | None:
+        """Return the gate's factor for each contribution, by its staleness; None where all are 1."""
+        return None if self.gate.is_open else [self.gate.factor(each) for each in staleness]
+
+    def segments_of(self, fragment: int) -> tuple[Segment, ...]:
+        """Return the segments by which the fragment is merged; empty for the weighted mean."""
+        return self.segments[fragment] if self.segments else ()
+
+
+def outer_rule(
+    optimizer: OuterOptimizerOptions,
+    merge: MergeOptions,
+    layout: Layout,
+    plain: Sequence[str] = (),
+    gate: Gate = OPEN,
+    correction: Correction = UNCORRECTED,
+) -> OuterRule:
+    """Return the rule of a run with ``layout``.
+
+    ``rda`` and ``clamp`` work per parameter, because tensors differ in length by orders of magnitude.  Under ``rda``
+    vectors, and parameters whose name matches one of ``plain`` (shell patterns), are merged by the mean: a row of an
+    embedding moves only at sites that saw its token, so the sites share no direction.  The other kinds compare whole
+    fragments, because an update is good or bad as a whole.  A correction works per parameter under all kinds.
+    ``ValueError`` where a correction is set and the optimizer has no momentum.
+    """
+    if not correction.is_none and "momentum" not in TENSORS_KEPT[optimizer.kind]:
+        kinds = " or ".join(kind for kind, kept in TENSORS_KEPT.items() if "momentum" in kept)
+        raise ValueError(f"correction is {correction.kind!r}: kind {optimizer.kind!r} has no momentum, {kinds} do")
+    if merge.kind == "mean" and gate.is_open and correction.is_none:
+        return OuterRule(optimizer)
+    shapes = dict(layout.parameters)
+
+    def options_of(name: str) -> MergeOptions:
+        is_plain = len(shapes[name]) < 2 or any(fnmatchcase(name, pattern) for pattern in plain)
+        return MEAN if merge.kind == "rda" and is_plain else merge
+
+    def segments(fragment: Fragment) -> tuple[Segment, ...]:
+        stops = tuple(accumulate(piece.stop - piece.start for piece in fragment.pieces))
+        if merge.kind not in BY_TENSOR:
+            return (Segment(0, fragment.numel, merge, () if correction.is_none else stops[:-1]),)
+        starts = (0, *stops[:-1])
+        return tuple(
+            Segment(start, stop, options_of(piece.name))
+            for start, stop, piece in zip(starts, stops, fragment.pieces, strict=True)
+        )
+
+    return OuterRule(optimizer, tuple(map(segments, layout.fragments)), gate, correction)

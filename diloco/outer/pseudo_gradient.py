@@ -1,25 +1,25 @@
-"""A site's side of the mathematics: what it has learned and not yet sent, and how it takes a new version.
+"""A site's part of the mathematics: the progress that it has not sent yet, and how it adopts a new version.
 
 All tensors are flat fp32 of the fragment's size; the results are new tensors.
 
-:func:`pseudo_gradient` is what a site has learned and not yet sent, as a gradient points: uphill.
+:func:`pseudo_gradient` is a site's unsent progress with the sign of a gradient: uphill.
 
-A site takes a new version of a fragment in one of four ways: it keeps its progress (:func:`rebase`), overwrites it
+A site adopts a new version of a fragment in one of four ways: it keeps its progress (:func:`rebase`), overwrites it
 (:func:`overwrite`), blends (:func:`blend`), or looks ahead by its own part (:func:`eager`, :class:`OwnPart`).
 
-:class:`OwnPart` is what the outer step will make of a site's own updates: eager updates (arXiv 2502.12996) as the paper
-has them.  In the paper each of M replicas steps its own outer optimizer with the last round's mean, in which its own
-share of that round is replaced by its own share of this one::
+:class:`OwnPart` predicts what the outer step will make of a site's own updates: eager updates as in arXiv 2502.12996.
+In the paper each of M replicas steps its own outer optimizer with the last round's mean, in which its own share of that
+round is replaced by its own share of this one::
 
     g_m(t) = mean(t - 1) + (d_m(t) - d_m(t - 1)) / M
 
-Where the step is linear in the updates the sum over t is a version and a step of the same optimizer beside it, that has
-only ever seen the site's own updates.  With Nesterov, S the momentum of these::
+Where the step is linear in the updates, the sum over t is a version plus a step of a second optimizer of the same kind
+that has only seen the site's own updates.  With Nesterov, S the momentum of these::
 
     S(t) = mu S(t - 1) + d_m(t);    replica(t) = version(t - 1) - lr / M (d_m(t) + mu S(t))
 
-which is lr (1 + mu) / M of the site's own update and a tail of mu^2 of those before it.  So a site takes the run's own
-outer step on what is under way, from the version that it has and from the state of its own part.
+which is lr (1 + mu) / M of the site's own update and a tail of mu^2 of those before it.  So a site applies the run's
+outer step to its updates under way, from the version that it has and from the optimizer state of its own part.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 def pseudo_gradient(base: Tensor, local: Tensor, in_flight: Sequence[Tensor]) -> Tensor:
     """Return ``base - local - in_flight[0] - in_flight[1] - ...``, in this order, as a new tensor.
 
-    ``base`` is the version the site measures from, ``local`` where it is now, ``in_flight`` the decoded updates it
-    has sent and whose fate it does not know, in sequence order; all flat fp32 of one shape.  With nothing in flight
+    ``base`` is the version the site measures from, ``local`` its present values, ``in_flight`` the decoded updates
+    that it has sent and that have no known fate, in sequence order; all flat fp32 of one shape.  With none in flight
     this is DiLoCo's pseudo-gradient (arXiv 2311.08105, algorithm 1).
     """
     remainder = torch.sub(base, local)
@@ -53,39 +53,39 @@ def is_finite(values: Tensor) -> bool:
     """Return whether no value is NaN or infinite; one pass, no temporary of the tensor's size."""
     if values.numel() == 0:
         return True
-    low, high = torch.aminmax(values)  # NaN is passed on by both
+    low, high = torch.aminmax(values)  # both propagate NaN
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 MEASURE_FROM = ("adopted", "published")
-"""Where the next update is measured from under :func:`blend`: from what it returned, or from the version."""
+"""Base of the next update under :func:`blend`: the result of the blend, or the version."""
 
 
 def rebase(local: Tensor, old_base: Tensor, new_base: Tensor, merged: Sequence[Tensor]) -> Tensor:
     """Return ``new_base + r`` with ``r = (local - old_base) + merged[0] + merged[1] + ...``, in this order.
 
     ``merged`` holds the site's own updates that the new version merged, in sequence order: their progress is in
-    ``new_base`` already, the rest of what the site learned is r and is kept (the form of LOSCAR-SGD, arXiv
-    2605.20866).  With no codec and nothing trained since the update, r is exactly 0 and the result is ``new_base``
-    bit for bit, because rounding is symmetric: fl(local - base) = -fl(base - local).
+    ``new_base`` already.  r is the rest of the site's progress and is kept (the form of LOSCAR-SGD, arXiv 2605.20866).
+    With no codec and nothing trained since the update, r is exactly 0 and the result is ``new_base`` bit for bit,
+    because rounding is symmetric: fl(local - base) = -fl(base - local).
 
-    For the same reason -r is the pseudo-gradient of what is left.  Subtracting that gives the same bits as adding r,
-    and keeps the sign of a zero in ``new_base`` besides (-0 - 0 is -0, -0 + 0 is +0).
+    For the same reason -r is the pseudo-gradient of the remaining progress.  Subtracting it gives the same bits as
+    adding r, and also keeps the sign of a zero in ``new_base`` (-0 - 0 is -0, -0 + 0 is +0).
     """
     unsent = pseudo_gradient(old_base, local, merged)
     return new_base.sub(unsent)
 
 
 def overwrite(new_base: Tensor) -> Tensor:
-    """Return ``new_base``: what the site trained since its last update is given up (Decoupled DiLoCo, 2604.21428)."""
+    """Return a copy of ``new_base``: progress since the last update is given up (Decoupled DiLoCo, 2604.21428)."""
     return new_base.clone()
 
 
 def blend(local: Tensor, new_base: Tensor, alpha: float) -> Tensor:
     """Return ``alpha local + (1 - alpha) new_base`` (Streaming DiLoCo, arXiv 2501.18512).
 
-    In the paper's algorithm the next update is measured from ``new_base``, so that it brings again what is left of the
-    site's own way.  Measured from the result it brings what was trained since, and what is left is never sent.
+    In the paper's algorithm the next update is measured from ``new_base``, so it contains the remaining local progress
+    again.  Measured from the result, it contains only progress since then, and the remainder is never sent.
 
     ``alpha`` 0 is :func:`overwrite`, 1 is no communication; both ends, and equal inputs, are exact.  ``ValueError``
     outside of 0 to 1.
@@ -100,16 +100,16 @@ def blend(local: Tensor, new_base: Tensor, alpha: float) -> Tensor:
 
 
 def eager(new_base: Tensor, unsent: Tensor, under_way: Sequence[Tensor], share: float) -> tuple[Tensor, Tensor]:
-    """Return (values, reference): ``new_base`` with ``share`` of the site's own updates that it lacks, and with what
-    the site has not sent yet.
+    """Return (values, reference): ``reference`` is ``new_base`` with ``share`` of the site's own updates that it lacks
+    applied, ``values`` is ``reference`` with the site's unsent progress applied.
 
     Eager updates (arXiv 2502.12996, section 3) apply a site's own part of a round at once and the others' part a round
-    later: with a plain outer step of rate lr over M sites the values are those of the last version that everybody has
-    part in, less lr/M of the site's own update since.  That is ``share``; with 0 a site's own updates come back to it
-    with the version as the others' do (the delay that the paper finds worse), with 1 it is :func:`rebase`, to rounding.
+    later: with a plain outer step of rate lr over M sites the values are those of the last version of all sites, less
+    lr/M of the site's own update since.  That factor is ``share``.  With 0 a site's own updates reach it only with the
+    version, like the others' (the delay that the paper finds worse); 1 is :func:`rebase`, up to rounding.
 
-    ``unsent`` is the pseudo-gradient of what was trained and is in no update, and ``under_way`` are the decoded updates
-    that the version lacks, in sequence order.  The next update is measured from ``reference``.
+    ``unsent`` is the pseudo-gradient of progress that is in no update, and ``under_way`` are the decoded updates that
+    the version lacks, in sequence order.  The next update is measured from ``reference``.
     """
     reference = new_base.clone()
     for sent in under_way:
@@ -118,14 +118,14 @@ def eager(new_base: Tensor, unsent: Tensor, under_way: Sequence[Tensor], share: 
 
 
 ADDITIVE = ("sgd", "heavy_ball", "nesterov", "nesterov_ema")
-"""The kinds whose step on a mean is the sum of the steps on each site's part, from any version on."""
+"""The optimizer kinds whose step on a mean is the sum of the steps on each site's part, from any version."""
 
 
 class OwnPart:
-    """The outer optimizer's state of one fragment, as if the site's own parts of the means were all there is.
+    """The outer optimizer's state of one fragment, computed from only the site's own parts of the means.
 
-    All tensors are flat fp32 of the fragment's length, on one device; none is written to.  A part is the M-th of an
-    update, as in a mean of M sites of equal weight.
+    All tensors are flat fp32 of the fragment's length, on one device; none is written to.  A part is 1/M of an update,
+    as in a mean of M sites of equal weight.
     """
 
     def __init__(self, options: OuterOptimizerOptions) -> None:
@@ -135,20 +135,21 @@ class OwnPart:
 
     @property
     def momentum(self) -> Tensor | None:
-        """What a checkpoint must hold; None before the first own update was merged, and for sgd."""
+        """The tensor that a checkpoint must hold; None before the first own update was merged, and for sgd."""
         return self._state.momentum
 
     def restore(self, momentum: Tensor) -> None:
-        """Take back what ``momentum`` gave."""
+        """Restore the state from a saved ``momentum``."""
         self._state = OuterState(1, {"momentum": momentum})
 
     def forget(self) -> None:
-        """The fragment begins anew."""
+        """Reset the state: the fragment starts over."""
         self._state = NOTHING
 
     def merged(self, updates: Sequence[Tensor], steps: int, sites: int) -> None:
-        """So many outer ``steps`` were made, and the means of the last of them held ``updates`` of the site, one each
-        and in this order.  Where there were fewer steps the first one held all that are left over.
+        """Account for ``steps`` outer steps, the last of which merged the site's ``updates``, one each in this order.
+
+        With fewer steps than updates the first step merged all surplus ones.  ``sites`` is M; 0: do nothing.
         """
         if not sites:
             return
@@ -166,7 +167,7 @@ class OwnPart:
 
     def ahead(self, version: Tensor, under_way: Sequence[Tensor], sites: int) -> Tensor:
         """Return ``version`` after one outer step for each of the site's own updates that it lacks, in sequence order,
-        with nobody else's part in them.  With 0 ``sites`` (not told yet) nothing is ahead.
+        without other sites' parts.  With 0 ``sites`` (not known yet) return a copy of ``version``.
         """
         found, state = version, self._state
         for update in under_way if sites else ():

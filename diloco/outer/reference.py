@@ -26,9 +26,9 @@ def reference_diloco(
 ) -> list[Tensor]:
     """Run ``rounds`` rounds of DiLoCo (arXiv 2311.08105, algorithm 1) and return the versions 0 to ``rounds``.
 
-    ``theta0`` is flat fp32, version 0.  ``sites`` stand in site order; ``site(local, round_index)`` trains its own
-    copy ``local`` for the round's inner steps and returns where it ended, flat fp32 of the same shape.  The state of
-    its inner optimizer is its own and lives on from round to round.  ``weights`` has one weight per site.
+    ``theta0`` is flat fp32, version 0.  ``sites`` are in site order; ``site(local, round_index)`` trains its own copy
+    ``local`` for the round's inner steps and returns the result, flat fp32 of the same shape.  Each site keeps the
+    state of its inner optimizer from round to round.  ``weights`` has one weight per site.
     """
     versions = [theta0]
     state = NOTHING

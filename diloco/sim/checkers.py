@@ -1,10 +1,9 @@
-"""How a property is checked while a simulation runs: the hooks, and who calls whom.
+"""The base of all checkers, and the invariants of the syncer, checked at every event of a simulation (DESIGN 6).
 
-A checker keeps its own book from what it is shown and never believes the machine's.  ``mutation`` names a change of the
-product that it must notice; ``tests/sim/test_mutants.py`` makes that change and sees it noticed.
-
-
-What must hold at the syncer at every event (DESIGN section 6); ``site_checkers`` has what must hold at the sites."""
+A checker keeps its own record of the events that it sees and never trusts the machine's.  ``mutation`` names a change
+of the product that it must detect; ``tests/sim/test_mutants.py`` makes that change and checks that it is detected.
+``site_checkers`` has the invariants of the sites.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +30,19 @@ from diloco.sync.rounds import of_its_age, raw_weight
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from diloco.sim.outer_disk import Kept
-    from diloco.sim.site_process import SiteProcess
+    from diloco.sim.site_state import SiteState
     from diloco.sim.values import Value
     from diloco.sim.world import OuterPlan, Storage, Unit
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
     from diloco.sync.events import Fate, LearnerEvent, OuterEvent
+    from diloco.sync.state import OuterState
 
 
 class Violation(Exception):
-    """Something that must hold did not; ``checker`` is who saw it."""
+    """An invariant is broken; ``checker`` is the name of the checker that found it."""
 
     def __init__(self, checker: str, text: str) -> None:
         super().__init__(f"{checker}: {text}")
@@ -50,17 +50,15 @@ class Violation(Exception):
 
 
 class Checker:
-    """One property.  The simulator calls every hook; a checker has those that it needs."""
+    """One invariant.  The simulator calls every hook; a checker overrides those that it needs."""
 
     name: ClassVar[str]
     mutation: ClassVar[str]
     of_the_disk: ClassVar[tuple[str, ...]] = ()
-    """The attributes that are a book of what lies on the syncer's disk: a restore sets them back with it."""
+    """The attributes that record what is on the syncer's disk: a restore of the disk restores them too."""
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        """``conserving``: nothing in this run throws progress away, and the outer step is the plain mean."""
-        self.plan, self.conserving = plan, conserving
-        self._backup: dict[str, object] = {}
+    def __init__(self, plan: OuterPlan) -> None:
+        self.plan = plan
 
     def require(self, holds: bool, *parts: object) -> None:
         """Raise ``Violation`` with ``parts`` unless it ``holds``."""
@@ -68,16 +66,16 @@ class Checker:
             raise Violation(self.name, " ".join(str(part) for part in parts))
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """``event`` is in the journal and none of its ``effects`` was carried out yet."""
+        """``event`` is in the journal and none of its ``effects`` is carried out yet."""
 
     def recovered(self, machine: OuterSync) -> None:
         """A new process of the syncer has read the disk."""
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """A process is about to carry out ``effects``, or (no ``chain``) to answer who only asked."""
+        """A process is about to carry out a turn's ``effects``; ``chain`` None: the turn only answers read requests."""
 
     def told_with_an_heir(self, chain: bytes) -> None:
-        """The same, at an instant at which the lease of that process names a standby as heir."""
+        """As ``told``, while the lease of that process names a standby as heir."""
 
     def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
         """A standby is about to acknowledge a frame."""
@@ -86,184 +84,84 @@ class Checker:
         """A standby is about to ask for what follows the frame with this chain value."""
 
     def stands_alone(self) -> None:
-        """From now on no standby is waited for: an operator has said so, or it was promoted itself."""
-
-    def backed_up(self) -> None:
-        """The syncer's disk was copied."""
-        self._backup = {name: copy.deepcopy(getattr(self, name)) for name in self.of_the_disk}
-
-    def set_back(self) -> None:
-        """The syncer's disk is the copy again, and no process has read it yet."""
-        for name, book in self._backup.items():
-            setattr(self, name, copy.deepcopy(book))
+        """The syncer waits for no standby from now on: an operator detached it, or the syncer was itself promoted."""
 
     def restored(self, lineage: int, made: Sequence[Kept]) -> None:
-        """``made`` are going to be the first versions of ``lineage``, by fragment."""
+        """``made`` become the first versions of ``lineage``, by fragment."""
 
     def stored(self, effect: StartOuterStep, made: Kept) -> None:
         """An outer step was computed."""
 
-    def process_started(self, site: SiteProcess) -> None:
+    def process_started(self, site: SiteState) -> None:
         """A learner process has read its checkpoint, or begins cold."""
 
-    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """The site's machine took ``event``; its ``effects`` are not carried out yet."""
+    def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """The site's machine handled ``event``; its ``effects`` are not carried out yet."""
 
-    def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
+    def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
         """The effects of ``event`` are carried out."""
 
-    def step_begun(self, site: SiteProcess, step_ns: int) -> None:
+    def step_begun(self, site: SiteState, step_ns: int) -> None:
         """An inner step begins that takes ``step_ns``."""
 
-    def stepped(self, site: SiteProcess, step_ns: int, learned: Sequence[int]) -> None:
-        """An inner step is done; the machine has not heard of it."""
+    def stepped(self, site: SiteState, step_ns: int, learned: Sequence[int]) -> None:
+        """An inner step is done; the machine has not been told yet."""
 
-    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
-        """``gradient`` was measured for ``seal``."""
+    def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
+        """``gradient`` is the pseudo-gradient measured for ``seal``."""
 
-    def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
+    def encoded(self, site: SiteState, fragment: int, digest: str, decoded: Value) -> None:
         """An update is in the outbox; the syncer would decode it to ``decoded``."""
 
-    def fetched(self, site: SiteProcess, fragment: int, version: int, value: Value) -> None:
-        """A site got the ``value`` of ``version``."""
+    def fetched(self, site: SiteState, fragment: int, version: int, value: Value) -> None:
+        """A site received ``version`` with this ``value``."""
 
-    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
-        """Everything is over; ``sites`` are the last processes of all sites, those that failed included."""
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
+        """The run has ended; ``sites`` are the last processes of all sites, including failed ones."""
+
+
+HOOKS = tuple(
+    name for name, member in vars(Checker).items() if callable(member) and name not in ("__init__", "require")
+)
 
 
 class Checkers(Checker):
-    """All checkers of a run behind one face: each hook reaches those that have it, in order."""
+    """All checkers of a run as one: each hook calls, in order, the checkers that override it."""
 
     def __init__(self, checkers: Sequence[Checker]) -> None:
         self.all = tuple(checkers)
-        self._outer = self._having("outer")
-        self._recovered = self._having("recovered")
-        self._told = self._having("told")
-        self._told_with_an_heir = self._having("told_with_an_heir")
-        self._replicated = self._having("replicated")
-        self._restored = self._having("restored")
-        self._stored = self._having("stored")
-        self._process_started = self._having("process_started")
-        self._learner = self._having("learner")
-        self._carried_out = self._having("carried_out")
-        self._step_begun = self._having("step_begun")
-        self._stepped = self._having("stepped")
-        self._sealed = self._having("sealed")
-        self._encoded = self._having("encoded")
-        self._fetched = self._having("fetched")
+        self._backup: list[dict[str, object]] = []
+        for hook in HOOKS:
+            having = [each for each in self.all if getattr(type(each), hook) is not getattr(Checker, hook)]
+            setattr(self, hook, _telling([getattr(each, hook) for each in having]))
 
-    def _having(self, hook: str) -> tuple[Checker, ...]:
-        return tuple(each for each in self.all if getattr(type(each), hook) is not getattr(Checker, hook))
-
-    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Tell those who have this hook."""
-        for each in self._outer:
-            each.outer(now_ns, event, effects, machine)
-
-    def recovered(self, machine: OuterSync) -> None:
-        """Tell those who have this hook."""
-        for each in self._recovered:
-            each.recovered(machine)
-
-    def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """Tell those who have this hook."""
-        for each in self._told:
-            each.told(machine, chain, effects)
-
-    def told_with_an_heir(self, chain: bytes) -> None:
-        """Tell those who have this hook."""
-        for each in self._told_with_an_heir:
-            each.told_with_an_heir(chain)
-
-    def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
-        """Tell those who have this hook."""
-        for each in self._replicated:
-            each.replicated(storage, journal, unit)
-
-    def resumed(self, storage: Storage, journal: str, chain: bytes) -> None:
-        """Tell all."""
-        for each in self.all:
-            each.resumed(storage, journal, chain)
-
-    def stands_alone(self) -> None:
-        """Tell all."""
-        for each in self.all:
-            each.stands_alone()
-
-    def backed_up(self) -> None:
-        """Tell all."""
-        for each in self.all:
-            each.backed_up()
+    def back_up(self) -> None:
+        """The syncer's disk was copied: copy the checkers' records of it."""
+        self._backup = [{name: copy.deepcopy(getattr(each, name)) for name in each.of_the_disk} for each in self.all]
 
     def set_back(self) -> None:
-        """Tell all."""
-        for each in self.all:
-            each.set_back()
+        """The syncer's disk was restored from the copy, and no process has read it yet: restore the records."""
+        for each, books in zip(self.all, self._backup, strict=True):
+            for name, book in books.items():
+                setattr(each, name, copy.deepcopy(book))
 
-    def restored(self, lineage: int, made: Sequence[Kept]) -> None:
-        """Tell those who have this hook."""
-        for each in self._restored:
-            each.restored(lineage, made)
 
-    def stored(self, effect: StartOuterStep, made: Kept) -> None:
-        """Tell those who have this hook."""
-        for each in self._stored:
-            each.stored(effect, made)
+def _telling(hooks: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def tell(*what: object) -> None:
+        for hook in hooks:
+            hook(*what)
 
-    def process_started(self, site: SiteProcess) -> None:
-        """Tell those who have this hook."""
-        for each in self._process_started:
-            each.process_started(site)
-
-    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """Tell those who have this hook."""
-        for each in self._learner:
-            each.learner(site, event, effects)
-
-    def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
-        """Tell those who have this hook."""
-        for each in self._carried_out:
-            each.carried_out(site, event)
-
-    def step_begun(self, site: SiteProcess, step_ns: int) -> None:
-        """Tell those who have this hook."""
-        for each in self._step_begun:
-            each.step_begun(site, step_ns)
-
-    def stepped(self, site: SiteProcess, step_ns: int, learned: Sequence[int]) -> None:
-        """Tell those who have this hook."""
-        for each in self._stepped:
-            each.stepped(site, step_ns, learned)
-
-    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
-        """Tell those who have this hook."""
-        for each in self._sealed:
-            each.sealed(site, seal, gradient)
-
-    def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
-        """Tell those who have this hook."""
-        for each in self._encoded:
-            each.encoded(site, fragment, digest, decoded)
-
-    def fetched(self, site: SiteProcess, fragment: int, version: int, value: Value) -> None:
-        """Tell those who have this hook."""
-        for each in self._fetched:
-            each.fetched(site, fragment, version, value)
-
-    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
-        """Tell those who have this hook."""
-        for each in self.all:
-            each.at_end(machine, sites)
+    return tell
 
 
 EVENTS_OF_A_TURN = 8
-"""No more are usual."""
+"""A turn rarely has more events."""
 Id = tuple[str, int, int]
 """(site, fragment, sequence) of an accepted update."""
 
 
 def accepted(event: OuterEvent, effects: Sequence[OuterEffect]) -> UpdateArrived | None:
-    """``event`` if it is an update that was taken in."""
+    """Return ``event`` if it is an update that the syncer accepted, otherwise None."""
     if isinstance(event, UpdateArrived):
         for effect in effects:
             if isinstance(effect, AnswerPush):
@@ -272,26 +170,32 @@ def accepted(event: OuterEvent, effects: Sequence[OuterEffect]) -> UpdateArrived
 
 
 def ids_of(step: StartOuterStep) -> set[Id]:
-    """The updates that an outer step merges."""
+    """Return the ids of the updates that an outer step merges."""
     return {(part.site, step.fragment, update.sequence) for part in step.contributions for update in part.updates}
 
 
+def values_in(step: StartOuterStep, known: Mapping[tuple[int, str], Value]) -> list[tuple[float, list[Value]]]:
+    """Return each contribution of an outer step as (weight, values); ``known`` is by fragment and digest."""
+    return [
+        (part.weight, [known[step.fragment, update.digest] for update in part.updates]) for part in step.contributions
+    ]
+
+
 class ExactlyOnce(Checker):
-    """Invariant 9: a sequence is accepted once, merged at most once, and gets exactly one fate."""
+    """Invariant 9: an update is accepted once, merged at most once, and gets exactly one fate."""
 
     name = "exactly_once"
     mutation = "an update that was accepted before is admitted again"
     of_the_disk = ("accepted", "fates", "under_way")
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.accepted: dict[Id, str] = {}
         self.fates: dict[Id, Fate] = {}
         self.under_way: dict[int, StartOuterStep] = {}
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Follow every update from its acceptance to its fate."""
-        del now_ns, machine
         merged: set[Id] = set()
         if isinstance(event, LineageBegan):
             self.under_way.clear()
@@ -331,16 +235,16 @@ class ExactlyOnce(Checker):
         merged.discard(key)
         self.fates[key] = fate
 
-    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
-        """Once the run has ended every accepted update has its fate, and its site was told or is gone."""
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
+        """Once the run has ended, every accepted update has a fate, and its site was told it or is gone."""
         lost = sorted(set(self.accepted) - set(self.fates))
         self.require(not lost, "the run has ended and these have no fate:", lost)
         for site in sites:
             if site.machine.state.lineage != machine.state.lineage:
                 continue  # It ended before the run was restored.
             for index, part in enumerate(site.machine.state.fragments):
-                # By number: what a process on a copy of the disk has sent under one of these counts as well, until the
-                # site hears of its fate, sees by the digest that it was outrun, and joins again.
+                # By sequence number: an update that a twin (on a copy of the disk) sent under the same number counts
+                # too, until the site learns its fate, sees by the digest that the twin was first, and rejoins.
                 waiting = {s.sequence for s in part.in_flight if s.merged_version is None and not s.outrun}
                 waiting |= {orphan.sequence for orphan in part.orphans}
                 fates = [self.fates.get((site.site, index, sequence)) for sequence in waiting]
@@ -355,20 +259,19 @@ class ExactlyOnce(Checker):
 
 
 class Versions(Checker):
-    """Invariant 9: versions rise by one, are announced as they rise, and (lineage, version) never goes back."""
+    """Invariant 9: versions rise by one, each is published once, and (lineage, version) never goes back."""
 
     name = "versions"
     mutation = "a restarted syncer begins from the version before its newest"
     of_the_disk = ("version",)
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.version = [0] * plan.options.num_fragments
         self.based: dict[tuple[str, int], tuple[int, int]] = {}
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Exactly the outer step that is done is announced."""
-        del now_ns, machine
+        """A turn publishes exactly the outer steps that are done."""
         published = [(effect.fragment, effect.version) for effect in effects if isinstance(effect, PublishVersion)]
         expected = []
         if isinstance(event, OuterStepDone):
@@ -380,13 +283,11 @@ class Versions(Checker):
         self.require(published == expected, "published", published, "and not", expected)
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """At the end of a turn the machine has the versions of the book."""
-        del chain, effects
+        """At the end of a turn the machine has the recorded versions."""
         self.recovered(machine)
 
-    def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
-        """The base of a process is never one of before."""
-        del event
+    def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
+        """A site's base version never goes back."""
         for index, part in enumerate(site.machine.state.fragments):
             if part.base_version >= 0:
                 now = (site.machine.state.lineage, part.base_version)
@@ -401,32 +302,30 @@ class Versions(Checker):
 
 
 class Acknowledged(Checker):
-    """Invariant 9: what a site was told is accepted is there after any crash of the syncer."""
+    """Invariant 9: an acknowledged update survives any crash of the syncer."""
 
     name = "acknowledged"
     mutation = "the syncer answers before the record is synced"
     of_the_disk = ("acked",)
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.acked: dict[tuple[str, int], int] = {}
         self.lineage = 1
 
     def restored(self, lineage: int, made: Sequence[Kept]) -> None:
-        """What is acknowledged from now on is known in this lineage."""
-        del made
+        """Record acknowledgements of this lineage only from now on."""
         self.lineage = lineage
 
-    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """Remember the last sequence of a fragment that its site was told is accepted."""
-        del effects
+    def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """Record the last acknowledged sequence of each fragment of a site."""
         answered = isinstance(event, PushAnswered) and site.machine.state.lineage == self.lineage
         if isinstance(event, PushAnswered) and answered and event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
             key = (site.site, event.fragment)
             self.acked[key] = max(self.acked.get(key, 0), event.sequence)
 
     def recovered(self, machine: OuterSync) -> None:
-        """The watermark has not fallen behind what was told; who follows each update to its fate is ExactlyOnce."""
+        """No watermark is below an acknowledged sequence; ``ExactlyOnce`` follows each update to its fate."""
         for (name, index), sequence in self.acked.items():
             member = machine.state.sites.get(name)
             watermark = member.lines[index].watermark if member else 0
@@ -434,14 +333,14 @@ class Acknowledged(Checker):
 
 
 class Recovery(Checker):
-    """Invariant 11 (a): after recovery the state is that of a machine that has applied the same journal."""
+    """Invariant 11 (a): after recovery the state equals that of a machine that has applied the same journal."""
 
     name = "recovery"
     mutation = "a recovered syncer does not know what was merging"
     of_the_disk = ("twin", "made")
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.twin = OuterSync(plan.options)
         self.made: dict[tuple[int, int], Kept] = {}
 
@@ -451,34 +350,33 @@ class Recovery(Checker):
         self.require(found == effects, "after", event, "the twin says", found, "and the machine", effects)
 
     def recovered(self, machine: OuterSync) -> None:
-        """Nothing differs."""
+        """The recovered state equals the twin's."""
         self.require(machine.state == self.twin.state, "recovered", machine.state, "and not", self.twin.state)
 
     def stored(self, effect: StartOuterStep, made: Kept) -> None:
-        """An outer step that is done again gives the same bits."""
+        """An outer step that is computed again gives the same bits."""
         before = self.made.setdefault((effect.fragment, effect.version), made)
         self.require(before == made, effect, "gave", before, "and then", made)
 
-    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
-        """The machine that went through all crashes and the twin that went through none are the same."""
-        del sites
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
+        """The machine, after all its crashes, equals the twin, which had none."""
         self.recovered(machine)
 
 
 class Weights(Checker):
-    """Invariant 10: the weights of a merge sum to 1 and are in proportion to the rule's, of what an update holds, or,
-    where there are shares, of what is usual at its site.
+    """Invariant 10: the weights of a merge sum to 1 and are proportional to the rule's: of the updates' own tokens and
+    steps or, with ``share_weighted``, of the site's usual ones.
 
-    What is weighed is a site, with all its updates, or an update, with the age of its own base.
-    A step's share is the usual weight of its sites over that of its sites and all others that it could have had.
+    A weight is a site's, with all its updates, or (``merge_by`` "update") one update's; it falls with its base's age.
+    A step's share is the usual weight of its sites, divided by that of its sites and the others that it waited for.
     """
 
     name = "weights"
     mutation = "weights are not divided by their sum, updates of a site are one, or a share counts who is not there"
     of_the_disk = ("usual", "under_way")
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.work: dict[Id, tuple[int, int]] = {}
         self.usual: dict[tuple[str, int], tuple[int, int]] = {}
         self.under_way: dict[int, tuple[set[Id], float, list[float]]] = {}
@@ -487,8 +385,7 @@ class Weights(Checker):
         ]
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Weigh every contribution again."""
-        del now_ns
+        """Compute every contribution's weight again."""
         if isinstance(event, OuterStepDone | OuterStepFailed):
             ids, *_ = self.under_way.pop(event.fragment, (set(), 1.0, []))
             for site, index, sequence in sorted(ids) if isinstance(event, OuterStepDone) else ():
@@ -514,7 +411,7 @@ class Weights(Checker):
         found = [part.weight for part in step.contributions]
         self.require(abs(sum(found) - 1) < 1e-12, "weights", found, "sum to", sum(found))
         told, before = (ids_of(step), step.share, found), self.under_way.get(step.fragment)
-        if before is not None:  # Another process does it again, when others may be there.
+        if before is not None:  # A restarted process issues it again, when other sites may be live.
             self.require(told == before, "it is", told, "again and was", before)
             return
         self.under_way[step.fragment] = told
@@ -528,8 +425,11 @@ class Weights(Checker):
         self.require(0 < step.share <= 1, "the share is", step.share)
 
     def _wanted(self, step: StartOuterStep, machine: OuterSync) -> Iterator[tuple[list[float], float]]:
-        """What the weights, before they sum to 1, and the share may be: the state is that after all events of a turn,
-        of which one may have closed the round while another made a site come or go."""
+        """Yield every possible pair of unnormalised weights and share.
+
+        There may be several: the state is that after all events of a turn; one of them may have closed the round while
+        another made a site come or go.
+        """
         options, index, parts = self.plan.options, step.fragment, step.contributions
         aged = [of_its_age(step.version - 1 - part.base_version, options.staleness_power) for part in parts]
         work = [[self.work[part.site, index, each.sequence] for each in part.updates] for part in parts]
@@ -552,19 +452,18 @@ class Weights(Checker):
 
 
 class Staleness(Checker):
-    """Nothing older than the bound is merged, judged when the round closes."""
+    """No update staler than the bound is merged; its staleness counts when the round closes."""
 
     name = "staleness"
     mutation = "updates are judged by a laxer bound than the run's"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.base: dict[Id, int] = {}
         self.worst = 0
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Look at the base of everything that is merged."""
-        del now_ns, machine
+        """Check the base version of every merged update."""
         update = accepted(event, effects)
         if update is not None:
             self.base[update.site, update.fragment, update.sequence] = update.base_version
@@ -577,23 +476,22 @@ class Staleness(Checker):
 
 
 class Grace(Checker):
-    """Invariant 14: once the quorum is met a round waits no longer than the grace, and for nobody when all are here."""
+    """Invariant 14: once its quorum is met, a round waits at most the grace, and not at all once all sites are in."""
 
     name = "grace"
     mutation = "the grace is twice as long as allowed"
     of_the_disk = ("met_ns",)
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.met_ns: dict[int, tuple[int, int, int]] = {}
-        """When the round of a fragment was opened, and when its quorum was met."""
-        self.live: list[str] = []
-        """After the turn before."""
+        """By fragment: when its round opened, when its quorum was met, and the grace that began then, in ns."""
+        self.periods_ns: list[dict[str, int]] = [{} for _ in range(plan.options.num_fragments)]
+        """By fragment: the periods of the live sites at the event before."""
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """A round that stands open although its quorum was met long ago waits too long."""
-        del effects
-        if isinstance(event, SiteEvicted):  # What it takes along may have met a quorum that another meets anew at once.
+        """A round must not stay open longer than the grace after its quorum was met."""
+        if isinstance(event, SiteEvicted):  # Its updates go with it; another update may meet the quorum anew at once.
             self.met_ns.clear()
         options, state = self.plan.options, machine.state
         for index, fragment in enumerate(state.fragments):
@@ -617,41 +515,50 @@ class Grace(Checker):
             if fragment.merging_since_ns is None:
                 self.require(waited_ns < grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived))
                 self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all are here")
-        self.live = state.live()
+        self.periods_ns = [self._live_periods_ns(state, index) for index in range(len(state.fragments))]
 
     def _bound_ns(self, machine: OuterSync, index: int) -> int:
-        """Of the grace that begins now: what is set, or its share of the fastest live site's period.
+        """Return the longest grace that may begin now: the configured one, or its share of the fastest site's period.
 
-        The state is that after all events of a turn.  Where they made sites come or go, the quorum may have been met
-        while any of those was there.
+        The state is that after all events of a turn, and the quorum may have been met between any two of them: only
+        the sites that had a period before the turn and have one after it are sure to have had one then.
         """
-        options, periods_ns, live = self.plan.options, [], {*machine.state.live()}
-        fastest = min if live == {*self.live} else max
-        for site in (site for name, site in machine.state.sites.items() if name in live.union(self.live)):
-            line = site.lines[index]
-            periods_ns.append((line.usual_steps or sum([first.steps for first in line.undecided[:1]])) * site.step_ns)
-        share_ns = fastest([each for each in periods_ns if each], default=0) * options.grace_period_percent // 100
+        options, before = self.plan.options, self.periods_ns[index]
+        now = self._live_periods_ns(machine.state, index)
+        sure = [max(before[name], each) for name, each in now.items() if name in before]
+        fastest_ns = min(sure) if sure else max([*before.values(), *now.values()], default=0)
+        share_ns = fastest_ns * options.grace_period_percent // 100
         return 0 if options.round_updates else max(options.grace_ns, share_ns * (options.grace == "adaptive"))
+
+    @staticmethod
+    def _live_periods_ns(state: OuterState, index: int) -> dict[str, int]:
+        """Return the period of each live site that has one."""
+        periods_ns = {}
+        for name in state.live():
+            line = state.sites[name].lines[index]
+            steps = line.usual_steps or sum([first.steps for first in line.undecided[:1]])
+            periods_ns[name] = steps * state.sites[name].step_ns
+        return {name: each for name, each in periods_ns.items() if each}
 
 
 class Merging(Checker):
-    """Each version is the outer step of the one before with exactly its updates, and all sites get the same values."""
+    """Each version is one outer step from the version before, with exactly its updates; all sites get equal values."""
 
     name = "same_versions"
     mutation = "the syncer publishes a version without what its codec rounded off"
     of_the_disk = ("theta", "newest")
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.value: dict[tuple[int, str], Value] = {}
         self.theta = {(index, 0): (values.ZERO, values.ZERO) for index in range(plan.options.num_fragments)}
         self.published = {(1, index, 0): values.ZERO for index in range(plan.options.num_fragments)}
-        """By lineage, fragment and version: who has not joined again gets what it gets from the lineage before."""
+        """By lineage, fragment and version: a site that has not rejoined gets its versions from the lineage before."""
         self.newest = [0] * plan.options.num_fragments
         self.lineage = 1
 
     def restored(self, lineage: int, made: Sequence[Kept]) -> None:
-        """A lineage begins with whole versions."""
+        """Record the versions that begin a lineage."""
         self.lineage = lineage
         for index, kept in enumerate(made):
             self.newest[index] += 1
@@ -659,32 +566,26 @@ class Merging(Checker):
             self.published[lineage, index, self.newest[index]] = kept.published
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """A version counts when its record is there; one that was only computed may be computed again."""
-        del now_ns, effects, machine
+        """A version counts once its record is journalled; one that was only computed may be computed again."""
         if isinstance(event, OuterStepDone):
             self.newest[event.fragment] = event.version
 
-    def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
-        """Remember what each update says."""
-        del site
+    def encoded(self, site: SiteState, fragment: int, digest: str, decoded: Value) -> None:
+        """Record each update's decoded value."""
         self.value[fragment, digest] = decoded
 
     def stored(self, effect: StartOuterStep, made: Kept) -> None:
-        """Make the version from the sites' own words."""
+        """Compute the version again from the sites' own updates."""
         index, version = effect.fragment, effect.version
-        contributions = [
-            (part.weight, [self.value[index, update.digest] for update in part.updates])
-            for part in effect.contributions
-        ]
         theta, momentum = self.theta[index, version - 1]
-        merged = values.merged(contributions)
+        merged = values.merged(values_in(effect, self.value))
         expected = values.outer_step(theta, momentum, merged, self.plan.rule, effect.share)
         self.require((made.theta, made.momentum) == expected, effect, "made", made, "and not", expected)
         self.theta[index, version] = expected
         self.published[self.lineage, index, version] = made.published
 
-    def fetched(self, site: SiteProcess, fragment: int, version: int, value: Value) -> None:
-        """Compare what a site has followed to with what was published."""
+    def fetched(self, site: SiteState, fragment: int, version: int, value: Value) -> None:
+        """Compare the value that a site reconstructed with the published one."""
         published = self.published[site.machine.state.lineage, fragment, version]
         self.require(
             value == published, site.name, "has", value, f"of fragment {fragment} version {version} and not", published
@@ -692,29 +593,26 @@ class Merging(Checker):
 
 
 class Lineages(Checker):
-    """Nothing that was measured before the run was restored is taken in afterwards."""
+    """No update that was measured before a restore is accepted after it."""
 
     name = "lineages"
     mutation = "a site goes on after a restore as if the syncer had only been away"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.sealing: dict[tuple[str, int], int] = {}
         self.measured: dict[tuple[int, str], int] = {}
 
-    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
+    def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
         """One update of a fragment is encoded at a time."""
-        del gradient
         self.sealing[site.name, seal.fragment] = site.machine.state.lineage
 
-    def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
-        """Remember the lineage of the base."""
-        del decoded
+    def encoded(self, site: SiteState, fragment: int, digest: str, decoded: Value) -> None:
+        """Record the lineage of the base."""
         self.measured[fragment, digest] = self.sealing[site.name, fragment]
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Look at everything that is taken in."""
-        del now_ns
+        """Check the lineage of every accepted update."""
         update = accepted(event, effects)
         if update is not None:
             measured = self.measured[update.fragment, update.digest]
@@ -722,14 +620,13 @@ class Lineages(Checker):
 
 
 class Bounds(Checker):
-    """Every collection has its bound, at the syncer and at the sites."""
+    """Every collection stays within its bound, at the syncer and at the sites."""
 
     name = "bounds"
     mutation = "more updates may wait than the run allows"
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Count what the outer machine remembers."""
-        del now_ns, event, effects
+        """Check the sizes of the syncer's collections."""
         options = self.plan.options
         sites = [name for name, site in machine.state.sites.items() if not is_gone(site)]
         self.require(len(sites) <= options.sites_max, "sites:", sites)
@@ -742,9 +639,8 @@ class Bounds(Checker):
                 self.require(len(line.vitals) <= machine.state.health.history, name, "vitals:", len(line.vitals))
                 self.require(len(line.fates) <= options.fates_kept_max, name, "fates:", len(line.fates))
 
-    def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
-        """Count what a site holds."""
-        del event
+    def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
+        """Check the sizes of a site's collections."""
         options = self.plan.options
         undecided_max = site.plan.options.updates_in_flight_max
         for part in site.machine.state.fragments:

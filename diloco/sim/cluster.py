@@ -1,27 +1,24 @@
-"""The machines on which a syncer and its standby run, a supervisor that starts what has died, and an operator.
+"""Syncers, sites and their links under one clock, with a supervisor that restarts dead processes, and an operator.
 
-Without replication there is one machine and no lease.  With it there are two.  A syncer that is started and finds that
-another has led since becomes a standby: on its old folder, or, when that cannot go on from there, on an empty one.
-
-
-The syncers, the sites and their links under one clock, and a supervisor that starts again what has died."""
+A syncer without replication has one machine and no lease; with replication it has two machines.  A restarted syncer
+that finds that the other has led since becomes a standby: on its old folder or, when that cannot follow, on an empty
+one.
+"""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
 from diloco.sim.outer_disk import OuterDisk
 from diloco.sim.outer_process import CrashPoint, LeaseHolder, OuterProcess, Turn, take_lease
-from diloco.sim.site_process import SiteDisk, SitePlan, SiteProcess, Trouble
+from diloco.sim.site_process import SiteProcess, Trainer
+from diloco.sim.site_state import Side, SiteDisk, SitePlan, Trouble
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import (
     MILLISECOND_NS,
-    Damaged,
-    Direction,
     Heap,
     Lease,
     LeaseLine,
@@ -30,24 +27,25 @@ from diloco.sim.world import (
     Process,
     Weather,
 )
+from diloco.sync.journal import JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from random import Random
 
     from diloco.sim.checkers import Checkers
-    from diloco.sim.world import ReplicationPlan
 
 RESTART_NS = 300 * MILLISECOND_NS
 
 
 @dataclass(slots=True)
 class Seat:
-    """One machine: its folder, and the process that is there.  ``up``: whether the supervisor starts one."""
+    """One machine: its folder and its process.  ``up``: whether the supervisor starts a process here."""
 
     name: str
     disk: OuterDisk
     leads: bool
-    """Whether what is started here is the syncer, and not a standby."""
+    """Whether the supervisor starts a syncer here, not a standby."""
     line: LeaseLine | None = None
     folders: int = 1
     process: Process | None = None
@@ -57,19 +55,19 @@ class Seat:
     restart_ns: int = RESTART_NS
 
     def folder(self) -> str:
-        """The name by which the lease knows the folder; an empty one gets another."""
+        """Return the folder's name in the lease; a new empty folder gets a new name."""
         return f"{self.name}{self.folders}"
 
     def running(self) -> bool:
-        """Whether a process lives here."""
+        """Return whether a process is alive here."""
         return self.process is not None and self.process.alive
 
 
 class Syncers:
-    """One machine, or two with a lease."""
+    """One syncer machine, or two with a lease."""
 
     def __init__(self, heap: Heap, plan: OuterPlan, checkers: Checkers, random: Random) -> None:
-        """``random`` is what becomes of a disk in a power cut, and what the paths between the machines do."""
+        """``random`` decides the outcome of power cuts and the behaviour of the links between the machines."""
         self.heap, self.plan, self.checkers = heap, plan, checkers
         self._random = random
         self._untold: dict[bytes, Turn] = {}
@@ -77,76 +75,79 @@ class Syncers:
         self.lease: Lease | None = None
         self.between: Link | None = None
         if plan.replication is not None:
-            self._add_standby(plan.replication)
+            self.lease = Lease(heap, plan.replication.ttl_ns)
+            self.between = Link(heap, random, copy.copy(plan.replication.between))
+            self.seats.append(Seat("q", self._empty(), leads=False))
+            for seat in self.seats:
+                seat.line = LeaseLine(self.lease, Link(heap, random, copy.copy(plan.replication.to_lease)))
         self.backup: OuterDisk | None = None
         self.lineage = 1
         self.restarts = self.damage_found = self.power_cuts = self.promotions = 0
         self._versions = [0] * plan.options.num_fragments
 
-    def _add_standby(self, replication: ReplicationPlan) -> None:
-        self.lease = Lease(self.heap, replication.ttl_ns)
-        self.between = Link(self.heap, self._random, copy.copy(replication.between))
-        self.seats.append(Seat("q", self._empty(), leads=False))
-        for seat in self.seats:
-            seat.line = LeaseLine(self.lease, Link(self.heap, self._random, copy.copy(replication.to_lease)))
-
     def _empty(self) -> OuterDisk:
         return OuterDisk(self.plan.options, self.plan.rule)
 
-    # --- who is who ----------------------------------------------------------------------------------------------
+    # --- roles ---------------------------------------------------------------------------------------------------
 
     @property
     def outer(self) -> OuterProcess | None:
-        """The process that leads, or did last: of two, the one with the larger epoch."""
+        """The live syncer process: of two, the one with the larger epoch; None when there is none."""
         leading = [seat.process for seat in self.seats if isinstance(seat.process, OuterProcess)]
         alive = [process for process in leading if process.alive]
         return max(alive, key=lambda process: process.leadership.epoch if process.leadership else 0, default=None)
 
     def seat_of_outer(self) -> Seat:
-        """Its machine; the first one where nobody leads."""
+        """Return the machine of ``outer``; the first machine when no syncer is alive."""
         outer = self.outer
         return next((seat for seat in self.seats if outer is not None and seat.process is outer), self.seats[0])
 
     @property
     def disk(self) -> OuterDisk:
-        """Its folder."""
+        """The folder on that machine."""
         return self.seat_of_outer().disk
 
     def standby_seat(self) -> Seat | None:
-        """The other machine, while somebody leads."""
+        """Return the other machine; None when no syncer is alive or there is only one machine."""
         leading = self.seat_of_outer()
         return next((seat for seat in self.seats if seat is not leading), None) if self.outer is not None else None
 
     def addresses(self) -> list[Callable[[], OuterProcess | StandbyProcess | None]]:
-        """Whoever answers at each machine."""
+        """Return for each machine a function that gives the process answering there, or None."""
         return [lambda seat=seat: _answering(seat) for seat in self.seats]  # type: ignore[misc]
 
     def versions(self) -> list[int]:
-        """Every fragment's version, as the syncer has it or had it last."""
+        """Return every fragment's version at the live syncer, or at the last one."""
         outer = self.outer
         if outer is not None:
             self._versions = [fragment.version for fragment in outer.machine.state.fragments]
         return list(self._versions)
 
     def ended(self) -> bool:
-        """Whether the run has ended, as the syncer says."""
+        """Return whether a live syncer says that the run has ended."""
         outer = self.outer
         return outer is not None and outer.over()
 
     def caught_up(self) -> bool:
-        """Whether there is a standby that has everything, where there is to be one."""
+        """Return whether the standby has everything; True in runs without one."""
         outer = self.outer
         return self.lease is None or bool(outer and outer.replicator and outer.replicator.caught_up())
 
     def why(self) -> str:
-        """How the machines stand, for who looks for a reason."""
+        """Describe the state of the syncers, for a failure message."""
         seats = [(seat.folder(), seat.leads, seat.up, type(seat.process).__name__) for seat in self.seats]
-        return f"machines {seats}, {self.lease}"
+        machines, outer = f"machines {seats}, {self.lease}", self.outer
+        if outer is None:
+            return f"no syncer, {machines}"
+        state = outer.machine.state
+        rounds = [(fragment.version, fragment.round, fragment.merging_since_ns) for fragment in state.fragments]
+        members = {name: site.status.value for name, site in state.sites.items()}
+        return f"{state.phase.value}, rounds {rounds}, members {members}, {machines}"
 
     # --- lives ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A process on every machine."""
+        """Start a process on every machine."""
         for seat in self.seats:
             self._start(seat)
 
@@ -161,9 +162,9 @@ class Syncers:
             self._follow(seat, seat.line)
 
     def _lead(self, seat: Seat, leadership: LeaseHolder | None, *, promoted: bool = False, lineage: int = 0) -> object:
-        """A syncer on the folder; where that is damaged, an operator brings the files from a copy.
+        """Start a syncer on the folder; where the folder is damaged, restore the files from a copy and start later.
 
-        The state that it began with, of one that was ``promoted``.
+        Return the state that a ``promoted`` syncer began with, otherwise None.
         """
 
         def died() -> None:
@@ -173,7 +174,7 @@ class Syncers:
             process = OuterProcess(
                 self.heap, seat.disk, self.plan, self.checkers, self._untold, died, leadership, promoted=promoted
             )
-        except Damaged as error:
+        except JournalError as error:
             if not seat.disk.storage.is_rotten():
                 raise Violation("storage", f"a disk on which nothing has rotted is damaged: {error}") from error
             self.damage_found += 1
@@ -195,7 +196,6 @@ class Syncers:
             self._lead(seat, leadership)
 
         def refused(why: str) -> None:
-            del why
             candidate.kill()
             seat.leads = False
             if self._random.random() < 0.5:
@@ -237,7 +237,7 @@ class Syncers:
         self.restarts += 1
         if seat.power:
             self.power_cuts += 1
-            # What the journal does not claim to tell apart: rot in the last frame and a power cut that took its mark.
+            # The journal cannot tell rot in its last frame from a power cut that took that frame's mark.
             seat.disk.storage.mend()
             seat.disk.storage.power_cut(self._random)
         seat.power = False
@@ -246,10 +246,10 @@ class Syncers:
         seat.process = None
         self.heap.after(seat.restart_ns, lambda: self._start(seat))
 
-    # --- what goes wrong -----------------------------------------------------------------------------------------
+    # --- faults --------------------------------------------------------------------------------------------------
 
     def kill(self, seat: Seat, *, power: bool = False) -> None:
-        """SIGKILL, or the machine loses power; the supervisor starts it again."""
+        """Kill the process, by SIGKILL or a ``power`` cut; the supervisor restarts it."""
         seat.power = power
         process = seat.process
         if process is not None and process.alive:
@@ -257,31 +257,31 @@ class Syncers:
             self._died(seat, process)
 
     def doom(self, seat: Seat, point: CrashPoint, *, power: bool = False) -> None:
-        """Let the process there die when it next comes to ``point``."""
+        """Make the process there die when it next reaches ``point``."""
         seat.power = power
         if isinstance(seat.process, OuterProcess | StandbyProcess):
             seat.process.doom = point
 
     def lose(self, seat: Seat) -> None:
-        """The machine dies and its folder is gone; another one takes its place."""
+        """Lose the machine with its folder; a new machine takes its place."""
         assert seat.line is not None
         seat.line.machine += 1
         self.empty(seat)
         self.kill(seat)
 
     def bring_up(self, seat: Seat) -> None:
-        """A machine that was gone is there again."""
+        """Bring a lost machine back and start a process on it."""
         seat.up = True
         self._start(seat)
 
     def empty(self, seat: Seat) -> None:
-        """The folder is lost with everything in it; what is started there next is a standby."""
+        """Lose the folder with everything in it; the next process there is a standby."""
         seat.disk = self._empty()
         seat.folders += 1
         seat.leads = False
 
     def may_be_lost(self, seat: Seat) -> bool:
-        """Whether what anybody was told is on the other machine too, or would be if that took over."""
+        """Return whether all acknowledged data is on the other machine: that is the confirmed heir or the leader."""
         standing = self.lease.standing if self.lease is not None else None
         if standing is None or self.outer is None:
             return False
@@ -292,13 +292,13 @@ class Syncers:
         return standing.holder == self.seat_of_outer().folder()
 
     def back_up(self) -> None:
-        """Copy the syncer's disk to where nothing happens to it."""
+        """Copy the syncer's disk to a place without faults."""
         self.backup = copy.deepcopy(self.disk)
-        self.backup.storage.mend()  # Who makes a copy reads what is there, and compares it.
-        self.checkers.backed_up()
+        self.backup.storage.mend()  # A real backup reads the files and verifies them.
+        self.checkers.back_up()
 
     def restore(self) -> None:
-        """Set the syncer's disk back to the backup; a new process begins a new lineage there."""
+        """Restore the syncer's disk from the backup; a new process begins a new lineage there."""
         assert self.backup is not None
         (seat,) = self.seats
         if seat.process is not None:
@@ -312,7 +312,7 @@ class Syncers:
         self._lead(seat, None, lineage=self.lineage)
 
     def heal(self) -> None:
-        """Everything works again from now on: machines, links and disks."""
+        """End all faults: machines, links and disks work from now on."""
         links = [seat.line.link for seat in self.seats if seat.line is not None]
         for link in [*links, self.between] if self.between is not None else links:
             link.calm()
@@ -332,132 +332,129 @@ def _answering(seat: Seat) -> OuterProcess | StandbyProcess | None:
 
 @dataclass(slots=True)
 class Site:
-    """A place: its link, its disk, and the process that the supervisor keeps alive there."""
+    """A site: its side towards each syncer, and one process for each side, kept alive by the supervisor."""
 
     name: str
-    plan: SitePlan
-    link: Link
-    random: Random
+    sides: list[Side]
     trouble: Trouble = field(default_factory=Trouble)
-    disk: SiteDisk = field(default_factory=SiteDisk)
-    process: SiteProcess | None = None
+    parts: list[SiteProcess] = field(default_factory=list)
     twins: list[SiteProcess] = field(default_factory=list)
     lives: int = 0
     wanted: bool = True
-    """Whether the supervisor starts a process when there is none."""
+    """Whether the supervisor restarts the site's processes."""
     why: str = ""
-    """How the last process ended."""
+    """Why the last process ended."""
 
     def running(self) -> bool:
-        """Whether a process lives here."""
-        return self.process is not None and self.process.alive
+        """Return whether a process is alive here."""
+        return any(part.alive for part in self.parts)
 
 
 class Cluster:
-    """The whole simulated run."""
+    """The whole simulated run: syncers, each with a part of the model, and the sites, which train all of it."""
 
-    def __init__(self, plan: OuterPlan, checkers: Checkers, random: Random) -> None:
-        """``random`` is for the syncers."""
+    def __init__(self, plans: Sequence[OuterPlan], checkers: Sequence[Checkers], randoms: Sequence[Random]) -> None:
+        """Each argument has one item for every syncer."""
         self.heap = Heap()
-        self.plan, self.checkers = plan, checkers
-        self.syncers = Syncers(self.heap, plan, checkers, random)
+        self.syncers = [Syncers(self.heap, *each) for each in zip(plans, checkers, randoms, strict=True)]
         self.sites: dict[str, Site] = {}
         self._restarts = 0
 
     @property
-    def outer(self) -> OuterProcess | None:
-        """The syncer that leads."""
-        return self.syncers.outer
-
-    @property
     def restarts(self) -> int:
-        """Processes that were started again, of all kinds."""
-        return self._restarts + self.syncers.restarts
+        """The number of restarts of processes of all kinds."""
+        return self._restarts + sum(each.restarts for each in self.syncers)
 
-    def add_site(self, name: str, plan: SitePlan, weather: Weather, random: Random) -> Site:
-        """A place without a process yet."""
-        site = self.sites[name] = Site(name, plan, Link(self.heap, random, weather), random)
+    def add_site(self, name: str, plans: Sequence[SitePlan], weather: Weather, randoms: Sequence[Random]) -> Site:
+        """Add a site without a process; ``plans`` and ``randoms`` have one item for each syncer."""
+        links = [Link(self.heap, random, copy.copy(weather)) for random in randoms]
+        site = self.sites[name] = Site(name, [Side(*each) for each in zip(plans, links, randoms, strict=True)])
         return site
 
     # --- sites -------------------------------------------------------------------------------------------------
 
     def start_site(self, name: str) -> None:
-        """A new process at a place that has none."""
+        """Start a process towards every syncer, unless the site has one or is not wanted."""
         site = self.sites[name]
         if site.running() or not site.wanted:
             return
         site.lives += 1
-        site.process = SiteProcess(
-            name,
-            f"{name}-{site.lives}",
-            self.heap,
-            site.link,
-            site.disk,
-            site.plan,
-            site.trouble,
-            site.random,
-            self.checkers,
-            self.syncers.addresses(),
-            self._exited,
-        )
-        site.process.start()
+        trainer, process = Trainer(self.heap, site.sides[0].random, self.stepped), f"{name}-{site.lives}"
+        site.parts = [
+            SiteProcess(
+                name,
+                process,
+                self.heap,
+                side,
+                site.trouble,
+                syncers.checkers,
+                syncers.addresses(),
+                trainer,
+                self._exited,
+            )
+            for syncers, side in zip(self.syncers, site.sides, strict=True)
+        ]
+        trainer.parts = list(site.parts)
+        for part in trainer.parts:
+            part.start()
 
     def kill_site(self, name: str, down_ns: int) -> None:
-        """SIGKILL; the supervisor starts it again after ``down_ns``."""
-        site = self.sites[name]
-        if site.process is not None and site.process.alive:
-            site.process.kill()
-            self._restarts += 1
-            self.heap.after(down_ns, lambda: self.start_site(name))
+        """Kill all of the site's processes at one instant; the supervisor restarts them after ``down_ns``."""
+        for part in self.sites[name].parts:
+            part.kill()
+        self._restarts += 1
+        self.heap.after(down_ns, lambda: self.start_site(name))
 
     def wipe_site(self, name: str, down_ns: int) -> None:
-        """Lose the machine with its disk; a new one comes up empty under the old name."""
-        self.sites[name].disk = SiteDisk()
+        """Lose the site's machine with its disk; a new empty one starts under the old name."""
+        site = self.sites[name]
+        for side in site.sides:
+            side.disk = SiteDisk()
         self.kill_site(name, down_ns)
 
     def twin_site(self, name: str) -> None:
-        """Start a second process on a copy of the disk, while the first one, thought dead, goes on."""
+        """Start a second process on a copy of the disk while the first one, believed dead, goes on."""
         site = self.sites[name]
-        old = site.process
-        if old is not None and old.alive:
-            old.twin = True
-            site.twins.append(old)
-            site.disk = site.disk.copy()
-            site.process = None
+        if site.running():
+            for old, side in zip(site.parts, site.sides, strict=True):
+                old.twin, side.disk = True, side.disk.copy()
+            site.twins += site.parts
+            site.parts = []
             self.start_site(name)
 
-    def _exited(self, process: SiteProcess, why: str) -> None:
-        site = self.sites[process.site]
-        if site.process is not process:
+    def stepped(self, parts: Sequence[SiteProcess]) -> None:
+        """Hook: the ``parts`` of a site have just made a step."""
+
+    def site_ended(self, site: Site) -> None:
+        """Hook: all parts of a site have left."""
+
+    def _exited(self, part: SiteProcess, why: str) -> None:
+        site = self.sites[part.site]
+        if part not in site.parts:
             return
         site.why = why
-        if why in ("left", "left without a word") or "evicted" in why:
+        if not why.startswith("left") and "evicted" not in why:
+            self.kill_site(site.name, RESTART_NS)  # A site that failed at one syncer cannot go on with the others.
+        elif not site.running():
+            self.site_ended(site)
             site.wanted = False
-        else:
-            self._restarts += 1
-            self.heap.after(RESTART_NS, lambda: self.start_site(process.site))
 
     def come_back(self, name: str) -> None:
-        """A site that had left is started again."""
+        """Start a site again that had left, unless it was evicted."""
         site = self.sites[name]
         if "evicted" not in site.why:
             site.wanted = True
             self.start_site(name)
 
-    # --- weather -----------------------------------------------------------------------------------------------
-
-    def cut(self, name: str, directions: tuple[Direction, ...], for_ns: int) -> None:
-        """A partition of one site for ``for_ns``."""
-        link = self.sites[name].link
-        link.cut(*directions)
-        self.heap.after(for_ns, link.heal)
-
     def heal(self) -> None:
-        """Everything works again from now on: links, processes, and the values."""
+        """End all faults of links, processes and values, and start every wanted site."""
         for site in self.sites.values():
-            site.link.calm()
+            for side in site.sides:
+                side.link.calm()
             site.trouble.poisoned = site.trouble.ruined = site.trouble.outlying = 0.0
-            for process in (site.process, *site.twins):
-                if process is not None:
-                    process.thaw()
-        self.syncers.heal()
+            for process in (*site.parts, *site.twins):
+                process.thaw()
+        for syncers in self.syncers:
+            syncers.heal()
+        for name in self.sites:
+            self.start_site(name)

@@ -1,4 +1,4 @@
-"""What a simulated fleet is, and what became of it."""
+"""The plan of a simulated fleet, the interface to its tensors, and its result."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ YEAR_S = 365.25 * 24 * 3600
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetSite:
-    """One site.  ``mbps`` 0 is a link without bound; ``interruptions_per_s`` are of the whole site (its chips'
-    together), each of which stops it for ``away_s``.
+    """One site.  ``mbps`` 0 is an unlimited link; ``interruptions_per_s`` is the rate of the whole site (all its chips
+    together), and each interruption stops it for ``away_s``.
 
-    Interruptions that come while it is stopped are part of the same one: what starts again starts without those too.
+    An interruption while the site is stopped is part of the same one: it restarts without the chips lost in both.
     """
 
     step_s: float
     tokens_per_step: int = 1
     steps_s: tuple[float, ...] = ()
-    """What its first steps took one by one, where that is known; the others take ``step_s``."""
+    """The measured durations of its first steps, where known; the others take ``step_s``."""
     step_jitter: float = 0.0
-    """By so large a share the steps between two boundaries may be longer or shorter."""
+    """The largest share by which the steps between two boundaries are longer or shorter."""
     seal_s: float = 0.0
-    """From the boundary at which an update is measured until it can be sent; training goes on meanwhile."""
+    """The time from the boundary at which an update is measured until it can be sent; training goes on meanwhile."""
     up_mbps: float = 0.0
     down_mbps: float = 0.0
     rtt_s: float = 0.0
     interruptions_per_s: float = 0.0
     away_s: float = 0.0
     lost_share: float = 0.0
-    """Of its updates that never arrive; the site is told so at once, and sends what it keeps with the next."""
+    """The share of its updates that never arrive; each is refused, and its progress goes with the next update."""
     starts_s: float = 0.0
-    """When its first process asks to join; before that it is neither there nor away.  Infinite: a fault starts it."""
+    """When its first process asks to join; no absence counts before that.  Infinite: a fault starts it."""
     planned: tuple[tuple[float, float], ...] = ()
     """(begin, end) of maintenance, in seconds from the start."""
     region: RegionPlan | None = None
-    """Not one site but a syncer with sites of its own, which does not fail: of the other fields its link counts."""
+    """Makes this a region, a syncer with sites that itself does not fail; of the other fields only the link's count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionPlan:
-    """What is below a region's syncer, and how that speaks to the one above (``sync.region``).  Its run ends
-    with the one above, so that ``plan`` has no end of its own; its seed follows from that of the fleet above."""
+    """The fleet below a region's syncer, and its exchange with the syncer above (``sync.region``).  Its run ends with
+    the one above, so ``plan`` has no end of its own; its seed follows from that of the fleet above."""
 
     plan: FleetPlan
     updates: int
@@ -57,11 +57,11 @@ class RegionPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetFault:
-    """What happens to a site at ``at_s`` seconds from the first step of any, or when ``at_share`` of the run is done.
+    """A fault at ``at_s`` seconds after the fleet's first step, or when ``at_share`` of the run is done.
 
-    ``kind``: "away": it stops; "cut": nothing crosses its link; "start": it comes only now; "leave": it goes for good;
-    of no site, "pause": the syncer does nothing; "down": it is not there, and its time stands still.  ``lasts_s`` None:
-    for good.
+    ``kind`` of a site: "away": it stops; "cut": nothing crosses its link; "start": it appears only now; "leave": it
+    leaves for good.  Of the syncer (``site`` None): "pause": it does nothing; "down": its time stands still as well.
+    ``lasts_s`` None: for good.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class FleetFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Sites that fail together, each for ``away_s``: those of one grid, or of one operator."""
+    """Sites that fail together, each for ``away_s``: those of one power grid, or of one operator."""
 
     sites: tuple[int, ...]
     interruptions_per_s: float
@@ -82,7 +82,7 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetPlan:
-    """``update_bytes`` and ``version_bytes`` are those of each fragment; ``whole_bytes`` of one for who has none."""
+    """A fleet.  By fragment: ``update_bytes``, ``version_bytes``, and ``whole_bytes`` for a site without a version."""
 
     sites: tuple[FleetSite, ...]
     outer: OuterOptions
@@ -91,56 +91,56 @@ class FleetPlan:
     version_bytes: tuple[int, ...]
     whole_bytes: tuple[int, ...]
     is_joined: bool = False
-    """Whether all sites have version 0 already, which then crosses no link."""
+    """Whether all sites have version 0 already; it then crosses no link."""
     merge_s: float = 0.0
     faults: tuple[FleetFault, ...] = ()
     regions: tuple[Region, ...] = ()
     seconds: float | None = 3600.0
-    """None: until the run ends by itself, which it may do earlier as well."""
+    """The time to simulate; None: until the run ends.  The run may also end earlier."""
     seed: int = 0
     tokens_trained: int = 0
-    """By all sites together, after which the run is drained; 0: no such bound.  The run's own bound counts what is
-    merged, so that a rule under which progress is thrown away trains more."""
+    """Tokens trained by all sites together after which the run is drained; 0: no such bound.  The run's own bound
+    counts merged tokens, so that a rule that discards progress trains more."""
 
 
 class Cargo(Protocol):
-    """The tensors of a fleet, if it has any.  Each call is made at the virtual instant at which it takes effect; sites
-    are named by their place in the plan."""
+    """The tensors of a fleet, if it has any.  Each call is made at the virtual instant at which it takes effect; a site
+    is given by its index in the plan."""
 
     def trained(self, site: int, steps: int, progress_ppm: int) -> None:
-        """The site has made ``steps`` inner steps, up to this progress of the run."""
+        """Make ``steps`` inner steps at the site; the run's progress is ``progress_ppm`` after them."""
 
     def sealed(self, site: int, seal: fx.Seal) -> None:
         """Measure and encode the site's update."""
 
     def adopted(self, site: int, effect: fx.Adopt) -> None:
-        """The site takes the version that it fetched last."""
+        """Adopt at the site the version that it fetched last."""
 
     def retaken(self, site: int, effect: fx.Retake) -> None:
-        """The same, and what it had not sent is gone."""
+        """Adopt as ``adopted`` does, and discard what the site had not sent."""
 
     def released(self, site: int, effect: fx.Release) -> None:
-        """An update of the site is not going to be merged."""
+        """Release an update of the site that will not be merged."""
 
     def published(self, fragment: int) -> object:
-        """The newest version: its values, and what a site is told with them."""
+        """Return the newest version: its values, and what a site gets with them."""
 
     def fetched(self, site: int, fragment: int, version: int, values: object) -> None:
-        """A version is at the site; ``values`` are what ``published`` gave when it was asked for."""
+        """Store a version that arrived at the site; ``values`` is what ``published`` returned for the request."""
 
     def merged(self, command: fx.StartOuterStep, now_s: float, progress_ppm: int) -> None:
-        """Make a version."""
+        """Compute a version."""
 
 
 @dataclass(slots=True)
 class SiteAccount:
-    """Where a site's time has gone, in seconds, and what crossed its link; ``rounds`` are its updates merged."""
+    """How a site spent its time, in seconds, and what crossed its link; ``rounds`` counts its merged updates."""
 
     trained_s: float = 0.0
     away_s: float = 0.0
     waited_s: float = 0.0
     idle_s: float = 0.0
-    """Of ``waited_s`` what lies between its first step and the end of its training, which lasts ``training_s``."""
+    """The part of ``waited_s`` between its first step and the end of its training, which lasts ``training_s``."""
     training_s: float = 0.0
     steps: int = 0
     rounds: int = 0
@@ -149,12 +149,12 @@ class SiteAccount:
     bytes_up: int = 0
     bytes_down: int = 0
     region: FleetResult | None = None
-    """Of a region: what became of its sites, beside what was merged above and crossed the link to there."""
+    """Of a region: the result of its sites; the other fields are about its updates and its link to the syncer above."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """``goodput`` is the share of all sites' time that was spent on inner steps, of ``seconds`` that passed."""
+    """The result of ``seconds`` of simulated time."""
 
     sites: tuple[SiteAccount, ...]
     versions: tuple[int, ...]
@@ -163,18 +163,18 @@ class FleetResult:
 
     @property
     def goodput(self) -> float:
-        """Of all sites together."""
+        """The share of all sites' time that was spent on inner steps."""
         trained_s = [site.trained_s for site in self.training()]
         return sum(trained_s) / (self.seconds * len(trained_s))
 
     @property
     def site_rounds(self) -> int:
-        """Updates merged, over all sites, regions and fragments."""
+        """The number of merged updates, over all sites, regions and fragments."""
         below = (site.region.site_rounds for site in self.sites if site.region is not None)
         return sum(site.rounds for site in self.sites) + sum(below)
 
     def training(self) -> list[SiteAccount]:
-        """The sites that train, those of regions among them."""
+        """Return the sites that train, including those of regions."""
         found: list[SiteAccount] = []
         for site in self.sites:
             found += [site] if site.region is None else site.region.training()

@@ -1,11 +1,11 @@
-"""What links bring to the sites of a fleet, worked out once for all sites that have the same link.
+"""The syncer of a fleet and its sites under one clock: a site's machine, its time, and its link.
 
-A site of a fleet: its machine, its place in time, and its link.
+``Arrivals`` computes when versions arrive, once for all sites with the same link.
 
-Where an adopt keeps what was trained since (``ADOPT_KEEPS_UNSENT``) it makes no difference when, between two updates of
-the fragment, it happens, unless somebody trains on it.  There a site that trains is not told of versions one by one:
-what it would have fetched meanwhile, and when that would have been here, follows from when it was published and from
-the link; it is worked out when something is due, and only the newest version is adopted.
+Under the adopt rules ``ADOPT_KEEPS_UNSENT`` a site keeps what it trained since; without tensors it then makes no
+difference when an adopt happens between two updates of the fragment.  So a training site is not told of each version.
+When an update is due, the site computes from the instants of publication and the link which versions it would have
+fetched meanwhile, and when, and adopts only the newest.
 """
 
 from __future__ import annotations
@@ -13,44 +13,48 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim.fleet_plan import SiteAccount
+from diloco.sim.world import join_answered, news
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import ADOPT_KEEPS_UNSENT, SECOND_NS
+from diloco.sync.syncer import OuterSync
 from diloco.sync.updates import coming_due
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from diloco.sim.fleet import Fleet
-    from diloco.sim.fleet_plan import FleetPlan, FleetSite
+    from diloco.sim.fleet_plan import Cargo, FleetPlan, FleetSite
+    from diloco.sim.world import Heap
+    from diloco.sync.state import OuterState
 
 ANY = 1 << 62
-"""Above every version."""
+"""Larger than every version."""
 
 
 def carry_ns(size: int, mbps: float) -> int:
-    """What so many bytes take of a link; 0 ``mbps`` is one without bound."""
+    """Return the time that ``size`` bytes occupy a link, in ns; 0 ``mbps`` is an unlimited link."""
     return round(size * 8e3 / mbps) if mbps else 0
 
 
 def fetch_bytes(plan: FleetPlan, fragment: int, have: int, version: int) -> int:
-    """What a version costs who has an earlier one: the differences, or all of it where that is less."""
+    """Return the bytes of ``version`` for a site that has version ``have``: the differences, or the whole if less."""
     whole = 0 if have < 0 and plan.is_joined else plan.whole_bytes[fragment]
     return whole if have < 0 else min((version - have) * plan.version_bytes[fragment], whole)
 
 
 class Arrivals:
-    """When versions are there for who fetches each as soon as it is heard of, one at a time of a fragment."""
+    """When versions arrive at a site that requests each once it is announced, one request at a time per fragment."""
 
     def __init__(self, plan: FleetPlan, published_ns: Sequence[Sequence[int]], half_ns: int, mbps: float) -> None:
-        """``published_ns`` are the instants of each fragment's versions, which may grow; ``half_ns`` is half an rtt."""
+        """``published_ns`` has by fragment the instants of its versions, and may grow; ``half_ns`` is half an rtt."""
         self._plan, self._published_ns, self._half_ns, self._mbps = plan, published_ns, half_ns, mbps
         fragments = range(len(published_ns))
         self._have = [0 for _ in fragments]
@@ -59,12 +63,12 @@ class Arrivals:
         self._here: list[list[tuple[int, int]]] = [[(0, 0)] for _ in fragments]
 
     def published(self, fragment: int) -> None:
-        """There is a version; it is asked for unless an earlier one is on its way."""
+        """Note a new version, and request it unless an earlier one is under way."""
         if self._have[fragment] + 2 == len(self._published_ns[fragment]):
             self._ask(fragment)
 
     def newest(self, fragment: int, now_ns: int) -> tuple[int, int]:
-        """Since when the newest version is there, and which it is; ``now_ns`` never falls."""
+        """Return when the newest version arrived, and its number; ``now_ns`` must not fall between calls."""
         while self._asks and self._asks[0][0] + self._half_ns <= now_ns:
             self._carry(*heappop(self._asks))
         here = self._here[fragment]
@@ -85,22 +89,236 @@ class Arrivals:
             self._ask(fragment)
 
 
-class Site:
-    """One site; ``fleet`` is the rest of the world."""
+class Hub:
+    """The syncer of a fleet and the clock; the subclass fills ``sites``."""
 
-    def __init__(self, fleet: Fleet, index: int, site: FleetSite) -> None:
-        self.fleet, self.index, self.site, self.heap, self.cargo = fleet, index, site, fleet.heap, fleet.cargo
+    def __init__(self, plan: FleetPlan, cargo: Cargo | None, heap: Heap) -> None:
+        self.plan, self.cargo, self.heap = plan, cargo, heap
+        self.above: Callable[[fx.OuterEffect], None] | None = None
+        """Of a region: the function that carries out its machine's effects towards the syncer above."""
+        self.machine = OuterSync(plan.outer)
+        self.published_ns: list[list[int]] = [[0] for _ in range(plan.outer.num_fragments)]
+        """By fragment: when each version was published."""
+        self.sites: list[Member] = []
+        self.by_name: dict[str, Member] = {}
+        self.resting: dict[int, Member] = {}
+        """The sites that are told of each version at once: those that stand still, and those for which the instant of
+        an adopt matters (``Site._listens``).  The others look when an update is due."""
+        self._arrivals: dict[tuple[int, float], Arrivals] = {}
+        self.closed = self.merged = 0
+        self._planned_ns: int | None = None
+        self._is_drained = False
+        self.paused_until_ns = 0
+        """Until then the syncer does nothing and is not reachable."""
+        self._behind_ns = 0
+        """How far the syncer's clock is behind, because it was down."""
+        self.handle(ev.SyncerStarted(1))
+
+    def first_step(self) -> None:
+        """Hook: a site begins to train."""
+
+    @property
+    def state(self) -> OuterState:
+        """The state of the syncer's machine."""
+        return self.machine.state
+
+    def handle(self, event: ev.OuterEvent) -> list[fx.OuterEffect]:
+        """Give ``event`` to the syncer's machine, carry out its effects except answers, and return all of them."""
+        effects = self.machine.handle(event, self.heap.now_ns - self._behind_ns)
+        for effect in effects:
+            match effect:  # The usual ones first.
+                case fx.AnswerPush():
+                    pass  # The caller finds it among the returned effects.
+                case fx.StartOuterStep():
+                    self.closed += 1
+                    self.merged += len({part.site for part in effect.contributions})
+                    self.heap.after(to_ns(self.plan.merge_s), partial(self._made, effect))
+                case fx.TellFate():
+                    told = ev.FateTold(effect.fate)
+                    site = self.by_name[effect.site]
+                    if effect.fate.merged:
+                        site.told_in_passing(told)
+                    else:
+                        site.told(told)
+                case fx.PublishVersion():
+                    self.published_ns[effect.fragment].append(self.heap.now_ns)
+                    for arrivals in self._arrivals.values():
+                        arrivals.published(effect.fragment)
+                    if self.resting:
+                        published = self.published(effect.fragment)
+                        for index in sorted(self.resting):
+                            self.resting[index].published(published)
+                case fx.AnnounceFinal():
+                    for site in self.sites:
+                        site.told(ev.FinalAnnounced(effect.ending))
+                case fx.TakeVersion():
+                    self.heap.after(to_ns(self.plan.merge_s), partial(self._taken, effect))
+                case _ if self.above is not None:
+                    self.above(effect)
+        self._wait()
+        return effects
+
+    def _made(self, command: fx.StartOuterStep) -> None:
+        if self.heap.now_ns < self.paused_until_ns:
+            self.heap.at(self.paused_until_ns, partial(self._made, command))
+            return
+        if self.cargo is not None:
+            self.cargo.merged(command, self.heap.now_ns / SECOND_NS, self.progress_ppm())
+        self.handle(ev.OuterStepDone(command.fragment, command.version, "v", "d"))
+
+    def _taken(self, command: fx.TakeVersion) -> None:
+        self.told(ev.OuterStepDone(command.fragment, command.version, "v", "d"))
+
+    def stepped(self) -> None:
+        """Handle steps of a site: drain the run once ``tokens_trained`` is reached."""
+        bound = self.plan.tokens_trained
+        if bound and not self._is_drained and self._tokens_trained() >= bound:
+            self._is_drained = True
+            self.told(ev.DrainRequested(1))
+
+    def progress_ppm(self) -> int:
+        """Return the run's progress: by ``tokens_trained`` where that is set, otherwise by what is merged."""
+        bound = self.plan.tokens_trained
+        return min(1_000_000, self._tokens_trained() * 1_000_000 // bound) if bound else self.machine.progress_ppm()
+
+    def _tokens_trained(self) -> int:
+        return sum(site.steps_made() * site.site.tokens_per_step for site in self.sites)
+
+    def told(self, event: ev.OuterEvent) -> None:
+        """As ``handle``, for an event without an answer; it waits while the syncer is paused."""
+        if self.heap.now_ns < self.paused_until_ns:
+            self.heap.at(self.paused_until_ns, partial(self.told, event))
+        else:
+            self.handle(event)
+
+    def pause(self, lasts_ns: int, *, is_there: bool) -> None:
+        """Pause the syncer; events wait meanwhile.  Where it is not ``is_there``, its clock stands still as well."""
+        for site in self.sites:
+            site.disturbed()
+        before_ns = max(self.paused_until_ns, self.heap.now_ns)
+        self.paused_until_ns = max(before_ns, self.heap.now_ns + lasts_ns)
+        if not is_there:
+            self._behind_ns += self.paused_until_ns - before_ns
+
+    def arrivals(self, half_ns: int, mbps: float) -> Arrivals:
+        """Return the arrivals over such a link, shared by all sites that have one."""
+        known = self._arrivals.get((half_ns, mbps))
+        if known is None:
+            known = self._arrivals[half_ns, mbps] = Arrivals(self.plan, self.published_ns, half_ns, mbps)
+        return known
+
+    def published(self, fragment: int) -> ev.VersionPublished:
+        """Return the announcement of the fragment's newest version."""
+        return news(self.machine, fragment, self.state.fragments[fragment].version)
+
+    def _wait(self) -> None:
+        wanted = self.machine.next_deadline_ns()
+        wanted = None if wanted is None else wanted + self._behind_ns
+        if wanted is None or (self._planned_ns is not None and self.heap.now_ns < self._planned_ns <= wanted):
+            return
+        self._planned_ns = wanted
+        self.heap.at(wanted, lambda: self._pass(wanted))
+
+    def _pass(self, instant_ns: int) -> None:
+        if self._planned_ns == instant_ns:
+            self._planned_ns = None
+            self.told(ev.DeadlinePassed())
+
+
+class Member:
+    """A site as the syncer of its ``fleet`` sees it: a real one or a region."""
+
+    def __init__(self, fleet: Hub, index: int, site: FleetSite) -> None:
+        self.fleet, self.index, self.site, self.heap = fleet, index, site, fleet.heap
         self.name = f"site-{index:05d}"
         self.account = SiteAccount()
-        self.machine = LearnerSync(fleet.plan.learner)
-        self._random = Random(f"{fleet.plan.seed}/{index}")
         self._half_ns = to_ns(site.rtt_s / 2)
+        self._up_free_ns = self._down_free_ns = 0
         self._lives = 0
         self._is_there = False
+        self._ahead: int | None = None
+        """The fragment of the update sent last: a request for its next version waits at the syncer."""
+        self._coming: set[int] = set()
+        """The fragments whose next version is under way."""
+
+    def begin(self) -> None:
+        """Plan the site's appearance."""
+        raise NotImplementedError
+
+    def told(self, event: ev.LearnerEvent) -> None:
+        """Send an event of the syncer to the site."""
+        raise NotImplementedError
+
+    def told_in_passing(self, event: ev.LearnerEvent) -> None:
+        """As ``told``, for an event that changes nothing before the next boundary unless an update is due."""
+        self.told(event)
+
+    def published(self, news: ev.VersionPublished) -> None:
+        """Announce a version to the site, and send it where the site's request waits for it."""
+        self.told(news)
+        if self._ahead == news.fragment and self._is_there and news.fragment not in self._coming:
+            self._ahead = None
+            self._coming.add(news.fragment)
+            self._fetch(news.fragment)
+
+    def disturbed(self) -> None:
+        """Hook: messages under way may be delayed from now on."""
+
+    def steps_made(self) -> int:
+        """Return the site's own inner steps; a region has none."""
+        return 0
+
+    def close(self) -> None:
+        """End the account: steps under way count as far as they came."""
+        raise NotImplementedError
+
+    def _fetch(self, fragment: int) -> None:
+        """Answer, at the syncer, the site's request for the newest version."""
+        raise NotImplementedError
+
+    def _join(self) -> int:
+        """Give the join request to the syncer, send the answer to the site, and return the incarnation."""
+        asked = ev.JoinRequested(1, self.name, f"{self.name}/{self._lives}")
+        (answer,) = (each for each in self.fleet.handle(asked) if isinstance(each, fx.AnswerJoin))
+        self.told(join_answered(self.fleet.machine, answer))
+        return answer.incarnation
+
+    def _push(self, seal: fx.Seal, digest: str, incarnation: int) -> ev.PushAnswered:
+        """Give an update to the syncer; return the answer."""
+        key, whose = (seal.fragment, seal.sequence), (1, self.name, incarnation)
+        numbers = (*key, seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
+        update = ev.UpdateArrived(*whose, *numbers, digest, digest, encoding="", finite=True, final=seal.final)
+        (answer,) = (each for each in self.fleet.handle(update) if isinstance(each, fx.AnswerPush))
+        self._ahead = seal.fragment
+        return ev.PushAnswered(*key, answer.outcome, answer.reason)
+
+    def _carry_up(self, fragment: int) -> int:
+        """Send an update; return when it arrives, in ns."""
+        size = self.fleet.plan.update_bytes[fragment]
+        self.account.bytes_up += size
+        self._up_free_ns = max(self._up_free_ns, self.heap.now_ns) + carry_ns(size, self.site.up_mbps)
+        return self._up_free_ns + self._half_ns
+
+    def _carry_down(self, fragment: int, have: int, version: int) -> int:
+        """Send ``version`` to the site, which has version ``have``; return when it arrives, in ns."""
+        size = fetch_bytes(self.fleet.plan, fragment, have, version)
+        self.account.bytes_down += size
+        self._down_free_ns = max(self._down_free_ns, self.heap.now_ns) + carry_ns(size, self.site.down_mbps)
+        return self._down_free_ns + self._half_ns
+
+
+class Site(Member):
+    """A site that trains, with its machine, its absences and its link."""
+
+    def __init__(self, fleet: Hub, index: int, site: FleetSite) -> None:
+        super().__init__(fleet, index, site)
+        self.cargo = fleet.cargo
+        self.machine = LearnerSync(fleet.plan.learner)
+        self._random = Random(f"{fleet.plan.seed}/{index}")
         self._since_ns = 0
         self._there_ns: int | None = None
         self._gone_ns: int | None = None
-        """When it was there for the first time, and when it left a run that goes on."""
+        """When the site appeared for the first time, and when it left a run that went on."""
         self._cut_from_ns = self._cut_until_ns = 0
         self._first_ns: int | None = None
         self._last_ns: int | None = None
@@ -109,27 +327,22 @@ class Site:
         self._step_ns = 0
         self._turn = 0
         self._steps_before = 0
-        """Those before this stretch."""
-        self._up_free_ns = self._down_free_ns = 0
+        """The steps made before the stretch under way."""
         self._arrivals = fleet.arrivals(self._half_ns, site.down_mbps)
-        self._ahead: int | None = None
-        """The fragment of which the next version is waited for at the syncer: that of the update sent last."""
-        self._coming: set[int] = set()
-        """The fragments of which a version is on its way that was waited for there."""
         self._listens = fleet.cargo is not None or fleet.plan.learner.adopt not in ADOPT_KEEPS_UNSENT
-        """Whether it is told of every version at once, also while it trains."""
+        """Whether the site is told of every version at once, also while it trains."""
         self._disk: dict[tuple[int, int], tuple[fx.Seal, str]] = {}
         self._lost: dict[int, ev.PushAnswered] = {}
-        """Of each fragment the update that never arrives: it is part of the next, when that one is due."""
+        """By fragment, the refusal of an update that was lost; handled when the fragment's next update is due."""
         self._mail: deque[tuple[int, ev.LearnerEvent]] = deque()
-        """What it was told while it trained, and when that is here: it reads it at the next boundary."""
+        """Events sent while the site trains, each with its instant of arrival; read at the next boundary."""
         self._is_due = False
-        """Whether an update of a fragment would be made at the next boundary, if it might; known while it trains."""
+        """Whether a fragment's update is due but must wait; set while the site trains."""
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The first process, and the calendar of its planned absences."""
+        """Plan the first process, the planned absences and the interruptions."""
         if self.site.starts_s < inf:
             self.heap.at(to_ns(self.site.starts_s), self._start)
         for begin_s, end_s in self.site.planned:
@@ -146,22 +359,22 @@ class Site:
         self._fail_some_day()
 
     def interrupted(self, away_ns: int) -> None:
-        """It fails, by itself or with others."""
+        """Fail, alone or with other sites."""
         self.account.interruptions += 1
         self.stop(away_ns)
 
     def start(self) -> None:
-        """The first process of a site that was not there before."""
+        """Start the first process, unless the site has had one."""
         if not self._lives:
             self._start()
 
     def asked_to_leave(self) -> None:
-        """It sends what it has, and goes for good."""
+        """Send what is unsent, and leave for good."""
         if self._is_there:
             self._hear(ev.LeaveAsked())
 
     def cut(self, lasts_ns: int) -> None:
-        """Nothing crosses its link for so long; what is on its way comes when that is over."""
+        """Cut the link for ``lasts_ns``; messages under way arrive after that."""
         self.disturbed()
         self._cut_from_ns, self._cut_until_ns = self.heap.now_ns, self.heap.now_ns + lasts_ns
         if lasts_ns > self.fleet.plan.outer.site_timeout_ns:
@@ -177,14 +390,14 @@ class Site:
             self.fleet.told(ev.SiteHeard(self.name))
 
     def stop(self, away_ns: int | None) -> None:
-        """It is away for so long, or for good."""
+        """Stop for ``away_ns``, or for good."""
         if not self._is_there or self.machine.state.left:
             return
         if self._began_ns is not None:
             self._advance((self.heap.now_ns - self._began_ns) // self._step_ns)
         self._end_stretch()
         self._is_there, self._turn = False, self._turn + 1
-        self._lost.clear()  # The next process sends again what it finds on its disk.
+        self._lost.clear()  # The next process resends the updates on its disk.
         self._mail.clear()
         self.fleet.resting.pop(self.index, None)
         self._since_ns = self.heap.now_ns
@@ -214,15 +427,8 @@ class Site:
         self.fleet.resting[self.index] = self
         self._soon(self._join)
 
-    def _join(self) -> None:
-        asked = ev.JoinRequested(1, self.name, f"{self.name}/{self._lives}")
-        (answer,) = (each for each in self.fleet.handle(asked) if isinstance(each, fx.AnswerJoin))
-        state, machine = self.fleet.state, self.fleet.machine
-        run = (machine.attendance.run_tokens(), machine.progress_ppm(), answer.ending, state.lineage)
-        self.told(ev.JoinAnswered(state.epoch, answer.incarnation, answer.standings, *run))
-
     def close(self) -> None:
-        """The time is over: what is under way counts as far as it came."""
+        """End the account: steps under way count as far as they came."""
         account, now_ns = self.account, self.heap.now_ns
         if self._began_ns is not None:
             account.steps += (now_ns - self._began_ns) // self._step_ns
@@ -237,15 +443,11 @@ class Site:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def _may_train(self) -> bool:
-        state = self.machine.state
-        if state.stopping or state.left or self.machine.must_wait():
-            return False
-        return min([part.base_version for part in state.fragments]) >= 0
-
     def _train(self) -> None:
-        """Go on until something is due, if this site may."""
-        if not self._may_train():
+        """Begin a stretch of steps up to the next boundary at which something is due, if the site may train."""
+        state = self.machine.state
+        has_all = min([part.base_version for part in state.fragments]) >= 0
+        if state.stopping or state.left or self.machine.must_wait() or not has_all:
             self._rest()
             return
         if not self._listens:
@@ -262,7 +464,7 @@ class Site:
         self._until(steps)
 
     def _rest(self) -> None:
-        """Stand still, and hear of what was lost, and of what was published while there was no time to listen."""
+        """Stand still; handle lost updates, and the versions published while the site trained."""
         while self._lost:
             self.told(self._lost.popitem()[1])
         self._read_in_time()
@@ -274,7 +476,7 @@ class Site:
                 self.told(self.fleet.published(fragment))
 
     def _until(self, steps: int) -> None:
-        """The boundary after so many steps from the beginning of this stretch is the next one."""
+        """Plan the next boundary, ``steps`` steps after the beginning of the stretch."""
         self._turn += 1
         turn = self._turn
         assert self._began_ns is not None
@@ -295,7 +497,7 @@ class Site:
             self._began_ns = None
 
     def _advance(self, steps: int) -> None:
-        """So many steps of this stretch are done, with what came in the meantime."""
+        """Account for the first ``steps`` steps of the stretch, and handle what arrived during them."""
         if not steps:
             return
         assert self._began_ns is not None
@@ -315,12 +517,12 @@ class Site:
         self._steps_before = self.account.steps
 
     def steps_made(self) -> int:
-        """Those of the stretch under way as well, the whole ones."""
+        """Return the steps made, including the whole ones of the stretch under way."""
         under_way = 0 if self._began_ns is None else (self.heap.now_ns - self._began_ns) // self._step_ns
         return self._steps_before + under_way
 
     def _catch_up(self) -> None:
-        """The steps that are done by now, which nothing that is heard now changes any more."""
+        """Account for the whole steps made by now: an event that arrives now cannot change them."""
         if self._began_ns is None or not (done := (self.heap.now_ns - self._began_ns) // self._step_ns):
             return
         self._advance(done)
@@ -329,7 +531,7 @@ class Site:
         self._until(self.machine.steps_to_act())
 
     def _came(self, coming: Collection[int], steps: int) -> list[tuple[int, int]]:
-        """The newest version of each fragment of ``coming``, where one came in so many steps."""
+        """Return (fragment, version) for each of ``coming`` whose newest version arrived within ``steps`` steps."""
         assert self._began_ns is not None
         state, until_ns = self.machine.state, self._began_ns + steps * self._step_ns
         came = []
@@ -346,7 +548,7 @@ class Site:
         return came
 
     def _coming_due(self, steps: int) -> Collection[int]:
-        """The fragments of which an update may be made after so many steps, in order."""
+        """Return the fragments whose update may be due within ``steps`` steps, in order."""
         options, state = self.fleet.plan.learner, self.machine.state
         if options.dynamic_steps or options.lock_step or state.stopping:
             return range(options.num_fragments)
@@ -358,28 +560,18 @@ class Site:
     # --- versions -------------------------------------------------------------------------------------------------
 
     def _take(self, fragment: int, version: int) -> None:
-        """A version that was asked for beside training is here."""
+        """Handle a version that was fetched while the site trained."""
         self._handle(ev.VersionFetched(fragment, version, self._fates(fragment)))
-        if self.fleet.plan.learner.dynamic_steps:  # Nobody else looks at what the news of a version says beside it.
+        if self.fleet.plan.learner.dynamic_steps:  # Only dynamic steps use the announcement's other fields.
             self._handle(replace(self.fleet.published(fragment), version=version))
 
-    def published(self, news: ev.VersionPublished) -> None:
-        """The syncer tells a site that stands still of a version, and sends it where it is waited for."""
-        self.told(news)
-        if self._ahead == news.fragment and self._is_there and news.fragment not in self._coming:
-            self._ahead = None
-            self._coming.add(news.fragment)
-            self._fetch(news.fragment)
-
     def _fetch(self, fragment: int) -> None:
-        """A site's question is at the syncer now."""
-        plan, part = self.fleet.plan, self.machine.state.fragments[fragment]
+        """Answer, at the syncer, the site's request for the newest version."""
+        part = self.machine.state.fragments[fragment]
         version = self.fleet.state.fragments[fragment].version
-        size = fetch_bytes(plan, fragment, max(part.fetched, part.base_version), version)
-        self.account.bytes_down += size
-        self._down_free_ns = max(self._down_free_ns, self.heap.now_ns) + carry_ns(size, self.site.down_mbps)
+        here_ns = self._carry_down(fragment, max(part.fetched, part.base_version), version)
         values = self.cargo.published(fragment) if self.cargo is not None else None
-        self._over(self._down_free_ns + self._half_ns, lambda: self._fetched(fragment, version, values))
+        self._over(here_ns, lambda: self._fetched(fragment, version, values))
 
     def _fetched(self, fragment: int, version: int, values: object) -> None:
         if self.cargo is not None:
@@ -388,7 +580,7 @@ class Site:
         self._hear(ev.VersionFetched(fragment, version, self._fates(fragment)))
 
     def _fates(self, fragment: int) -> tuple[ev.Fate, ...]:
-        """What became of the updates that wait for a word, which comes with a version."""
+        """Return the fates of the site's undecided updates, which come with a version."""
         waits = [sent.sequence for sent in self.machine.state.fragments[fragment].undecided()]
         if not waits:
             return ()
@@ -398,12 +590,12 @@ class Site:
     # --- the machine ----------------------------------------------------------------------------------------------
 
     def told(self, event: ev.LearnerEvent) -> None:
-        """The syncer says something."""
+        """Send an event of the syncer to the site, if it is there."""
         if self._is_there:
             self._soon(lambda: self._hear(event))
 
     def told_in_passing(self, event: ev.LearnerEvent) -> None:
-        """The same of what changes nothing before the next boundary where nothing is due."""
+        """As ``told``, but while the site trains and no update is due, the event waits for the next boundary."""
         if not self._is_there:
             return
         if self._listens or self._began_ns is None or self._is_due:
@@ -412,24 +604,24 @@ class Site:
             self._mail.append((self.heap.now_ns + self._half_ns, event))
 
     def _find_due(self) -> None:
-        """What is due waits for a word, which then is heard when it comes."""
+        """Set ``_is_due``; a due update waits for an event, so mail is then handled when it arrives."""
         self._is_due = True in [part.due for part in self.machine.state.fragments]
         if self._is_due:
             self._read_in_time()
 
     def _read(self, until_ns: int) -> None:
-        """Take in what was here by then."""
+        """Handle the mail that has arrived by ``until_ns``."""
         while self._mail and self._mail[0][0] <= until_ns:
             self._handle(self._mail.popleft()[1])
 
     def _read_in_time(self) -> None:
-        """From now on what was told in passing is heard when it comes."""
+        """Plan the handling of all mail for its instants of arrival."""
         while self._mail:
             here_ns, event = self._mail.popleft()
             self._over(here_ns, lambda event=event: self._hear(event))  # type: ignore[misc]
 
     def disturbed(self) -> None:
-        """What is on its way may take longer from now on."""
+        """Handle the mail that has arrived; the rest may be delayed from now on."""
         self._read(self.heap.now_ns)
         self._read_in_time()
 
@@ -452,12 +644,12 @@ class Site:
             return
         self._find_due()
         if acts:
-            # It is adopted, or an update made, at the boundary after the step that is under way.
+            # The site adopts or seals at the boundary after the step under way.
             passed = -(-(self.heap.now_ns - self._began_ns) // self._step_ns)
             self._until(max(1, passed))
 
     def _handle(self, event: ev.LearnerEvent) -> None:
-        """Tell the machine, and carry out what it wants."""
+        """Give ``event`` to the site's machine, and carry out its effects."""
         for effect in self.machine.handle(event, self.heap.now_ns):
             match effect:  # The usual ones first.
                 case fx.Seal():
@@ -497,10 +689,7 @@ class Site:
         self.heap.after(done_ns, lambda: self._hear(made) if self._lives == life and self._is_there else None)
 
     def _send(self, key: tuple[int, int]) -> None:
-        size = self.fleet.plan.update_bytes[key[0]]
-        self.account.bytes_up += size
-        self._up_free_ns = max(self._up_free_ns, self.heap.now_ns) + carry_ns(size, self.site.up_mbps)
-        self._over(self._up_free_ns + self._half_ns, lambda: self._pushed(key))
+        self._over(self._carry_up(key[0]), lambda: self._pushed(key))
 
     def _pushed(self, key: tuple[int, int]) -> None:
         if key not in self._disk:
@@ -512,14 +701,8 @@ class Site:
             else:
                 self._lost[key[0]] = refused
             return
-        seal, digest = self._disk[key]
-        whose = (1, self.name, self.machine.state.incarnation)
-        numbers = (*key, seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
-        update = ev.UpdateArrived(*whose, *numbers, digest, digest, encoding="", finite=True, final=seal.final)
-        (answer,) = (each for each in self.fleet.handle(update) if isinstance(each, fx.AnswerPush))
-        self._ahead = seal.fragment
-        answered = ev.PushAnswered(*key, answer.outcome, answer.reason)
-        if answer.outcome is ev.Outcome.ACCEPTED:
+        answered = self._push(*self._disk[key], self.machine.state.incarnation)
+        if answered.outcome is ev.Outcome.ACCEPTED:
             self.told_in_passing(answered)
         else:
             self.told(answered)
@@ -527,18 +710,18 @@ class Site:
     def _leave(self) -> None:
         self.fleet.handle(ev.SiteLeft(1, self.name, self.machine.state.incarnation))
 
-    def _soon(self, do: Callable[[], None]) -> None:
-        """When what is said now has crossed the link."""
+    def _soon(self, do: Callable[[], object]) -> None:
+        """Run ``do`` when a message sent now has crossed the link."""
         self._over(self.heap.now_ns + self._half_ns, do)
 
-    def _over(self, instant_ns: int, do: Callable[[], None]) -> None:
-        """``do`` when what crosses the link arrives, which waits for the link and for the syncer."""
+    def _over(self, instant_ns: int, do: Callable[[], object]) -> None:
+        """Run ``do`` at ``instant_ns``, or later while the link is cut or the syncer paused."""
 
         life = self._lives
 
         def arrive() -> None:
             if self._lives != life or not self._is_there:
-                return  # Who asked, or was to be told, has ended.
+                return  # The process that sent the message, or was to get it, has ended.
             now_ns, paused_ns = self.heap.now_ns, self.fleet.paused_until_ns
             if now_ns < self._cut_until_ns or now_ns < paused_ns:
                 self._over(max(self._cut_until_ns, paused_ns) + self._half_ns, do)
@@ -549,5 +732,5 @@ class Site:
 
 
 def to_ns(seconds: float) -> int:
-    """Whole nanoseconds."""
+    """Return ``seconds`` in whole nanoseconds."""
     return round(seconds * SECOND_NS)

@@ -1,13 +1,9 @@
-"""Records become the state that they led to: the machine decides again, and every outer step is computed again.
+"""The simulated syncer's disk: journal, snapshots and spool, written in the same order as the real ones.
 
-Recovery does so with what it finds, a standby with what it is sent; who leads uses the same arithmetic.
-
-
-What of the simulated syncer outlives its process: journal, snapshots and spool, in the order of the real one.
-
-The frames, marks and records are the product's own (``sync/journal.py``); the rest is ``syncer/store`` in short: a
-payload is safe before its record, a record before its effects, a snapshot before anything older goes.  Recovery is the
-newest snapshot that verifies, and every outer step since then computed again from the spool.
+The frames, marks, records and their replay are the product's own (``sync/journal.py``); the rest is a short form of
+``syncer/store``: a payload is durable before its record, a record before its effects, a snapshot before anything older
+is removed.  Recovery loads the newest snapshot that verifies and computes every outer step since then again from the
+spool.
 """
 
 from __future__ import annotations
@@ -21,13 +17,13 @@ from diloco.sim import values
 from diloco.sim.values import Value
 from diloco.sim.world import Damaged, Storage, sealed, unsealed
 from diloco.sync.effects import StartOuterStep
-from diloco.sync.events import LineageBegan, OuterStepDone, OuterStepFailed, UpdateArrived
+from diloco.sync.events import LineageBegan, OuterStepDone, UpdateArrived
 from diloco.sync.journal import (
     CHAIN_START,
     MARK,
     JournalError,
     Record,
-    decide_again,
+    Replay,
     decode_records,
     encode_frame,
     encode_header,
@@ -43,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from diloco.sim.values import OuterRule
-    from diloco.sync.effects import OuterEffect
+    from diloco.sync.effects import TakeVersion
     from diloco.sync.events import Fate
     from diloco.sync.journal import Frame, Segment
     from diloco.sync.options import OuterOptions
@@ -51,7 +47,7 @@ if TYPE_CHECKING:
     from diloco.sync.state import FragmentState
 
 VERSIONS_KEPT = 4
-"""Of each fragment, in memory: so far may a site be behind and still follow the down-links."""
+"""How many versions of a fragment stay in memory: a site no further behind can follow the down-links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,43 +64,29 @@ ZERO = Kept(values.ZERO, values.ZERO, values.ZERO, values.ZERO)
 Versions = list[dict[int, Kept]]
 
 
-class Replayer:
-    """A machine with its versions.  ``payload`` reads an update's values, or raises ``Damaged``."""
+class Replayer(Replay):
+    """A machine and its versions under replay.  ``payload`` reads an update's value, or raises ``Damaged``."""
 
     def __init__(
         self, machine: OuterSync, versions: Versions, payload: Callable[[str], Value], rule: OuterRule
     ) -> None:
-        self.machine, self.versions = machine, versions
-        self._payload, self._rule = payload, rule
-        self._under_way = {
-            index: machine.outer_step(index)
-            for index, fragment in enumerate(machine.state.fragments)
-            if fragment.merging_since_ns is not None
-        }
-        self._records = 0
+        super().__init__(machine)
+        self.versions, self._payload, self._rule = versions, payload, rule
 
-    def apply(self, record: Record) -> list[OuterEffect]:
-        """What the machine says to the next record; ``Damaged`` when it is not what it said when that was written."""
-        try:
-            effects = decide_again(self.machine, record, self._records)
-        except JournalError as error:
-            raise Damaged(str(error)) from error
-        self._records += 1
-        event = record.event
-        if isinstance(event, OuterStepDone):
-            made = self.made_again(self._under_way.pop(event.fragment))
-            if (digest(made.published), digest(made.link)) != (event.digest, event.downlink_digest):
-                raise Damaged(f"version {event.version} of fragment {event.fragment} is another one now")
-            self.store(event.fragment, event.version, made)
-        elif isinstance(event, OuterStepFailed):
-            del self._under_way[event.fragment]
-        elif isinstance(event, LineageBegan):
-            self.versions, self._under_way = restored(self.versions), {}
-        self._under_way |= {effect.fragment: effect for effect in effects if isinstance(effect, StartOuterStep)}
-        return effects
+    def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:
+        """Compute the version again; raise ``Damaged`` when its digests differ from the journalled ones."""
+        assert isinstance(command, StartOuterStep), "no region"
+        made = self.made_again(command)
+        if (digest(made.published), digest(made.link)) != (event.digest, event.downlink_digest):
+            raise Damaged(f"version {event.version} of fragment {event.fragment} is another one now")
+        self.store(event.fragment, event.version, made)
+
+    def lineage_began(self, event: LineageBegan) -> None:
+        """Make the newest values the lineage's first versions."""
+        self.versions = restored(self.versions)
 
     def made_again(self, command: StartOuterStep) -> Kept:
-        """The outer step ``command``, also long after it was computed for the first time."""
+        """Compute the outer step ``command`` from the stored payloads, for the first time or again."""
         contributions = [
             (part.weight, [self._payload(update.payload) for update in part.updates]) for part in command.contributions
         ]
@@ -112,7 +94,7 @@ class Replayer:
         return self.made(before, contributions, command.share)
 
     def made(self, before: Kept, contributions: list[tuple[float, list[Value]]], share: float = 1) -> Kept:
-        """The version after ``before``."""
+        """Return the version after ``before``."""
         rule, merged = self._rule, values.merged(contributions)
         theta, momentum = values.outer_step(before.theta, before.momentum, merged, rule, share)
         if rule.published_quantum == 1:
@@ -121,22 +103,22 @@ class Replayer:
         return Kept(theta, momentum, values.plus(before.published, link), link)
 
     def store(self, fragment: int, version: int, made: Kept) -> None:
-        """``made`` is the newest version; the oldest one of too many goes."""
+        """Store ``made`` as the newest version, and drop the version ``VERSIONS_KEPT`` before it."""
         self.versions[fragment][version] = made
         self.versions[fragment].pop(version - VERSIONS_KEPT, None)
 
 
 def restored(versions: Versions) -> Versions:
-    """The first versions of a new lineage: the newest values again, and nothing of the momentum.
+    """Return the first versions of a new lineage: the newest values, without momentum.
 
-    No site can follow a down-link to them: whoever has the version before has it from another lineage.
+    No site can follow a down-link to them: a site that has the version before has it from another lineage.
     """
     newest = [(max(kept), kept[max(kept)]) for kept in versions]
     return [{version + 1: Kept(kept.theta, values.ZERO, kept.published, values.ZERO)} for version, kept in newest]
 
 
 def digest(value: Value) -> str:
-    """What stands for the digest of a tensor."""
+    """Return the text that stands for a tensor's digest."""
     return f"{value[0]}:{value[1]}:{value[2]}"
 
 
@@ -144,7 +126,7 @@ SNAPSHOTS_KEPT = 2
 
 
 class OuterDisk:
-    """The syncer's folder.  ``reached`` is told every instant at which the process may die."""
+    """The syncer's folder.  Methods call ``reached`` at every point at which the process may die."""
 
     def __init__(self, options: OuterOptions, rule: OuterRule) -> None:
         self.options, self.rule = options, rule
@@ -152,7 +134,7 @@ class OuterDisk:
         self.chain = CHAIN_START
         self.segment = 0
         self.notes: list[str] = []
-        """What was not as it should be when it was recovered last."""
+        """The damage that the last recovery found and got past."""
         self._decided: deque[tuple[int, str]] = deque()
 
     # --- writing -----------------------------------------------------------------------------------------------
@@ -162,34 +144,38 @@ class OuterDisk:
         self.keep_file(payload, sealed(canonical(value)), reached)
 
     def keep_file(self, payload: str, data: bytes, reached: Callable[[str], None]) -> None:
-        """The same for bytes that are a payload already."""
-        beside = f"partial/{payload}"
+        """Make a payload's encoded bytes durable under its name."""
+        self._put(f"spool/{payload}", data, "payload", reached)
+
+    def _put(self, name: str, data: bytes, what: str, reached: Callable[[str], None]) -> None:
+        """Write a file under a temporary name, sync it, rename it, and sync the name."""
+        beside = f"partial/{name.removeprefix('spool/')}"
         self.storage.remove(beside)
         self.storage.append(beside, data)
-        reached("payload written")
+        reached(f"{what} written")
         self.storage.sync(beside)
-        self.storage.rename(beside, f"spool/{payload}")
-        reached("payload renamed")
+        self.storage.rename(beside, name)
+        reached(f"{what} renamed")
         self.storage.sync_names()
 
     def drop_payload(self, payload: str) -> None:
-        """An update was not accepted by this name: nothing can need its payload."""
+        """Remove the payload of an update that was not accepted under this name."""
         self.storage.remove(f"spool/{payload}")
 
     def release(self, payload: str) -> None:
-        """An update has its fate: its payload goes with the last snapshot from which a replay would want it."""
+        """Mark the payload of a decided update: it goes with the last snapshot whose replay needs it."""
         self._decided.append((self.segment, payload))
 
     def is_decided(self, payload: str) -> bool:
-        """Whether it only waits for a snapshot."""
+        """Return whether the payload is marked by ``release``."""
         return any(name == payload for _, name in self._decided)
 
     def frame(self, records: Sequence[Record]) -> tuple[bytes, bytes]:
-        """The next frame of the journal, and its chain value."""
+        """Return the journal's next frame and its chain value."""
         return encode_frame(encode_records(records), self.chain)
 
     def write(self, frame: bytes, chain: bytes, reached: Callable[[str], None]) -> Place:
-        """Make a frame durable, and mark it; where it ends."""
+        """Make a frame durable and mark it; return the place where it ends."""
         name = journal_name(self.segment)
         reached("before the record")
         self.storage.append(name, frame[: len(frame) // 2])
@@ -204,11 +190,11 @@ class OuterDisk:
         return self.segment, end
 
     def journal_name(self) -> str:
-        """The file that is being written."""
+        """Return the name of the current segment's file."""
         return journal_name(self.segment)
 
     def decided(self, site: str, fate: Fate) -> None:
-        """``release`` by the update's name."""
+        """As ``release``, by the update's site and fate."""
         self.release(payload_name(site, fate.fragment, fate.sequence, fate.digest))
 
     def begin(
@@ -219,31 +205,26 @@ class OuterDisk:
         payloads: Sequence[tuple[str, bytes]],
         reached: Callable[[str], None],
     ) -> None:
-        """Make an empty folder the one that a snapshot and the journal behind it are of.
+        """Fill a standby's folder: payloads, the journal's header, then the snapshot.
 
-        The journal first: one without an event is taken for a folder that is new, a snapshot without one is not.
+        The journal comes before the snapshot: recovery takes a journal without events for a new folder, but it cannot
+        begin from a snapshot without a journal.
         """
         for name in self.storage.names(""):
-            self.storage.remove(name)  # Of an attempt that came to nothing.
+            self.storage.remove(name)  # Left by an attempt that failed.
         self.storage.sync_names()
         for name, data in payloads:
             self.keep_file(name, data, reached)
         (unit,) = units(header)
-        self.segment, self.chain = segment, unit.chain
-        self.storage.append(journal_name(segment), header)
-        self.storage.sync(journal_name(segment))
-        self.storage.sync_names()
-        self.storage.append(journal_name(segment), encode_mark(unit.chain))
-        self.storage.append("partial/snapshot", snapshot[1])
-        reached("snapshot written")
-        self.storage.sync("partial/snapshot")
-        self.storage.rename("partial/snapshot", snapshot[0])
-        reached("snapshot renamed")
-        self.storage.sync_names()
+        self._begin_segment(segment, header, unit.chain)
+        self._put(*snapshot, "snapshot", reached)
 
     def snapshot(self, machine: OuterSync, versions: Versions, reached: Callable[[str], None]) -> None:
-        """Cut the journal, keep everything, then let go of what no snapshot left needs."""
-        self._rotate()
+        """Begin a journal segment, write a snapshot, then remove what no remaining snapshot needs."""
+        if self.segment:
+            self.storage.sync(journal_name(self.segment))  # Its last mark: only the last segment may end torn.
+        self.storage.remove(journal_name(self.segment + 1))  # Begun earlier and never written to.
+        self._begin_segment(self.segment + 1, *encode_header(self.segment + 1, self.chain, {}))
         newest = [kept[fragment.version] for kept, fragment in zip(versions, machine.state.fragments, strict=True)]
         facts = {
             "state": machine.snapshot(),
@@ -251,32 +232,20 @@ class OuterDisk:
             "segment": self.segment,
         }
         number = 1 + max((_number(name) for name in self.storage.names("snapshot-")), default=0)
-        beside = f"partial/snapshot-{number:06d}"
-        self.storage.remove(beside)
-        self.storage.append(beside, sealed(canonical(facts)))
-        reached("snapshot written")
-        self.storage.sync(beside)
-        self.storage.rename(beside, f"snapshot-{number:06d}")
-        reached("snapshot renamed")
-        self.storage.sync_names()
+        self._put(f"snapshot-{number:06d}", sealed(canonical(facts)), "snapshot", reached)
         reached("snapshot kept")
         self._prune()
 
-    def _rotate(self) -> None:
-        if self.segment:
-            self.storage.sync(journal_name(self.segment))  # Its last mark: only the last segment may end torn.
-        self.segment += 1
-        name = journal_name(self.segment)
-        header, chain = encode_header(self.segment, self.chain, {})
-        self.storage.remove(name)  # One that was begun and never written to.
+    def _begin_segment(self, segment: int, header: bytes, chain: bytes) -> None:
+        name = journal_name(segment)
         self.storage.append(name, header)
         self.storage.sync(name)
         self.storage.sync_names()
         self.storage.append(name, encode_mark(chain))
-        self.chain = chain
+        self.segment, self.chain = segment, chain
 
     def end(self) -> Place:
-        """Where the last unit of the journal ends that a standby gets; a mark after it is this disk's own."""
+        """Return where the journal's last unit ends that a standby gets; marks stay on this disk."""
         found = [unit.end for unit in units(self.storage.read(self.journal_name())) if unit.kind != MARK]
         return self.segment, found[-1]
 
@@ -287,8 +256,8 @@ class OuterDisk:
         try:
             first = int(str(self.facts(self.storage.names("snapshot-")[0])["segment"]))
         except Damaged:
-            return  # Until it goes, nothing else does.
-        self.storage.sync_names()  # None of what is dropped next may be wanted by what a power cut brings back.
+            return  # The oldest snapshot is damaged: remove nothing else until it is gone.
+        self.storage.sync_names()  # A snapshot that a power cut brought back would need the files removed below.
         for name in self.storage.names("journal-"):
             if _number(name) < first:
                 self.storage.remove(name)
@@ -299,23 +268,23 @@ class OuterDisk:
     # --- reading -----------------------------------------------------------------------------------------------
 
     def payload(self, payload: str) -> Value:
-        """An update's payload; ``Damaged`` when it is not what was kept."""
+        """Read an update's payload; raise ``Damaged`` when it does not verify."""
         name = f"spool/{payload}"
         first, second, third = json.loads(unsealed(name, self.storage.read(name)))
         return (first, second, third)
 
     def facts(self, name: str) -> dict[str, object]:
-        """A snapshot; ``Damaged`` when it is not what was kept."""
+        """Read a snapshot; raise ``Damaged`` when it does not verify."""
         facts = json.loads(unsealed(name, self.storage.read(name)))
         assert isinstance(facts, dict)
         return facts
 
     def is_new(self) -> bool:
-        """Whether no process ever kept a snapshot here; then nothing was ever acknowledged here either."""
+        """Return whether the folder has no snapshot; then no process has ever acknowledged anything here."""
         return not self.storage.names("snapshot-")
 
     def recover(self) -> Replayer:
-        """What the last process had.  ``Damaged`` says why it cannot be."""
+        """Recover the last process's machine and versions; ``Damaged`` says why when that is impossible."""
         damaged: dict[str, str] = {}
         for name in reversed(self.storage.names("snapshot-")):
             try:
@@ -330,7 +299,7 @@ class OuterDisk:
             return found
         if damaged or any(self._read(name).frames for name in self.storage.names("journal-")):
             raise Damaged(f"no snapshot is whole: {'; '.join(damaged.values()) or 'there is none'}")
-        # Nothing was ever acknowledged: before that there is a first snapshot.
+        # Nothing was ever acknowledged here: the first snapshot comes before any acknowledgement.
         machine = OuterSync(self.options)
         versions: Versions = [{0: ZERO} for _ in machine.state.fragments]
         self.chain, self.segment = CHAIN_START, 0
@@ -349,11 +318,11 @@ class OuterDisk:
         return replayer
 
     def _records(self, first: int) -> list[Record]:
-        """The records from segment ``first`` on; what a crash has cut short is cut off."""
+        """Return the records from segment ``first`` on; cut off a frame that a crash left incomplete."""
         names = [journal_name(number) for number in range(first, 1 + _number(self.storage.names("journal-")[-1]))]
         found = [self._read(name) for name in names]
         if found[-1].header is None and len(found) > 1:
-            self.storage.remove(names.pop())  # It was being begun: nothing in it was ever acknowledged.
+            self.storage.remove(names.pop())  # A crash interrupted its creation: nothing in it was acknowledged.
             found.pop()
         for before, name, segment in zip([None, *found], names, found, strict=False):
             if segment.header is None:
@@ -369,16 +338,13 @@ class OuterDisk:
         return [record for segment in found for frame in segment.frames for record in _in(frame)]
 
     def _read(self, name: str) -> Segment:
-        try:
-            return read_segment(self.storage.read(name))
-        except JournalError as error:
-            raise Damaged(f"{name}: {error}") from error
+        return read_segment(self.storage.read(name))
 
     def _sweep(self, machine: OuterSync) -> None:
-        """Drop payloads that were never accepted; the others wait for a snapshot again."""
+        """Remove payloads that were never accepted; mark the decided ones for removal by ``_prune``."""
         waiting = payloads_in(machine.snapshot())
         needed = set(waiting)
-        # What is kept of the journal, also where no snapshot left needs it: a standby may go on from there.
+        # Include segments that no remaining snapshot needs: a standby may continue from there.
         first = _number(self.storage.names("journal-")[0])
         for name in self.storage.names("snapshot-"):
             try:
@@ -388,8 +354,8 @@ class OuterDisk:
             needed |= payloads_in(facts["state"])
         try:
             kept = [self._read(journal_name(number)) for number in range(first, self.segment + 1)]
-        except Damaged:
-            return  # It is older than what is in use, and nothing is dropped for it.
+        except JournalError:
+            return  # A segment older than those in use is damaged: remove nothing.
         events = [record.event for segment in kept for frame in segment.frames for record in _in(frame)]
         needed |= {event.payload for event in events if isinstance(event, UpdateArrived)} - {""}
         for name in self.storage.names("spool/"):
@@ -400,7 +366,7 @@ class OuterDisk:
 
 
 def payload_name(site: str, fragment: int, sequence: int, digest: str) -> str:
-    """The name of an update's payload."""
+    """Return the name of an update's payload."""
     return f"{site}-{fragment}-{sequence}-{digest}"
 
 
@@ -409,7 +375,7 @@ def _in(frame: Frame) -> list[Record]:
 
 
 def journal_name(number: int) -> str:
-    """The file of a segment."""
+    """Return the file name of a segment."""
     return f"journal-{number:06d}"
 
 
@@ -424,7 +390,7 @@ def _versions(fragments: Sequence[FragmentState], plain: object) -> Versions:
 
 
 def payloads_in(state: object) -> set[str]:
-    """What is accepted and not decided in ``state``."""
+    """Return the payloads of the accepted, undecided updates in ``state``."""
     assert isinstance(state, dict)
     lines = [line for site in state["sites"].values() for line in site["lines"]]
     return {pending["payload"] for line in lines for pending in line["undecided"]}

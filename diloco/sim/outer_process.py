@@ -1,17 +1,12 @@
-"""The decision loop of the simulated syncer: one turn at a time, and nothing is told before the turn is safe.
+"""The syncer as a process of the simulator: its loop, the outer machine, leases, and effects carried out in order.
 
-A turn is what all that has arrived leads to.  Its records are made durable together; then it may have to wait, for the
-standby or for the lease (``syncer/core``: ``settle``), and everything else waits behind it.
+The loop takes one turn at a time: it handles everything that has arrived.  An update's payload is durable before its
+event; a turn's records are made durable together before its first effect is carried out.  Then the turn may have to
+wait for the standby or the lease (``syncer/core``: ``settle``), and everything else waits behind it.  The process can
+be made to die at each instant between these steps.
 
-
-The syncer as a process of the simulator: the outer machine, leases, a disk, and effects carried out in order.
-
-An event is safe on the disk before its first effect is carried out, an update before its event.  The process can be
-told to die at each of the instants between.
-
-
-The leading syncer's end of replication.  A standby gets what is durable here, read from the disk again: a snapshot
-first where it has nothing, then the journal's units byte for byte, each frame with the payloads that it names.
+A standby gets what is durable here, read from the disk again (``Replicator``): first a snapshot if its folder is empty,
+then the journal's units byte for byte, each frame with the payloads that it names.
 """
 
 from __future__ import annotations
@@ -29,15 +24,13 @@ from diloco.sim.world import (
     Died,
     Feed,
     GoAway,
-    JoinReply,
     Process,
     Pulled,
-    Push,
-    PushReply,
     Stream,
     Unit,
+    join_answered,
+    news,
 )
-from diloco.sync.admission import fastest_step_ns
 from diloco.sync.effects import (
     AnnounceFinal,
     AnswerDone,
@@ -57,7 +50,6 @@ from diloco.sync.events import (
     DrainRequested,
     FateTold,
     FinalAnnounced,
-    JoinAnswered,
     JoinRequested,
     LineageBegan,
     Outcome,
@@ -74,7 +66,6 @@ from diloco.sync.events import (
     UpdateAdmitted,
     UpdateArrived,
     UpdateWithdrawn,
-    VersionPublished,
 )
 from diloco.sync.fates import known_already
 from diloco.sync.journal import FRAME, MARK, Record, decode_records, digest_effects, units
@@ -84,25 +75,25 @@ from diloco.sync.replication import Place, Replication
 from diloco.sync.state import Phase, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from diloco.sim.checkers import Checkers
     from diloco.sim.outer_disk import OuterDisk
+    from diloco.sim.values import Value
     from diloco.sim.world import Heap, LeaseLine, OuterPlan, Part, ReplicationPlan
-    from diloco.sync.site_units import UnitAsk
+    from diloco.sync.events import LearnerEvent
+    from diloco.sync.progress import UnitAsk
 
 HELD_AFTER_NS = 500 * MILLISECOND_NS
-"""Of a turn that waits for something; from then on nobody waits with it."""
+"""Once a turn has waited for so long, new requests from outside are dropped instead of queued behind it."""
 RETRY_NS = 100 * MILLISECOND_NS
 INBOX_MAX = 256
 
 
 @dataclass(slots=True)
 class Turn:
-    """``decided`` are the records with what the machine said to each, ``answers`` what is said to who only asked.
+    """``decided`` are the records, each with its effects; ``answers`` are the replies to read requests.
 
-    ``chain`` is the value of its frame in the journal, and ``place`` is where that ends once it is durable; None where
-    nothing was decided.
+    ``chain`` is the chain value of the turn's frame in the journal, and ``place`` is where the durable frame ends; both
+    are None where nothing was decided.
     """
 
     began_ns: int
@@ -112,12 +103,12 @@ class Turn:
     place: Place | None = None
 
     def effects(self) -> list[OuterEffect]:
-        """All of them, in order."""
+        """Return the effects of all records, in order."""
         return [effect for _, effects in self.decided for effect in effects]
 
 
 class Loop(Process):
-    """What every turn goes through."""
+    """The decision loop of the syncer: queues requests and takes each turn through its stages."""
 
     def __init__(self, heap: Heap, on_death: Callable[[], None]) -> None:
         super().__init__(on_death)
@@ -127,27 +118,27 @@ class Loop(Process):
         self._retrying = False
 
     def _write(self, turn: Turn) -> None:
-        """Make what was decided durable."""
+        """Make the turn's records durable."""
         raise NotImplementedError
 
     def _must_wait(self, turn: Turn) -> bool:
-        """Whether nothing of it may be told yet."""
+        """Return whether no effect or answer of the turn may be sent yet."""
         raise NotImplementedError
 
     def _tell(self, turn: Turn) -> None:
-        """Carry out its effects."""
+        """Carry out the turn's effects and send its answers."""
         raise NotImplementedError
 
     def _told(self, turn: Turn) -> None:
-        """It is over."""
+        """Hook: the turn is over."""
         raise NotImplementedError
 
     def ask(self, action: Callable[[], None]) -> None:
-        """Somebody outside wants something: now, or after the turn that waits; nothing where that waits for long."""
+        """Take a request from outside: run it now or after the waiting turn; drop it if that has waited too long."""
         self.deliver(lambda: self._asked(action))
 
     def own(self, action: Callable[[], None]) -> None:
-        """The same for what this process has begun itself: it waits for as long as it takes."""
+        """Take an action that this process itself has begun: it is queued for as long as it takes."""
         self.deliver(lambda: self._take(action))
 
     def _asked(self, action: Callable[[], None]) -> None:
@@ -171,12 +162,12 @@ class Loop(Process):
             self._finish(turn)
 
     def _say(self, answer: Callable[[], None]) -> None:
-        """Answer who only asked, with the turn."""
+        """Add the answer to a read request to the turn."""
         assert self._turn is not None
         self._turn.answers.append(answer)
 
     def go_on(self) -> None:
-        """What a turn waits for may be there: tell what it has brought, and take the next."""
+        """Check the waiting turn again; if it may go on, finish it and take the next one."""
         if self._turn is not None:
             self._finish(self._turn)
             self._work()
@@ -195,15 +186,15 @@ class Loop(Process):
         self.go_on()
 
     def settled(self) -> bool:
-        """Whether everything that was decided is told."""
+        """Return whether no turn is waiting."""
         return self._turn is None
 
 
 class LeaseHolder:
-    """Makes the changes at the lease that ``Leadership`` asks for, one at a time."""
+    """Makes the lease changes that ``Leadership`` asks for, one at a time."""
 
     def __init__(self, line: LeaseLine, epoch: int, sent_ns: int) -> None:
-        """``sent_ns``: when the lease was asked for."""
+        """``sent_ns``: when the request for the lease was sent."""
         self.epoch = epoch
         self.machine = Leadership(epoch, line.lease.ttl_ns, sent_ns)
         self._line, self._heap = line, line.lease.heap
@@ -211,31 +202,31 @@ class LeaseHolder:
         self._busy = False
 
     def start(self, process: Loop) -> None:
-        """Begin to renew."""
+        """Begin to renew the lease."""
         self._process = process
         self._later()
 
     def wanting(self) -> str | None:
-        """As ``Leadership.wanting`` now; the process ends where nothing may ever be told again."""
+        """As ``Leadership.wanting`` now; the process dies where the lease is lost."""
         try:
             return self.machine.wanting(self._heap.now_ns)
         except LeaseLostError as error:
             raise Died(str(error)) from error
 
     def heir_is(self, name: str) -> str | None:
-        """As ``Leadership.heir_is``; another is taken out at once."""
+        """As ``Leadership.heir_is``; begins at once to remove another heir."""
         why = self.machine.heir_is(name)
         if why is not None:
             self._step()
         return why
 
     def name_heir(self, name: str) -> None:
-        """As ``Leadership.name_heir``; it is written down at once."""
+        """As ``Leadership.name_heir``; begins at once to write the name."""
         self.machine.name_heir(name)
         self._step()
 
     def names_an_heir(self) -> bool:
-        """Whether the lease itself does, whatever this process believes."""
+        """Return whether the lease itself names an heir, whatever this process believes."""
         standing = self._line.lease.standing
         return standing is not None and standing.epoch == self.epoch and standing.heir != ""
 
@@ -279,7 +270,7 @@ def take_lease(
     *,
     by_itself: bool,
 ) -> None:
-    """Ask for the lease again and again until it is taken; ``refused`` hears why it is not to be had, each time."""
+    """Request the lease until it is granted; each refusal calls ``refused`` with the reason."""
     heap, ttl_ns = line.lease.heap, line.lease.ttl_ns
     sent_ns, claim = heap.now_ns, Claim(name, 0, 1, anew=True, by_itself=by_itself)
 
@@ -302,7 +293,7 @@ def take_lease(
 
 
 class CrashPoint(Enum):
-    """Where in the handling of an event the syncer dies."""
+    """The points in the handling of an event at which the syncer can be made to die."""
 
     PAYLOAD_WRITTEN = "payload written"
     PAYLOAD_RENAMED = "payload renamed"
@@ -318,7 +309,7 @@ class CrashPoint(Enum):
 
 
 class OuterProcess(Loop):
-    """One life of a syncer that leads.  Making it is the recovery; ``Damaged`` when the disk does not let it begin."""
+    """One life of a leading syncer.  The constructor recovers the disk, or raises ``Damaged`` when it cannot."""
 
     def __init__(
         self,
@@ -332,8 +323,8 @@ class OuterProcess(Loop):
         *,
         promoted: bool = False,
     ) -> None:
-        """``untold``: by their chains, turns that a process may have made durable and did not live to tell; only who
-        reads a disk next knows whether one is there.  ``promoted``: it was a standby until now, and has none.
+        """``untold``: by chain, turns that a dead process may have made durable but did not tell; the next recovery
+        finds out which are on the disk.  ``promoted``: this syncer was a standby until now, and has no standby itself.
         """
         super().__init__(heap, on_death)
         self.disk, self.plan, self.checkers = disk, plan, checkers
@@ -349,7 +340,9 @@ class OuterProcess(Loop):
         self._untold = untold
         self.replayer = disk.recover()
         self.machine = self.replayer.machine
-        self._settle_untold()
+        written = untold.pop(disk.chain, None)
+        if written is not None:  # The last process wrote this turn and did not tell it.
+            self._book(written)
         checkers.recovered(self.machine)
         if promoted:
             checkers.stands_alone()
@@ -365,7 +358,7 @@ class OuterProcess(Loop):
             self.replicator = Replicator(self, plan.replication, detached=alone)
 
     def start(self) -> None:
-        """Take over: work that was under way is issued again."""
+        """Begin to lead; the machine issues again the work that was under way."""
         if self.leadership is not None:
             self.leadership.start(self)
         epoch = self.leadership.epoch if self.leadership is not None else self.machine.state.epoch + 1
@@ -377,7 +370,7 @@ class OuterProcess(Loop):
             self.own(self._detached)
 
     def begin_lineage(self, lineage: int) -> None:
-        """The disk is a copy of before: its newest values become the next versions, and the momentum is lost."""
+        """Begin a lineage on a restored disk: its newest values become the next versions; the momentum is lost."""
         made = restored(self.replayer.versions)
         self.checkers.restored(lineage, [kept[max(kept)] for kept in made])
         self.replayer.versions = made
@@ -385,16 +378,11 @@ class OuterProcess(Loop):
         self.own(lambda: self._apply(LineageBegan(lineage, digests, "a backup was restored")))
 
     def now_ns(self) -> int:
-        """The machine's own time, which stands still while no process lives."""
+        """Return the machine's own time, which stands still while no process is alive."""
         return self.heap.now_ns + self._offset_ns
 
-    def _settle_untold(self) -> None:
-        """A turn that the last process wrote and did not live to tell is either there or was never told."""
-        turn = self._untold.pop(self.disk.chain, None)
-        if turn is not None:
-            self._book(turn)
-
     def _book(self, turn: Turn) -> None:
+        """Report a turn that is on the disk to the checkers."""
         for record, effects in turn.decided:
             self.checkers.outer(record.at_ns, record.event, effects, self.machine)
 
@@ -406,13 +394,13 @@ class OuterProcess(Loop):
         turn.place = self.disk.write(frame, turn.chain, self._reached)
 
     def _apply(self, event: OuterEvent) -> None:
-        """Let the machine decide, as a part of the turn."""
+        """Give ``event`` to the machine and add the record and its effects to the turn."""
         assert self._turn is not None
         effects = self.machine.handle(event, self.now_ns())
         if isinstance(event, UpdateArrived) and not any(
             isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED for effect in effects
         ):
-            event = replace(event, payload="")  # Nobody keeps it, and the same one may be taken in another time.
+            event = replace(event, payload="")  # Not kept; the same update may still be accepted another time.
         self._turn.decided.append((Record(self.now_ns(), event, digest_effects(effects)), effects))
 
     def _must_wait(self, turn: Turn) -> bool:
@@ -438,7 +426,7 @@ class OuterProcess(Loop):
 
     def _told(self, turn: Turn) -> None:
         if self.heap.now_ns - turn.began_ns > self.leases.timeout_ns // 2:
-            self.leases.renew(self.now_ns())  # It was this process that waited; nobody could be heard.
+            self.leases.renew(self.now_ns())  # This process itself waited and could hear no site.
         self._records += len(turn.decided)
         if self._records >= self.plan.snapshot_records:
             self.snapshot()
@@ -449,14 +437,14 @@ class OuterProcess(Loop):
             raise Died(where)
 
     def snapshot(self) -> None:
-        """Keep the machine's state and the versions, so that the next recovery replays less."""
+        """Write a snapshot of the machine's state and versions, so that the next recovery replays less."""
         self._records = 0
         self.disk.snapshot(self.machine, self.replayer.versions, self._reached)
         if self.replicator is not None:
             self.replicator.pump()
 
     def _arm(self) -> None:
-        """Plan to look at the deadlines again when the next one comes."""
+        """Plan a check of the deadlines for when the next one comes."""
         wanted = [self.machine.next_deadline_ns(), self.leases.next_deadline_ns()]
         ahead = min((instant for instant in wanted if instant is not None), default=None)
         if ahead is not None and (self._armed_ns is None or ahead < self._armed_ns):
@@ -484,64 +472,43 @@ class OuterProcess(Loop):
         self._calls[self._call] = reply
         return self._call
 
-    # --- what sites and operators ask ----------------------------------------------------------------------------
+    # --- requests of sites and operators -------------------------------------------------------------------------
 
     def join(
         self, site: str, process: str, ticket: int, feed: Callable[[int], Feed], reply: Callable[[object], None]
     ) -> None:
-        """Take a process in; ``feed`` makes its stream for the incarnation it gets."""
+        """Handle a site's join; ``feed`` makes the site's stream for the incarnation that it gets."""
         call = self._expect(reply)
         self._joins[call] = feed
         self._apply(JoinRequested(call, site, process, ticket))
 
-    def push(self, push: Push, reply: Callable[[object], None]) -> None:
-        """Judge the header; the payload follows only when it may enter."""
-        self._heard(push.site, push.incarnation)
+    def push(self, update: UpdateArrived, value: Value, transfer_ns: int, reply: Callable[[object], None]) -> None:
+        """Judge an update by its header; the payload, which takes ``transfer_ns``, follows only if that is accepted."""
+        self._heard(update.site, update.incarnation)
         verdict = self.machine.admit(
-            push.site, push.incarnation, push.fragment, push.sequence, push.base_version, push.digest
+            update.site, update.incarnation, update.fragment, update.sequence, update.base_version, update.digest
         )
         if verdict.outcome is not Outcome.ACCEPTED:
-            self._say(lambda: reply(PushReply(verdict.outcome, verdict.reason, verdict.fate)))
+            self._say(lambda: reply(verdict))
         else:
-            self.heap.after(push.transfer_ns, lambda: self.own(lambda: self._commit(push, reply)))
+            self.heap.after(transfer_ns, lambda: self.own(lambda: self._commit(update, value, reply)))
 
-    def _commit(self, push: Push, reply: Callable[[object], None]) -> None:
-        """The whole payload is here: spool it, then decide."""
-        payload = payload_name(push.site, push.fragment, push.sequence, push.digest)
+    def _commit(self, update: UpdateArrived, value: Value, reply: Callable[[object], None]) -> None:
+        """The whole payload has arrived: spool it, then let the machine decide."""
+        payload = payload_name(update.site, update.fragment, update.sequence, update.digest)
         call = self._expect(lambda answer: self._answer_push(answer, payload, reply))
-        self.disk.keep_payload(payload, push.value, self._reached)
-        self._heard(push.site, push.incarnation)
-        self._apply(
-            UpdateArrived(
-                call,
-                push.site,
-                push.incarnation,
-                push.fragment,
-                push.sequence,
-                push.base_version,
-                push.tokens,
-                push.steps,
-                push.step_ns,
-                push.cursor,
-                push.digest,
-                payload,
-                "exact",
-                push.finite,
-                push.final,
-                push.norm,
-                push.cosine,
-                spans=push.spans,
-            )
-        )
+        self.disk.keep_payload(payload, value, self._reached)
+        self._heard(update.site, update.incarnation)
+        self._apply(replace(update, call=call, payload=payload))
 
     def _answer_push(self, answer: object, payload: str, reply: Callable[[object], None]) -> None:
-        assert isinstance(answer, PushReply)
+        assert isinstance(answer, AnswerPush)
         refused = answer.outcome is Outcome.REFUSED
         if answer.outcome is Outcome.RETRY or (refused and answer.reason is not Reason.FORGOTTEN):
             if payload not in payloads_in(self.machine.snapshot()) and not self.disk.is_decided(payload):
-                self.disk.drop_payload(payload)  # No other attempt at the same update was taken in meanwhile.
+                self.disk.drop_payload(payload)  # No other attempt at the same update was accepted meanwhile.
         elif refused or answer.fate is not None:
-            self.disk.release(payload)  # Decided long ago: only a replay could still want it.
+            self.disk.release(payload)  # Decided before: only a replay could still need it.
         reply(answer)
 
     def pull(self, site: str, fragment: int, have_version: int, reply: Callable[[object], None]) -> None:
@@ -560,7 +527,7 @@ class OuterProcess(Loop):
         self._say(lambda: reply(answer))
 
     def report(self, site: str, incarnation: int, ask: UnitAsk | None, reply: Callable[[object], None]) -> None:
-        """A sign of life, and an ask for units; the answer says whether this process knows the sender's stream."""
+        """Handle a heartbeat and its request for units; the answer says whether this process has the site's stream."""
         self._heard(site, incarnation)
         feed = self.feeds.get(site)
         known = feed is not None and feed.incarnation == incarnation
@@ -575,27 +542,27 @@ class OuterProcess(Loop):
             self._apply(replace(asked, call=self._expect(lambda answer: reply((known, answer)))))
 
     def leave(self, site: str, incarnation: int, reply: Callable[[object], None]) -> None:
-        """A goodbye."""
+        """Handle a site's leave."""
         self._apply(SiteLeft(self._expect(reply), site, incarnation))
         member = self.machine.state.sites.get(site)
         if member is not None and member.status is Status.LEFT:
             self.leases.forget(site)
 
     def evict(self, site: str) -> None:
-        """An operator puts a site out."""
+        """Evict a site, for an operator."""
         self._apply(SiteEvicted(self._expect(lambda _: None), site))
         self.leases.forget(site)
 
     def say(self, word: type[UpdateAdmitted] | type[UpdateWithdrawn], site: str, fragment: int, sequence: int) -> None:
-        """An operator decides on an update."""
+        """Admit or withdraw an update, for an operator."""
         self._apply(word(self._expect(lambda _: None), site, fragment, sequence))
 
     def drain(self) -> None:
-        """An operator asks for a pause."""
+        """Drain the run, for an operator."""
         self._apply(DrainRequested(self._expect(lambda _: None)))
 
     def detach(self) -> None:
-        """An operator says not to wait for the standby; to be called at once, also while a turn waits."""
+        """Stop waiting for the standby, for an operator; takes effect at once, also while a turn waits."""
         if self.replicator is not None and self.replicator.machine.detach():
             self.checkers.stands_alone()
             self.own(self._detached)
@@ -605,48 +572,40 @@ class OuterProcess(Loop):
         self._apply(StandbyDetached(self._expect(lambda _: None)))
 
     def attach(self, standby: str) -> None:
-        """The standby has everything again."""
+        """Wait for the standby again, which now has everything."""
         self.own(lambda: self._apply(StandbyAttached(standby)))
 
     def over(self) -> bool:
-        """Whether the run, or this part of it, has ended."""
+        """Return whether the run, or this syncer's part of it, has ended."""
         return self.machine.state.phase is Phase.ENDED and self.settled()
 
     # --- effects -----------------------------------------------------------------------------------------------
 
     def _carry_out(self, effect: OuterEffect) -> None:
-        state = self.machine.state
         match effect:
             case AnswerJoin():
-                self._answer_join(effect)
+                reply, feed = self._calls.pop(effect.call), self._joins.pop(effect.call)
+                if effect.reason is not None:
+                    reply(effect.reason)
+                    return
+                self.leases.watch(effect.site, self.now_ns())
+                self.feeds[effect.site] = feed(effect.incarnation)
+                reply(join_answered(self.machine, effect))
             case AskToConfirm():
                 del self._joins[effect.call]
-                self._calls.pop(effect.call)(JoinReply(None, None, effect.ticket))
-            case AnswerPush():
-                self._calls.pop(effect.call)(PushReply(effect.outcome, effect.reason, effect.fate))
-            case AnswerDone():
-                self._calls.pop(effect.call)(effect.reason)
-            case AnswerUnits():
+                self._calls.pop(effect.call)(effect)
+            case AnswerPush() | AnswerDone() | AnswerUnits():
                 self._calls.pop(effect.call)(effect)
             case StartOuterStep():
                 self.heap.after(self.plan.merge_ns, lambda: self.own(lambda: self._step(effect)))
             case PublishVersion():
-                published = VersionPublished(
-                    self.machine.state.epoch,
-                    effect.fragment,
-                    effect.version,
-                    state.run_tokens(),
-                    self.machine.progress_ppm(),
-                    state.lineage,
-                    fastest_step_ns(state, self.machine.attendance.live),
-                )
-                for _, feed in sorted(self.feeds.items()):
-                    feed.tell(published)
+                self._tell_all(news(self.machine, effect.fragment, effect.version))
             case TellFate():
-                self._tell_fate(effect)
+                if effect.site in self.feeds:
+                    self.feeds[effect.site].tell(FateTold(effect.fate))
+                self.disk.decided(effect.site, effect.fate)
             case AnnounceFinal():
-                for _, feed in sorted(self.feeds.items()):
-                    feed.tell(FinalAnnounced(effect.ending))
+                self._tell_all(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self.final = effect
             case DropSite():
@@ -655,56 +614,32 @@ class OuterProcess(Loop):
                     del self.feeds[effect.site]
                     dropped.tell(effect)
 
-    def _answer_join(self, effect: AnswerJoin) -> None:
-        reply, feed = self._calls.pop(effect.call), self._joins.pop(effect.call)
-        if effect.reason is not None:
-            reply(JoinReply(None, effect.reason))
-            return
-        self.leases.watch(effect.site, self.now_ns())
-        self.feeds[effect.site] = feed(effect.incarnation)
-        reply(
-            JoinReply(
-                JoinAnswered(
-                    self.machine.state.epoch,
-                    effect.incarnation,
-                    effect.standings,
-                    self.machine.state.run_tokens(),
-                    self.machine.progress_ppm(),
-                    effect.ending,
-                    self.machine.state.lineage,
-                ),
-                None,
-            )
-        )
-
-    def _tell_fate(self, effect: TellFate) -> None:
-        feed = self.feeds.get(effect.site)
-        if feed is not None:
-            feed.tell(FateTold(effect.fate))
-        self.disk.decided(effect.site, effect.fate)
+    def _tell_all(self, event: LearnerEvent) -> None:
+        for _, feed in sorted(self.feeds.items()):
+            feed.tell(event)
 
     def _step(self, effect: StartOuterStep) -> None:
-        """Compute an outer step; what it is made of is on the disk, and so it can be computed again."""
+        """Compute an outer step; its inputs are on the disk, so it can be computed again."""
         if self._fails(effect):
             self._apply(OuterStepFailed(effect.fragment, effect.version))
             return
         try:
             made = self.replayer.made_again(effect)
         except Damaged as error:
-            raise Died(str(error)) from error  # The next process does not get past it either, and says so.
+            raise Died(str(error)) from error  # The next process fails at the same payload and reports it.
         self.checkers.stored(effect, made)
         self._reached(CrashPoint.STEP_MADE.value)
         self.replayer.store(effect.fragment, effect.version, made)
         self._apply(OuterStepDone(effect.fragment, effect.version, digest(made.published), digest(made.link)))
 
     def _fails(self, effect: StartOuterStep) -> bool:
-        """A property of what is merged, so that the same step fails again after a crash."""
+        """Return whether the step fails: a function of its updates, so that it fails again after a crash."""
         seen = sum(sum(update.digest.encode()) for part in effect.contributions for update in part.updates)
         return seen % 1000 < self.plan.fail_per_mille
 
 
 class Replicator:
-    """The leading syncer's end: serves one standby, and tells ``Replication`` what it hears."""
+    """The leading syncer's end of replication: serves one standby, and reports its progress to ``Replication``."""
 
     def __init__(self, process: OuterProcess, plan: ReplicationPlan, *, detached: bool) -> None:
         self.process, self.plan = process, plan
@@ -715,7 +650,7 @@ class Replicator:
     # --- the decision loop's side --------------------------------------------------------------------------------
 
     def wanting(self, end: Place) -> str | None:
-        """Why nothing may be told yet of the turn that ends there."""
+        """Return why the turn that ends at ``end`` must not be told yet, or None."""
         if end > self.machine.durable:
             self.pump()
         why, heir = self.machine.may_tell(end, self.process.heap.now_ns)
@@ -723,11 +658,11 @@ class Replicator:
         return leadership.heir_is(heir) if why is None and leadership is not None else why
 
     def follows(self) -> bool:
-        """Whether a standby is heard."""
+        """Return whether a standby follows and is not silent."""
         return self.machine.away_ns(self.process.heap.now_ns) is None
 
     def caught_up(self) -> bool:
-        """Whether the standby had everything of late, is waited for, and may inherit."""
+        """Return whether the standby follows, is attached, and is the lease's heir."""
         leadership = self.process.leadership
         heir = leadership is not None and leadership.machine.has_heir(self.machine.standby)
         return heir and not self.machine.detached and self.follows()
@@ -735,7 +670,7 @@ class Replicator:
     # --- a standby's side ----------------------------------------------------------------------------------------
 
     def follow(self, stream: Stream, chain: str, segment: int) -> None:
-        """Serve a standby from where it is, or send it away."""
+        """Serve a standby from its place in the journal, or send it away."""
         place = self._find(segment, chain) if segment else (0, 0)
         if place is None:
             self._send(stream, GoAway())
@@ -748,7 +683,7 @@ class Replicator:
         self._keep_alive(stream)
 
     def heard(self, stream: Stream, place: Place) -> None:
-        """The standby has everything up to ``place``."""
+        """Handle an acknowledgement: the standby has everything up to ``place``."""
         attach, heir = self.machine.heard(stream, place, self.process.heap.now_ns)
         if attach:
             self.process.attach(stream.name)
@@ -757,12 +692,12 @@ class Replicator:
         self.process.go_on()
 
     def gone(self, stream: Stream) -> None:
-        """The stream has ended."""
+        """Handle the end of a stream."""
         if self.machine.gone(stream):
             self.process.go_on()
 
     def pump(self) -> None:
-        """Send everything durable that was not sent yet."""
+        """Send everything durable that is not sent yet."""
         stream, disk = self.machine.follower, self.process.disk
         while isinstance(stream, Stream) and self._at < (durable := disk.end()):
             segment, at = self._at
@@ -775,17 +710,19 @@ class Replicator:
                 return
             for unit in units(data[:end] if segment == last else data, at):
                 if unit.kind != MARK:
-                    payloads = tuple(self._named_in(unit.body, at)) if unit.kind == FRAME else ()
-                    self._send(stream, Unit(unit.kind, unit.chain, data[at : unit.end], (segment, unit.end), payloads))
+                    events = [each.event for each in decode_records(unit.body, at)] if unit.kind == FRAME else []
+                    named = [event.payload for event in events if isinstance(event, UpdateArrived) and event.payload]
+                    raw, end_of = data[at : unit.end], (segment, unit.end)
+                    self._send(stream, Unit(unit.kind, unit.chain, raw, end_of, self._payloads(named)))
                 at = unit.end
             self._at = (segment, at) if segment == last else (segment + 1, 0)
 
     def _anew(self) -> Begin:
-        """For a standby that has nothing."""
+        """Return the beginning for an empty standby: the newest snapshot and its payloads."""
         storage = self.process.disk.storage
         name = storage.names("snapshot-")[-1]
         facts = self.process.disk.facts(name)
-        payloads = tuple(self._payloads(sorted(payloads_in(facts["state"]))))
+        payloads = self._payloads(sorted(payloads_in(facts["state"])))
         return Begin(int(str(facts["segment"])), (name, storage.read(name)), payloads)
 
     def _find(self, segment: int, chain: str) -> Place | None:
@@ -796,19 +733,13 @@ class Replicator:
                     return segment, unit.end
         return None
 
-    def _named_in(self, body: bytes, at: int) -> Iterator[tuple[str, bytes]]:
-        events = [record.event for record in decode_records(body, at)]
-        return self._payloads([event.payload for event in events if isinstance(event, UpdateArrived) and event.payload])
-
-    def _payloads(self, names: list[str]) -> Iterator[tuple[str, bytes]]:
+    def _payloads(self, names: list[str]) -> tuple[tuple[str, bytes], ...]:
         storage = self.process.disk.storage
-        for name in names:
-            # One that is not there any more was refused: as long as a frame is kept, what it took in is.
-            if storage.names(f"spool/{name}"):
-                yield name, storage.read(f"spool/{name}")
+        # A missing payload was refused: the payloads that a frame accepted are kept as long as the frame.
+        return tuple((name, storage.read(f"spool/{name}")) for name in names if storage.names(f"spool/{name}"))
 
     def _keep_alive(self, stream: Stream) -> None:
-        """Say something every now and then for as long as it is served."""
+        """Send a keep-alive every ``alive_ns`` for as long as the stream is served."""
 
         def again() -> None:
             if self.machine.follower is stream:

@@ -1,6 +1,7 @@
-"""What a seed means: how many sites of which speed, which rules, which weather, which faults how often.
+"""Draw a run from a seed: the sites and their speeds, the rules, the links' behaviour, and the faults.
 
-What goes wrong between a syncer, its standby and their lease."""
+``PairFaults`` injects the faults of a syncer, its standby and their lease.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim.outer_process import CrashPoint
-from diloco.sim.site_process import SitePlan
+from diloco.sim.site_state import SitePlan
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.values import OuterRule
 from diloco.sim.world import MILLISECOND_NS, Direction, OuterPlan, ReplicationPlan, Weather
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from diloco.sim.world import Link
 
 GENTLE = ("outer_crash", "power_cut", "rot", "outer_freeze", "freeze", "partition", "half_partition", "storm")
-"""Faults that throw no progress away, so that conservation can be checked to the last bit."""
+"""Faults that discard no progress, so that conservation can be checked to the last bit."""
 HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain", "restore", "outlier", "word")
-"""Faults that may."""
+"""Faults that may discard progress."""
 OF_ONE_MACHINE = ("rot", "restore")
-"""Not in runs with a standby: there an operator has the other machine's files for rot, and promotes or restores."""
+"""Not in runs with a standby: there an operator repairs rot with the other machine's files, promotes or restores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +41,25 @@ class SwarmPlan:
     """Everything that a seed decides before the first event."""
 
     seed: int
-    conserving: bool
     outer: OuterPlan
     sites: tuple[SitePlan, ...]
     weathers: tuple[Weather, ...]
     starts_ns: tuple[int, ...]
-    """When each site appears; the late ones join in mid-run."""
+    """When each site starts; late ones join in mid-run."""
     faults: tuple[str, ...]
     fault_interval_ns: int
     safety_ns: int
 
 
 def draw_plan(seed: int) -> SwarmPlan:
-    """The plan of ``seed``, always the same."""
+    """Draw the plan of ``seed``, deterministically."""
     plan, random = _overlapping(_alone(seed), Random(f"{seed}/overlapping")), Random(f"{seed}/replication")
     plan = _ruled(_leasing(plan, Random(f"{seed}/units")), Random(f"{seed}/rules"))
     return _with_a_standby(plan, random) if random.random() < 0.3 else plan
 
 
 def _overlapping(plan: SwarmPlan, random: Random) -> SwarmPlan:
-    """In three runs of ten the sites let steps pass before they adopt a version, each as many as its own."""
+    """In three runs of ten, each site makes its own number of steps before it adopts a version."""
     if plan.sites[0].options.lock_step or random.random() > 0.3:
         return plan
     sites = [replace(site, overlap_steps=random.randrange(site.options.inner_steps)) for site in plan.sites]
@@ -67,7 +67,7 @@ def _overlapping(plan: SwarmPlan, random: Random) -> SwarmPlan:
 
 
 def _leasing(plan: SwarmPlan, random: Random) -> SwarmPlan:
-    """In half of the runs the sites draw units that the syncer leases; in some they run out of them."""
+    """In half of the runs the sites train on data units that the syncer leases; in some they run out of units."""
     if random.random() < 0.5:
         return plan
     unit, ahead = random.choice((1, 2, 3, 5)), random.choice((1, 4, 16, 64))
@@ -82,18 +82,18 @@ def _leasing(plan: SwarmPlan, random: Random) -> SwarmPlan:
 
 
 def _ruled(plan: SwarmPlan, random: Random) -> SwarmPlan:
-    """Some of rounds by a count of updates, merges update by update, weights that fall with staleness, dynamic steps
+    """Give some runs rounds by a count of updates, merges by update, staleness weights, grace by share, dynamic steps
     and eager adoption."""
     options = replace(plan.outer.options, staleness_power=random.choice((0.0, 0.0, 0.5)))
-    if options.quorum == options.quorum_min == 1 and not plan.conserving and random.random() < 0.4:
+    if options.quorum == options.quorum_min == 1 and not plan.outer.conserving and random.random() < 0.4:
         options = replace(options, round_updates=random.randint(1, 4))
-    if not plan.conserving:
+    if not plan.outer.conserving:
         options = replace(options, share_weighted=Random(f"{plan.seed}/share").random() < 0.5)
-    if not plan.conserving and not options.share_weighted and Random(f"{plan.seed}/terms").random() < 0.5:
+    if not plan.outer.conserving and not options.share_weighted and Random(f"{plan.seed}/terms").random() < 0.5:
         options = replace(options, merge_by="update")
     options = replace(options, grace_period_percent=Random(f"{plan.seed}/grace").choice((0, 0, 50, 100)))
     dynamic, first = random.random() < 0.2, plan.sites[0].options
-    eager = not plan.conserving and not first.lock_step and random.random() < 0.25
+    eager = not plan.outer.conserving and not first.lock_step and random.random() < 0.25
     adopt = "eager" if eager else first.adopt
     sites = [replace(each, options=replace(each.options, dynamic_steps=dynamic, adopt=adopt)) for each in plan.sites]
     return replace(plan, outer=replace(plan.outer, options=options), sites=tuple(sites))
@@ -104,7 +104,7 @@ def _with_a_standby(plan: SwarmPlan, random: Random) -> SwarmPlan:
     replication = ReplicationPlan(
         between,
         to_lease,
-        # A lease for which a message there and back takes too long is lost all the time.
+        # A lease shorter than a few round trips would be lost all the time.
         ttl_ns=max(random.choice((1500, 3000)) * MILLISECOND_NS, 12 * (to_lease.latency_ns + to_lease.jitter_ns)),
         timeout_ns=random.choice((1500, 3000)) * MILLISECOND_NS,
         mode=Random(f"{plan.seed}/mode").choice(("sync", "sync", "sync", "async")),
@@ -138,6 +138,7 @@ def _alone(seed: int) -> SwarmPlan:
             history_min=2,
             hold_ns=random.choice((500, 3000, 8000)) * MILLISECOND_NS,
         ),
+        conserving=conserving,
     )
     learner = LearnerOptions(
         num_fragments=num_fragments,
@@ -147,13 +148,12 @@ def _alone(seed: int) -> SwarmPlan:
         discards_max=random.randint(2, 5),
         lock_step=lock_step,
     )
-    # Every other one has several ranks.
+    # Every other site has several ranks.
     sites = tuple(replace(_site(random, learner, outer.options), ranks=index % 2 == 1) for index in range(num_sites))
     kinds = GENTLE if conserving else GENTLE + HARSH
     late = random.random() < 0.5
     return SwarmPlan(
         seed,
-        conserving,
         outer,
         sites,
         tuple(_weather(random) for _ in sites),
@@ -231,13 +231,13 @@ PAIR = (
 
 
 class PairFaults:
-    """Each method is one fault; False when it cannot be now."""
+    """The faults of runs with a standby.  Each method injects one, or returns False when it is impossible now."""
 
     def __init__(self, syncers: Syncers, random: Random) -> None:
         self._syncers, self._random = syncers, random
 
     def inject(self, kind: str) -> bool:
-        """One of ``PAIR``."""
+        """Inject fault ``kind``, one of ``PAIR``; return whether that was possible."""
         standby = self._syncers.standby_seat()
         return standby is not None and bool(getattr(self, f"_{kind}")(standby))
 
@@ -245,8 +245,7 @@ class PairFaults:
         return self._random.choice((400, 2000, 6000, 12000)) * MILLISECOND_NS
 
     def _primary_gone(self, standby: Seat) -> bool:
-        """The machine is gone until everything is healed, perhaps with its folder."""
-        del standby
+        """Take down the leading machine, perhaps with its folder; it may stay down until all faults are healed."""
         seat = self._syncers.seat_of_outer()
         if self._random.random() < 0.5:
             if not self._syncers.may_be_lost(seat):
@@ -260,8 +259,7 @@ class PairFaults:
         return True
 
     def _primary_frozen(self, standby: Seat) -> bool:
-        """For as long as its lease and longer."""
-        del standby
+        """Freeze the leading process for half to two and a half times its lease."""
         process, lease = self._syncers.outer, self._syncers.lease
         assert process is not None
         assert lease is not None
@@ -271,7 +269,6 @@ class PairFaults:
         return True
 
     def _pair_partition(self, standby: Seat) -> bool:
-        del standby
         assert self._syncers.between is not None
         return self._cut(self._syncers.between)
 
@@ -310,8 +307,7 @@ class PairFaults:
         return True
 
     def _detach(self, standby: Seat) -> bool:
-        """An operator who sees that nothing goes on."""
-        del standby
+        """Detach the standby while it does not follow, as an operator whose run stands still."""
         outer = self._syncers.outer
         if outer is None or outer.replicator is None or outer.replicator.follows():
             return False
@@ -319,7 +315,7 @@ class PairFaults:
         return True
 
     def _deserted(self, standby: Seat) -> bool:
-        """Cut off from the standby, and told not to wait for it; then the primary falls silent with what it told."""
+        """Cut primary and standby apart, detach, then freeze the primary, which has told what the standby lacks."""
         syncers, heap = self._syncers, self._syncers.heap
         outer, plan = syncers.outer, syncers.plan.replication
         assert syncers.between is not None

@@ -1,10 +1,9 @@
-"""What must hold of updates that look like no other: nothing of them is merged without somebody's word.
+"""The invariants of the sites, checked at every event (DESIGN section 6), and the list of all checkers.
 
-What must hold where two machines may lead: one at a time, and never without what the other has told.
-
-What must hold where units of the data are leased: each counts once, and each is in one place.
-
-What must hold at every site at every event (DESIGN section 6), and the list of all checkers."""
+Also the invariants of outlier updates (only an operator's decision merges a held one), of two machines that may lead
+(one at a time, and never without what the other has acknowledged), and of leased data units (each counts once, and each
+is in one place).
+"""
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ from diloco.sim.checkers import (
     Weights,
     accepted,
     ids_of,
+    values_in,
 )
 from diloco.sync.admission import judge
 from diloco.sync.data_units import SKIPPED, common, size
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sim.checkers import Id
-    from diloco.sim.site_process import Drawn, SiteProcess
+    from diloco.sim.site_state import Drawn, SiteState
     from diloco.sim.values import Value
     from diloco.sim.world import OuterPlan, Storage, Unit
     from diloco.sync.effects import LearnerEffect, OuterEffect
@@ -76,24 +76,23 @@ if TYPE_CHECKING:
 
 
 class Admission(Checker):
-    """A flagged update is refused, or noted, or held and merged by an operator's word only; nothing of it is silent.
+    """A flagged update is refused, noted, or held until an operator admits it; each decision leaves a note.
 
-    One that was refused is never taken afterwards.  What the sites say of their updates is believed: they do not lie.
+    A refused update is never accepted later.  The checker trusts the figures that sites give of their updates.
     """
 
     name = "admission"
     mutation = "a held update is merged with those that wait"
     of_the_disk = ("usual", "held", "refused")
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.usual: dict[tuple[str, int], list[Vital]] = {}
         self.held: dict[Id, Vital] = {}
         self.refused: set[tuple[str, int, int, str]] = set()
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Judge every update again, by a book of one's own."""
-        del now_ns, machine
+        """Judge every update again, from the checker's own records."""
         if isinstance(event, UpdateArrived):
             self._arrived(event, effects)
         if isinstance(event, UpdateAdmitted) and any(isinstance(e, AnswerDone) and e.reason is None for e in effects):
@@ -155,27 +154,25 @@ class Admission(Checker):
 
 
 class OneLeader(Checker):
-    """Epochs rise, who tells anything has the largest that has told anything, and a version has one digest."""
+    """Epochs rise, a process is silent once one of a later (lineage, epoch) has spoken, a version has one digest."""
 
     name = "one_leader"
     mutation = "a process does not ask for its lease before it tells anything"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.started = self.spoke = (1, 0)
         self.published: dict[tuple[int, int, int], str] = {}
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Each start has a larger epoch."""
-        del now_ns, effects
         if isinstance(event, SyncerStarted):
             started = (machine.state.lineage, event.epoch)
             self.require(started > self.started, "a start of (lineage, epoch)", started, "came after", self.started)
             self.started = started
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """Nobody speaks after who came later has spoken."""
-        del chain
+        """No process tells anything after one with a larger (lineage, epoch) has."""
         speaks = (machine.state.lineage, machine.state.epoch)
         self.require(speaks >= self.spoke, "(lineage, epoch)", speaks, "tells something after", self.spoke)
         self.spoke = speaks
@@ -187,18 +184,18 @@ class OneLeader(Checker):
 
 
 class Replicated(Checker):
-    """Replication "sync": what anybody is told is in the standby's journal, unless an operator has detached that."""
+    """Replication "sync": every turn that is told is in the standby's journal, unless an operator has detached it."""
 
     name = "replicated"
     mutation = "the syncer tells what the standby does not have yet"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.there: set[bytes] = set()
         self.alone = self.will_be_alone = plan.replication is None
 
     def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
-        """What a standby acknowledges would survive a power cut there."""
+        """A standby acknowledges only what would survive a power cut there."""
         self.require(
             storage.is_safe(journal, unit.raw), "the standby acknowledges a frame that is not durable in", journal
         )
@@ -207,7 +204,7 @@ class Replicated(Checker):
         self.there.add(unit.chain)
 
     def resumed(self, storage: Storage, journal: str, chain: bytes) -> None:
-        """What a standby has read again when it was started counts as acknowledged when it says where it is."""
+        """A restarted standby acknowledges what it has on disk when it reports its place."""
         at, data = 0, storage.read(journal)
         for unit in units(data):
             if unit.kind != MARK and unit.chain == chain:
@@ -217,74 +214,67 @@ class Replicated(Checker):
             at = unit.end
 
     def stands_alone(self) -> None:
-        """Told by who knows, before it is in any journal."""
+        """A detach or a promotion counts at once, before it is in any journal."""
         self.alone = self.will_be_alone = True
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Follow whether a standby is waited for."""
-        del now_ns, effects, machine
+        """Track whether the syncer waits for a standby."""
         if isinstance(event, StandbyAttached | StandbyDetached):
             self.will_be_alone = isinstance(event, StandbyDetached)
 
     def recovered(self, machine: OuterSync) -> None:
-        """A word that did not reach the journal is forgotten."""
+        """A detach that did not reach the journal is forgotten."""
         self.alone = self.will_be_alone = self.plan.replication is None or machine.state.detached
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """Look for the turn in the standby's book."""
-        del machine
+        """The turn must be among those that the standby has acknowledged."""
         if chain is not None and not self.alone and self.plan.replication and self.plan.replication.mode == "sync":
             self.require(chain in self.there, "told without the standby:", list(effects)[:3])
-        self.alone = self.will_be_alone  # From the turn after the one that says so on.
+        self.alone = self.will_be_alone  # A detach or attach counts from the next turn on.
 
     def told_with_an_heir(self, chain: bytes) -> None:
-        """Whoever may take over without a word has all that was told."""
+        """The heir, which may take over by itself, has everything that was told."""
         self.require(chain in self.there, "told while the lease names an heir that lacks it")
 
 
 Place = tuple[str, int, int]
-"""A site, a unit, and which of its sequences."""
+"""(site, unit, index of the sequence in the unit)."""
 
 
 class CountedOnce(Checker):
-    """A unit is merged when every sequence of it is, in every fragment, and a second time only as a repeat.
+    """A unit is merged once all its sequences are, in every fragment; merged again, it counts as a repeat.
 
-    The book is made of what each site has really trained on, which the syncer is never told.
+    The record comes from what each site really trained on, which the syncer is never told.
     """
 
     name = "counted_once"
     mutation = "a unit counts as soon as one fragment has it"
     of_the_disk = ("times", "listed")
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
-        self.drawn: dict[tuple[str, int, int], list[Drawn | None]] = {}
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
+        self.drawn: dict[tuple[str, int, int], list[tuple[int, Drawn | None]]] = {}
         self.carried: dict[tuple[int, int, str], list[tuple[int, Drawn]]] = {}
-        self.at: dict[tuple[str, int, int], list[int]] = {}
         self.times: list[dict[Place, int]] = [{} for _ in range(plan.options.num_fragments)]
         self.listed: dict[str, set[int]] = {}
 
-    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
-        """What the update was trained on."""
-        del gradient
+    def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
+        """Record which sequences the update was trained on."""
         if self.plan.options.unit_sequences:
             key = (site.name, seal.fragment, seal.sequence)
-            self.at[key] = [at for start, stop in seal.spans for at in range(start, stop)]
-            self.drawn[key] = [site.drawn.get(at) for at in self.at[key]]
+            self.drawn[key] = [(at, site.drawn.get(at)) for start, stop in seal.spans for at in range(start, stop)]
 
-    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """The update has a digest now."""
-        del effects
+    def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """The update has its digest now: file its sequences under that."""
         key = (site.name, event.fragment, event.sequence) if isinstance(event, Sealed) else None
-        if isinstance(event, Sealed) and key in self.at:
-            pairs = list(zip(self.at.pop(key), self.drawn.pop(key), strict=True))
+        if isinstance(event, Sealed) and key in self.drawn:
+            pairs = self.drawn.pop(key)
             named = all(drawn and not drawn[1] for _, drawn in pairs)
             self.require(named, key, "names what was not drawn, or was drawn over again:", pairs)
             self.carried[event.fragment, event.sequence, event.digest] = [(at, drawn) for at, drawn in pairs if drawn]
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Count what is merged, and look at what is leased."""
-        del now_ns
+        """Count merged sequences, and check the units that are leased."""
         if machine.state.units is None:
             return
         for effect in effects:
@@ -294,7 +284,7 @@ class CountedOnce(Checker):
                 self._leased(event.site, effect)
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """What the machine has counted is in the book."""
+        """The machine counts no unit that is not merged, and shows all repeats."""
         units = machine.state.units
         if units is None or chain is None or not effects:
             return
@@ -312,7 +302,7 @@ class CountedOnce(Checker):
             times[key] = times.get(key, 0) + 1
 
     def _complete(self) -> dict[int, int]:
-        """How often each unit was merged as a whole by one site; every site may have merged a part of it besides."""
+        """Return how often single sites merged each unit as a whole; parts merged by other sites do not count."""
         offsets, found = range(self.plan.options.unit_sequences), dict[int, int]()
         for site, number in {(site, number) for site, number, _ in self.times[0]}:
             least = min(times.get((site, number, at), 0) for times in self.times for at in offsets)
@@ -320,7 +310,7 @@ class CountedOnce(Checker):
         return {number: times for number, times in found.items() if times}
 
     def _leased(self, site: str, told: AnswerUnits) -> None:
-        """Nothing of a unit is merged when a site is leased it."""
+        """No part of a unit is merged when a site is first leased it."""
         before = self.listed.setdefault(site, set())
         begun = {number for times in self.times for _, number, _ in times}
         for start, count in told.pieces:
@@ -330,13 +320,13 @@ class CountedOnce(Checker):
 
 
 class Balanced(Checker):
-    """Every unit that was ever leased is merged, partly, in hand or given back: in one of them."""
+    """Every unit that was ever leased is in exactly one place: merged, partly merged, in hand or given back."""
 
     name = "balanced"
     mutation = "what is given back stays in the list of who comes back"
 
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
-        """Look at each pair of places."""
+        """No unit is in both places of a pair."""
         units, options = machine.state.units, self.plan.options
         if units is None or chain is None or not effects:
             return
@@ -353,9 +343,8 @@ class Balanced(Checker):
             self.require(not common(*pair), "after", effects, name, common(*pair))
         self.require(size(units.begun) <= sum(h.end - h.first for h in units.holders.values()), "begun:", units.begun)
 
-    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
-        """When everybody has left nothing is in hand."""
-        del sites
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
+        """When all sites have left, no unit is in hand."""
         if machine.state.units is not None and all(site.status != "live" for site in machine.state.sites.values()):
             found = columns_of(self.plan.options, machine.state)
             silent = any(site.status == "silent" for site in machine.state.sites.values())
@@ -363,34 +352,33 @@ class Balanced(Checker):
 
 
 class Ledger(Checker):
-    """Invariant 10: every token a site has read is in exactly one place, and nothing vanishes into "lost" silently."""
+    """Invariant 10: every token a site has read is in exactly one place, and none becomes "lost" without a cause."""
 
     name = "ledger"
     mutation = "an update that is refused takes its tokens with it"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.processed: dict[str, int] = {}
         self.lost: dict[str, list[int]] = {}
         self.orphans: dict[str, list[int]] = {}
 
-    def process_started(self, site: SiteProcess) -> None:
-        """A new process begins from what its odometer and its checkpoint say."""
+    def process_started(self, site: SiteState) -> None:
+        """A new process begins with the counts of its odometer and checkpoint."""
         self.processed[site.name] = site.machine.state.tokens_processed
         self._remember(site)
 
-    def _remember(self, site: SiteProcess) -> None:
+    def _remember(self, site: SiteState) -> None:
         self.lost[site.name] = [part.tokens_lost for part in site.machine.state.fragments]
         self.orphans[site.name] = [len(part.orphans) for part in site.machine.state.fragments]
 
-    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """Add up every fragment and the site."""
-        del effects
+    def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """Check the sums of every fragment and of the site."""
         state = site.machine.state
         if isinstance(event, StepDone):
             self.processed[site.name] += event.tokens
         elif isinstance(event, JoinAnswered):
-            # Work of an earlier life that only the syncer remembers: the site learns that it has read more.
+            # The syncer may know work of an earlier process that the site has forgotten: its count rises then.
             self.processed[site.name] = max(self.processed[site.name], *(part.accounted() for part in state.fragments))
         self.require(
             state.tokens_processed == self.processed[site.name],
@@ -403,72 +391,70 @@ class Ledger(Checker):
             before = self.lost[site.name][index]
             explained = isinstance(event, JoinAnswered) or len(part.orphans) < self.orphans[site.name][index]
             self.require(part.tokens_lost == before or explained, site.name, "lost tokens at", event, ledger)
-        if isinstance(event, StepDone | JoinAnswered):  # It is made of the others; looking now and then is enough.
+        if isinstance(event, StepDone | JoinAnswered):  # Derived from the fragments': rare checks do.
             whole = site_ledger(state)
             self.require(whole.balanced(), site.name, whole)
         self._remember(site)
 
 
 class Carried(Checker):
-    """Invariant 10: the tokens that an update declares are those whose progress it carries."""
+    """Invariant 10: an update carries the progress of exactly the tokens that it declares."""
 
     name = "carried"
     mutation = "an update is measured without what is in flight"
 
-    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
+    def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
         """The second number of every value counts tokens."""
         self.require(-gradient[1] == seal.tokens, site.name, seal, "carries the progress of", -gradient[1], "tokens")
         self.require(site.base[seal.fragment][0] == seal.base_version, site.name, seal, "is not measured from its base")
 
 
 class Cold(Checker):
-    """Invariant 16: the values a site had before it took a version never reach anybody."""
+    """Invariant 16: the values that a site had before its first version are never part of an update."""
 
     name = "cold"
     mutation = "a new site goes on from its own initialisation instead of the version it took"
 
-    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
+    def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
         """The third number marks values that come from no version."""
         self.require(gradient[2] == 0 and seal.base_version >= 0, site.name, seal, "carries a cold start", gradient)
 
 
 class Independence(Checker):
-    """Invariant 14: between two steps of a site there is nothing but the site's own freezes (lock-step apart)."""
+    """Invariant 14: between two steps a site stands still only while it is frozen, or in lock-step."""
 
     name = "independence"
     mutation = "a site waits after each update until its fate is known"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.ended_ns: dict[str, int] = {}
 
-    def step_begun(self, site: SiteProcess, step_ns: int) -> None:
+    def step_begun(self, site: SiteState, step_ns: int) -> None:
         """A step begins at the instant at which the one before ended."""
-        del step_ns
         ended_ns = self.ended_ns.get(site.name)
         if ended_ns is not None and not site.plan.options.lock_step:
             idle_ns = site.heap.now_ns - ended_ns
             self.require(idle_ns == 0, site.name, "stood still for", idle_ns, "ns before step", site.step + 1)
 
-    def stepped(self, site: SiteProcess, step_ns: int, learned: Sequence[int]) -> None:
+    def stepped(self, site: SiteState, step_ns: int, learned: Sequence[int]) -> None:
         """A step ends."""
-        del step_ns, learned
         self.ended_ns[site.name] = site.heap.now_ns
 
 
 class Farewell(Checker):
-    """A site ends for a good reason: nobody contradicts what it was told, and a goodbye leaves nothing behind."""
+    """A site stops for a valid reason: no answer contradicts an earlier one, and a site leaves with nothing unsent."""
 
     name = "farewell"
     mutation = "the last step before a goodbye is not sent"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.stopped: set[str] = set()
         self.finished: set[str] = set()
 
-    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """Look at the last words of a site."""
+    def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """Check how a site stops and leaves."""
         if isinstance(event, PushAnswered) and event.reason is Reason.FINISHED:
             self.finished.add(site.name)
         for effect in effects:
@@ -486,72 +472,69 @@ class Farewell(Checker):
 
 
 class Cursor(Checker):
-    """No batch whose work was accepted is read again, whichever process read it first."""
+    """No process of a site reads a batch again whose work was accepted."""
 
     name = "cursor"
     mutation = "a restarted site is not told to skip what its accepted updates have consumed"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.consumed: dict[str, int] = {}
 
-    def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
-        """A join says how far the site's accepted updates have read."""
+    def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
+        """The answer to a join gives the cursor of the site's accepted updates."""
         if isinstance(event, JoinAnswered):
             self.consumed[site.name] = max(standing.cursor for standing in event.standings)
 
-    def stepped(self, site: SiteProcess, step_ns: int, learned: Sequence[int]) -> None:
+    def stepped(self, site: SiteState, step_ns: int, learned: Sequence[int]) -> None:
         """A step reads one batch."""
-        del step_ns, learned
         consumed = self.consumed.get(site.name, 0)
         self.require(site.cursor > consumed, site.name, f"reads batch {site.cursor} again: {consumed} are consumed")
 
 
 class Conservation(Checker):
-    """Invariant 17: what a site has learned is merged, in flight or unsent, to the last bit, whatever happens."""
+    """Invariant 17: all progress of a site is merged, in flight or unsent, to the last bit, under any fault."""
 
     name = "conservation"
     mutation = "an adopt forgets that the version contains an update of the site's own"
     of_the_disk = ("under_way",)
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.unsent: dict[str, list[Value]] = {}
         self.learned = [values.ZERO] * plan.options.num_fragments
         self.merged = [values.ZERO] * plan.options.num_fragments
-        self.averaged = [values.ZERO] * plan.options.num_fragments
         self.value: dict[tuple[int, str], Value] = {}
         self.under_way: dict[int, StartOuterStep] = {}
 
-    def carry(self, site: SiteProcess, index: int) -> Value:
-        """r: what the site has learned, is in no update, and stands on the values it has."""
+    def carry(self, site: SiteState, index: int) -> Value:
+        """Return r, the unsent progress: the site's values minus its base, plus the pseudo-gradients that it holds."""
         held = [value for key, value in [*site.sent.items(), *site.sealing.items()] if key[0] == index]
         return values.plus(values.minus(site.theta[index], site.base[index][1]), values.total(held))
 
-    def process_started(self, site: SiteProcess) -> None:
-        """What a checkpoint holds is where the book begins."""
+    def process_started(self, site: SiteState) -> None:
+        """The record begins with what the checkpoint holds."""
         self.unsent[site.name] = [self.carry(site, index) for index in range(len(site.theta))]
 
-    def stepped(self, site: SiteProcess, step_ns: int, learned: Sequence[int]) -> None:
-        """Progress is made here and nowhere else."""
-        del step_ns
+    def stepped(self, site: SiteState, step_ns: int, learned: Sequence[int]) -> None:
+        """Add the step's progress; there is no other source of it."""
         book = self.unsent[site.name]
         for index, gain in enumerate(learned):
             made = (gain, site.plan.tokens, 0)
             book[index] = values.plus(book[index], made)
             self.learned[index] = values.plus(self.learned[index], made)
 
-    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
-        """What is measured leaves r whole."""
+    def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
+        """The whole measured gradient leaves r."""
         book = self.unsent[site.name]
         book[seal.fragment] = values.plus(book[seal.fragment], gradient)
 
-    def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
-        """What the codec rounded off comes back."""
+    def encoded(self, site: SiteState, fragment: int, digest: str, decoded: Value) -> None:
+        """Record the decoded value; ``learner`` returns the codec's rounding error to r."""
         self.value[fragment, digest] = decoded
 
-    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """Write down what an event moves between r and the in-flight list."""
+    def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """Record what an event moves between r and the in-flight list."""
         book = self.unsent[site.name]
         if isinstance(event, Sealed):
             book[event.fragment] = values.plus(book[event.fragment], site.rounded)
@@ -563,8 +546,8 @@ class Conservation(Checker):
             elif isinstance(effect, Retake):
                 book[effect.fragment] = values.ZERO
 
-    def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
-        """The book and the values agree, and the machine's list is the list of what is held."""
+    def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
+        """The record equals r, and the machine's in-flight list equals the updates that the site holds."""
         if site.plan.options.adopt != "rebase":
             return
         for index, part in enumerate(site.machine.state.fragments):
@@ -580,27 +563,21 @@ class Conservation(Checker):
                 self.unsent[site.name][index] = self.carry(site, index)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Count what is merged, in full and as far as the mean takes it."""
-        del now_ns, machine
+        """Add up the merged updates, in full."""
         if isinstance(event, OuterStepFailed):
             self.under_way.pop(event.fragment)
         elif isinstance(event, OuterStepDone):
             step = self.under_way.pop(event.fragment)
-            parts = [
-                (part.weight, [self.value[step.fragment, update.digest] for update in part.updates])
-                for part in step.contributions
-            ]
+            parts = values_in(step, self.value)
             whole = values.total(each for _, updates in parts for each in updates)
             self.merged[step.fragment] = values.minus(self.merged[step.fragment], whole)
-            away = values.minus(values.merged(parts), whole)
-            self.averaged[step.fragment] = values.plus(self.averaged[step.fragment], away)
         for effect in effects:
             if isinstance(effect, StartOuterStep):
                 self.under_way[effect.fragment] = effect
 
-    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
-        """All progress ever made, and where it is."""
-        if not self.conserving:
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
+        """All progress ever made equals what is merged, in flight or unsent."""
+        if not self.plan.conserving:
             return
         for index in range(len(self.learned)):
             there = self.merged[index]
@@ -617,31 +594,30 @@ class Conservation(Checker):
 
 
 class History(Checker):
-    """Not a property: a digest over everything that happened, and the figures of a run."""
+    """Not an invariant: a digest over all events of a run, and the counts of fates."""
 
     name = "history"
     mutation = "the network draws its delays from something else than the seed"
 
-    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
-        super().__init__(plan, conserving=conserving)
+    def __init__(self, plan: OuterPlan) -> None:
+        super().__init__(plan)
         self.fates: dict[str, int] = {}
         self._digest = hashlib.sha256()
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """Something happened at the syncer."""
-        del machine
+        """Add the syncer's event to the digest, and count its fates."""
         self._digest.update(f"{now_ns} {event} {effects}".encode())
         for effect in effects:
             if isinstance(effect, TellFate):
                 what = effect.fate.reason.value if effect.fate.reason else "merged"
                 self.fates[what] = self.fates.get(what, 0) + 1
 
-    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
-        """Something happened at a site."""
+    def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """Add the site's event to the digest."""
         self._digest.update(f"{site.heap.now_ns} {site.name} {site.theta} {event} {effects}".encode())
 
     def hexdigest(self) -> str:
-        """Two runs of a seed have the same."""
+        """Return the digest; two runs of one seed have the same."""
         return self._digest.hexdigest()
 
 

@@ -1,28 +1,29 @@
-"""What a site does on the network, beside its training: join, report, send, fetch, say goodbye.
+"""A learner as a process of the simulator: its machine, its training loop, its checkpoints and its network work.
 
-Every request has a deadline and is asked again after a back-off, capped and jittered, for ever; the answer to a request
-that was given up is thrown away.  When reports go unanswered the connection is given up and the site joins again.
+The training loop does not depend on the network: each step follows the one before, and only ``Seal``, ``Adopt`` and
+``Retake`` happen between two steps.  Encoding and the network run concurrently.
 
-
-A learner as a process of the simulator: its machine, its training loop, its checkpoints and its network work.
-
-The training loop knows nothing of the network: a step follows the step before it, whatever anybody else does, and only
-``Seal``, ``Adopt`` and ``Retake`` happen between two of them.  Encoding, sending, fetching and joining run beside it.
+``Courier`` joins, reports, sends, fetches and leaves.  Every request has a timeout and is retried for ever with a
+capped, jittered back-off; a late answer to an abandoned request is dropped.  After unanswered reports the courier drops
+the connection and joins again.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.sim import values
 from diloco.sim.outer_process import OuterProcess
-from diloco.sim.values import Value
-from diloco.sim.world import MILLISECOND_NS, Direction, Feed, Heap, JoinReply, Process, Pulled, Push, PushReply
+from diloco.sim.site_state import SiteState, Stored
+from diloco.sim.world import MILLISECOND_NS, Feed, Heap, Pulled, ask
+from diloco.sync.admission import Verdict
 from diloco.sync.effects import (
     Adopt,
+    AnswerPush,
     AnswerUnits,
+    AskToConfirm,
     DropSite,
     Fetch,
     Forget,
@@ -41,6 +42,7 @@ from diloco.sync.events import (
     BoundaryReached,
     FateTold,
     FetchFailed,
+    JoinAnswered,
     LearnerEvent,
     LeaveAsked,
     Outcome,
@@ -51,20 +53,20 @@ from diloco.sync.events import (
     SealFailed,
     StepDone,
     UnitsTold,
+    UpdateArrived,
     VersionFetched,
 )
 from diloco.sync.learner import LearnerSync
-from diloco.sync.options import LearnerOptions
-from diloco.sync.plain import canonical
-from diloco.sync.site_units import UnitAsk, ask_of, units_from
+from diloco.sync.progress import UnitAsk, ask_of, units_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from random import Random
 
     from diloco.sim.checkers import Checkers
+    from diloco.sim.site_state import Checkpoint, Key, Side, Trouble
     from diloco.sim.standby_process import StandbyProcess
-    from diloco.sim.world import Link
+    from diloco.sim.values import Value
 
 CALL_DEADLINE_NS = 1500 * MILLISECOND_NS
 BACKOFF_FIRST_NS = 100 * MILLISECOND_NS
@@ -82,26 +84,19 @@ class Session:
     incarnation: int
 
 
-@dataclass(slots=True)
-class Call:
-    """A request that waits for its answer, or for its deadline, whichever is first."""
-
-    open: bool = True
-
-
 class Courier:
     """The network work of one learner process."""
 
     def __init__(
         self, process: SiteProcess, syncers: Sequence[Callable[[], OuterProcess | StandbyProcess | None]]
     ) -> None:
-        """``syncers``: whoever answers at each address that the site was given."""
+        """``syncers``: for each address of the site a function that returns the process answering there, or None."""
         self.process = process
         self.session: Session | None = None
         self._syncers, self._at = syncers, 0
         self._tasks: dict[Key, Session] = {}
         self._early: list[tuple[OuterProcess | StandbyProcess, LearnerEvent | None]] = []
-        """What a stream told before the answer to the join that opened it was here; None: it broke."""
+        """Events of a stream that arrived before the answer to its join; None: the stream broke."""
         self._missed = 0
 
     def forget(self, key: Key) -> None:
@@ -115,29 +110,17 @@ class Courier:
         missed: Callable[[], None],
         deadline_ns: int = CALL_DEADLINE_NS,
     ) -> None:
-        """Have ``request`` done there; exactly one of ``answered`` and ``missed`` happens, unless this process dies."""
-        call = Call()
-
-        def settle(action: Callable[[], None]) -> None:
-            if call.open:
-                call.open = False
-                action()
-
-        def reply(answer: object) -> None:
-            self.process.link.send(
-                Direction.DOWN, lambda: self.process.deliver(lambda: settle(lambda: answered(answer)))
-            )
-
-        self.process.link.send(Direction.UP, lambda: request(reply))
-        self.process.heap.after(deadline_ns, lambda: self.process.deliver(lambda: settle(missed)))
+        """As ``world.ask``, over the site's link."""
+        process = self.process
+        ask(process.heap, process.link, process, request, answered, missed, deadline_ns)
 
     def later(self, delay_ns: int, action: Callable[[], None]) -> None:
-        """Do ``action`` after about ``delay_ns``: half of it to all of it."""
+        """Run ``action`` after a random delay of half to all of ``delay_ns``."""
         jittered = int(delay_ns * (0.5 + self.process.random.random() / 2))
         self.process.heap.after(jittered, lambda: self.process.deliver(action))
 
     def join(self, backoff_ns: int, ticket: int = 0) -> None:
-        """Ask one address after the other to take this process in, until one does; ``ticket`` is what the last gave."""
+        """Ask one address after the other to accept this process; ``ticket`` is that of an answer ``AskToConfirm``."""
 
         process = self.process
 
@@ -169,25 +152,22 @@ class Courier:
     def _joined(self, answer: object, again: Callable[[], None]) -> None:
         assert isinstance(answer, tuple)
         outer, reply = answer
-        assert isinstance(reply, JoinReply)
-        if reply.answered is None:
-            if reply.ticket:
-                self.join(BACKOFF_FIRST_NS, reply.ticket)
-            elif reply.reason in (None, Reason.FULL):
-                again()
-            else:
-                self.process.exit(f"join refused: {reply.reason}")
-            return
         known = self.process.machine.state
-        if (reply.answered.lineage, reply.answered.epoch) < (known.lineage, known.epoch):
-            again()  # One that came back after another had taken its place.
+        if isinstance(reply, AskToConfirm):
+            self.join(BACKOFF_FIRST_NS, reply.ticket)
+            return
+        if isinstance(reply, Reason) and reply is not Reason.FULL:
+            self.process.exit(f"join refused: {reply}")
+            return
+        if not isinstance(reply, JoinAnswered) or (reply.lineage, reply.epoch) < (known.lineage, known.epoch):
+            again()  # It accepts no site, or it is an old leader that another has replaced.
             return
         assert isinstance(outer, OuterProcess)
-        self.session = Session(outer, reply.answered.incarnation)
+        self.session = Session(outer, reply.incarnation)
         self._missed = 0
         self._tasks.clear()
         session = self.session
-        self.process.handle(reply.answered)
+        self.process.handle(reply)
         self._report(session)
         early, self._early = self._early, []
         for there, what in early:
@@ -195,7 +175,7 @@ class Courier:
                 self._told(outer, what)
 
     def break_off(self) -> None:
-        """Give the connection up and join again."""
+        """Drop the connection and join again."""
         if self.session is not None:
             self.session = None
             self._tasks.clear()
@@ -208,14 +188,14 @@ class Courier:
             if len(self._early) < EARLY_MAX:
                 self._early.append((outer, what))
         elif self.session.outer is not outer:
-            pass  # The stream of a connection that was given up.
+            pass  # The stream of a dropped connection.
         elif what is None:
             self.break_off()
         else:
             self.process.handle(what)
 
     def _report(self, session: Session) -> None:
-        """A sign of life every now and then; what is not answered twice means that the connection is broken."""
+        """Send a heartbeat every ``report_ns``; ``REPORTS_MISSED_MAX`` unanswered in a row break the connection."""
 
         def answered(answer: object) -> None:
             self._missed = 0
@@ -243,7 +223,7 @@ class Courier:
             )
 
     def send(self, key: Key) -> None:
-        """Send an update until there is a definite answer; after a break the machine asks for it again."""
+        """Send an update until there is a definite answer; after a new join the machine asks for it again."""
         if self.session is not None and key not in self._tasks:
             self._tasks[key] = self.session
             self._attempt(key, self.session, BACKOFF_FIRST_NS)
@@ -253,7 +233,8 @@ class Courier:
         if self._tasks.get(key) is not session or stored is None:
             return
         seal = stored.seal
-        push = Push(
+        update = UpdateArrived(
+            0,
             self.process.site,
             session.incarnation,
             *key,
@@ -263,27 +244,28 @@ class Courier:
             seal.step_ns,
             seal.cursor,
             stored.digest,
-            seal.final,
+            "",
+            "exact",
             stored.finite,
-            stored.value,
-            self.process.plan.transfer_ns,
+            seal.final,
             stored.norm,
             stored.cosine,
-            seal.spans,
+            spans=seal.spans,
         )
+        outer, transfer_ns = session.outer, self.process.plan.transfer_ns
 
         def again() -> None:
             self.later(backoff_ns, lambda: self._attempt(key, session, min(2 * backoff_ns, BACKOFF_MAX_NS)))
 
         self._ask(
-            lambda reply: session.outer.ask(lambda: session.outer.push(push, reply)),
+            lambda reply: outer.ask(lambda: outer.push(update, stored.value, transfer_ns, reply)),
             lambda answer: self._pushed(key, session, stored.digest, answer, again),
             again,
-            CALL_DEADLINE_NS + self.process.plan.transfer_ns,
+            CALL_DEADLINE_NS + transfer_ns,
         )
 
     def _pushed(self, key: Key, session: Session, digest: str, answer: object, again: Callable[[], None]) -> None:
-        assert isinstance(answer, PushReply)
+        assert isinstance(answer, AnswerPush | Verdict)
         if self._tasks.get(key) is not session:
             return
         if answer.outcome is Outcome.RETRY:
@@ -295,11 +277,11 @@ class Courier:
             self.process.handle(FateTold(answer.fate))
 
     def fetch(self, effect: Fetch) -> None:
-        """Ask once for a newer version."""
+        """Pull a newer version once."""
         index, lineage = effect.fragment, self.process.machine.state.lineage
 
         def current() -> bool:
-            """Otherwise the machine has started over and asked again."""
+            """Return False once the machine has started over in a new lineage; it has then asked again."""
             return self.process.machine.state.lineage == lineage
 
         def failed() -> None:
@@ -323,7 +305,7 @@ class Courier:
             )
 
     def _fetched(self, index: int, pulled: Pulled) -> None:
-        """Follow the down-links from what is here, or take the whole values."""
+        """Add the down-links to the newest value here, or take the whole values."""
         if pulled.whole:
             value = pulled.parts[0]
         else:
@@ -335,7 +317,7 @@ class Courier:
         self.process.handle(VersionFetched(index, pulled.version, pulled.fates))
 
     def leave(self, tries: int) -> None:
-        """Say goodbye and end; without a word after as many ``tries``."""
+        """Leave the syncer and exit; after ``tries`` failed attempts exit without leaving."""
         session = self.session
         if tries == 0:
             self.process.exit("left without a word")
@@ -351,86 +333,10 @@ class Courier:
 
 
 LOCK_STEP_WAIT_NS = 3000 * MILLISECOND_NS
-"""A site in lock-step waits no longer than twice this for an answer, and then trains on."""
-
-Key = tuple[int, int]
-Drawn = tuple[int, bool]
-"""The unit that a sequence was of, and whether it was drawn over again because there was no other."""
+"""A site in lock-step waits at most twice this for an answer, and then trains on."""
 
 
-@dataclass(frozen=True, slots=True)
-class SitePlan:
-    """How one site works: its speed, its batches, its habits, and what goes wrong in it."""
-
-    options: LearnerOptions
-    step_ns: int
-    step_jitter: float
-    tokens: int
-    transfer_ns: int
-    encode_ns: int
-    quantum: int
-    alpha_tenths: int
-    checkpoint_steps: int
-    checkpoint_ns: int
-    report_ns: int
-    overlap_steps: int = 0
-    ranks: bool = False
-    """Whether it has several: those say before a step ends whether anything is done with values after it."""
-
-
-@dataclass(slots=True)
-class Trouble:
-    """Shares of steps that ruin the values, of updates that arrive ruined, and of updates like no other; all of it
-    ends with the safety phase."""
-
-    poisoned: float = 0.0
-    ruined: float = 0.0
-    outlying: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """An update in the outbox: what was promised about it, and what it says."""
-
-    seal: Seal
-    digest: str
-    value: Value
-    finite: bool
-    norm: float
-    cosine: float
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What a site's process needs to go on: taken after an optimizer step and before the machine hears of it."""
-
-    machine: bytes
-    theta: tuple[Value, ...]
-    base: tuple[tuple[int, Value], ...]
-    adopted: tuple[Value, ...]
-    sent: dict[Key, Value]
-    poisoned: frozenset[int]
-    step: int
-    step_tokens: int
-    step_ns: int
-    cursor: int
-    drawn: dict[int, Drawn]
-
-
-@dataclass(slots=True)
-class SiteDisk:
-    """What of a site outlives its process."""
-
-    checkpoint: Checkpoint | None = None
-    outbox: dict[Key, Stored] = field(default_factory=dict)
-    odometer: int = 0
-
-    def copy(self) -> SiteDisk:
-        """The disk of a twin."""
-        return SiteDisk(self.checkpoint, dict(self.outbox), self.odometer)
-
-
-class SiteProcess(Process):
+class SiteProcess(SiteState):
     """One life of a learner."""
 
     def __init__(
@@ -438,56 +344,34 @@ class SiteProcess(Process):
         site: str,
         name: str,
         heap: Heap,
-        link: Link,
-        disk: SiteDisk,
-        plan: SitePlan,
+        side: Side,
         trouble: Trouble,
-        random: Random,
         checkers: Checkers,
         syncers: Sequence[Callable[[], OuterProcess | StandbyProcess | None]],
+        trainer: Trainer,
         on_exit: Callable[[SiteProcess, str], None],
     ) -> None:
-        super().__init__(lambda: None)
-        self.site, self.name, self.heap, self.link, self.disk = site, name, heap, link, disk
-        self.plan, self.trouble, self.checkers = plan, trouble, checkers
-        self.random, self._on_exit = random, on_exit
+        super().__init__(site, name, heap, side, trouble)
+        self.checkers, self.trainer = checkers, trainer
         self.courier = Courier(self, syncers)
-        parts = range(plan.options.num_fragments)
-        self.machine = LearnerSync(plan.options)
-        self.theta: list[Value] = [values.COLD for _ in parts]
-        self.base: list[tuple[int, Value]] = [(-1, values.COLD) for _ in parts]
-        self.adopted: list[Value] = [values.COLD for _ in parts]
-        """The values right after the latest adopt: where overwrite and blend measure from."""
-        self.sent: dict[Key, Value] = {}
-        """The decoded pseudo-gradients of the in-flight list."""
-        self.sealing: dict[Key, Value] = {}
-        self.arrived: dict[int, tuple[int, Value]] = {}
-        self.poisoned: set[int] = set()
-        self.step = self.cursor = 0
-        self.drawn: dict[int, Drawn] = {}
-        """What each sequence was, where units are leased."""
-        self.training = self.stopping = self.at_rest = False
-        self.twin = False
-        """Whether another process of this site was started while this one still runs."""
-        self.rounded: Value = values.ZERO
-        """What the codec took from the update that was sealed last."""
+        self._on_exit = on_exit
         self._given_up: set[Key] = set()
         self._waits = 0
-        self._passes = False
-        """Whether its ranks have agreed that nothing is done with values after the step under way."""
+        self.passes = False
+        """Whether the ranks have agreed to skip sealing and adopting after the step under way."""
 
     # --- the life of the process -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Go on from the checkpoint, or begin cold; either way, join."""
+        """Resume from the checkpoint or begin cold, and join."""
         self.deliver(self._start)
 
     def _start(self) -> None:
         kept = self.disk.checkpoint
         if kept is not None:
             digests = {key: stored.digest for key, stored in self.disk.outbox.items()}
-            self._load(kept)
-            # The checkpoint's step is handed to the machine again, so the odometer must not count it beforehand.
+            self.load(kept)
+            # The machine gets the checkpoint's step again below, so the odometer must not count it yet.
             before = self.disk.odometer - kept.step_tokens
             self.machine = LearnerSync.restore(self.plan.options, json.loads(kept.machine), digests, before)
             self.training = True
@@ -496,16 +380,11 @@ class SiteProcess(Process):
         self.handle(OverlapChosen(self.plan.overlap_steps))
         self.courier.join(BACKOFF_FIRST_NS)
         if kept is not None:
-            self.handle(StepDone(kept.step, kept.step_tokens, kept.step_ns, self.cursor))
-            self._next_step()
-
-    def _load(self, kept: Checkpoint) -> None:
-        self.theta, self.base, self.adopted = list(kept.theta), list(kept.base), list(kept.adopted)
-        self.sent, self.poisoned = dict(kept.sent), set(kept.poisoned)
-        self.step, self.cursor, self.drawn = kept.step, kept.cursor, dict(kept.drawn)
+            self.handle(StepDone(self.step, kept.step_tokens, kept.step_ns, self.cursor))
+            self.next_step()
 
     def _tidy(self) -> None:
-        """Drop what the machine did not take over: updates that it counts as unsent again, and bytes of later ones."""
+        """Drop updates that the machine counts as unsent again, and outbox bytes that it does not want."""
         listed = {
             (index, sent.sequence): sent
             for index, part in enumerate(self.machine.state.fragments)
@@ -515,17 +394,22 @@ class SiteProcess(Process):
         for key in [key for key in self.disk.outbox if key not in listed or not listed[key].bytes_wanted]:
             del self.disk.outbox[key]
 
+    def kill(self) -> None:
+        """End as by SIGKILL."""
+        super().kill()
+        self.trainer.look()
+
     def exit(self, why: str) -> None:
-        """End by the process's own will."""
+        """End the process, by itself, with the reason ``why``."""
         self.kill()
         self._on_exit(self, why)
 
     def ask_to_leave(self) -> None:
-        """The user's Ctrl-C."""
+        """Handle the user's Ctrl-C."""
         self.deliver(lambda: self.handle(LeaveAsked()))
 
     def handle(self, event: LearnerEvent) -> None:
-        """Give ``event`` to the machine and carry out what it says; at rest, it also gets a boundary at once."""
+        """Give ``event`` to the machine and carry out its effects; between steps also give it a boundary at once."""
         effects = self.machine.handle(event, self.heap.now_ns)
         self.disk.odometer = self.machine.state.tokens_processed
         self.checkers.learner(self, event, effects)
@@ -541,16 +425,16 @@ class SiteProcess(Process):
                 self._go_on()
 
     def _go_on(self) -> None:
-        """Begin or continue training where nothing forbids it."""
+        """Begin or continue training where it is allowed."""
         if not self.training and not self.stopping and self.machine.ready():
             self.training = True
-            self._next_step()
+            self.next_step()
         elif self.at_rest and not self.stopping and not self._must_wait():
             self.at_rest = False
-            self._begin_step()
+            self.trainer.ready(self)
 
     def _must_wait(self) -> bool:
-        """Lock-step: whether an update is unanswered that the site has not given up waiting for."""
+        """Return whether, in lock-step, an update is unanswered that the site has not stopped waiting for."""
         if not self.machine.must_wait():
             self._given_up = set()
             return False
@@ -563,7 +447,8 @@ class SiteProcess(Process):
 
     # --- training ----------------------------------------------------------------------------------------------
 
-    def _next_step(self) -> None:
+    def next_step(self) -> None:
+        """Begin another step, unless the site is stopping or must wait."""
         if self.stopping or self._must_wait():
             self.at_rest = True
             self._waits += 1
@@ -573,18 +458,21 @@ class SiteProcess(Process):
             if self.alive:
                 self._go_on()
         else:
-            self._begin_step()
+            self.trainer.ready(self)
 
-    def _begin_step(self) -> None:
-        step_ns = int(self.plan.step_ns * (1 + self.plan.step_jitter * self.random.random()))
+    def step_begun(self, step_ns: int) -> None:
+        """Handle the begin of a step that takes ``step_ns``."""
         self.checkers.step_begun(self, step_ns)
-        self._passes = self.plan.ranks and not self.machine.may_act()
-        self.heap.after(step_ns, lambda: self.deliver(lambda: self._step(step_ns)))
+        self.passes = self.plan.ranks and not self.machine.may_act()
 
-    def _step(self, step_ns: int) -> None:
+    def take_step(self, step_ns: int) -> None:
+        """Handle the end of a step: progress, checkpoint and the machine's event."""
         random, tokens = self.random, self.plan.tokens
         self.step += 1
-        self._draw()
+        unit = self.plan.options.unit_sequences
+        if unit:
+            found, repeats = units_from(self.machine.state, self.cursor // unit, 1)
+            self.drawn[self.cursor] = (found[0][0], repeats)
         self.cursor += 1
         learned = [int(random.random() * 2000) - 900 for _ in self.theta]
         self.theta = [values.plus(theta, (gain, tokens, 0)) for theta, gain in zip(self.theta, learned, strict=True)]
@@ -592,40 +480,19 @@ class SiteProcess(Process):
             self.poisoned.add(int(random.random() * len(self.theta)))
         self.checkers.stepped(self, step_ns, learned)
         if self.step % self.plan.checkpoint_steps == 0:
-            self._checkpoint(step_ns)
-        passes = self._passes
-        self.at_rest = self.stopping and not passes  # Told to stop during this step: it was the last.
+            kept = self.checkpoint(step_ns)
+            self.heap.after(self.plan.checkpoint_ns, lambda: self.deliver(lambda: self._keep(kept)))
+        passes = self.passes
+        self.at_rest = self.stopping and not passes  # An order to stop came during this step: it was the last.
         self.handle(StepDone(self.step, tokens, step_ns, self.cursor, passes=passes))
         if self.alive and passes:
-            self._begin_step()
+            self.trainer.ready(self)
         elif self.alive:
-            self._next_step()
-
-    def _draw(self) -> None:
-        unit = self.plan.options.unit_sequences
-        if unit:
-            found, repeats = units_from(self.machine.state, self.cursor // unit, 1)
-            self.drawn[self.cursor] = (found[0][0], repeats)
+            self.next_step()
 
     def units_wanted(self) -> UnitAsk | None:
-        """What is asked for with a report."""
+        """Return the request for units that goes with a report."""
         return ask_of(self.plan.options, self.machine.state) if self.plan.options.unit_sequences else None
-
-    def _checkpoint(self, step_ns: int) -> None:
-        kept = Checkpoint(
-            canonical(self.machine.snapshot()),
-            tuple(self.theta),
-            tuple(self.base),
-            tuple(self.adopted),
-            dict(self.sent),
-            frozenset(self.poisoned),
-            self.step,
-            self.plan.tokens,
-            step_ns,
-            self.cursor,
-            dict(self.drawn),
-        )
-        self.heap.after(self.plan.checkpoint_ns, lambda: self.deliver(lambda: self._keep(kept)))
 
     def _keep(self, kept: Checkpoint) -> None:
         self.disk.checkpoint = kept
@@ -651,24 +518,22 @@ class SiteProcess(Process):
             case Fetch():
                 self.courier.fetch(effect)
             case Adopt():
-                self._adopt(effect)
+                self.adopt(effect)
             case Retake():
-                self._retake(effect)
+                self.retake(effect)
             case SkipData():
                 self.cursor = max(self.cursor, effect.cursor)
             case StopTraining():
                 self.stopping = True
                 if effect.failed:
                     self.exit(effect.why)
+                self.trainer.look()
             case Leave():
                 self.courier.leave(GOODBYES_MAX)
 
     def _seal(self, seal: Seal) -> None:
-        """Copy what is to be sent now; encode it beside training."""
-        measured = self.adopted[seal.fragment] if self.plan.options.adopt != "rebase" else self.base[seal.fragment][1]
-        gradient = values.minus(measured, self.theta[seal.fragment])
-        for sequence in seal.in_flight:
-            gradient = values.minus(gradient, self.sent[seal.fragment, sequence])
+        """Measure the pseudo-gradient now; encode it while training goes on."""
+        gradient = self.measured(seal)
         poisoned = seal.fragment in self.poisoned
         self.sealing[seal.fragment, seal.sequence] = gradient
         self.checkers.sealed(self, seal, gradient)
@@ -691,49 +556,58 @@ class SiteProcess(Process):
         self.handle(Sealed(*key, content))
 
     def _vitals(self) -> tuple[float, float]:
-        """Norm and cosine of an update: as usual, or far too large, or the wrong way round."""
+        """Draw an update's norm and cosine: normal or, for an outlier, a norm far too large or a negative cosine."""
         norm, cosine = 0.8 + 0.4 * self.random.random(), 0.4 + 0.2 * self.random.random()
         if self.trouble.outlying and self.random.random() < self.trouble.outlying:
             return (1e6 * norm, cosine) if self.random.random() < 0.5 else (norm, -cosine)
         return norm, cosine
 
-    def _adopt(self, effect: Adopt) -> None:
-        index = effect.fragment
-        version, new = self.arrived.pop(index)
-        assert version == effect.version, (version, effect)
-        _, old = self.base[index]
-        if self.plan.options.adopt == "rebase":
-            rest = values.minus(self.theta[index], old)
-            for sequence in effect.merged:
-                rest = values.plus(rest, self.sent[index, sequence])
-            self.theta[index] = values.plus(new, rest)
-        elif self.plan.options.adopt == "overwrite":
-            self.theta[index] = new
-        elif self.plan.options.adopt == "blend":
-            self.theta[index] = values.blended(self.theta[index], new, self.plan.alpha_tenths)
-        self.base[index], reference = (version, new), self.theta[index]
-        if self.plan.options.adopt == "eager":
-            unsent, reference = values.minus(self.adopted[index], self.theta[index]), new
-            for sequence in effect.fresh:
-                unsent = values.minus(unsent, self.sent[index, sequence])
-            for sequence in effect.under_way:
-                ahead = values.minus(reference, self.sent[index, sequence])
-                reference = values.blended(ahead, reference, self.plan.alpha_tenths)
-            self.theta[index] = values.minus(reference, unsent)
-        self.adopted[index] = reference
-        for sequence in effect.merged:
-            del self.sent[index, sequence]
 
-    def _retake(self, effect: Retake) -> None:
-        index = effect.fragment
-        if index in self.arrived and self.arrived[index][0] >= effect.version:
-            self.base[index] = self.arrived.pop(index)
-        version, new = self.base[index]
-        assert version == effect.version, (version, effect)
-        self.theta[index] = new
-        for sequence in effect.keep:
-            self.theta[index] = values.minus(self.theta[index], self.sent[index, sequence])
-        for key in [key for key in self.sent if key[0] == index and key[1] not in effect.keep]:
-            del self.sent[key]
-        self.adopted[index] = self.theta[index]
-        self.poisoned.discard(index)
+class Trainer:
+    """The training loop of one life of a site, which steps all its ``parts``: one process for each syncer.
+
+    The site has one step count and one data cursor: a step begins when no part is in the middle of one, and each part
+    that still trains takes it at the same instant.
+    """
+
+    def __init__(self, heap: Heap, random: Random, stepped: Callable[[Sequence[SiteProcess]], None]) -> None:
+        """``stepped`` gets the parts that have just made a step."""
+        self._heap, self._random, self._stepped = heap, random, stepped
+        self.parts: list[SiteProcess] = []
+        self._waiting: list[SiteProcess] = []
+
+    def ready(self, part: SiteProcess) -> None:
+        """Register ``part`` as ready for the next step."""
+        self._waiting.append(part)
+        self.look()
+
+    def look(self) -> None:
+        """Begin the next step if every part that still trains is ready for it."""
+        stopped = [part for part in self._waiting if part.alive and not self.goes_on(part)]
+        self._waiting = [part for part in self._waiting if self.goes_on(part)]
+        for part in stopped:
+            part.deliver(part.next_step)
+        if not self._waiting or not self.complete(self._waiting):
+            return
+        takers, self._waiting = self._waiting, []
+        # A part whose syncer had finished was told of no step since: it resumes from an earlier one.
+        step, cursor = max(part.step for part in takers), max(part.cursor for part in takers)
+        plan = takers[0].plan
+        step_ns = int(plan.step_ns * (1 + plan.step_jitter * self._random.random()))
+        for part in takers:
+            part.step, part.cursor = step, cursor
+            part.step_begun(step_ns)
+        self._heap.after(step_ns, lambda: self._step(takers, step_ns))
+
+    def goes_on(self, part: SiteProcess) -> bool:
+        """Return whether ``part`` makes another step: one that ``passes`` makes one more before it stops."""
+        return part.alive and (part.passes or not part.stopping)
+
+    def complete(self, ready: Sequence[SiteProcess]) -> bool:
+        """Return whether all training parts are ready; a part that cannot reach its syncer still counts."""
+        return all(part in ready for part in self.parts if self.goes_on(part))
+
+    def _step(self, takers: Sequence[SiteProcess], step_ns: int) -> None:
+        for part in takers:
+            part.deliver(lambda part=part: part.take_step(step_ns))  # type: ignore[misc]
+        self._stepped(takers)

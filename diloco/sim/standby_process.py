@@ -1,7 +1,7 @@
-"""A standby as a process of the simulator: a second folder that follows the first, and a machine that is warm.
+"""A standby as a process of the simulator: a second folder that follows the first, and a warm machine.
 
-What comes is laid down as the syncer did: a payload before the frame that names it, the frame synced and marked before
-it is acknowledged.  Then the records are carried out, so that every version is computed here as well.
+The standby writes in the syncer's order: a payload before the frame that names it; it syncs and marks the frame before
+it acknowledges it.  Then it applies the records, so that it computes every version too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
 from diloco.sim.outer_process import take_lease
-from diloco.sim.world import MILLISECOND_NS, Begin, Damaged, Died, Direction, GoAway, JoinReply, Process, Stream, Unit
+from diloco.sim.world import MILLISECOND_NS, Begin, Died, Direction, GoAway, Process, Stream, Unit
 from diloco.sync.effects import TellFate
-from diloco.sync.journal import HEADER, chain_after, decode_records, units
+from diloco.sync.journal import HEADER, JournalError, chain_after, decode_records, units
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ PAUSE_NS = 500 * MILLISECOND_NS
 
 
 class StandbyProcess(Process):
-    """One life of a standby.  Making it is the recovery of what is there."""
+    """One life of a standby.  The constructor recovers the folder."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class StandbyProcess(Process):
         primary: Callable[[], OuterProcess | None],
         on_death: Callable[[], None],
     ) -> None:
-        """``name`` is the folder's, by which the lease knows it; ``link`` leads to the other machine."""
+        """``name`` is the folder's name in the lease; ``link`` leads to the other machine."""
         super().__init__(on_death)
         assert plan.replication is not None
         self.heap, self.name, self.disk, self.plan, self.checkers = heap, name, disk, plan, checkers
         self.replication = plan.replication
         self.doom: CrashPoint | None = None
         self.useless = False
-        """Whether this folder cannot follow any more: an operator gives it an empty one."""
+        """Whether this folder can no longer follow: the standby then restarts on an empty one."""
         self._link, self._line, self._primary = link, line, primary
         self._stream: Stream | None = None
         self._began_at: Begin | None = None
@@ -58,20 +58,19 @@ class StandbyProcess(Process):
         self.replayer: Replayer | None = None if disk.is_new() else disk.recover()
 
     def start(self, taken: Callable[[LeaseHolder], None]) -> None:
-        """Follow, and take over as the heir of a syncer that fell silent: then ``taken`` is called."""
+        """Follow the syncer; call ``taken`` on taking the lease as the heir of a syncer that fell silent."""
         self.deliver(self._follow)
         self.deliver(lambda: take_lease(self, self._line, self.name, taken, lambda why: None, by_itself=True))
 
     def ask(self, action: Callable[[], None]) -> None:
-        """As the syncer's."""
+        """Run ``action``; the interface is that of the syncer's ``ask``."""
         self.deliver(action)
 
     def join(
         self, site: str, process: str, ticket: int, feed: Callable[[int], Feed], reply: Callable[[object], None]
     ) -> None:
-        """Not here."""
-        del site, process, ticket, feed
-        reply(JoinReply(None, None))
+        """Reply that a standby accepts no sites."""
+        reply(None)
 
     # --- following -----------------------------------------------------------------------------------------------
 
@@ -88,7 +87,7 @@ class StandbyProcess(Process):
             if primary is not None:
                 primary.deliver(lambda: self._asked(primary, stream, chain, segment))
             else:
-                self._link.send(Direction.DOWN, stream.broken)  # Nobody listens there.
+                self._link.send(Direction.DOWN, stream.broken)  # No syncer runs there.
 
         self._link.send(Direction.UP, receive, lost=stream.broken)
         self._watch(stream)
@@ -109,13 +108,13 @@ class StandbyProcess(Process):
         self.heap.after(self.replication.timeout_ns // 2, lambda: self.deliver(look))
 
     def lost(self, stream: Stream) -> None:
-        """The syncer is not heard any more: try again."""
+        """The stream broke or the syncer fell silent: follow again after ``PAUSE_NS``."""
         if self._stream is stream:
             self._stream = None
             self.heap.after(PAUSE_NS, lambda: self.deliver(self._follow))
 
     def take(self, stream: Stream, part: Part) -> None:
-        """One part of the stream, in order."""
+        """Handle the stream's next part."""
         if self._stream is not stream:
             return
         self._heard_ns = self.heap.now_ns
@@ -135,21 +134,20 @@ class StandbyProcess(Process):
 
         def receive() -> None:
             primary = self._primary()
-            if primary is not None:
-                primary.deliver(lambda: self._acked(primary, stream, place))
+            replicator = None if primary is None else primary.replicator
+            if primary is not None and replicator is not None:
+                primary.deliver(lambda: replicator.heard(stream, place))
 
         self._link.send(Direction.UP, receive, lost=stream.broken)
 
-    def _acked(self, primary: OuterProcess, stream: Stream, place: Place) -> None:
-        if primary.replicator is not None:
-            primary.replicator.heard(stream, place)
-
     def _unit(self, part: Unit, stream: Stream) -> None:
-        """One unit of the journal: durable when it is acknowledged, carried out afterwards."""
+        """Write a unit of the journal durably, acknowledge it, then apply its records."""
         if self._began_at is not None:
+            begin, self._began_at = self._began_at, None
             assert part.kind == HEADER
-            self._begin(self._began_at, part.raw)
-            self._began_at = None
+            assert begin.snapshot is not None
+            self.disk.begin(begin.segment, part.raw, begin.snapshot, begin.payloads, self._reached)
+            self.replayer = self.disk.recover()
         elif part.kind == HEADER:
             assert self.replayer is not None
             self.disk.snapshot(self.replayer.machine, self.replayer.versions, self._reached)
@@ -166,18 +164,13 @@ class StandbyProcess(Process):
         if part.kind != HEADER:
             self._carry_out(part.raw)
 
-    def _begin(self, begin: Begin, header: bytes) -> None:
-        assert begin.snapshot is not None
-        self.disk.begin(begin.segment, header, begin.snapshot, begin.payloads, self._reached)
-        self.replayer = self.disk.recover()
-
     def _carry_out(self, raw: bytes) -> None:
         assert self.replayer is not None
         (unit,) = units(raw)
         for record in decode_records(unit.body, 0):
             try:
                 effects = self.replayer.apply(record)
-            except Damaged as error:
+            except JournalError as error:
                 raise Violation("replicated", f"the standby computes something else: {error}") from error
             for effect in effects:
                 if isinstance(effect, TellFate):

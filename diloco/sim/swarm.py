@@ -1,4 +1,7 @@
-"""One seed, one run: a safety phase under faults, then everything is healed and must finish (TigerBeetle's way)."""
+"""Run a seed: a safety phase under faults, then all faults are healed and the run must finish (as in TigerBeetle).
+
+``Run`` is the common part of runs of one syncer and of several (``several.py``).
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,27 @@ from diloco.sync.events import Ending, UpdateAdmitted, UpdateWithdrawn
 from diloco.sync.options import SECOND_NS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from diloco.sim.cluster import Seat
+    from diloco.sim.cluster import Site, Syncers
+    from diloco.sim.site_state import SitePlan
+    from diloco.sim.world import OuterPlan, Process
+    from diloco.sync.options import OuterOptions
 
 RISE_NS = 30 * SECOND_NS
-"""Within this, after the heal, every fragment gets a new version."""
+"""Every fragment must get a new version within this time after the heal."""
 END_NS = 60 * SECOND_NS
-"""Within this, after the operator's word, the run has ended and every site has left."""
+"""The run must end and every site must leave within this time after the operator's drain."""
 EVENTS_MAX = 60_000
+DOWNS_MS = (50, 400, 2000, 6000)
 LINEAGES_MAX = 4
 ERRORS = (Violation, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""That end a run: what must not happen, or a mistake in the product or here."""
+"""The exceptions that end a run: a violation, or a bug in the product or in the simulator."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a seed.  ``failure`` is empty when nothing was broken; ``checker`` says who saw it."""
+    """The result of a seed.  ``failure`` is empty when no invariant broke; ``checker`` names the one that failed."""
 
     seed: int
     failure: str = ""
@@ -49,312 +56,342 @@ class Outcome:
     staleness_worst: int = 0
     versions: int = 0
     pairs_cut: int = 0
-    """Of several syncers: how often a site was cut off from one while it reached another."""
+    """Runs of several syncers: how often a site was cut off from one while it reached another."""
     partly_reached: int = 0
-    """Of several: sites that reached only some of them when they started."""
+    """Runs of several syncers: sites that reached only some of them when they started."""
     undone: int = 0
-    """Of several: updates that lay after the backup to which their syncer was set back."""
+    """Runs of several syncers: accepted updates that a restore from a backup undid."""
     faults: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
 
     def apart(self) -> Counter[str]:
-        """The figures that runs with several syncers have besides."""
+        """Return the figures that only runs of several syncers have."""
         return Counter(pairs_cut=self.pairs_cut, partly_reached=self.partly_reached, undone=self.undone)
 
 
-def run_seed(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
-    """Run ``seed`` to its end or to the first thing that must not happen."""
-    return Swarm(draw_plan(seed), only).run()
+class Run(Cluster):
+    """A simulated run with faults; the base of ``Swarm`` and ``Several``."""
 
+    events_max = EVENTS_MAX
 
-class Swarm:
-    """A run under way."""
-
-    def __init__(self, plan: SwarmPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
-        self.plan = plan
-        self.random = Random(f"{plan.seed}/faults")
-        self.history = History(plan.outer)
-        self.staleness = Staleness(plan.outer)
-        checkers = [kind(plan.outer, conserving=plan.conserving) for kind in only]
-        self.cluster = Cluster(
-            plan.outer, Checkers([*checkers, self.staleness, self.history]), Random(f"{plan.seed}/disk")
-        )
-        self.pair_faults = PairFaults(self.cluster.syncers, self.random)
-        self.outcome = Outcome(plan.seed)
+    def __init__(
+        self,
+        plan: SwarmPlan,
+        outers: Sequence[OuterPlan],
+        sites: Sequence[Sequence[SitePlan]],
+        faults: Sequence[str],
+        only: Sequence[type[Checker]],
+    ) -> None:
+        """``sites`` has for each site its plan towards each of ``outers``."""
+        seed, ways = plan.seed, [f"/{at}" for at, _ in enumerate(outers)] if len(outers) > 1 else [""]
+        self.plan, self.faults, self.random, self.outcome = plan, faults, Random(f"{seed}/faults"), Outcome(seed)
         self.calm = False
-        for index, (site, weather) in enumerate(zip(plan.sites, plan.weathers, strict=True)):
-            name = "abcdefgh"[index]
-            self.cluster.add_site(name, site, dataclasses.replace(weather), Random(f"{plan.seed}/{name}"))
+        self.histories = [History(outer) for outer in outers]
+        checkers = [
+            Checkers([*(kind(outer) for kind in only), history])
+            for outer, history in zip(outers, self.histories, strict=True)
+        ]
+        super().__init__(outers, checkers, [Random(f"{seed}/disk{way}") for way in ways])
+        for name, plans, weather in zip("abcdefgh"[: len(sites)], sites, plan.weathers, strict=True):
+            self.add_site(name, plans, weather, [Random(f"{seed}/{name}{way}") for way in ways])
 
     def run(self) -> Outcome:
-        """Both phases."""
-        outcome, heap = self.outcome, self.cluster.heap
+        """Run all phases, up to the first violation, and return the outcome."""
+        outcome = self.outcome
         try:
-            self._safety()
-            self._liveness()
+            self.safety()
+            self.liveness()
+            self.end()
         except ERRORS as error:
             outcome.failure, outcome.checker = in_words(error)
-        if outcome.failure:
-            outcome.failure = f"{outcome.failure} (at {heap.now_ns / 1e9:.3f} s)"
-        outcome.digest = self.history.hexdigest()
-        outcome.events, outcome.simulated_ns = heap.events, heap.now_ns
-        outcome.restarts = self.cluster.restarts
-        outcome.power_cuts, outcome.damage_found = self.cluster.syncers.power_cuts, self.cluster.syncers.damage_found
-        outcome.promotions = self.cluster.syncers.promotions
-        outcome.staleness_worst = self.staleness.worst
-        outcome.fates.update(self.history.fates)
-        outcome.versions = sum(self.cluster.syncers.versions())
+            outcome.failure += f" (at {self.heap.now_ns / 1e9:.3f} s)"
+        outcome.digest = "".join(history.hexdigest() for history in self.histories)
+        outcome.events, outcome.simulated_ns, outcome.restarts = self.heap.events, self.heap.now_ns, self.restarts
+        for syncers, history in zip(self.syncers, self.histories, strict=True):
+            outcome.power_cuts += syncers.power_cuts
+            outcome.damage_found += syncers.damage_found
+            outcome.promotions += syncers.promotions
+            outcome.versions += sum(syncers.versions())
+            outcome.fates.update(history.fates)
+            for checker in syncers.checkers.all:
+                if isinstance(checker, Staleness):
+                    outcome.staleness_worst = max(outcome.staleness_worst, checker.worst)
         return outcome
 
-    # --- the two phases ----------------------------------------------------------------------------------------
+    # --- the phases --------------------------------------------------------------------------------------------
 
-    def _safety(self) -> None:
-        cluster, heap = self.cluster, self.cluster.heap
-        cluster.syncers.start()
-        for name, start_ns in zip(cluster.sites, self.plan.starts_ns, strict=True):
-            heap.at(start_ns, lambda name=name: cluster.start_site(name))  # type: ignore[misc]
-        if self.plan.faults:
-            heap.after(self._pause_ns(), self._trouble)
-        heap.run_until(self.plan.safety_ns, self._too_much)
+    def safety(self) -> None:
+        """Run under faults."""
+        for syncers in self.syncers:
+            syncers.start()
+        for name, start_ns in zip(self.sites, self.plan.starts_ns, strict=True):
+            self.heap.at(start_ns, lambda name=name: self.start_site(name))  # type: ignore[misc]
+        if self.faults:
+            self.heap.after(self._pause_ns(), self._trouble)
+        self.heap.run_until(self.plan.safety_ns, self.too_much)
 
-    def _liveness(self) -> None:
-        """Nothing goes wrong any more: versions rise, the run ends when asked to, everybody says goodbye."""
-        cluster, heap = self.cluster, self.cluster.heap
+    def liveness(self) -> None:
+        """End all faults."""
         self.calm = True
-        cluster.heal()
-        for site in cluster.sites.values():
-            if site.wanted and not site.running():
-                cluster.start_site(site.name)
-        before = cluster.syncers.versions()
-        if self._can_rise():
-            # A site in lock-step gives up waiting for each of its fragments in turn before it is in step again.
-            bound_ns = RISE_NS * (4 if self.plan.sites[0].options.lock_step else 1)
-            heap.run_until(
-                heap.now_ns + bound_ns, lambda: self._too_much() or cluster.syncers.ended() or self._rose(before)
-            )
-            if self._can_rise() and not self._rose(before):
-                raise Violation("liveness", f"versions stand at {before} since the heal: {self._why()}")
-        heap.run_until(heap.now_ns + RISE_NS, lambda: self._too_much() or cluster.syncers.caught_up())
-        if not cluster.syncers.caught_up():
-            raise Violation("liveness", f"the standby does not catch up: {self._why()}")
-        self._ask_for_the_end()
-        heap.run_until(heap.now_ns + END_NS, lambda: self._too_much() or self._gone())
-        if not self._gone():
-            raise Violation("liveness", f"the run does not end: {self._why()}")
-        assert cluster.outer is not None
-        last = [site.process for site in cluster.sites.values() if site.process is not None]
-        cluster.checkers.at_end(cluster.outer.machine, last)
+        self.heal()
 
-    def _too_much(self) -> bool:
-        if self.cluster.heap.events > EVENTS_MAX:
-            raise Violation("liveness", f"more than {EVENTS_MAX} events: {self._why()}")
+    def end(self) -> None:
+        """Ask the run to end, wait until every site has left, and run the final checks."""
+        self._ask_for_the_end()
+        self.wait_for(self._gone, END_NS, "the run does not end")
+        for at, syncers in enumerate(self.syncers):
+            assert syncers.outer is not None
+            syncers.checkers.at_end(
+                syncers.outer.machine, [site.parts[at] for site in self.sites.values() if site.parts]
+            )
+
+    def wait_for(self, what: Callable[[], bool], for_ns: int, wrong: str) -> None:
+        """Run until ``what()`` is true; raise ``Violation`` with ``wrong`` when it is not within ``for_ns``."""
+        self.heap.run_until(self.heap.now_ns + for_ns, lambda: self.too_much() or what())
+        if not what():
+            raise Violation("liveness", f"{wrong}: {self.why()}")
+
+    def rise(self, which: Sequence[Syncers], when: str, for_ns: int = RISE_NS) -> None:
+        """Wait until every version of ``which`` rises, except at syncers whose run has ended."""
+        before = [syncers.versions() for syncers in which]
+
+        def rose() -> bool:
+            pairs = [
+                pair
+                for syncers, was in zip(which, before, strict=True)
+                for pair in zip(syncers.versions(), was, strict=True)
+                if not syncers.ended()
+            ]
+            return all(version > was for version, was in pairs)
+
+        self.heap.run_until(self.heap.now_ns + for_ns, lambda: self.too_much() or rose())
+        if not rose() and self.can_rise():
+            raise Violation("liveness", f"versions stand at {before} {when}: {self.why()}")
+
+    def can_rise(self) -> bool:
+        """Return whether there are enough sites for a round; in a run of several syncers no site leaves early."""
+        return True
+
+    def too_much(self) -> bool:
+        """Raise ``Violation`` after ``events_max`` events; otherwise return False."""
+        if self.heap.events > self.events_max:
+            raise Violation("liveness", f"more than {self.events_max} events: {self.why()}")
         return False
 
-    def _can_rise(self) -> bool:
-        options = self.plan.outer.options
-        needed = options.quorum_min if options.quorum == "all" else max(int(options.quorum), options.quorum_min)
-        return sum(site.wanted for site in self.cluster.sites.values()) >= needed and not self.cluster.syncers.ended()
-
-    def _rose(self, before: list[int]) -> bool:
-        now = self.cluster.syncers.versions()
-        return all(version > was for version, was in zip(now, before, strict=True))
-
     def _gone(self) -> bool:
-        sites = self.cluster.sites.values()
-        alone = not any(process.alive for site in sites for process in (site.process, *site.twins) if process)
-        return self.cluster.syncers.ended() and alone and not any(site.wanted for site in sites if site.lives)
+        sites = self.sites.values()
+        alive = any(process.alive for site in sites for process in (*site.parts, *site.twins))
+        return all(each.ended() for each in self.syncers) and not alive and not any(s.wanted for s in sites if s.lives)
 
     def _ask_for_the_end(self) -> None:
-        """An operator asks for a pause until the run has ended, and starts sites that went too early no more."""
-        cluster = self.cluster
-        if cluster.outer is not None and not cluster.syncers.ended():
-            outer = cluster.outer
-            outer.ask(outer.drain)
-        # Once more also after the end: who takes over after that takes the run up again.
-        cluster.heap.after(2 * SECOND_NS, self._ask_for_the_end)
+        """Drain every syncer whose run has not ended, and check again every two seconds."""
+        for syncers in self.syncers:
+            outer = syncers.outer
+            if outer is not None and not syncers.ended():
+                outer.ask(outer.drain)
+        # Repeat also after the end: a standby that takes over then resumes the run.
+        self.heap.after(2 * SECOND_NS, self._ask_for_the_end)
 
-    def _why(self) -> str:
-        outer = self.cluster.outer
-        if outer is None:
-            return f"no syncer, {self.cluster.syncers.why()}"
-        rounds = [
-            (fragment.version, fragment.round, fragment.merging_since_ns) for fragment in outer.machine.state.fragments
-        ]
+    def why(self) -> str:
+        """Describe the state of sites and syncers, for a failure message."""
         sites = {
-            name: (site.why, site.running(), site.process and site.process.stopping)
-            for name, site in self.cluster.sites.items()
+            name: (site.why, site.wanted, [(part.alive, part.stopping, part.step) for part in site.parts])
+            for name, site in self.sites.items()
         }
-        syncers = self.cluster.syncers.why()
-        members = {name: site.status.value for name, site in outer.machine.state.sites.items()}
-        return f"{outer.machine.state.phase.value}, rounds {rounds}, sites {sites}, members {members}, {syncers}"
+        return f"sites {sites}, {'; '.join(syncers.why() for syncers in self.syncers)}"
 
     # --- faults ------------------------------------------------------------------------------------------------
 
     def _pause_ns(self) -> int:
         return int(self.random.expovariate(1 / self.plan.fault_interval_ns))
 
+    def _down_ns(self) -> int:
+        return self.random.choice(DOWNS_MS) * MILLISECOND_NS
+
     def _trouble(self) -> None:
         if self.calm:
             return
-        kind = self.random.choice(self.plan.faults)
-        running = [name for name, site in self.cluster.sites.items() if site.running()]
+        kind = self.random.choice(self.faults)
+        syncers = self.random.choice(self.syncers) if len(self.syncers) > 1 else self.syncers[0]
+        running = [site for site in self.sites.values() if site.running()]
         if kind in PAIR:
-            self.outcome.faults[kind] += self.pair_faults.inject(kind)
-        elif running and getattr(self, f"_{kind}")(self.random.choice(running)) is not False:
+            self.outcome.faults[kind] += PairFaults(syncers, self.random).inject(kind)
+        elif running and getattr(self, f"_{kind}")(syncers, self.random.choice(running)) is not False:
             self.outcome.faults[kind] += 1
-        self.cluster.heap.after(self._pause_ns(), self._trouble)
+        self.heap.after(self._pause_ns(), self._trouble)
 
-    def _down_ns(self) -> int:
-        return self.random.choice((50, 400, 2000, 6000)) * MILLISECOND_NS
-
-    def _outer_crash(self, name: str, *, power: bool = False) -> None:
-        del name
-        self._crash(self.cluster.syncers.seat_of_outer(), power=power)
-
-    def _crash(self, seat: Seat, *, power: bool) -> None:
+    def _outer_crash(self, syncers: Syncers, site: Site, *, power: bool = False) -> None:
+        seat = syncers.seat_of_outer()
         seat.restart_ns = self._down_ns()
         point = self.random.choice((None, *CrashPoint))
         if point is None:
-            self.cluster.syncers.kill(seat, power=power)
+            syncers.kill(seat, power=power)
         else:
-            self.cluster.syncers.doom(seat, point, power=power)
+            syncers.doom(seat, point, power=power)
 
-    def _power_cut(self, name: str) -> None:
-        self._outer_crash(name, power=True)
+    def _power_cut(self, syncers: Syncers, site: Site) -> None:
+        self._outer_crash(syncers, site, power=True)
 
-    def _rot(self, name: str) -> bool:
-        del name
-        # Not while no process lives: rot in a last frame whose mark a power cut took is not claimed to be found.
-        return self.cluster.outer is not None and self.cluster.syncers.disk.storage.rot(self.random)
+    def _rot(self, syncers: Syncers, site: Site) -> bool:
+        # Not while no process is alive: the journal does not claim to find rot in a last frame without its mark.
+        return syncers.outer is not None and syncers.disk.storage.rot(self.random)
 
-    def _outer_freeze(self, name: str) -> bool:
-        del name
-        outer = self.cluster.outer
-        if outer is None:
-            return False
-        outer.freeze()
-        self.cluster.heap.after(self._down_ns(), outer.thaw)
-        return True
+    def _outer_freeze(self, syncers: Syncers, site: Site) -> bool:
+        if syncers.outer is not None:
+            self._freeze_for_a_while([syncers.outer])
+        return syncers.outer is not None
 
-    def _freeze(self, name: str) -> None:
-        process = self.cluster.sites[name].process
-        assert process is not None
-        process.freeze()
-        self.cluster.heap.after(self._down_ns(), process.thaw)
+    def _freeze(self, syncers: Syncers, site: Site) -> None:
+        """Freeze all parts of a site together: they stand for one process of its machine."""
+        self._freeze_for_a_while(list(site.parts))
 
-    def _partition(self, name: str) -> None:
-        self.cluster.cut(name, (Direction.UP, Direction.DOWN), self._down_ns())
+    def _freeze_for_a_while(self, processes: Sequence[Process]) -> None:
+        for process in processes:
+            process.freeze()
 
-    def _half_partition(self, name: str) -> None:
-        self.cluster.cut(name, (self.random.choice(tuple(Direction)),), self._down_ns())
+        def thaw() -> None:
+            for process in processes:
+                process.thaw()
 
-    def _storm(self, name: str) -> None:
-        link = self.cluster.sites[name].link
-        usual = self.plan.weathers[list(self.cluster.sites).index(name)]
+        self.heap.after(self._down_ns(), thaw)
+
+    def _partition(self, syncers: Syncers, site: Site) -> None:
+        self._cut(syncers, site, tuple(Direction))
+
+    def _half_partition(self, syncers: Syncers, site: Site) -> None:
+        self._cut(syncers, site, (self.random.choice(tuple(Direction)),))
+
+    def _cut(self, syncers: Syncers, site: Site, directions: tuple[Direction, ...]) -> None:
+        link = site.sides[self.syncers.index(syncers)].link
+        link.cut(*directions)
+        self.heap.after(self._down_ns(), link.heal)
+
+    def _storm(self, syncers: Syncers, site: Site) -> None:
+        link = site.sides[self.syncers.index(syncers)].link
+        usual = self.plan.weathers[list(self.sites).index(site.name)]
         link.weather = Weather(usual.latency_ns, usual.jitter_ns + SECOND_NS, 0.5, 0.3)
 
         def clear() -> None:
             if not self.calm:
                 link.weather = dataclasses.replace(usual)
 
-        self.cluster.heap.after(self._down_ns(), clear)
+        self.heap.after(self._down_ns(), clear)
 
-    def _kill(self, name: str) -> None:
-        self.cluster.kill_site(name, self._down_ns())
+    def _kill(self, syncers: Syncers, site: Site) -> None:
+        self.kill_site(site.name, self._down_ns())
 
-    def _wipe(self, name: str) -> None:
-        self.cluster.wipe_site(name, self._down_ns())
 
-    def _twin(self, name: str) -> None:
-        self.cluster.twin_site(name)
+class Swarm(Run):
+    """A run of one syncer, perhaps with a standby."""
 
-    def _leave(self, name: str) -> None:
-        process = self.cluster.sites[name].process
-        assert process is not None
-        process.ask_to_leave()
+    def __init__(self, plan: SwarmPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
+        super().__init__(plan, [plan.outer], [[site] for site in plan.sites], plan.faults, only)
+
+    def liveness(self) -> None:
+        """Check that versions rise and that the standby catches up."""
+        super().liveness()
+        (syncers,) = self.syncers
+        if self.can_rise() and not syncers.ended():
+            # A site in lock-step waits out the limit for each of its fragments in turn before it is in step again.
+            self.rise(self.syncers, "since the heal", RISE_NS * (4 if self.plan.sites[0].options.lock_step else 1))
+        self.wait_for(syncers.caught_up, RISE_NS, "the standby does not catch up")
+
+    def can_rise(self) -> bool:
+        """Return whether there are enough sites for a round."""
+        return sum(site.wanted for site in self.sites.values()) >= needed(self.plan.outer.options)
+
+    # --- faults for runs of one syncer only ----------------------------------------------------------------------
+
+    def _wipe(self, syncers: Syncers, site: Site) -> None:
+        self.wipe_site(site.name, self._down_ns())
+
+    def _twin(self, syncers: Syncers, site: Site) -> None:
+        self.twin_site(site.name)
+
+    def _leave(self, syncers: Syncers, site: Site) -> None:
+        for part in site.parts:
+            part.ask_to_leave()
         if self.random.random() < 0.6:
-            self.cluster.heap.after(8 * SECOND_NS, lambda: self._come_back(name))
+            self.heap.after(8 * SECOND_NS, lambda: None if self.calm else self.come_back(site.name))
 
-    def _come_back(self, name: str) -> None:
-        if not self.calm:
-            self.cluster.come_back(name)
-
-    def _evict(self, name: str) -> bool:
-        outer = self.cluster.outer
+    def _evict(self, syncers: Syncers, site: Site) -> bool:
+        outer = syncers.outer
         if outer is None or self.outcome.faults["evict"] or self.random.random() < 0.5:
             return False
-        outer.ask(lambda: outer.evict(name))
+        outer.ask(lambda: outer.evict(site.name))
         return True
 
-    def _restore(self, name: str) -> bool:
-        """The syncer's disk is copied, and some time later set back to the copy, with a new lineage."""
-        del name
-        outer = self.cluster.outer
-        if outer is None or self.cluster.syncers.lineage > LINEAGES_MAX:
+    def _restore(self, syncers: Syncers, site: Site) -> bool:
+        """Back up the syncer's disk; at a later call restore it from the backup, with a new lineage."""
+        if syncers.outer is None or syncers.lineage > LINEAGES_MAX:
             return False
-        if self.cluster.syncers.backup is None or self.random.random() < 0.5:
-            self.cluster.syncers.back_up()
+        if syncers.backup is None or self.random.random() < 0.5:
+            syncers.back_up()
             return False
-        self.cluster.syncers.restore()
+        syncers.restore()
         return True
 
-    def _poison(self, name: str) -> None:
-        trouble = self.cluster.sites[name].trouble
-        trouble.poisoned = self.random.choice((0.0, 0.02, 0.2))
+    def _poison(self, syncers: Syncers, site: Site) -> None:
+        site.trouble.poisoned = self.random.choice((0.0, 0.02, 0.2))
 
-    def _outlier(self, name: str) -> None:
-        trouble = self.cluster.sites[name].trouble
-        trouble.outlying = self.random.choice((0.0, 0.3, 0.6))
+    def _outlier(self, syncers: Syncers, site: Site) -> None:
+        site.trouble.outlying = self.random.choice((0.0, 0.3, 0.6))
 
-    def _word(self, name: str) -> bool:
-        """An operator decides on an update that is held, or on one that only waits."""
-        del name
-        outer = self.cluster.outer
+    def _ruin(self, syncers: Syncers, site: Site) -> None:
+        site.trouble.ruined = self.random.choice((0.0, 0.1, 0.5))
+
+    def _word(self, syncers: Syncers, site: Site) -> bool:
+        """Admit or withdraw an update for an operator: a held one or, if there is none, a waiting one."""
+        outer = syncers.outer
         if outer is None:
             return False
         waiting = [
-            (pending.held is None, site, index, pending.sequence)
-            for site, member in sorted(outer.machine.state.sites.items())
+            (pending.held is None, name, index, pending.sequence)
+            for name, member in sorted(outer.machine.state.sites.items())
             for index, line in enumerate(member.lines)
             for pending in line.undecided
         ]
         if not waiting:
             return False
-        _, site, index, sequence = min(waiting)
+        _, name, index, sequence = min(waiting)
         word = self.random.choice((UpdateAdmitted, UpdateWithdrawn))
-        outer.ask(lambda: outer.say(word, site, index, sequence))
+        outer.ask(lambda: outer.say(word, name, index, sequence))
         return True
 
-    def _ruin(self, name: str) -> None:
-        trouble = self.cluster.sites[name].trouble
-        trouble.ruined = self.random.choice((0.0, 0.1, 0.5))
-
-    def _drain(self, name: str) -> bool:
-        """A pause in mid-run: once everybody is gone the syncer and the sites are started again."""
-        del name
-        outer = self.cluster.outer
+    def _drain(self, syncers: Syncers, site: Site) -> bool:
+        """Drain in mid-run; once all sites have left, restart the syncer and the sites."""
+        outer = syncers.outer
         if outer is None or self.outcome.faults["drain"]:
             return False
         outer.ask(outer.drain)
-        self.cluster.heap.after(SECOND_NS, self._resume)
+        self.heap.after(SECOND_NS, lambda: self._resume(syncers))
         return True
 
-    def _resume(self) -> None:
-        cluster = self.cluster
-        outer = cluster.outer
+    def _resume(self, syncers: Syncers) -> None:
+        outer = syncers.outer
         if self.calm:
             return
-        if outer is None or outer.final is None or any(site.running() for site in cluster.sites.values()):
-            cluster.heap.after(SECOND_NS, self._resume)
+        if outer is None or outer.final is None or any(site.running() for site in self.sites.values()):
+            self.heap.after(SECOND_NS, lambda: self._resume(syncers))
         elif outer.final.ending is Ending.DRAINED:
-            cluster.syncers.kill(cluster.syncers.seat_of_outer())
-            for name, site in cluster.sites.items():
+            syncers.kill(syncers.seat_of_outer())
+            for name, site in self.sites.items():
                 if site.lives:
-                    cluster.come_back(name)
+                    self.come_back(name)
+
+
+def run_seed(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
+    """Run ``seed`` to its end or to the first violation."""
+    return Swarm(draw_plan(seed), only).run()
+
+
+def needed(options: OuterOptions) -> int:
+    """Return the least number of sites for a round."""
+    return max(options.quorum_min, options.quorum if isinstance(options.quorum, int) else 1)
 
 
 def in_words(error: Exception) -> tuple[str, str]:
-    """What went wrong, and which checker saw it."""
+    """Return a description of the failure and the name of the checker that found it."""
     if isinstance(error, Violation):
         return str(error), error.checker
     return f"error: {error!r} {_place(error)}", "error"

@@ -1,9 +1,9 @@
-"""The numbers that stand for tensors in the simulator: exact, so that nothing can hide in a rounding.
+"""The numbers that stand for tensors in the simulator: integers, so that no error can hide in rounding.
 
 A fragment is a ``Value`` of three integers.  The first is what a site has learned: each inner step adds a random
-amount, and the codec rounds it coarsely.  The second is added to by each step's tokens and never rounded, so that
-what an update carries can be held against the tokens it declares.  The third is 1 in the values that a site has before
-it took a version (its own random initialisation) and 0 in every version: it must never be seen in an update.
+amount, and the codec rounds it coarsely.  The second counts tokens: each step adds its tokens and no codec rounds it,
+so that checkers can compare an update's content with the tokens it declares.  The third is 1 in a site's own random
+initialisation, before it adopts a version, and 0 in every version: no update may contain it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ZERO: Value = (0, 0, 0)
 COLD: Value = (10**12 + 7, 10**9 + 7, 1)
 WEIGHT_UNIT = 1 << 53
 PARTS = 1_000_000
-"""Of an outer step."""
+"""The resolution of an outer step's ``share``: millionths."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """Outer SGD with a heavy ball, in tenths: ``lr_tenths`` 10 and ``momentum_tenths`` 0 is the plain mean.
+    """Outer SGD with heavy-ball momentum, in tenths: ``lr_tenths`` 10 and ``momentum_tenths`` 0 is the plain mean.
 
-    ``published_quantum`` is the grain of the down-link's codec; 1 is lossless.
+    ``published_quantum`` is the rounding step of the down-link's codec; 1 is lossless.
     """
 
     lr_tenths: int = 10
@@ -45,7 +45,7 @@ def minus(a: Value, b: Value) -> Value:
 
 
 def total(values: Iterable[Value]) -> Value:
-    """The sum of ``values``."""
+    """Return the sum of ``values``."""
     result = ZERO
     for value in values:
         result = plus(result, value)
@@ -53,12 +53,15 @@ def total(values: Iterable[Value]) -> Value:
 
 
 def quantised(value: Value, quantum: int) -> Value:
-    """``value`` with what was learned rounded to a multiple of ``quantum``: an encoder and its decoder."""
+    """Encode and decode ``value``: round its first number to a multiple of ``quantum``."""
     return ((value[0] + quantum // 2) // quantum * quantum, value[1], value[2])
 
 
 def merged(contributions: Sequence[tuple[float, Sequence[Value]]]) -> Value:
-    """The weighted mean of the sites' sums.  Equal contributions give that contribution, one site gives its own."""
+    """Return the weighted mean of each contribution's sum of updates.
+
+    Equal contributions give exactly that contribution, and a single one gives itself.
+    """
     weights = [max(1, int(weight * WEIGHT_UNIT)) for weight, _ in contributions]
     sums = [total(updates) for _, updates in contributions]
     whole = sum(weights)
@@ -71,13 +74,13 @@ def merged(contributions: Sequence[tuple[float, Sequence[Value]]]) -> Value:
 def outer_step(
     theta: Value, momentum: Value, gradient: Value, rule: OuterRule, share: float = 1
 ) -> tuple[Value, Value]:
-    """``theta`` and ``momentum`` after one outer step down ``gradient``, ``share`` of a whole one, to the millionth."""
+    """Return ``theta`` and ``momentum`` after an outer step down ``gradient``, scaled by ``share`` to the millionth."""
     first, second, third = (was * rule.momentum_tenths // 10 + now for was, now in zip(momentum, gradient, strict=True))
     kept, parts = (first, second, third), rule.lr_tenths * max(1, round(share * PARTS))
     return minus(theta, (first * parts // (10 * PARTS), second * parts // (10 * PARTS), third)), kept
 
 
 def blended(local: Value, new: Value, alpha_tenths: int) -> Value:
-    """``new + α (local - new)``."""
+    """Return ``new + α (local - new)``."""
     first, second, third = (b + (a - b) * alpha_tenths // 10 for a, b in zip(local, new, strict=True))
     return (first, second, third)

@@ -1,24 +1,18 @@
-"""Time and the network of the simulator: a heap of instants, and one link per site.
+"""The world of the simulator: time, links, disks, processes, and the lease.
 
-A link behaves as TCP does over a bad path: what is lost comes later (a retransmission), what is sent into a partition
-is held and, when the partition ends, either arrives late or has died with its connection.  Messages overtake one
-another freely and may come twice, which is more than gRPC does; the machines claim to bear it.
+Time is a heap of instants.  A link behaves like TCP over a bad path: a lost message arrives later (a retransmission).
+A message sent into a partition is held; when the partition ends, it either arrives late or is lost with its
+connection.  Messages overtake each other freely and may arrive twice.  gRPC does neither, but the machines claim to
+tolerate both.
 
+A disk may lose, tear or reorder writes that were not synced, and its bits may rot.  A killed process loses nothing that
+it wrote.  A power cut keeps each unsynced write whole, in part or not at all, independently of the other writes; for
+each name that no folder sync has covered it keeps the old file or the new one.  That is harsher than a journalling file
+system usually is, but no harsher than it is allowed to be.
 
-What a site and the syncer say to each other in the simulator, beside the events that they are made of.
-
-A disk that does with writes what disks do: what was not synced may be lost, torn or reordered, and bits rot.
-
-A process that is killed loses nothing of what it wrote.  A power cut leaves of each write that no sync has covered all,
-a part or nothing, whatever became of the writes around it; and of each name that no sync of the folder has covered the
-old file or the new one.  That is more than a journalling file system does to its users and no more than it may do.
-
-
-What a process of the simulator can suffer: it can be stopped for a while, and it can die.
-
-
-The lease of a simulated run: one object somewhere else, which both syncers reach over links of their own.  Who may take
-it, and whether its holder leads at this moment, is decided in ``sync/leadership``."""
+A process can be stopped for a while, and it can die.  The lease is one object in a third place, which each syncer
+reaches over its own link; ``sync/leadership`` decides who may take it and whether its holder leads.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +23,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.sim.values import OuterRule, Value
-from diloco.sync.data_units import Span
-from diloco.sync.events import Fate, JoinAnswered, Outcome, Reason
+from diloco.sync.admission import fastest_step_ns
+from diloco.sync.events import Fate, JoinAnswered, VersionPublished
+from diloco.sync.journal import JournalError
 from diloco.sync.leadership import Claim, Standing, next_standing, refusal
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.replication import Place
@@ -39,21 +34,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from diloco.sync.effects import DropSite
+    from diloco.sync.effects import AnswerJoin, DropSite
     from diloco.sync.events import LearnerEvent
+    from diloco.sync.syncer import OuterSync
 
 MILLISECOND_NS = 1_000_000
 RETRANSMISSION_NS = 200 * MILLISECOND_NS
 RETRANSMISSIONS_MAX = 5
 HELD_MAX = 64
-"""Messages that one direction of a cut link holds; later ones are lost, as in a full socket buffer."""
+"""How many messages one direction of a cut link holds; later ones are lost, as in a full socket buffer."""
 
 
 Message = tuple["Callable[[], None]", "Callable[[], None] | None"]
 
 
 class Heap:
-    """Everything that is going to happen, in order of instant and then of planning."""
+    """The queue of planned actions, ordered by instant and then by the order of planning."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -72,7 +68,7 @@ class Heap:
         self.at(self.now_ns + delay_ns, action)
 
     def run_until(self, instant_ns: int, over: Callable[[], bool]) -> None:
-        """Let everything up to ``instant_ns`` happen, or until ``over()``."""
+        """Run all actions planned up to ``instant_ns``, or until ``over()`` is true."""
         planned, pop = self._planned, heapq.heappop
         while planned and planned[0][0] <= instant_ns and not over():
             self.now_ns, _, action = pop(planned)
@@ -83,7 +79,7 @@ class Heap:
 
 
 class Direction(Enum):
-    """``UP`` is from the site to the syncer."""
+    """The direction of a message: ``UP`` is from the site to the syncer."""
 
     UP = "up"
     DOWN = "down"
@@ -91,7 +87,10 @@ class Direction(Enum):
 
 @dataclass(slots=True)
 class Weather:
-    """How a link behaves while it is not cut.  ``loss`` and ``twice`` are shares of messages, 0 to 1."""
+    """How a link behaves while it is not cut.
+
+    ``loss`` and ``twice`` are the shares of messages, 0 to 1, that are retransmitted and duplicated.
+    """
 
     latency_ns: int = 20 * MILLISECOND_NS
     jitter_ns: int = 0
@@ -117,9 +116,9 @@ class Link:
         transfer_ns: int = 0,
         lost: Callable[[], None] | None = None,
     ) -> None:
-        """Carry a message whose bytes take ``transfer_ns``; ``deliver`` runs on arrival, later, never or twice.
+        """Carry a message whose bytes take ``transfer_ns``; ``deliver`` runs on arrival: late, twice or never.
 
-        ``lost`` runs where a message dies with its connection: who reads a stream is told that it broke.
+        ``lost`` runs when the message is lost with its connection: it tells a stream's reader that the stream broke.
         """
         message = (deliver, lost)
         self._heap.after(self._delay_ns() + transfer_ns, lambda: self._arrive(direction, message))
@@ -127,11 +126,11 @@ class Link:
             self._heap.after(2 * self._delay_ns() + transfer_ns, lambda: self._arrive(direction, message))
 
     def cut(self, *directions: Direction) -> None:
-        """Let nothing arrive in ``directions`` until ``heal``."""
+        """Begin a partition: nothing arrives in ``directions`` until ``heal``."""
         self._cut.update(directions)
 
     def heal(self) -> None:
-        """End the partition: of what was held, some arrives late and some is lost with its connection."""
+        """End the partition: about half of the held messages arrive late, the others are lost with their connection."""
         self._cut.clear()
         for direction in Direction:
             held, self._held[direction] = self._held[direction], []
@@ -142,7 +141,7 @@ class Link:
                     lost()
 
     def calm(self) -> None:
-        """End the partition, and let nothing be lost any more, come twice or be held up by a storm."""
+        """End the partition, and restore the link's latency and jitter, without loss or duplicates."""
         self.heal()
         self.weather = self._usual
 
@@ -168,50 +167,23 @@ class Link:
         return delay_ns
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
-    """An update as it is on its way.  ``finite`` is what the syncer will find when it decodes the payload."""
-
-    site: str
-    incarnation: int
-    fragment: int
-    sequence: int
-    base_version: int
-    tokens: int
-    steps: int
-    step_ns: int
-    cursor: int
-    digest: str
-    final: bool
-    finite: bool
-    value: Value
-    transfer_ns: int
-    norm: float
-    cosine: float
-    spans: tuple[Span, ...] = ()
+def join_answered(machine: OuterSync, answer: AnswerJoin) -> JoinAnswered:
+    """Build the event for a site whose join the syncer accepted."""
+    state = machine.state
+    run = (machine.attendance.run_tokens(), machine.progress_ppm(), answer.ending, state.lineage)
+    return JoinAnswered(state.epoch, answer.incarnation, answer.standings, *run)
 
 
-@dataclass(frozen=True, slots=True)
-class PushReply:
-    """The answer to a push."""
-
-    outcome: Outcome
-    reason: Reason | None
-    fate: Fate | None
-
-
-@dataclass(frozen=True, slots=True)
-class JoinReply:
-    """The answer to a join: refused with a ``reason``, ``answered``, or a ``ticket`` to join with; or none of it."""
-
-    answered: JoinAnswered | None
-    reason: Reason | None
-    ticket: int = 0
+def news(machine: OuterSync, fragment: int, version: int) -> VersionPublished:
+    """Build the event that announces a version to the sites."""
+    state, attendance = machine.state, machine.attendance
+    run = (attendance.run_tokens(), machine.progress_ppm(), state.lineage, fastest_step_ns(state, attendance.live))
+    return VersionPublished(state.epoch, fragment, version, *run)
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A version: the down-links that lead to it from the version asked about, or (``whole``) its values."""
+    """The answer to a pull: ``parts`` are the down-links from the caller's version, or (``whole``) the full values."""
 
     version: int
     whole: bool
@@ -220,7 +192,7 @@ class Pulled:
 
 
 class Feed:
-    """The stream of small events to one site's process; a message that is lost breaks it."""
+    """The stream of small events to one site's process; a lost message breaks it."""
 
     def __init__(
         self,
@@ -239,7 +211,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The standby is to begin here.  ``snapshot`` and ``payloads`` are the files for one that has nothing."""
+    """Where the standby's stream begins.  ``snapshot`` and ``payloads`` are the files for an empty standby."""
 
     segment: int
     snapshot: tuple[str, bytes] | None = None
@@ -248,7 +220,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of the journal byte for byte, where it ends, and the payloads that it names."""
+    """A unit of the journal byte for byte, the place where it ends, and the payloads that it names."""
 
     kind: bytes
     chain: bytes
@@ -259,15 +231,15 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class GoAway:
-    """The standby's journal is not one that this one goes on from: it needs an empty folder."""
+    """The syncer's journal does not continue the standby's: the standby needs an empty folder."""
 
 
 Part = Begin | Unit | GoAway | None
-"""None: there is nothing new."""
+"""None is a keep-alive: nothing new."""
 
 
 class Stream:
-    """One attempt to follow: its parts come in order, and once."""
+    """One attempt of a standby to follow.  Its parts arrive in order, each exactly once."""
 
     def __init__(
         self,
@@ -280,12 +252,12 @@ class Stream:
         self.name, self.link, self._process = name, link, process
         self._taken, self._broken = taken, broken
         self.served = False
-        """Whether a syncer has begun to: a request that the network has doubled is the same stream."""
+        """Whether a syncer serves it already: a duplicated request does not start a second stream."""
         self._sent = self._expected = 0
         self._early: dict[int, Part] = {}
 
     def send(self, part: Part, broken: Callable[[], None]) -> None:
-        """The syncer says the next ``part``; ``broken``: it died with the connection."""
+        """Send the next ``part`` from the syncer; ``broken`` runs there when it is lost with the connection."""
         number = self._sent
         self._sent += 1
 
@@ -296,7 +268,7 @@ class Stream:
         self.link.send(Direction.DOWN, lambda: self._process.deliver(lambda: self._take(number, part)), lost=lost)
 
     def _take(self, number: int, part: Part) -> None:
-        """A part is here, perhaps before its turn, perhaps again."""
+        """Accept a part that may have arrived out of order or twice."""
         if number >= self._expected:
             self._early[number] = part
         while self._expected in self._early:
@@ -304,26 +276,26 @@ class Stream:
             self._expected += 1
 
     def broken(self) -> None:
-        """The connection is gone."""
+        """Tell the standby that the connection is gone."""
         self._process.deliver(lambda: self._broken(self))
 
 
 SEAL_BYTES = 16
 
 
-class Damaged(Exception):
-    """What is on the disk is not what was written; the text names the file."""
+class Damaged(JournalError):
+    """The disk's content is not what was written; the message names the file."""
 
 
 @dataclass(slots=True)
 class File:
-    """``data`` as a process reads it; ``pending`` are the pieces of it (offset, length) that no sync has covered."""
+    """``data`` is what a process reads; ``pending`` are its pieces (offset, length) that no sync has covered."""
 
     data: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, int]] = field(default_factory=list)
 
     def lose(self, random: Random) -> None:
-        """Keep of each pending piece all, the beginning or nothing; what then is a hole reads as zeros."""
+        """Keep all, a prefix or none of each pending piece; a hole left by this reads as zeros."""
         if not self.pending:
             return
         kept = bytearray(self.data[: self.pending[0][0]])
@@ -345,52 +317,52 @@ class Storage:
         self._rotten: list[tuple[File, int, int]] = []
 
     def names(self, prefix: str) -> list[str]:
-        """The files whose names begin so, in order."""
+        """Return the names that begin with ``prefix``, sorted."""
         return sorted(name for name in self._names if name.startswith(prefix))
 
     def read(self, name: str) -> bytes:
-        """What is in a file; ``Damaged`` when there is none."""
+        """Return a file's content; raise ``Damaged`` when the file does not exist."""
         if name not in self._names:
             raise Damaged(f"{name} is missing")
         return bytes(self._names[name].data)
 
     def append(self, name: str, data: bytes) -> None:
-        """Write at the end of a file, safe after ``sync``; one that was not there begins, safe after ``sync_names``."""
+        """Append to a file, durable after ``sync``; create a missing file, durable after ``sync_names``."""
         file = self._names.setdefault(name, File())
         file.pending.append((len(file.data), len(data)))
         file.data += data
 
     def cut(self, name: str, size: int) -> None:
-        """Cut a file off, and sync it; what had rotted behind the cut is gone with it."""
+        """Truncate a file and sync it; rot behind the cut is gone."""
         file = self._names[name]
         self._rotten = [rot for rot in self._rotten if rot[0] is not file or rot[1] < size]
         del file.data[size:]
         self.sync(name)
 
     def sync(self, name: str) -> None:
-        """What was written to the file is safe."""
+        """Make everything written to the file durable."""
         self._names[name].pending.clear()
 
     def rename(self, name: str, to: str) -> None:
-        """Give a file another name; safe after ``sync_names``."""
+        """Rename a file; durable after ``sync_names``."""
         self._names[to] = self._names.pop(name)
 
     def remove(self, name: str) -> None:
-        """Remove a file; it may be back after a power cut unless ``sync_names`` came before."""
+        """Remove a file; a power cut before the next ``sync_names`` may bring it back."""
         self._names.pop(name, None)
 
     def sync_names(self) -> None:
-        """The names as they are now are safe."""
+        """Make the present names durable."""
         self._synced = dict(self._names)
 
     def is_safe(self, name: str, data: bytes) -> bool:
-        """Whether ``data`` is in a file, and no power cut would take it from there."""
+        """Return whether a file contains ``data`` and would keep it through a power cut."""
         file = self._synced.get(name)
         at = -1 if file is None or self._names.get(name) is not file else file.data.find(data)
         return file is not None and at >= 0 and not any(offset < at + len(data) for offset, _ in file.pending)
 
     def power_cut(self, random: Random) -> None:
-        """Everything that is not safe meets its fate."""
+        """Lose, tear or keep everything that is not durable, as ``random`` draws."""
         found: dict[str, File] = {}
         for name in sorted(self._names.keys() | self._synced.keys()):
             old, new = self._synced.get(name), self._names.get(name)
@@ -405,7 +377,7 @@ class Storage:
         self._names, self._synced = found, dict(found)
 
     def rot(self, random: Random) -> bool:
-        """Flip one bit of one file, without a word; False when there is nothing to rot."""
+        """Silently flip one bit of one file; return False when every file is empty."""
         names = [name for name in self.names("") if self._names[name].data]
         if not names:
             return False
@@ -416,11 +388,11 @@ class Storage:
         return True
 
     def is_rotten(self) -> bool:
-        """Whether some bit has rotted since the last ``mend``."""
+        """Return whether a bit has rotted since the last ``mend``."""
         return bool(self._rotten)
 
     def mend(self) -> None:
-        """An operator brings back every file as it was, from a copy that did not rot."""
+        """Undo all rot, as an operator who restores the files from an intact copy."""
         for file, place, bit in self._rotten:
             if place < len(file.data):
                 file.data[place] ^= bit
@@ -428,23 +400,23 @@ class Storage:
 
 
 def sealed(data: bytes) -> bytes:
-    """``data`` behind its digest."""
+    """Return ``data`` with its digest in front."""
     return hashlib.sha256(data).digest()[:SEAL_BYTES] + data
 
 
 def unsealed(name: str, data: bytes) -> bytes:
-    """What ``sealed`` was given; ``Damaged`` names the file when it is another."""
+    """Return the data that ``sealed`` was given; raise ``Damaged`` with the file's name when the digest differs."""
     if hashlib.sha256(data[SEAL_BYTES:]).digest()[:SEAL_BYTES] != data[:SEAL_BYTES]:
         raise Damaged(f"{name} is damaged")
     return data[SEAL_BYTES:]
 
 
 class Died(Exception):
-    """The process ends in the middle of what it was doing; nothing after this instant of it happens."""
+    """Raised to end a process in the middle of an action; the rest of the action does not happen."""
 
 
 class Process:
-    """Everything that happens to a process comes through ``deliver``."""
+    """A simulated process; ``deliver`` is the only way to run an action in it."""
 
     def __init__(self, on_death: Callable[[], None]) -> None:
         self.alive = True
@@ -456,7 +428,7 @@ class Process:
     def deliver(self, action: Callable[[], None]) -> None:
         """Run ``action`` in this process: now, after the thaw when it is frozen, never when it is dead.
 
-        One that is delivered by another is a part of it: where it dies, the rest of the other does not happen either.
+        An action that another action delivers is part of that one: if the process dies in it, both end there.
         """
         if not self.alive:
             return
@@ -476,11 +448,11 @@ class Process:
             self._inside = False
 
     def freeze(self) -> None:
-        """Stop as by SIGSTOP: nothing is lost, everything waits."""
+        """Stop as by SIGSTOP: actions are queued, and none is lost."""
         self.frozen = True
 
     def thaw(self) -> None:
-        """Go on, with what has waited first."""
+        """Continue, running the queued actions first."""
         self.frozen = False
         backlog, self._backlog = self._backlog, []
         for action in backlog:
@@ -494,7 +466,7 @@ class Process:
 
 @dataclass(slots=True)
 class Lease:
-    """What it says.  ``last`` is the number of the holder's last change: one that comes late changes nothing."""
+    """The lease's state.  ``last`` is the number of the holder's newest change; older ones are ignored."""
 
     heap: Heap = field(repr=False)
     ttl_ns: int
@@ -503,7 +475,7 @@ class Lease:
     last: int = 0
 
     def acquire(self, claim: Claim) -> int | str | None:
-        """Take it: the new epoch, None while another holds it, or why it is not to be had."""
+        """Take the lease: return the new epoch, None while another holds it, or the reason why the claim is refused."""
         if (why := refusal(self.standing, claim, "here")) is not None:
             return why
         held = self.standing is not None and self.standing.holder != claim.name
@@ -514,7 +486,7 @@ class Lease:
         return self.standing.epoch
 
     def change(self, epoch: int, number: int, heir: str | None = None) -> bool:
-        """Name the heir, or hold it for another ``ttl_ns`` where that is None; False when it is another's."""
+        """Name the heir or, where ``heir`` is None, renew for another ``ttl_ns``; return False when another leads."""
         assert self.standing is not None
         if epoch == self.standing.epoch and number > self.last:
             self.last = number
@@ -525,13 +497,40 @@ class Lease:
         return epoch == self.standing.epoch
 
 
+def ask(
+    heap: Heap,
+    link: Link,
+    process: Process,
+    request: Callable[[Callable[[object], None]], None],
+    answered: Callable[[object], None],
+    missed: Callable[[], None],
+    deadline_ns: int,
+) -> None:
+    """Run ``request`` at the other end of ``link``; it may reply through its argument.
+
+    Runs exactly one of ``answered`` and, after ``deadline_ns``, ``missed``, unless ``process`` dies.
+    """
+    waiting = [True]
+
+    def settle(action: Callable[[], None]) -> None:
+        if waiting:
+            waiting.clear()
+            action()
+
+    def reply(answer: object) -> None:
+        link.send(Direction.DOWN, lambda: process.deliver(lambda: settle(lambda: answered(answer))))
+
+    link.send(Direction.UP, lambda: request(reply))
+    heap.after(deadline_ns, lambda: process.deliver(lambda: settle(missed)))
+
+
 class LeaseLine:
-    """One machine's way to the lease."""
+    """One machine's connection to the lease."""
 
     def __init__(self, lease: Lease, link: Link) -> None:
         self.lease, self.link = lease, link
         self.machine = 1
-        """Another one once a machine is lost: nothing that it had on its way arrives."""
+        """Changes when the machine is lost: messages that the old machine sent are dropped."""
 
     def ask(
         self,
@@ -540,29 +539,19 @@ class LeaseLine:
         answered: Callable[[object], None],
         missed: Callable[[], None],
     ) -> None:
-        """Exactly one of ``answered`` and ``missed`` happens, unless ``process`` dies."""
-        waiting = [True]
+        """As the function ``ask``, with the lease; the request is dropped if this machine is lost in the meantime."""
+        machine, heap, ttl_ns = self.machine, self.lease.heap, self.lease.ttl_ns
 
-        def settle(action: Callable[[], None]) -> None:
-            if waiting:
-                waiting.clear()
-                action()
+        def receive(reply: Callable[[object], None]) -> None:
+            if machine == self.machine:
+                reply(request(self.lease))
 
-        machine = self.machine
-
-        def receive() -> None:
-            if machine != self.machine:
-                return
-            answer = request(self.lease)
-            self.link.send(Direction.DOWN, lambda: process.deliver(lambda: settle(lambda: answered(answer))))
-
-        self.link.send(Direction.UP, receive)
-        self.lease.heap.after(self.lease.ttl_ns // 4, lambda: process.deliver(lambda: settle(missed)))
+        ask(heap, self.link, process, receive, answered, missed, ttl_ns // 4)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicationPlan:
-    """How a run's standby follows, the paths between the three machines, and how long the lease lasts."""
+    """How a run's standby follows, the links between the three machines, and how long the lease lasts."""
 
     between: Weather
     to_lease: Weather
@@ -574,14 +563,16 @@ class ReplicationPlan:
 
 @dataclass(frozen=True, slots=True)
 class OuterPlan:
-    """How this run's syncer is set: its rules, its speed, and how often it takes a snapshot."""
+    """The settings of this run's syncer: its rules, its speed, and how often it takes a snapshot."""
 
     options: OuterOptions
     rule: OuterRule
     merge_ns: int = 0
     fail_per_mille: int = 0
-    """Share of outer steps without a finite result."""
+    """The share of outer steps whose result is not finite, in thousandths."""
     snapshot_records: int = 50
     health: HealthOptions = field(default_factory=HealthOptions)
     replication: ReplicationPlan | None = None
-    """How a standby follows; None: there is none, and no lease."""
+    """How a standby follows; None: no standby and no lease."""
+    conserving: bool = False
+    """Whether no fault of this run discards progress and the outer step is the plain mean."""

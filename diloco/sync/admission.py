@@ -1,99 +1,99 @@
-"""Whether an update may enter: ``admit`` is asked before the first payload byte, and again when the update is whole.
+"""Admission of updates: ``admit`` judges the header before the first payload byte, and again when the update is whole.
 
-Claims.  A site says of its update what the syncer cannot count, and so much is believed:
+Claims.  The syncer cannot count these figures of an update itself, so it bounds how much of them it believes:
 
-- *steps*: those that there was time for since the site's updates before (:func:`believed_steps`).
-  Norms are compared by the steps that are believed.  ``STEPS_RATIO_MAX`` times as many are implausible.
-- *tokens*: of a step, ``TOKENS_RATIO_MAX`` times those of the site's first update, which has at most
+- *steps*: as many as there was time for since the site's previous updates (:func:`believed_steps`).
+  Norms are compared by the believed steps.  More than ``STEPS_RATIO_MAX`` times as many are implausible.
+- *tokens* of a step: at most ``TOKENS_RATIO_MAX`` times those of the site's first update, which may have at most
   ``NEWCOMER_RATIO_MAX`` times those of the others, or ``STEP_TOKENS_MIN``.  More are implausible.  Where units of the
-  data are leased, a step may read what counts no more: a site's first says nothing of its next, and the largest of the
-  others bound them all.
-- *step_ns*: no less than a part of what is usual at the other sites (:func:`fastest_step_ns`), and where it makes a
-  grace no more than the time between the site's updates (:func:`period_ns`).
-- *cursor*: it moves the data of the site alone.  *spans*: ``fates`` knows which units were leased to the site.
-- The norm, the cosine and the digest of the values are the syncer's own.
+  data are leased, a step may read data that counts no more, so a site's first update says nothing about its next one:
+  the largest values of the others bound all of them.
+- *step_ns*: at least a part of what is usual at the other sites (:func:`fastest_step_ns`), and where it sets a grace
+  at most the time between the site's updates (:func:`period_ns`).
+- *cursor*: not bounded, it moves only the site's own data.  *spans*: ``fates`` knows the units leased to the site.
+- The syncer measures the norm, the cosine and the digest of the values itself.
 
 An honest site is far from each bound.  Only the first update of a run has nothing to be compared with: its steps are
 bounded by the time since its site joined, its tokens by ``STEP_TOKENS_MAX`` a step.
 
 Health.  An update has two vital signs, measured by the shell when it decodes the payload: the L2 norm of the
-pseudo-gradient, and its cosine with the fragment's outer momentum.  Each is held against two windows of recent admitted
-updates of the same fragment: the site's own and those of all others.  An update is an *outlier* only if it is far from
-both (from the one that is long enough, where only one is), because a site with other batches differs from the others
-for ever, and a site after a long absence from itself for once.
+pseudo-gradient, and its cosine with the fragment's outer momentum.  Each is compared with two windows of recent
+admitted updates of the same fragment: the site's own and those of all others.  An update is an *outlier* only if it is
+far from both (from the one that is long enough, where only one is), because a site with other batches always differs
+from the others, and a site after a long absence differs once from its own past.
 
-*Norm ratio*: the norm over the median of a window's.  Only too large is too far: a small update does no harm, and
-learning rates decay.  An update of more steps than one of the window may be larger in proportion (AdamW moves every
+*Norm ratio*: the norm over the median norm of a window.  Only a large ratio is too far: a small update does no harm,
+and learning rates decay.  An update of more steps than one of the window may be larger in proportion (AdamW moves every
 parameter by at most about the learning rate in each step), so each norm of the window is raised by the steps' ratio,
 and never lowered for fewer.
 
-*Cosine z-score*: how many spreads the cosine lies below the mean of a window's, the spread being at least
-``COSINE_SPREAD_MIN``.  Only a negative cosine can be too far: an update that goes with the run is no danger.  Cosines
-fall fast while the momentum is young, and a step too far turns them round at all sites, so nothing is said about
-direction before the site's own window is full.
+*Cosine z-score*: how many spreads the cosine lies below the mean of a window, the spread being at least
+``COSINE_SPREAD_MIN``.  Only a negative cosine can be too far: an update along the momentum is no danger.  Cosines fall
+fast while the momentum is young, and an outer step that is too large reverses them at all sites, so direction is not
+judged before the site's own window is full.
 
-The rule is that of robust aggregation turned into admission: screening by norm and by direction against what is usual
-(arXiv 1703.02757, 1803.01498).  What it cannot see is a bad update of usual size and direction; what that one can do is
+The rule is robust aggregation turned into admission: screening by norm and by direction against usual updates (arXiv
+1703.02757, 1803.01498).  It cannot detect a bad update of usual size and direction; the harm of such an update is
 bounded by its site's weight.
 
 Measured before the defaults were chosen (``tests/hunts/pseudo_gradients.py``, ``python -m tests.hunts.admission``):
 14,960 pseudo-gradients of a byte-level transformer trained with AdamW at 1 to 4 sites, in 2 fragments, with 2 to 8
 inner steps and more; all rounds from the first, long and short warm-up, decay to nothing, a learning rate of 0.01,
-texts and batch sizes of the sites' own, a site that joins half-way, restarts with an empty optimizer, updates of ten
-times the usual steps after a partition, lock-step and asynchronous.  The largest norm ratio was 2.5.  The lowest z of a
-negative cosine was -4.3; with windows of 4 updates it was -15, and where sites pull against each other -9
-(``tests/loopback/toy.py`` under Nesterov).  With the defaults none is an outlier.  Turned round in sign, 28 % of the
-same updates are: of most others the cosine is too near to nothing to tell.
+different texts and batch sizes at each site, a site that joins half-way, restarts with an empty optimizer, updates of
+ten times the usual steps after a partition, lock-step and asynchronous.  The largest norm ratio was 2.5.  The lowest z
+of a negative cosine was -4.3; with windows of 4 updates it was -15, and where sites pull against each other -9
+(``tests/loopback/toy.py`` under Nesterov).  With the defaults none is an outlier.  With reversed sign 28 % of the same
+updates are outliers: the cosine of most others is too close to zero to tell.
 
-Everything here is made of additions, products, quotients and square roots, so that every machine judges alike.
+Everything here uses only additions, products, quotients and square roots, so that every machine judges alike.
 
-Holding.  An outlier is refused, held for an operator's word, or only noted, as the site's policy says.  A held update
-is accepted and durable.  It waits, and what its site sends after it waits behind it, until an operator admits or
-refuses it, it is too stale to be merged, or its time is over.  Rounds do not wait for its site meanwhile.
+Holding.  By the site's policy an outlier is refused, held for an operator's decision, or only noted.  A held update is
+accepted and durable.  It waits, and the site's later updates wait behind it, until an operator admits or refuses it, it
+becomes too stale to be merged, or ``hold_ns`` is over.  Rounds do not wait for its site meanwhile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from statistics import median, median_low
 from typing import TYPE_CHECKING
 
 from diloco.sync.effects import AnswerDone
 from diloco.sync.events import Fate, Outcome, Reason
 from diloco.sync.fates import refuse
-from diloco.sync.state import Held, OuterState, Phase, Status, Vital
+from diloco.sync.state import OuterState, Phase, Status, Vital
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sync.events import UpdateAdmitted, UpdateArrived, UpdateWithdrawn
     from diloco.sync.options import HealthOptions, OuterOptions
-    from diloco.sync.state import Line, Pending, Site
-    from diloco.sync.turn import Attendance, Turn
+    from diloco.sync.state import Attendance, Line, Pending, Site, Turn
 
 STEPS_RATIO_MAX = 64
-"""Steps beside those that are believed: a syncer whose clock was wrong while it was away may believe too few."""
+"""Claimed over believed steps: a syncer whose clock was wrong while it was down may believe too few."""
 TOKENS_RATIO_MAX = 16
-"""Batches grow in the course of a run, and a site may start again with others."""
+"""Batches grow in the course of a run, and a site may restart with another batch size."""
 NEWCOMER_RATIO_MAX = 64
 STEP_TOKENS_MIN, STEP_TOKENS_MAX = 1 << 16, 1 << 26
 ARRIVALS_KEPT = 16
 STEPS_MIN, STEP_NS_MIN = 1000, 10_000
-"""Where nothing is usual yet: so many steps, and one for so much time, are always believed."""
+"""Where no usual values exist yet: ``STEPS_MIN`` steps, and one step per ``STEP_NS_MIN``, are always believed."""
 AWAY_UNKNOWN_NS = 10 * 365 * 86_400 * 1_000_000_000
-"""For how long there was no syncer where nobody has said it: what the sites say of that time is believed."""
+"""Assumed time without a syncer (10 years) where it is unknown: any steps that sites claim for it are believed."""
 UNEQUAL_MAX = 8
-"""How many times the steps of an update, and the steps in the same time, of most other sites a site may have."""
+"""Most times by which a site may exceed most others, in steps per update and in steps per time."""
 
 
 def implausible(state: OuterState, options: OuterOptions, event: UpdateArrived) -> str:
-    """Why what is said of an update cannot be true; empty where it can."""
+    """Return why the claims of an update cannot be true; empty where they can."""
     line = state.sites[event.site].lines[event.fragment]
     believed = believed_steps(state, options, event)
     if event.steps > STEPS_RATIO_MAX * believed:
         return f"steps is {event.steps}, and there was time for {believed}"
-    known = sorted([other.step_tokens for other in _others(state, event) if other.step_tokens])
-    others = known[(len(known) - 1) // 2] if known else 0  # The lower of two, so that no pair raises its own bound.
+    known = [other.step_tokens for other in _others(state, event) if other.step_tokens]
+    others = median_low(known) if known else 0  # The lower of two, so that two sites cannot raise their own bound.
     bound, why = STEP_TOKENS_MAX, "as at any site"
     if line.step_tokens and not options.unit_sequences:
         bound, why = TOKENS_RATIO_MAX * line.step_tokens, f"{TOKENS_RATIO_MAX} times its first {line.step_tokens}"
@@ -107,11 +107,11 @@ def implausible(state: OuterState, options: OuterOptions, event: UpdateArrived) 
 
 
 def believed_steps(state: OuterState, options: OuterOptions, event: UpdateArrived) -> int:
-    """How many of an update's steps are believed: those of a usual update, and of twice the time that there was.
+    """Return how many of an update's steps are believed: those of a usual update plus those of twice the elapsed time.
 
-    They were made after the update before was sealed, for which there had to be room: ``updates_in_flight_max`` before
-    that one had come.  A site that could not send goes on training, also while no syncer runs
-    (``SyncerStarted.away_ns``).
+    The steps were made after the previous update was sealed, and sealing it needed room in the window, so the elapsed
+    time counts from the arrival ``updates_in_flight_max`` updates before it.  A site that cannot send continues
+    training, also while no syncer runs (``SyncerStarted.away_ns``).
     """
     line = state.sites[event.site].lines[event.fragment]
     if event.steps <= line.usual_steps:
@@ -126,30 +126,33 @@ def believed_steps(state: OuterState, options: OuterOptions, event: UpdateArrive
 
 
 def arrived(state: OuterState, options: OuterOptions, event: UpdateArrived) -> None:
-    """An update is accepted: the next one of its line is compared with it."""
+    """Record an accepted update; the claims of the site's next one for the fragment are compared with it."""
     line = state.sites[event.site].lines[event.fragment]
-    before = line.arrivals_ns or [0]  # A memory of an earlier release has none, not even when the site joined.
+    before = line.arrivals_ns or [0]  # State of an earlier release has no arrivals, not even the time of the join.
     line.arrivals_ns = [*before, state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
     step_tokens = -(-event.tokens // event.steps)
     line.step_tokens = max(line.step_tokens, step_tokens) if options.unit_sequences else line.step_tokens or step_tokens
 
 
 def fastest_step_ns(state: OuterState, live: Sequence[str]) -> int:
-    """What an inner step takes at the fastest of the ``live`` sites; 0 before any is known."""
+    """Return the inner step time of the fastest of the ``live`` sites; 0 before any is known.
+
+    It is at least 1/``UNEQUAL_MAX`` of the median.
+    """
     known = [step_ns for name in live if (step_ns := state.sites[name].step_ns)]
     return max(min(known), _upper_median(known) // UNEQUAL_MAX) if known else 0
 
 
 def period_ns(site: Site, index: int) -> int:
-    """The usual time between two updates of ``site``: what it says of its steps, and no more than the syncer has seen
-    between its updates; 0 before any came.  Before any was merged the first one stands for what is usual."""
+    """Return the usual time between two updates of ``site``: its steps times its claimed step time, at most what the
+    syncer has seen; 0 before any update came.  Before any was merged the first update gives the usual steps."""
     line = site.lines[index]
     steps = line.usual_steps or next((pending.steps for pending in line.undecided), 0)
     return min(steps * site.step_ns, seen_ns(site, index))
 
 
 def seen_ns(site: Site, index: int) -> int:
-    """The time between the last updates of ``site``, and before the first; 0 before any came."""
+    """Return the mean time between the last arrivals of ``site``, its join included; 0 before any update came."""
     arrivals = site.lines[index].arrivals_ns
     return (arrivals[-1] - arrivals[0]) // (len(arrivals) - 1) if len(arrivals) > 1 else 0
 
@@ -163,14 +166,14 @@ def _upper_median(values: Sequence[int]) -> int:
 
 
 COSINE_SPREAD_MIN = 0.05
-"""Of a window's cosines: a few that happen to be alike say little about what is usual."""
+"""Smallest spread of a window's cosines: a few cosines that happen to be alike would give too small a spread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How far an update is from what is usual.
+    """How far an update is from usual ones.
 
-    ``ratio`` and ``z`` are the milder ones of the two windows, None where neither is long enough; ``why`` is empty
+    ``ratio`` and ``z`` are the milder values of the two windows, None where neither is long enough; ``why`` is empty
     when nothing is wrong.
     """
 
@@ -180,11 +183,11 @@ class Finding:
 
 
 NOTHING_WRONG = Finding(None, None)
-"""With an update that nobody measured."""
+"""The finding for an update that was not measured."""
 
 
 def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Sequence[Vital]) -> Finding:
-    """Hold ``vital`` against the site's ``own`` recent updates and those of the ``others``."""
+    """Compare ``vital`` with the site's ``own`` recent updates and with those of the ``others``."""
     windows = [window for window in (own, others) if len(window) >= options.history_min]
     ratio = min((_norm_ratio(vital, window) for window in windows), default=None)
     z = _score(options, vital, own, others)
@@ -198,13 +201,13 @@ def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Se
 
 
 def _norm_ratio(vital: Vital, window: Sequence[Vital]) -> float:
-    """The norm over the median of the window's, each raised to as many steps as this update has."""
-    usual = _median([each.norm * max(1.0, vital.steps / each.steps) for each in window])
+    """Return the norm over the window's median norm, each raised in proportion where this update has more steps."""
+    usual = median([each.norm * max(1.0, vital.steps / each.steps) for each in window])
     return vital.norm / usual
 
 
 def _score(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Sequence[Vital]) -> float | None:
-    """The milder z of the two windows, once the site's own is full."""
+    """Return the milder z-score of the two windows; None until the site's own window is full."""
     known = [[each.cosine for each in window if each.cosine is not None] for window in (own, others)]
     if vital.cosine is None or len(known[0]) < options.history:
         return None
@@ -217,19 +220,14 @@ def _z(cosine: float, cosines: Sequence[float]) -> float:
     return (cosine - mean) / max(spread, COSINE_SPREAD_MIN)
 
 
-def _median(values: Sequence[float]) -> float:
-    ordered, middle = sorted(values), len(values) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def looked_at(state: OuterState, event: UpdateArrived, vital: Vital) -> Finding:
-    """Judge the ``vital`` signs of an update that may enter; nothing is wrong with one that nobody measured."""
+    """Judge the ``vital`` signs of an update that may enter; an update that was not measured passes."""
     if event.norm <= 0:
         return NOTHING_WRONG
     own = state.sites[event.site].lines[event.fragment].vitals
     others = [
         vital
-        for name in sorted(state.sites)
+        for name in sorted(state.sites)  # A sum of floats depends on its order, and a replay must give the same.
         if name != event.site
         for vital in state.sites[name].lines[event.fragment].vitals
     ]
@@ -237,31 +235,24 @@ def looked_at(state: OuterState, event: UpdateArrived, vital: Vital) -> Finding:
 
 
 def vital_of(state: OuterState, options: OuterOptions, event: UpdateArrived) -> Vital:
-    """The vital signs that came with an update, which are those of the steps that are believed."""
+    """Return the vital signs of an update, with its believed steps."""
     return Vital(believed_steps(state, options, event), event.norm, event.cosine)
 
 
-def held_from(state: OuterState, event: UpdateArrived, finding: Finding) -> Held:
-    """What is remembered of an update that is held."""
-    return Held(state.now_ns, event.norm, event.cosine, finding.ratio, finding.z, finding.why)
-
-
 def remember(state: OuterState, site: str, fragment: int, vital: Vital) -> None:
-    """An update is admitted: from now on it is part of what is usual."""
+    """Add an admitted update to its site's window of usual updates."""
     line = state.sites[site].lines[fragment]
     line.vitals = [*line.vitals, vital][-state.health.history :]
 
 
 def deadline_ns(state: OuterState, attendance: Attendance) -> int | None:
-    """The instant at which the first held update has waited long enough."""
-    if not any(attendance.holding):
-        return None
+    """Return the instant at which the first held update expires; None where none is held."""
     since = [pending.held.since_ns for _, _, pending in _held(state, attendance) if pending.held is not None]
-    return min(since) + state.health.hold_ns
+    return min(since) + state.health.hold_ns if since else None
 
 
 def expire(turn: Turn) -> None:
-    """Refuse what nobody has decided in time; in the last round that is all that is held when its time is over."""
+    """Refuse held updates that are not decided within ``hold_ns``; all of them at the deadline of the last round."""
     state = turn.state
     over = state.final_deadline_ns is not None and state.now_ns >= state.final_deadline_ns
     for name, index, pending in _held(state, turn.attendance):
@@ -271,7 +262,7 @@ def expire(turn: Turn) -> None:
 
 
 def admitted(turn: Turn, event: UpdateAdmitted) -> None:
-    """An operator's word: the update enters the round."""
+    """Handle an operator's admission: the held update enters the round."""
     pending = _asked(turn, event)
     if pending is None:
         return
@@ -286,7 +277,7 @@ def admitted(turn: Turn, event: UpdateAdmitted) -> None:
 
 
 def withdrawn(turn: Turn, event: UpdateWithdrawn) -> None:
-    """An operator's word: the update is never merged."""
+    """Handle an operator's withdrawal: refuse the update; CONFLICT where it is being merged already."""
     pending = _asked(turn, event, refused=True)
     if pending is None:
         return
@@ -298,9 +289,9 @@ def withdrawn(turn: Turn, event: UpdateWithdrawn) -> None:
 
 
 def _asked(turn: Turn, event: UpdateAdmitted | UpdateWithdrawn, *, refused: bool = False) -> Pending | None:
-    """The undecided update that is spoken of; otherwise None, and the operator is answered.
+    """Return the undecided update that the operator names; where there is none, answer the operator and return None.
 
-    A word that was carried out before is carried out: the fate that it asks for is an answer without a reason.
+    A repeated request succeeds: where the update already has the fate asked for, the answer has no reason.
     """
     state = turn.state
     reason: Reason | None = None
@@ -323,7 +314,7 @@ def _asked(turn: Turn, event: UpdateAdmitted | UpdateWithdrawn, *, refused: bool
 
 
 def _held(state: OuterState, attendance: Attendance) -> list[tuple[str, int, Pending]]:
-    """In site order, and then in that of the fragments."""
+    """Return the held updates, in site order and then in fragment order."""
     if not any(attendance.holding):
         return []
     return [
@@ -336,7 +327,7 @@ def _held(state: OuterState, attendance: Attendance) -> list[tuple[str, int, Pen
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``outcome`` ACCEPTED means: may enter.  A known ``fate`` of a duplicate comes along."""
+    """``outcome`` ACCEPTED means: may enter.  ``fate`` is that of a duplicate, where it is known."""
 
     outcome: Outcome
     reason: Reason | None = None
@@ -358,16 +349,16 @@ def admit(
 ) -> Verdict:
     """Judge an update by its header alone; ``state`` is only read.
 
-    What was accepted before is answered whoever asks (an old incarnation may learn of its own past); anything new
-    is fenced by the site's present incarnation, must follow its predecessor, and must not be stale already.
+    For an update accepted before, any incarnation gets the answer (an old one may learn about its own past).  A new
+    update must come from the site's present incarnation, follow its predecessor, and not be stale already.
     """
     member = state.sites.get(site)
     if member is None:
         return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
     if not 0 <= fragment < len(state.fragments):
         return Verdict(Outcome.REFUSED, Reason.BAD_BASE)
-    # What the number meant before the run was restored says nothing about what it means now.  The answer to a join may
-    # still be on its way to the very process that speaks for the site: that is no stranger, and must not be told so.
+    # Sequence numbers of the lineage before a restore mean nothing now.  From ``since`` on an incarnation is of this
+    # lineage: that process may not have its join's answer yet, but it must not be told that it has not joined.
     if not member.process or incarnation < member.since:
         return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
     line = member.lines[fragment]
@@ -381,7 +372,7 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.FINISHED)
     if sequence > line.watermark + 1:
         return Verdict(Outcome.RETRY, Reason.GAP)
-    if digest in line.outliers:  # What is usual may be something else by now, but its site has thrown it away.
+    if digest in line.outliers:  # It might pass by now, but its site has thrown its progress away.
         return Verdict(Outcome.REFUSED, Reason.OUTLIER)
     version = state.fragments[fragment].version
     if not 0 <= base_version <= version:
@@ -394,7 +385,7 @@ def admit(
 
 
 def _known(state: OuterState, site: str, fragment: int, sequence: int, digest: str) -> Verdict:
-    """The answer to a sequence that was accepted before: a duplicate, another content, or too long ago to tell."""
+    """Answer a sequence number that was accepted before: DUPLICATE, CONFLICT (another content), or FORGOTTEN."""
     line = state.sites[site].lines[fragment]
     for pending in line.undecided:
         if pending.sequence == sequence:

@@ -1,4 +1,4 @@
-"""What a site and the syncer must agree on before a byte of a tensor is exchanged."""
+"""The settings on which a site and the syncer must agree before they exchange a byte of a tensor."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 PROTOCOL = 3
 PROTOCOL_OLDEST = 2
-"""A syncer serves the protocol before its own as well, so that a run can be upgraded while it goes on: it first."""
+"""A syncer also serves the previous protocol, so that a live run can be upgraded: first the syncer, then the sites."""
 CORPUS = "data.corpus"
-"""In what a site shares: the text that it draws from where units of it are leased.  No configuration knows that; the
-run's is that of the first site, so the machine compares it."""
+"""The key under which a site shares the text that it draws from, where units of it are leased.  The syncer's settings
+do not have it: the first site sets the run's corpus, and the outer machine compares the others with it."""
 
 MAY_CHANGE = frozenset({"outer.sites_max"})
-"""The shared settings that a syncer may have otherwise when it starts again on a run: how many it has room for.
+"""The shared settings that a syncer may change when it restarts on a run: how many sites it has room for.
 
-The journal says each of them anew at every start, and sites do not go by them.  No other shared setting is like that.
-Sites train, encode, send or stop by their own value of it (``outer.discards_max``, ``outer.updates_in_flight_max``,
-``outer.site_timeout_s``, which they are told), or the machine decides by it and the journal does not say it, so that a
-replay would decide otherwise (``outer.quorum``, ``outer.final_wait_s``, ``run.tokens``).
+The journal records them at every start, and sites do not use them.  No other shared setting is like that: either sites
+train, encode, send or stop by their own value of it (``outer.discards_max``, ``outer.updates_in_flight_max``,
+``outer.site_timeout_s``, which they are told), or the machine decides by it and the journal does not record it, so that
+a replay would decide otherwise (``outer.quorum``, ``outer.final_wait_s``, ``run.tokens``).
 """
 OF_THE_SYNCER = MAY_CHANGE | {"outer.share_weighted", "outer.grace_period_percent"}
-"""What the syncer alone goes by: a site whose release or preset has these otherwise takes part."""
+"""Settings that only the syncer uses: a site whose release or preset has other values may join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Agreement:
 
 
 def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
-    """The first difference in words that name the field and both values, or None when all is equal.
+    """Return the first difference as text that names the field and both values, or None when all is equal.
 
-    ``ours`` is the syncer's.  A site that does not yet know the run's lineage says 0; one that knows an older lineage
-    is taken in and told the present one; one that knows a newer lineage has met a syncer that came back from the past.
+    ``ours`` is the syncer's.  A site that does not know the run's lineage sends 0.  A site with an older lineage is
+    admitted and told the present one.  A site with a newer lineage is refused: this syncer has outdated state.
     """
     if not PROTOCOL_OLDEST <= theirs.protocol <= ours.protocol:
         oldest = f", which serves {PROTOCOL_OLDEST} as well" if ours.protocol > PROTOCOL_OLDEST else ""
@@ -64,7 +64,7 @@ def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
 
 
 def how_to_restore(lineage: int) -> str:
-    """What to do about a syncer of which a site, which knows ``lineage``, has heard more than it has."""
+    """Return advice on a syncer whose state is older than what a site, which knows ``lineage``, has seen of it."""
     return (
         "stop the syncer, move its data folder away and take the run up from what is newer: "
         f"diloco restore RUN_DIR --from-site SITE_DIR --above {lineage}, or --from BACKUP"

@@ -1,39 +1,40 @@
-"""Which units of the data are where: what the outer machine remembers of them.
+"""The state of every unit of the data, as the outer machine remembers it.
 
-A unit is a fixed number of sequences; units are numbered from 0 without end.  A site has a list of the units that it
-was leased and draws them in that order, so a place in its list is what its data cursor counts.  Of every unit that was
-ever leased one of these is true:
+A unit is a fixed number of sequences; units are numbered from 0 without end.  A site has a list of its leased units and
+draws them in that order, so its data cursor counts places in the list.  Every unit ever leased is in one of these
+states:
 
-    merged      updates that are merged have consumed all of it, in every fragment
-    in hand     a site that is there has it, or an update that has no fate yet does
+    merged      merged updates have consumed all of it, in every fragment
+    in hand     a present site has it, or an update without a fate does
     given back  a site that is gone had it and nothing of it is merged: it is leased next
     partly      a site that is gone had it and a part of it is merged: it is never leased again
 
-What is over, given back and begun is written down; what is in hand follows from the lists.
+Stored are the units that are over (merged or partly), given back and begun; those in hand follow from the lists.
 
-Sets of whole numbers are sorted spans that neither overlap nor touch, and every function of spans gives such a list.
-Long runs of numbers that were given out and came back in order are one span, however many they are.
+Sets of whole numbers are sorted spans that neither overlap nor touch, and every function of spans returns such a list.
+A long run of numbers that were leased and came back in order is one span, whatever its length.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 SKIPPED = -1
-"""In the place of a unit's number: the site had run out, and has drawn something over again."""
+"""In place of a unit's number: the site had no new unit there, and drew an earlier one again."""
 Piece = tuple[int, int]
-"""So many consecutive units, from the first on, or so many places that were skipped; at as many places of a list."""
+"""(first, count): ``count`` places of a list with consecutive units from ``first`` on, or all skipped (``SKIPPED``)."""
 PAST_MAX = 256
-"""Places of a list that are remembered when they are over, for a process of its site that goes on from before that."""
+"""Places of a list kept after they are over, for a process of its site that resumes from before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where all units are that were ever leased, and how often one was leased or merged once more."""
+    """The counts of all units ever leased by state, and how often a unit was leased again or trained on again."""
 
     leased: int
     merged: int
@@ -44,18 +45,18 @@ class Columns:
     repeated: int
 
     def balanced(self) -> bool:
-        """Whether every unit that was ever leased is in exactly one place."""
+        """Return whether every unit ever leased is in exactly one state."""
         return self.leased == self.merged + self.partly + self.in_hand + self.given_back
 
 
 @dataclass(slots=True)
 class Holder:
-    """A site's list from place ``first`` on: what is before it is over.
+    """A site's list from place ``first`` on; earlier places are over.
 
     ``merged`` are, by fragment, the sequences that merged updates have consumed, in the site's own count; ``counted``
-    the places that are merged in every fragment, and were counted.  ``silent_ns`` is since when nothing was heard of
-    the site; it is ``gone`` once its lease has run out, it said goodbye, or was put out.  ``again`` counts the units
-    that it has drawn over again because it had no other.  ``past`` are the last places before ``first``.
+    the places that are merged in every fragment and counted.  ``silent_ns`` is the instant at which the site became
+    silent; it is ``gone`` once its lease has run out, it left, or was evicted.  ``again`` counts the places at which it
+    had no new unit and drew an earlier one again.  ``past`` are the last places before ``first``.
     """
 
     merged: list[list[Span]]
@@ -69,24 +70,24 @@ class Holder:
 
     @property
     def end(self) -> int:
-        """The first place that nothing was leased for."""
-        return self.first + sum(count for _, count in self.pieces)
+        """The first place beyond the list."""
+        return self.first + num_places(self.pieces)
 
     def open(self) -> list[Span]:
-        """The places of the list that are not counted."""
+        """Return the places of the list that are not counted as merged."""
         return without([(self.first, self.end)], self.counted)
 
     def cut(self, first: int, unit: int) -> None:
-        """Forget the places before ``first``."""
+        """Drop the places before ``first``, keeping the last ``PAST_MAX`` in ``past``.  ``unit``: sequences a unit."""
         past = [*self.past, *pieces_before(self.pieces, first - self.first)]
-        self.past = joined(pieces_from(past, sum(count for _, count in past) - PAST_MAX))
+        self.past = joined(pieces_from(past, num_places(past) - PAST_MAX))
         self.pieces = pieces_from(self.pieces, first - self.first)
         self.first = max(self.first, first)
         self.counted = without(self.counted, [(0, self.first)])
         self.merged = [without(spans, [(0, self.first * unit)]) for spans in self.merged]
 
     def whole(self, unit: int) -> list[Span]:
-        """The places that are merged in every fragment."""
+        """Return the places that are merged in every fragment."""
         found = self.merged[0]
         for spans in self.merged[1:]:
             found = common(found, spans)
@@ -95,11 +96,12 @@ class Holder:
 
 @dataclass(slots=True)
 class Units:
-    """All that is remembered.
+    """The stored state of all units.
 
-    ``corpus`` is the text that all sites draw from, by the first that joined; ``fresh`` the next unit that was never
-    leased.  ``over`` are the units that are merged, and ``partly`` of them that are not but in part and are in no list
-    any more; ``begun`` those in a list that are merged in part.  So each of these is bounded by what the lists hold.
+    ``corpus`` identifies the text that all sites draw from, set by the first that joined; ``fresh`` is the next unit
+    never leased.  ``over`` are the units that are merged, or merged in part and in no list any more: ``partly`` counts
+    the latter.  ``begun`` are units in a list that are merged in part, ``free`` those given back.  The size of each is
+    bounded by that of the lists.
     """
 
     corpus: str = ""
@@ -114,12 +116,17 @@ class Units:
 
 
 def begun_before(fresh: int) -> Units:
-    """Where it is not known any more what was merged: no unit before ``fresh`` is leased again, and each is partly."""
+    """Return the state for unknown merges: all units before ``fresh`` count as partly, and are never leased again."""
     return Units(fresh=fresh, over=added([(0, fresh)], ()), partly=fresh)
 
 
+def num_places(pieces: Iterable[Piece]) -> int:
+    """Return the number of places in ``pieces``."""
+    return sum(map(itemgetter(1), pieces))
+
+
 def pieces_from(pieces: Sequence[Piece], skip: int) -> list[Piece]:
-    """``pieces`` without the first ``skip`` places."""
+    """Return ``pieces`` without the first ``skip`` places."""
     found: list[Piece] = []
     for start, count in pieces:
         if skip >= count:
@@ -131,7 +138,7 @@ def pieces_from(pieces: Sequence[Piece], skip: int) -> list[Piece]:
 
 
 def pieces_before(pieces: Sequence[Piece], places: int) -> list[Piece]:
-    """The first ``places`` places of ``pieces``."""
+    """Return the first ``places`` places of ``pieces``."""
     found: list[Piece] = []
     for start, count in pieces:
         if places <= 0:
@@ -142,7 +149,7 @@ def pieces_before(pieces: Sequence[Piece], places: int) -> list[Piece]:
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same places in as few pieces as can be."""
+    """Return the same places in as few pieces as possible."""
     found: list[Piece] = []
     for start, count in pieces:
         if count <= 0:
@@ -157,7 +164,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def units_at(first: int, pieces: Sequence[Piece], places: Iterable[Span]) -> list[Span]:
-    """The units at ``places`` of a list that begins at place ``first``."""
+    """Return the units at ``places`` of a list that begins at place ``first``."""
     wanted, found, at = list(places), list[Span](), first
     for start, count in pieces:
         if start != SKIPPED:
@@ -167,7 +174,7 @@ def units_at(first: int, pieces: Sequence[Piece], places: Iterable[Span]) -> lis
 
 
 def leased_places(first: int, pieces: Sequence[Piece]) -> list[Span]:
-    """The places of a list that have a unit."""
+    """Return the places of a list that have a unit."""
     found, at = list[Span](), first
     for start, count in pieces:
         found += [(at, at + count)] if start != SKIPPED else []
@@ -176,7 +183,7 @@ def leased_places(first: int, pieces: Sequence[Piece]) -> list[Span]:
 
 
 def columns(units: Units, in_hand: Sequence[Span]) -> Columns:
-    """The count of everything; ``in_hand`` are the units that are."""
+    """Return the counts of all units by state; ``in_hand`` are the units in hand."""
     partly = units.partly + size(without(units.begun, in_hand))
     return Columns(
         leased=units.fresh,
@@ -190,11 +197,11 @@ def columns(units: Units, in_hand: Sequence[Span]) -> Columns:
 
 
 Span = tuple[int, int]
-"""From the first number to before the second."""
+"""The numbers from the first, included, to the second, excluded."""
 
 
 def added(spans: Iterable[Span], more: Iterable[Span]) -> list[Span]:
-    """What is in either."""
+    """Return the union of ``spans`` and ``more``, which need not be sorted."""
     found: list[Span] = []
     for start, stop in sorted([*spans, *more]):
         if start >= stop:
@@ -207,7 +214,7 @@ def added(spans: Iterable[Span], more: Iterable[Span]) -> list[Span]:
 
 
 def without(spans: Iterable[Span], less: Iterable[Span]) -> list[Span]:
-    """What is in ``spans`` and not in ``less``."""
+    """Return the numbers in ``spans`` that are not in ``less``."""
     found: list[Span] = []
     gaps, here = added(less, ()), 0
     for start, stop in added(spans, ()):
@@ -218,7 +225,7 @@ def without(spans: Iterable[Span], less: Iterable[Span]) -> list[Span]:
                 found.append((at, begin))
             at = max(at, end)
             if end > stop:
-                break  # It reaches into what comes next.
+                break  # The gap may reach into the next span.
             here += 1
         if at < stop:
             found.append((at, stop))
@@ -226,37 +233,28 @@ def without(spans: Iterable[Span], less: Iterable[Span]) -> list[Span]:
 
 
 def common(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """What is in both."""
-    found: list[Span] = []
-    theirs, here = added(others, ()), 0
-    for start, stop in added(spans, ()):
-        while here < len(theirs) and theirs[here][0] < stop:
-            begin, end = theirs[here]
-            if start < end:
-                found.append((max(start, begin), min(stop, end)))
-            if end > stop:
-                break  # It reaches into what comes next.
-            here += 1
-    return found
+    """Return the intersection of ``spans`` and ``others``."""
+    spans = list(spans)
+    return without(spans, without(spans, others))
 
 
 def size(spans: Iterable[Span]) -> int:
-    """How many numbers there are."""
+    """Return how many numbers ``spans`` hold."""
     return sum(stop - start for start, stop in spans)
 
 
 def in_units(spans: Iterable[Span], unit: int) -> list[Span]:
-    """The numbers of the units, of ``unit`` numbers each, that ``spans`` touches."""
+    """Return the units, of ``unit`` numbers each, that ``spans`` touch."""
     return added([(start // unit, -(-stop // unit)) for start, stop in spans], ())
 
 
 def whole_units(spans: Iterable[Span], unit: int) -> list[Span]:
-    """The numbers of the units, of ``unit`` numbers each, that are in ``spans`` as a whole."""
+    """Return the units, of ``unit`` numbers each, that are wholly in ``spans``."""
     return added([(-(-start // unit), stop // unit) for start, stop in spans], ())
 
 
 def first_of(spans: Sequence[Span], count: int) -> list[Span]:
-    """The ``count`` smallest numbers, or all where there are fewer."""
+    """Return the ``count`` smallest numbers, or all where there are fewer."""
     found: list[Span] = []
     for start, stop in spans:
         if count <= 0:

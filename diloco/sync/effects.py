@@ -1,4 +1,4 @@
-"""What a machine asks of the world.  Imperatives, frozen, made of plain values.
+"""The effects of the machines: commands to the shell, imperative, frozen, made of plain values.
 
 The shell carries them out in the order given, after the event that caused them is durable.
 """
@@ -10,12 +10,37 @@ from dataclasses import dataclass
 from diloco.sync.data_units import Span
 from diloco.sync.events import Ending, Fate, FragmentStanding, Outcome, Reason
 
+
+class LearnerEffect:
+    """An effect of a site's machine."""
+
+    __slots__ = ()
+
+
+class OuterEffect:
+    """An effect of a syncer's machine."""
+
+    __slots__ = ()
+
+
+class RegionEffect(OuterEffect):
+    """An effect of a region's machine towards the syncer above (``region.py``)."""
+
+    __slots__ = ()
+
+
+class Upward(LearnerEffect, RegionEffect):
+    """An effect towards the syncer above, of a region or of a plain site."""
+
+    __slots__ = ()
+
+
 # --- effects of the outer machine ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerJoin:
-    """Answer a join: ``incarnation`` and ``standings`` when taken in, else ``reason``."""
+class AnswerJoin(OuterEffect):
+    """Answer a join: ``incarnation`` and ``standings`` when admitted, else ``reason``."""
 
     call: int
     site: str
@@ -26,8 +51,8 @@ class AnswerJoin:
 
 
 @dataclass(frozen=True, slots=True)
-class AskToConfirm:
-    """Answer a join: another process speaks for the site; whoever asks again with ``ticket`` replaces it."""
+class AskToConfirm(OuterEffect):
+    """Answer a join: another process acts for the site; a join repeated with ``ticket`` replaces it."""
 
     call: int
     site: str
@@ -35,8 +60,8 @@ class AskToConfirm:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerPush:
-    """Answer a push.  ``version`` is the fragment's version at that moment; a known ``fate`` comes along."""
+class AnswerPush(OuterEffect):
+    """Answer a push.  ``version`` is the fragment's version at that moment; ``fate`` is the update's, where known."""
 
     call: int
     outcome: Outcome
@@ -46,7 +71,7 @@ class AnswerPush:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerDone:
+class AnswerDone(OuterEffect):
     """Answer a Leave, Evict or Drain: it took effect."""
 
     call: int
@@ -54,8 +79,8 @@ class AnswerDone:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerUnits:
-    """Answer an ask for units: the site's list from place ``first`` on, as far as one answer carries it."""
+class AnswerUnits(OuterEffect):
+    """Answer a request for units: the site's list from place ``first`` on, as far as one answer carries it."""
 
     call: int
     first: int
@@ -65,7 +90,7 @@ class AnswerUnits:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRef:
-    """One update inside a contribution; ``payload`` is where its bytes are durable."""
+    """One update of a contribution; ``payload`` is where its bytes are durable."""
 
     sequence: int
     payload: str
@@ -75,10 +100,10 @@ class UpdateRef:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """All updates of one site in one round, in sequence order, or one of them (``merge_by``), and what it counts.
+    """All updates of one site in one round, in sequence order, or one of them (``merge_by``), and their weight.
 
-    ``weight`` is positive; the weights of one outer step sum to 1 (to 1e-12).  ``base_version`` is the oldest one that
-    an update of it was measured from.
+    ``weight`` is positive; the weights of one outer step sum to 1 (to 1e-12).  ``base_version`` is the oldest base
+    version of its updates.
     """
 
     site: str
@@ -88,10 +113,10 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class StartOuterStep:
+class StartOuterStep(OuterEffect):
     """Merge ``contributions`` (by site and sequence), step the outer optimizer, make ``version`` of ``fragment``.
 
-    ``share``, above 0 and at most 1, is the part of a full round that they are.
+    ``share``, above 0 and at most 1, is the part of a full round that the contributions make up.
     """
 
     fragment: int
@@ -101,8 +126,8 @@ class StartOuterStep:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishVersion:
-    """Make ``version`` visible to everybody."""
+class PublishVersion(OuterEffect):
+    """Make ``version`` visible to all sites."""
 
     fragment: int
     version: int
@@ -110,22 +135,22 @@ class PublishVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class TellFate:
-    """Tell ``site`` what became of its update."""
+class TellFate(OuterEffect):
+    """Tell ``site`` the fate of its update."""
 
     site: str
     fate: Fate
 
 
 @dataclass(frozen=True, slots=True)
-class AnnounceFinal:
+class AnnounceFinal(OuterEffect):
     """Tell every site that the last round has begun."""
 
     ending: Ending
 
 
 @dataclass(frozen=True, slots=True)
-class MarkFinal:
+class MarkFinal(OuterEffect):
     """Every fragment has its final version; the run (or this part of it) is over."""
 
     ending: Ending
@@ -133,8 +158,8 @@ class MarkFinal:
 
 
 @dataclass(frozen=True, slots=True)
-class DropSite:
-    """End ``site``'s streams: it was evicted, or a newer process speaks for it."""
+class DropSite(OuterEffect):
+    """End ``site``'s streams: it was evicted, or a newer process has replaced this one."""
 
     site: str
     incarnation: int
@@ -142,7 +167,7 @@ class DropSite:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Note(LearnerEffect, OuterEffect):
     """A decision and its reason, for the log and for ``events.jsonl``; ``what`` is a short stable name."""
 
     what: str
@@ -153,12 +178,12 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeVersion:
-    """Make ``version`` of ``fragment``, without an update: ``share`` of a version of the syncer above, and the rest of
-    what is here (``outer.pseudo_gradient.blend``).
+class TakeVersion(RegionEffect):
+    """Make ``version`` of ``fragment`` without an update: blend the present values with a version of the syncer above,
+    which has weight ``share`` (``outer.pseudo_gradient.blend``).
 
-    The values above are durable at ``payload``, as fp32 with that ``digest``.  What the outer optimizer remembers stays
-    as it is, and the next update for the one above is measured from what comes out.
+    The values above are durable at ``payload``, as fp32 with that ``digest``.  The outer optimizer's state stays as it
+    is, and the next update for the syncer above is measured from the result.
     """
 
     fragment: int
@@ -169,13 +194,13 @@ class TakeVersion:
 
     @property
     def contributions(self) -> tuple[Contribution, ...]:
-        """None, where an outer step has some."""
+        """Always empty; ``StartOuterStep`` has the same attribute."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
-    """Nothing that is still to come needs the values of the syncer above at ``payload``."""
+class LetGo(RegionEffect):
+    """Release the values of the syncer above at ``payload``: no later effect needs them."""
 
     payload: str
 
@@ -184,18 +209,18 @@ class LetGo:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """Join again: the syncer and this site do not agree on what was accepted."""
+class Join(Upward):
+    """Join again: the syncer and this site disagree on which updates were accepted."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(Upward):
     """At this step boundary: copy the fragment's values, then (beside training) encode and store the update.
 
     The pseudo-gradient is measured from the base and the in-flight list *as they are now*: ``in_flight`` names the
-    sequences to subtract, in order; ``spans`` those of the data whose progress the update carries.
+    updates to subtract, by sequence number, in order; ``spans`` the sequences of data it trained on.
     """
 
     fragment: int
@@ -211,7 +236,7 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Upward):
     """Send a sealed update until the syncer gives a definite answer."""
 
     fragment: int
@@ -219,36 +244,36 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """The encoded bytes of an update are needed no more (it is accepted, or it will never be sent)."""
+class Forget(LearnerEffect):
+    """Delete the encoded bytes of an update: it is accepted, or it will never be sent."""
 
     fragment: int
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """An update left the in-flight list without being merged: drop its decoded pseudo-gradient."""
+class Release(Upward):
+    """Drop the decoded pseudo-gradient of an update that left the in-flight list without being merged."""
 
     fragment: int
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
-    """Get a version newer than ``have_version`` of ``fragment``."""
+class Fetch(Upward):
+    """Fetch a version newer than ``have_version`` of ``fragment``."""
 
     fragment: int
     have_version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
-    """At this step boundary: take ``version``.  ``merged`` are own in-flight sequences that it contains, in order;
-    they leave the list (rebase: r ← (θ − Θ̂_b) + Σ d over ``merged``; θ ← Θ̂_v + r; DESIGN section 5).
+class Adopt(LearnerEffect):
+    """At this step boundary: adopt ``version``.  ``merged`` are the own in-flight updates (sequence numbers) that it
+    contains, in order; they leave the list (rebase: r ← (θ − Θ̂_b) + Σ d over ``merged``; θ ← Θ̂_v + r; DESIGN 5).
 
-    Under eager alone: ``fresh`` are those, merged or not, that were measured since the last adopt, and ``under_way``
-    those that the version lacks.
+    Under eager only: ``fresh`` are the in-flight updates, merged or not, that were measured since the last adopt, and
+    ``under_way`` those that the version lacks.
     """
 
     fragment: int
@@ -259,10 +284,10 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
-class Retake:
-    """At this step boundary: throw unsent progress away: θ ← Θ̂_version − Σ d of ``keep`` (usually none).
+class Retake(LearnerEffect):
+    """At this step boundary: discard unsent progress: θ ← Θ̂_version − Σ d of ``keep`` (usually none).
 
-    Everything in flight that is not in ``keep`` leaves the list.
+    Every in-flight update that is not in ``keep`` leaves the list.
     """
 
     fragment: int
@@ -272,9 +297,9 @@ class Retake:
 
 
 @dataclass(frozen=True, slots=True)
-class StartOver:
-    """Forget the latest version of ``fragment`` and whatever is being fetched of it: the run was restored, or what is
-    held here is not what was published.
+class StartOver(Upward):
+    """Drop the latest version of ``fragment`` and any fetch of it: the run was restored, or the values held here differ
+    from those published.
 
     The model keeps its values until the ``Retake`` that follows once a whole version is here.
     """
@@ -283,16 +308,16 @@ class StartOver:
 
 
 @dataclass(frozen=True, slots=True)
-class SkipData:
-    """Move the data cursor on to ``cursor`` batches: accepted updates have consumed what came before."""
+class SkipData(LearnerEffect):
+    """Move the data cursor forward to ``cursor`` batches: accepted updates have consumed the batches before."""
 
     cursor: int
 
 
 @dataclass(frozen=True, slots=True)
-class StopTraining:
-    """End the training loop.  ``ending`` is None when this site alone stops, for ``why``; ``failed`` says that the
-    site gave up (exit code 1) rather than being asked to stop."""
+class StopTraining(Upward):
+    """End the training loop.  ``ending`` is None when only this site stops, for ``why``; ``failed``: the site gave up
+    (exit code 1) and was not asked to stop."""
 
     ending: Ending | None
     why: str
@@ -300,32 +325,7 @@ class StopTraining:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """Everything sent is decided (or will be without us): say goodbye to the syncer and end."""
+class Leave(Upward):
+    """Leave the run and end: every update sent is decided, or will be decided without this site."""
 
     ending: Ending | None
-
-
-LearnerEffect = (
-    Join | Seal | Send | Forget | Release | Fetch | Adopt | Retake | StartOver | SkipData | StopTraining | Leave | Note
-)
-
-Upward = Seal | Send | Release | Fetch | StartOver | Join | Leave | StopTraining
-RegionEffect = TakeVersion | LetGo | Upward
-"""What the machine of a region asks for towards the syncer above (``region.py``)."""
-
-OuterEffect = (
-    RegionEffect
-    | AnswerJoin
-    | AskToConfirm
-    | AnswerPush
-    | AnswerDone
-    | AnswerUnits
-    | StartOuterStep
-    | PublishVersion
-    | TellFate
-    | AnnounceFinal
-    | MarkFinal
-    | DropSite
-    | Note
-)

@@ -1,7 +1,7 @@
-"""What may happen to a machine.  Past facts, frozen, made of plain values, so that a journal can hold them.
+"""The events of the machines: past facts, frozen, made of plain values, so that a journal can hold them.
 
-A region hears of the syncer above it what a site hears, and the ``Upstream`` events beside.  ``call`` numbers are
-chosen by the shell: the answer to a request is an effect that carries the same number.
+A region gets from the syncer above it the events that a site gets, and the ``Upstream`` events.  The shell chooses
+``call`` numbers: the answer to a request is an effect with the same number.
 """
 
 from __future__ import annotations
@@ -13,14 +13,38 @@ from diloco.sync.data_units import Span
 from diloco.sync.options import HealthOptions
 
 
-@dataclass(frozen=True, slots=True)
-class UpstreamStarted:
-    """A process speaks for the region above from now on, as ``site`` there, by rules that may be others than before.
+class LearnerEvent:
+    """An event of a site's machine."""
 
-    An update goes up for every ``updates`` that are merged of a fragment; of what comes back a share ``alpha`` goes
-    into the region's values; ``in_flight_max`` of its updates may be undecided above.  ``outbox`` has (fragment,
-    sequence, digest) of those whose bytes are here.  With ``from_blend`` the ``updates`` count from the last version
-    that was taken from above, and nothing more goes up until then.
+    __slots__ = ()
+
+
+class OuterEvent:
+    """An event of a syncer's machine, which its journal holds."""
+
+    __slots__ = ()
+
+
+class RegionEvent(OuterEvent):
+    """An event of a region's machine about the syncer above it, to which the region is a site (``region.py``)."""
+
+    __slots__ = ()
+
+
+class FromAbove(LearnerEvent, RegionEvent):
+    """An event from the syncer above, for a region or for a plain site."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamStarted(RegionEvent):
+    """A new process acts for the region towards the syncer above, as ``site`` there; its rules may differ from before.
+
+    An update goes up for every ``updates`` merged updates of a fragment.  A version from above is blended into the
+    region's values with weight ``alpha``.  At most ``in_flight_max`` updates may be undecided above.  ``outbox`` has
+    (fragment, sequence, digest) of the updates whose bytes are stored here.  With ``from_blend`` the ``updates`` count
+    from the last version taken from above, and no update goes up while one is in flight.
     """
 
     site: str
@@ -32,16 +56,16 @@ class UpstreamStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class UpstreamAsked:
-    """A process of a region that has finished is about to start.  The run above may go on, restored: it is asked again
-    whether it is over, and until it answers the region goes on as well."""
+class UpstreamAsked(RegionEvent):
+    """A process of a finished region is about to start.  The run above may continue after a restore: the region asks it
+    again whether it is over, and continues until the answer comes."""
 
 
 @dataclass(frozen=True, slots=True)
-class UpstreamFetched:
+class UpstreamFetched(RegionEvent):
     """The values of a version above are here, verified, and durable at ``payload``, as fp32 with that ``digest``.
 
-    It was asked for in ``lineage``, and given by the syncer of ``epoch``.
+    The region asked for it in ``lineage``; the syncer of ``epoch`` answered.
     """
 
     fragment: int
@@ -53,7 +77,7 @@ class UpstreamFetched:
 
 
 class Reason(StrEnum):
-    """Why an update or a request was refused.  ``DISCARDING`` says which ones throw the progress away."""
+    """Why an update or a request was refused.  With a reason in ``DISCARDING`` the site throws the progress away."""
 
     STALE = "stale"
     OVERLOAD = "overload"
@@ -90,7 +114,7 @@ DISCARDING = frozenset(
 
 
 class Outcome(StrEnum):
-    """The one answer to a push."""
+    """The answer to a push."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -107,7 +131,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of an accepted update: ``merged`` in ``version``, or refused at ``version`` for ``reason``."""
+    """The fate of an accepted update: ``merged`` in ``version``, or refused at ``version`` for ``reason``."""
 
     fragment: int
     sequence: int
@@ -126,12 +150,12 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncerStarted:
+class SyncerStarted(OuterEvent):
     """A process took over the state with a larger ``epoch``; work that was under way is issued again.
 
-    ``health`` are the rules of admission from now on; None leaves them as they are.  ``away_ns`` is how long no process
-    had the state, None where that is not known: the sites trained on.  ``sites_max`` sites may be in the run from now
-    on; None leaves that as it is.
+    ``health`` are the rules of admission from now on; None keeps the present ones.  ``away_ns`` is how long no process
+    ran, while the sites kept training; None where that is unknown.  At most ``sites_max`` sites may be in the run from
+    now on; None keeps the present bound.
     """
 
     epoch: int
@@ -141,12 +165,12 @@ class SyncerStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class LineageBegan:
-    """The run goes on from restored values, for the reason ``why``: ``lineage`` is larger than any before.
+class LineageBegan(OuterEvent):
+    """The run continues from restored values, for the reason ``why``: ``lineage`` is larger than any before.
 
-    ``digests`` are those of every fragment's published values, which become its next version.  ``held`` is what those
-    values hold of each site, as (site, fragment, tokens, updates), where that is not all that was merged: what it does
-    not list, they hold nothing of.
+    ``digests`` are those of every fragment's published values, which become its next version.  ``held`` lists what
+    these values contain of each site, as (site, fragment, tokens, updates); they contain nothing of a pair that it does
+    not list.  None: they contain all that was merged.
     """
 
     lineage: int
@@ -156,11 +180,11 @@ class LineageBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinRequested:
-    """A learner process (``process`` is its random name) speaks for ``site``; agreement was already checked.
+class JoinRequested(OuterEvent):
+    """A learner process (``process`` is its random name) joins as ``site``; agreement was already checked.
 
-    ``ticket`` is what an earlier answer asked it to repeat, 0 when none did, and None where its protocol knows of none.
-    ``corpus`` is the text that it draws from, where units of it are leased.
+    ``ticket`` is the number that an earlier answer asked it to repeat, 0 without one, None where its protocol has no
+    tickets.  ``corpus`` identifies the text that it draws from, where units of it are leased.
     """
 
     call: int
@@ -171,15 +195,14 @@ class JoinRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateArrived:
+class UpdateArrived(OuterEvent):
     """An update is whole, verified, decoded once for its health, and durable at ``payload``.
 
     ``steps`` and ``tokens`` are the inner steps and tokens since this fragment's previous update, ``step_ns`` the
     site's usual step time, ``cursor`` the batches that the site has consumed.  ``final`` marks a site's last.
 
-    ``norm`` is the L2 norm of the decoded values (0 when they are not finite, or nobody measured it), ``cosine``
-    theirs with the fragment's outer momentum (None where there is none), ``intact`` whether they are the values that
-    the site says it had encoded.
+    ``norm`` is the L2 norm of the decoded values (0 when they are not finite, or not measured), ``cosine`` theirs with
+    the fragment's outer momentum (None where there is none), ``intact`` whether they are what the site encoded.
     """
 
     call: int
@@ -204,7 +227,7 @@ class UpdateArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class OuterStepDone:
+class OuterStepDone(OuterEvent):
     """The outer step of ``fragment`` to ``version`` is computed and durable (or can be recomputed from the journal).
 
     ``digest`` is that of the published values, ``downlink_digest`` that of the encoded down-link.
@@ -217,7 +240,7 @@ class OuterStepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class OuterStepFailed:
+class OuterStepFailed(OuterEvent):
     """The outer step of ``fragment`` to ``version`` has no finite result; its updates are refused."""
 
     fragment: int
@@ -225,12 +248,12 @@ class OuterStepFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitsAsked:
+class UnitsAsked(OuterEvent):
     """``site`` asks for units of the data, at the places of its list up to ``upto``.
 
-    It knows those before ``known``, and will draw none that it has still to hear of before ``begin``.  Of what it drew
-    before the sequence ``floor`` nothing is to be merged any more but what the syncer has accepted.  ``again`` counts
-    the units that it has drawn over again so far, because it had no other.
+    It knows the places before ``known``, and will draw no new unit at a place before ``begin``.  Of the data before
+    sequence ``floor`` nothing more will be merged except what the syncer has accepted.  ``again`` counts the places
+    so far at which it had no new unit and drew an earlier one again.
     """
 
     call: int
@@ -244,22 +267,22 @@ class UnitsAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class SiteSilent:
-    """Nothing was heard of ``site`` for a whole lease."""
+class SiteSilent(OuterEvent):
+    """``site`` was not heard for a whole lease."""
 
     site: str
 
 
 @dataclass(frozen=True, slots=True)
-class SiteHeard:
+class SiteHeard(OuterEvent):
     """A silent ``site`` was heard again."""
 
     site: str
 
 
 @dataclass(frozen=True, slots=True)
-class SiteLeft:
-    """``site`` said goodbye: it has nothing left to send."""
+class SiteLeft(OuterEvent):
+    """``site`` left: it has nothing left to send."""
 
     call: int
     site: str
@@ -267,15 +290,15 @@ class SiteLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class SiteEvicted:
-    """An operator put ``site`` out of the run."""
+class SiteEvicted(OuterEvent):
+    """An operator evicted ``site`` from the run."""
 
     call: int
     site: str
 
 
 @dataclass(frozen=True, slots=True)
-class SiteReadmitted:
+class SiteReadmitted(OuterEvent):
     """An operator lets an evicted ``site`` join again."""
 
     call: int
@@ -283,7 +306,7 @@ class SiteReadmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateAdmitted:
+class UpdateAdmitted(OuterEvent):
     """An operator lets a held update be merged."""
 
     call: int
@@ -293,8 +316,8 @@ class UpdateAdmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateWithdrawn:
-    """An operator wants an accepted update never to be merged."""
+class UpdateWithdrawn(OuterEvent):
+    """An operator withdraws an accepted update, which must not be merged."""
 
     call: int
     site: str
@@ -303,33 +326,32 @@ class UpdateWithdrawn:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainRequested:
-    """An operator asked for a pause: one last round, then everybody stops and can come back."""
+class DrainRequested(OuterEvent):
+    """An operator asked for a pause: one last round, then all sites stop and can come back."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyDetached:
-    """The run goes on without a standby; what follows is on one disk until one is attached again.
+class StandbyDetached(OuterEvent):
+    """The run continues without a standby; what follows is on one disk until a standby is attached again.
 
-    ``call`` is an operator's who lets it; 0 where nobody waits for an answer, as when a standby has taken over and has
-    none of its own.
+    ``call`` is that of an operator's request; 0 without one, as when a standby has taken over and has no standby.
     """
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyAttached:
-    """``standby`` has everything again: what follows is on two disks before it is told."""
+class StandbyAttached(OuterEvent):
+    """``standby`` has caught up: what follows is durable on two disks before it is told."""
 
     standby: str
 
 
 @dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    """The instant that ``next_deadline_ns`` asked for has come."""
+class DeadlinePassed(OuterEvent):
+    """The instant that ``next_deadline_ns`` returned has come."""
 
 
 # --- events of a site's machine --------------------------------------------------------------------------------
@@ -337,10 +359,10 @@ class DeadlinePassed:
 
 @dataclass(frozen=True, slots=True)
 class FragmentStanding:
-    """What the syncer knows of one (site, fragment); part of Join's reply.
+    """What the syncer knows about one (site, fragment); part of Join's reply.
 
     ``watermark`` is the last accepted sequence, ``tokens_merged`` and ``tokens_discarded`` are totals over all
-    incarnations, ``undecided`` the (sequence, tokens) accepted and without a fate, ``cursor`` that of the last
+    incarnations, ``undecided`` the (sequence, tokens) of accepted updates without a fate, ``cursor`` that of the last
     accepted update, ``fates`` the most recent ones.
     """
 
@@ -356,11 +378,11 @@ class FragmentStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinAnswered:
-    """The syncer took the site in.  ``progress_ppm`` is the run's progress in millionths.
+class JoinAnswered(FromAbove):
+    """The syncer admitted the site.  ``progress_ppm`` is the run's progress in millionths.
 
-    A ``lineage`` larger than the site's says that the run was restored: what the site knows of versions is void.
-    ``keep``: the bytes of an update are kept until its fate is known, because its ack does not wait for a standby.
+    A ``lineage`` larger than the site's means that the run was restored: the versions that the site knows are void.
+    ``keep``: the site keeps an update's bytes until its fate is known, because its ack does not wait for a standby.
     """
 
     epoch: int
@@ -374,13 +396,13 @@ class JoinAnswered:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """The site finished inner step number ``step``: it took ``step_ns`` and read ``tokens``; the site has consumed
-    ``cursor`` batches.  It stands between two steps now.  ``sequences`` is how many of them this step read, of data
-    that are leased; 0: as many as its tokens say.  It ``passes`` by where nothing is done with values at this boundary,
-    whatever has come meanwhile: its ranks have agreed so, because ``may_act`` saw nothing to do.  ``steps`` that all
-    passed by, but for the last, may be told as one, with the tokens of all and the time of one.  A region's step is an
-    update of a site's, and stands for as many ``inner_steps`` as that."""
+class StepDone(LearnerEvent):
+    """The site finished inner step ``step``, which took ``step_ns`` and read ``tokens``; it has consumed ``cursor``
+    batches and is between two steps now.  ``sequences`` is the number of leased sequences that the step read; 0: derive
+    it from ``tokens``.  ``passes``: the site handles no values at this boundary, whatever has come meanwhile, because
+    ``may_act`` was false and its ranks agreed on that.  Several ``steps``, all but the last of which passed, may be
+    reported as one event, with the tokens of all and the time of one.  A region's step is one update of a site, and has
+    as many ``inner_steps`` as that update."""
 
     step: int
     tokens: int
@@ -393,27 +415,27 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryReached:
-    """The site stands between two steps, without a new one: before the first, in lock-step, or after the last."""
+class BoundaryReached(LearnerEvent):
+    """The site is between two steps, without a new step: before the first, in lock-step, or after the last."""
 
 
 @dataclass(frozen=True, slots=True)
-class TurnElsewhere:
-    """In lock-step with several syncers: of the fragments that the site exchanges with the others, the next one is at
-    ``turn``: its version, and the inner step at which it is due.  None: there is none, or none any more."""
+class TurnElsewhere(LearnerEvent):
+    """In lock-step with several syncers: ``turn`` is the order key (version, due inner step) of the next fragment that
+    the site exchanges with the other syncers.  None: there is none, or none any more."""
 
     turn: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class OverlapChosen:
-    """From the next update of each fragment on, its version is adopted ``steps`` inner steps after it, or later."""
+class OverlapChosen(LearnerEvent):
+    """From the next update of each fragment on, its version is adopted at least ``steps`` inner steps after it."""
 
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(FromAbove):
     """The pseudo-gradient is encoded and durable in the outbox; it may now be sent."""
 
     fragment: int
@@ -422,18 +444,18 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
-class SealFailed:
-    """The pseudo-gradient is not finite: this site's own training went wrong; nothing was sent."""
+class SealFailed(FromAbove):
+    """The pseudo-gradient is not finite: this site's own training failed; nothing was sent."""
 
     fragment: int
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class PushAnswered:
-    """The syncer of ``epoch`` gave its definite answer to a push, of the update with this ``digest``.
+class PushAnswered(FromAbove):
+    """The syncer of ``epoch`` gave its definite answer to the push of the update with this ``digest``.
 
-    Empty or 0: not said.
+    An empty ``digest`` or an ``epoch`` of 0: unknown.
     """
 
     fragment: int
@@ -445,16 +467,16 @@ class PushAnswered:
 
 
 @dataclass(frozen=True, slots=True)
-class FateTold:
+class FateTold(FromAbove):
     """The syncer told a fate, over Watch or on re-ask."""
 
     fate: Fate
 
 
 @dataclass(frozen=True, slots=True)
-class VersionPublished:
-    """The syncer published ``version`` of ``fragment``; ``lineage`` is 0 from a syncer that does not say it, and
-    ``fastest_step_ns``, which an inner step takes at the fastest site, from one that does not know.
+class VersionPublished(FromAbove):
+    """The syncer published ``version`` of ``fragment``.  ``fastest_step_ns`` is the fastest site's inner step time; it
+    and ``lineage`` are 0 from a syncer that does not send them.
     """
 
     epoch: int
@@ -467,7 +489,7 @@ class VersionPublished:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionFetched:
+class VersionFetched(LearnerEvent):
     """The values of ``version`` are here, verified.  ``fates`` were read at the same instant as the values."""
 
     fragment: int
@@ -476,82 +498,35 @@ class VersionFetched:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseDiffers:
-    """What this site holds for ``version`` of ``fragment`` is not that version: memory at this site has changed."""
+class BaseDiffers(LearnerEvent):
+    """This site's base values differ from ``version`` of ``fragment``: they were corrupted in its memory."""
 
     fragment: int
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class FetchFailed:
-    """A fetch ended without a version; the shell backs off before this event."""
+class FetchFailed(FromAbove):
+    """A fetch failed; the shell backs off before it reports this event."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
-class UnitsTold:
-    """The syncer told the site's list of units from place ``first`` on, in ``pieces`` (``sync/data_units.py``)."""
+class UnitsTold(LearnerEvent):
+    """The syncer sent the site's list of units from place ``first`` on, as ``pieces`` (``sync/data_units.py``)."""
 
     first: int
     pieces: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class FinalAnnounced:
-    """The last round: finish the step, send what is unsent, stop."""
+class FinalAnnounced(FromAbove):
+    """The last round has begun: finish the step, send unsent progress, stop."""
 
     ending: Ending
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveAsked:
-    """The user asked this site to stop (Ctrl-C, SIGTERM): send what is unsent, leave, keep a checkpoint."""
-
-
-LearnerEvent = (
-    JoinAnswered
-    | StepDone
-    | BoundaryReached
-    | TurnElsewhere
-    | OverlapChosen
-    | Sealed
-    | SealFailed
-    | PushAnswered
-    | FateTold
-    | VersionPublished
-    | VersionFetched
-    | BaseDiffers
-    | FetchFailed
-    | UnitsTold
-    | FinalAnnounced
-    | LeaveAsked
-)
-
-Told = JoinAnswered | FateTold | VersionPublished | FinalAnnounced
-Done = Sealed | SealFailed | PushAnswered | FetchFailed
-RegionEvent = UpstreamAsked | UpstreamStarted | UpstreamFetched | Told | Done
-"""What the machine of a region hears of the syncer above it, to which it is a site (``region.py``)."""
-
-OuterEvent = (
-    RegionEvent
-    | SyncerStarted
-    | LineageBegan
-    | JoinRequested
-    | UpdateArrived
-    | OuterStepDone
-    | OuterStepFailed
-    | UnitsAsked
-    | SiteSilent
-    | SiteHeard
-    | SiteLeft
-    | SiteEvicted
-    | SiteReadmitted
-    | UpdateAdmitted
-    | UpdateWithdrawn
-    | DrainRequested
-    | StandbyDetached
-    | StandbyAttached
-    | DeadlinePassed
-)
+class LeaveAsked(LearnerEvent):
+    """The user asked this site to stop (Ctrl-C, SIGTERM): send unsent progress, leave, keep a checkpoint."""

@@ -1,15 +1,19 @@
-"""What becomes of an accepted update, and of the units of data that it has consumed.
+"""The fate of an accepted update, the lease of its units of data, and the end of a run.
 
-An update has exactly one fate: merged, or refused with a reason that its site is told.
+An update has exactly one fate: merged, or refused with a reason that the syncer tells its site.
 
-A unit is leased to a site that asks, counted when an update of it is merged, and leased again when its site is gone.
+The syncer leases a unit to a site that asks, counts it when an update with its data is merged, and leases it again when
+its site is gone.
 
-A site draws the units of its list in order, and its updates name the sequences that they have consumed in its own
-count, so nothing has to be said of a unit but once, when it is leased.  A site says with each ask up to where nothing
-of its own can still be merged: what it skipped, or what was thrown away of it, is given back or partly from then on.
+A site draws the units of its list in order, and its updates name the sequences that they consumed by the site's own
+count, so a unit is sent only once, when it is leased.  With each request a site sends a floor: nothing of its data
+before that can still be merged.  Units before the floor that it skipped or whose progress was thrown away become given
+back (nothing of them merged) or partly merged.
 
-A site that comes back takes up its list where it was.  What of it is still free is its own again; what another site has
-by then is merged for the site whose update is merged first, and counts as repeated for the other.
+A site that comes back continues its list.  Units of the list that are still free are its own again.  A unit that
+another site has by then counts as merged for the site whose update is merged first, and as repeated for the other.
+
+A run, or this part of it, ends with one last round per fragment and then the final versions.
 """
 
 from __future__ import annotations
@@ -28,26 +32,26 @@ from diloco.sync.data_units import (
     first_of,
     in_units,
     joined,
+    num_places,
     pieces_from,
     size,
     units_at,
     without,
 )
-from diloco.sync.effects import AnswerUnits, TellFate
-from diloco.sync.events import DISCARDING, Fate, Reason
-from diloco.sync.state import OuterState, Status
+from diloco.sync.effects import AnnounceFinal, AnswerUnits, MarkFinal, TellFate
+from diloco.sync.events import DISCARDING, Ending, Fate, Reason
+from diloco.sync.state import OuterState, Phase, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sync.events import UnitsAsked
     from diloco.sync.options import OuterOptions
-    from diloco.sync.state import Pending
-    from diloco.sync.turn import Turn
+    from diloco.sync.state import Pending, Turn
 
 
 def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, reason: Reason | None) -> TellFate:
-    """Give an accepted update its one fate."""
+    """Give an accepted update its one fate: merged where ``reason`` is None, else refused."""
     line = turn.state.sites[name].lines[index]
     line.undecided.remove(pending)
     turn.attendance.line_changed(name, index)
@@ -64,20 +68,22 @@ def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, re
         if reason in DISCARDING:
             line.tokens_discarded += pending.tokens
         else:
-            line.final = False  # The site kept the progress and sends it once more.
-    decided(turn, name)
+            line.final = False  # The site keeps the progress and sends it again.
+    holder = _known_holder(turn.state, name)
+    if holder is not None and holder.gone:  # Of a gone site only the undecided updates keep units in hand.
+        _release(turn.state, turn.options, _units_of(holder, holder.open()))
     return TellFate(name, fate)
 
 
 def refuse(turn: Turn, name: str, index: int, pending: Pending, reason: Reason) -> None:
-    """Refuse an accepted update, and say so."""
+    """Refuse an accepted update, tell its site, and log it."""
     version = turn.state.fragments[index].version
     turn.effects.append(decide(turn, name, index, pending, version, reason))
     turn.note("update_refused", f"{reason.value}: sequence {pending.sequence}", site=name, fragment=index)
 
 
 def refuse_stale(turn: Turn, index: int) -> None:
-    """Staleness is judged against the version that the next outer step begins from."""
+    """Refuse unmerged updates that are too stale for the next outer step, which begins from the present version."""
     version = turn.state.fragments[index].version
     for name in sorted(turn.attendance.undecided[index]):
         for pending in turn.state.sites[name].lines[index].unmerged():
@@ -86,25 +92,24 @@ def refuse_stale(turn: Turn, index: int) -> None:
 
 
 HELD_MAX = 1 << 16
-"""Places of a site's list that are not over."""
+"""Most places in a site's list that are not over."""
 PIECES_TOLD_MAX = 512
-"""In one answer; who wants more asks again."""
+"""Most pieces in one answer; a site that needs more asks again."""
 
 
 def asked(turn: Turn, event: UnitsAsked) -> None:
-    """Lease what is asked for, and answer with the site's list from the first place on that it does not know."""
+    """Lease the units asked for, and answer with the site's list from the first place that the site does not know."""
     state, unit = turn.state, turn.options.unit_sequences
     reason = refusal(state, event)
     if reason is not None:
         turn.effects.append(AnswerUnits(event.call, 0, (), reason))
         return
-    units = state.units
-    assert units is not None
-    holder = _holder(state, event.site)
+    units, holder = _units(state), _holder(state, event.site)
     before = units.reissued
     _give_up(turn, event.site, event.floor // unit)
     holder.again = max(holder.again, event.again)
-    _skip(holder, event.begin)
+    if event.begin > holder.end:  # The site drew old units again at these places; nothing was leased for them.
+        holder.pieces = joined([*holder.pieces, (SKIPPED, event.begin - holder.end)])
     _lease(units, holder, min(event.upto, holder.first + HELD_MAX) - holder.end)
     turn.effects.append(_told(holder, event.call, event.known))
     if units.reissued > before:
@@ -112,13 +117,11 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
 
 
 def known_already(options: OuterOptions, state: OuterState, event: UnitsAsked) -> AnswerUnits | None:
-    """The answer to an ask that changes nothing; None where it does, so that it is the machine's to decide."""
+    """Return the answer to a request that changes nothing; None where it changes something and must be an event."""
     reason = refusal(state, event)
     if reason is not None:
         return AnswerUnits(event.call, 0, (), reason)
-    units, unit = state.units, options.unit_sequences
-    assert units is not None
-    holder = units.holders.get(event.site)
+    unit, holder = options.unit_sequences, _known_holder(state, event.site)
     if holder is None or holder.gone or max(event.begin, min(event.upto, holder.first + HELD_MAX)) > holder.end:
         return None
     if _floor(state, unit, event.site, event.floor // unit) > holder.first:
@@ -127,7 +130,7 @@ def known_already(options: OuterOptions, state: OuterState, event: UnitsAsked) -
 
 
 def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
-    """An update is merged: what it has consumed is, for its fragment.  What it names beyond its list is nothing."""
+    """Count the data of a merged update as merged in its fragment; ignore spans outside the site's list."""
     units = turn.state.units
     if units is None or not pending.spans:
         return
@@ -140,20 +143,12 @@ def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
     _count(turn, name)
 
 
-def decided(turn: Turn, name: str) -> None:
-    """An update of ``name`` has its fate: what it kept in hand of a site that is gone is not in hand any more."""
-    units = turn.state.units
-    holder = units.holders.get(name) if units is not None else None
-    if units is not None and holder is not None and holder.gone:
-        _release(turn.state, turn.options, _units_of(holder, holder.open()))
-
-
 def gone(turn: Turn, name: str, why: str) -> None:
-    """``name`` is gone: what it has in hand is given back, but for what its undecided updates have consumed."""
-    units = turn.state.units
-    holder = units.holders.get(name) if units is not None else None
-    if units is None or holder is None or holder.gone:
+    """Give back the units of ``name``, which is gone, except those that its undecided updates have consumed."""
+    holder = _known_holder(turn.state, name)
+    if holder is None or holder.gone:
         return
+    units = _units(turn.state)
     before = size(units.free)
     holder.gone, holder.silent_ns = True, None
     _release(turn.state, turn.options, _units_of(holder, holder.open()))
@@ -161,23 +156,23 @@ def gone(turn: Turn, name: str, why: str) -> None:
 
 
 def silent(turn: Turn, name: str) -> None:
-    """Nothing is heard of ``name``: its lease runs out some time from now."""
-    holder = turn.state.units.holders.get(name) if turn.state.units is not None else None
+    """Start the time until the unit lease of ``name``, which is silent, runs out (``lease_ns``)."""
+    holder = _known_holder(turn.state, name)
     if holder is not None and not holder.gone:
         holder.silent_ns = turn.state.now_ns
 
 
 def returned(turn: Turn, name: str) -> None:
-    """``name`` is there again: what is free of its list is its own again."""
-    units = turn.state.units
-    holder = units.holders.get(name) if units is not None else None
-    if units is not None and holder is not None:
+    """Give ``name``, which is back, the units of its list that are still free."""
+    holder = _known_holder(turn.state, name)
+    if holder is not None:
+        units = _units(turn.state)
         holder.gone, holder.silent_ns = False, None
         units.free = without(units.free, _units_of(holder, holder.open()))
 
 
 def expire(turn: Turn) -> None:
-    """The leases of sites that have been silent for too long are over."""
+    """End the unit leases of sites that have been silent for ``lease_ns``."""
     if turn.state.units is None:
         return
     for name in sorted(turn.state.units.holders):
@@ -187,7 +182,7 @@ def expire(turn: Turn) -> None:
 
 
 def deadline_ns(options: OuterOptions, state: OuterState) -> int | None:
-    """The instant at which the next lease runs out."""
+    """Return the instant at which the next unit lease runs out; None where none does."""
     if state.units is None:
         return None
     silent = (h.silent_ns for h in state.units.holders.values() if h.silent_ns is not None)
@@ -195,25 +190,23 @@ def deadline_ns(options: OuterOptions, state: OuterState) -> int | None:
 
 
 def columns_of(options: OuterOptions, state: OuterState) -> Columns:
-    """Where the units are."""
-    assert state.units is not None
-    return columns(state.units, in_hand(options, state))
+    """Return the counts of the units by state."""
+    return columns(_units(state), in_hand(options, state))
 
 
 def in_hand(options: OuterOptions, state: OuterState) -> list[Span]:
-    """The units that a site has which is there, or an update that has no fate yet."""
-    assert state.units is not None
+    """Return the units in the open places of present sites, and those in undecided updates of sites that are gone."""
     found: list[Span] = []
-    for name, holder in state.units.holders.items():
+    for name, holder in _units(state).holders.items():
         places = holder.open()
         if holder.gone:
             places = common(places, in_units(_pending(state, name), options.unit_sequences))
         found += _units_of(holder, places)
-    return without(found, state.units.over)
+    return without(found, _units(state).over)
 
 
 def refusal(state: OuterState, event: UnitsAsked) -> Reason | None:
-    """Why nobody who asks like that is told anything; None for a site that is there."""
+    """Return why the request is refused; None for a site that is in the run with this incarnation."""
     site = state.sites.get(event.site)
     if state.units is None or site is None:
         return Reason.NOT_JOINED
@@ -221,21 +214,27 @@ def refusal(state: OuterState, event: UnitsAsked) -> Reason | None:
     return None if there else Reason.FENCED
 
 
-# --- the parts of it ------------------------------------------------------------------------------------------------
+# --- helpers of the unit leases -------------------------------------------------------------------------------------
 
 
 def _told(holder: Holder, call: int, known: int) -> AnswerUnits:
-    """The list from place ``known`` on, or from its first place that is not over."""
+    """Return the answer with the list from place ``known`` on, or from its first place that is not over."""
     first = max(known, holder.first)
     return AnswerUnits(call, first, tuple(pieces_from(holder.pieces, first - holder.first)[:PIECES_TOLD_MAX]))
 
 
-def _holder(state: OuterState, name: str) -> Holder:
+def _units(state: OuterState) -> Units:
     assert state.units is not None
-    found = state.units.holders.get(name)
-    if found is None:
-        found = state.units.holders[name] = Holder(merged=[[] for _ in state.fragments])
-    return found
+    return state.units
+
+
+def _known_holder(state: OuterState, name: str) -> Holder | None:
+    """Return the list of ``name``; None where it has none, or no unit is leased in this run."""
+    return state.units.holders.get(name) if state.units is not None else None
+
+
+def _holder(state: OuterState, name: str) -> Holder:
+    return _units(state).holders.setdefault(name, Holder(merged=[[] for _ in state.fragments]))
 
 
 def _units_of(holder: Holder, places: Sequence[Span]) -> list[Span]:
@@ -243,20 +242,18 @@ def _units_of(holder: Holder, places: Sequence[Span]) -> list[Span]:
 
 
 def _pending(state: OuterState, name: str) -> list[Span]:
-    """What the undecided updates of ``name`` have consumed."""
+    """Return the spans that the undecided updates of ``name`` have consumed."""
     return [span for line in state.sites[name].lines for pending in line.undecided for span in pending.spans]
 
 
 def _floor(state: OuterState, unit: int, name: str, floor: int) -> int:
-    """The first place of ``name`` of which something can still be merged, where it says that it is ``floor``."""
-    assert state.units is not None
-    return min([floor, state.units.holders[name].end, *(start // unit for start, _ in _pending(state, name))])
+    """Return the first place of ``name`` with data that can still be merged; the site itself claims ``floor``."""
+    return min([floor, _units(state).holders[name].end, *(start // unit for start, _ in _pending(state, name))])
 
 
 def _give_up(turn: Turn, name: str, floor: int) -> None:
-    """Nothing before place ``floor`` will be merged any more that is not yet."""
-    units = turn.state.units
-    assert units is not None
+    """Cut the list at ``floor``: places before it that are not merged by now never will be."""
+    units = _units(turn.state)
     holder, unit = units.holders[name], turn.options.unit_sequences
     floor = _floor(turn.state, unit, name, floor)
     if floor <= holder.first:
@@ -270,19 +267,14 @@ def _give_up(turn: Turn, name: str, floor: int) -> None:
     units.partly += size(ended)
 
 
-def _skip(holder: Holder, begin: int) -> None:
-    """The site has drawn something else at the places before ``begin`` that nothing was leased for."""
-    if begin > holder.end:
-        holder.pieces = joined([*holder.pieces, (SKIPPED, begin - holder.end)])
+def _late(units: Units, holder: Holder, late: Sequence[Span], *, first: bool) -> None:
+    """Count merged data of places that the site had already given up: another process of it resumed from before that.
 
-
-def _late(units: Units, holder: Holder, places: Sequence[Span], *, first: bool) -> None:
-    """A process that went on from before another one of its site has sent what that one had given up.
-
-    It is begun now, and so never leased again.  What is not free is a repeat: somebody else has it, or has had it.
+    Free units among them are partly merged now, so they are never leased again.  The others are repeats, because
+    another site has or had them.
     """
-    begins = holder.first - sum(count for _, count in holder.past)
-    late = units_at(begins, holder.past, places)
+    begins = holder.first - num_places(holder.past)
+    late = units_at(begins, holder.past, late)
     begun = common(late, units.free)
     units.free, units.over = without(units.free, begun), added(units.over, begun)
     units.partly += size(begun)
@@ -291,7 +283,7 @@ def _late(units: Units, holder: Holder, places: Sequence[Span], *, first: bool) 
 
 
 def _lease(units: Units, holder: Holder, count: int) -> None:
-    """``count`` units more for ``holder``: first those that were given back."""
+    """Lease ``count`` more units to ``holder``: first those that were given back, then fresh ones."""
     again = first_of(units.free, count)
     units.free = without(units.free, again)
     units.reissued += size(again)
@@ -302,9 +294,8 @@ def _lease(units: Units, holder: Holder, count: int) -> None:
 
 
 def _count(turn: Turn, name: str) -> None:
-    """Count what is merged in every fragment by now, each unit once."""
-    units = turn.state.units
-    assert units is not None
+    """Count the units that are merged in every fragment by now, each unit once."""
+    units = _units(turn.state)
     holder, unit = units.holders[name], turn.options.unit_sequences
     new = without(holder.whole(unit), holder.counted)
     if not new:
@@ -321,8 +312,81 @@ def _count(turn: Turn, name: str) -> None:
 
 
 def _release(state: OuterState, options: OuterOptions, dropped: Sequence[Span]) -> None:
-    """Nobody has ``dropped`` any more, but for others who have: what is wholly unmerged is given back."""
-    units = state.units
-    assert units is not None
+    """Give back the units of ``dropped`` of which nothing is merged and which no other site or update has."""
+    units = _units(state)
     again = without(without(without(dropped, units.over), units.begun), in_hand(options, state))
     units.free = added(units.free, again)
+
+
+def run_end_ns(options: OuterOptions, state: OuterState) -> int | None:
+    """Return the instant at which ``run_ns`` is over; None where the run has no time bound or has not started."""
+    if not options.run_ns or state.started_ns is None:
+        return None
+    return state.started_ns + options.run_ns
+
+
+def begin_last_round(turn: Turn, ending: Ending, why: str) -> None:
+    """Announce the last round, once."""
+    state = turn.state
+    if state.phase is not Phase.RUNNING:
+        return
+    state.phase, state.ending = Phase.ENDING, ending
+    state.final_deadline_ns = state.now_ns + turn.options.final_wait_ns
+    turn.effects.append(AnnounceFinal(ending))
+    turn.note("last_round", why)
+
+
+def begin_last_round_when_due(turn: Turn) -> None:
+    """Announce the last round when the run has reached its bound in tokens or in time."""
+    options, state = turn.options, turn.state
+    if state.phase is not Phase.RUNNING:
+        return
+    if options.token_budget and turn.attendance.run_tokens() >= options.token_budget:
+        begin_last_round(turn, Ending.FINISHED, f"{state.run_tokens()} tokens are merged")
+    end_ns = run_end_ns(options, state)
+    if end_ns is not None and state.now_ns >= end_ns:
+        begin_last_round(turn, Ending.FINISHED, f"{options.run_ns / 1e9:g} s have passed")
+
+
+def finish_when_final(turn: Turn) -> None:
+    """End the run once every fragment has its final version."""
+    state, attendance = turn.state, turn.attendance
+    if state.phase is not Phase.ENDING:
+        return
+    for index, fragment in enumerate(state.fragments):
+        if fragment.merging_since_ns is not None or attendance.arrived[index] or attendance.holding[index]:
+            return
+        if not all_final(turn, index):
+            return
+    state.phase = Phase.ENDED
+    mark_final(turn)
+
+
+def mark_final(turn: Turn) -> None:
+    """Emit ``MarkFinal`` with the final version of each fragment."""
+    assert turn.state.ending is not None
+    turn.effects.append(MarkFinal(turn.state.ending, tuple(f.version for f in turn.state.fragments)))
+
+
+def resume(state: OuterState) -> None:
+    """Resume the run after its end: sites may come back and send again."""
+    state.phase, state.ending, state.final_deadline_ns = Phase.RUNNING, None, None
+    for site in state.sites.values():
+        for line in site.lines:
+            line.final = False
+
+
+def all_final(turn: Turn, index: int) -> bool:
+    """Return whether nothing more can arrive for the fragment in the last round before it closes.
+
+    A site with ``updates_in_flight_max`` undecided updates is not waited for: it sends its last update after the fates
+    that closing the round brings.
+    """
+    state = turn.state
+    if state.phase is not Phase.ENDING:
+        return False
+    assert state.final_deadline_ns is not None
+    if state.now_ns >= state.final_deadline_ns:
+        return True
+    lines = [state.sites[name].lines[index] for name in turn.attendance.awaited(index)]
+    return all(line.final or len(line.undecided) >= turn.options.updates_in_flight_max for line in lines)

@@ -1,31 +1,30 @@
 """The journal: every event that changed the outer machine, in order, and nothing else.
 
 A record is canonical JSON {"at_ns": instant, "effects": digest, "event": name, "is": {fields}}.  ``effects`` is the
-digest of what the machine answered, so that a replay by other code that decides otherwise is noticed at the first
-record that differs.  Payloads are in the spool; an event names them.
+digest of the machine's effects, so that a replay by code that decides otherwise is detected at the first record that
+differs.  Payloads are in the spool; an event names them.
 
-Format 2 is frames in segments, chained, each with a mark that tells a torn end from damage.  A segment is a row of
-units, each of them
+Format 2 consists of chained frames in segments, each with a mark that tells a torn end from damage.  A segment is a
+sequence of units, each of them
 
     4 bytes kind | u32 length of the body | u32 CRC-32 of all but itself | 32 bytes chain | body
 
 - a *header*, first and only there.  Body: canonical JSON {"before": chain, "format": 2, "run": {}, "segment": number}
 - a *frame* for each turn of the decision loop.  Body: its records, canonical JSON, one on a line
-- a *mark* after each header and frame, without a body: the same chain value again.  It is written when what it marks is
-  durable and before anything is told that follows from it; it is made durable by whatever is synced next.
+- a *mark* after each header and frame, without a body: the same chain value again.  It is written when the unit that it
+  marks is durable and before anything that follows from that is told; the next fsync makes the mark itself durable.
 
-chain_n = SHA-256(chain_n-1 || body_n) over headers and frames, across segments: a header's chain goes on from
-``before``, the last chain value of the segment before it (32 zero bytes for the first of all).  So each value stands
-for everything that was ever written before it, and an edit anywhere shows at the next unit.  All integers are
-little-endian.
+chain_n = SHA-256(chain_n-1 || body_n) over headers and frames, across segments: a header's chain continues from
+``before``, the last chain value of the previous segment (32 zero bytes for the first segment).  So each value covers
+everything written before it, and an edit anywhere shows at the next unit.  All integers are little-endian.
 
-What is not whole at the end of the last segment was being written when its process died; it was never acknowledged and
-is cut off.  But where its mark or any other whole unit follows, it *was* acknowledged, and has been damaged since:
-``JournalError``.  One thing may follow and be cut off with it: a last frame without a mark, behind the hole of the mark
-before it.  The two are made durable by one sync, and a power cut before that may have kept the second alone.
+A unit that is not whole at the end of the last segment was being written when its process died; it was never
+acknowledged and is cut off.  But where its mark or any other whole unit follows, it *was* acknowledged, and has been
+damaged since: ``JournalError``.  One exception is cut off as well: a last frame without a mark after a hole of the size
+of the previous mark.  One fsync makes mark and frame durable, and a power cut before it may keep only the frame.
 
-Two things cannot be told here from an end that was never acknowledged: damage to the very last frame after a power cut
-that took its mark along, and a last segment that somebody cut off between two units (``syncer/journal_files`` can).
+Two cases look here like an end that was never acknowledged: damage to the very last frame after a power cut that also
+lost its mark, and a last segment that was truncated between two units (``syncer/journal_files`` detects the latter).
 
 Format 1, which is still read, framed each record by itself, all integers little-endian: u32 length of the body | u32
 CRC-32 of the body | body
@@ -35,14 +34,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import typing
 import zlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from diloco.sync.effects import Note
-from diloco.sync.events import OuterEvent
-from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, stored_name, to_plain
+from diloco.sync import events
+from diloco.sync.effects import Note, StartOuterStep, TakeVersion
+from diloco.sync.events import LineageBegan, OuterEvent, OuterStepDone, OuterStepFailed
+from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, records_in, stored_name, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,18 +50,18 @@ if TYPE_CHECKING:
     from diloco.sync.syncer import OuterSync
 
 FORMAT = 2
-"""Of segments that have a header.  Those of format 1 have none (``journal.read_records``)."""
+"""Format of segments with a header.  Segments of format 1 have none (``journal.read_records``)."""
 UNIT = struct.Struct("<4sII32s")
-# No text inside a body, which is ASCII, looks like a kind; nor does the length that a segment of format 1 begins with.
+# A body is ASCII, so it never contains a kind; the length at the start of a segment of format 1 never equals one.
 HEADER, FRAME, MARK = b"\xd1JH\x02", b"\xd1JF\x02", b"\xd1JM\x02"
 FRAME_BYTES_MAX = 64 << 20
-"""A turn takes some hundreds of events, and each came in a message of at most 64 KiB."""
+"""A turn handles some hundreds of events, each from a message of at most 64 KiB."""
 CHAIN_START = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a segment says of itself.  ``before`` is hexadecimal; ``run`` is for who mixes folders."""
+    """The header of a segment.  ``before`` is hexadecimal; ``run`` identifies the run, to detect mixed-up folders."""
 
     before: str
     format: int
@@ -72,7 +71,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A turn: ``body`` has its records, ``offset`` is where its first byte lies, ``chain`` stands for all up to it."""
+    """A turn: ``body`` has its records, ``offset`` is that of its first byte, ``chain`` covers everything up to it."""
 
     offset: int
     body: bytes
@@ -81,10 +80,10 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is whole in a segment.  ``header`` is None where not even that is: then nothing was ever acknowledged here.
+    """The whole units of a segment.  ``header`` is None without a whole header: nothing here was ever acknowledged.
 
-    ``end`` is where the whole units end, and ``chain`` is the value there; ``marked`` is whether the last of them is a
-    mark.
+    ``end`` is the offset at which the whole units end, ``chain`` the chain value there; ``marked`` is whether the last
+    unit is a mark.
     """
 
     header: Header | None
@@ -96,7 +95,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A header, a frame or a mark; ``end`` is where the next one begins."""
+    """A header, a frame or a mark; ``end`` is the offset at which the next unit begins."""
 
     kind: bytes
     chain: bytes
@@ -105,17 +104,17 @@ class Unit:
 
 
 def encode_header(segment: int, before: bytes, run: Mapping[str, str | int]) -> tuple[bytes, bytes]:
-    """The first unit of a segment, and its chain value."""
+    """Return the first unit of a segment, and its chain value."""
     return _chained(HEADER, canonical(Header(before.hex(), FORMAT, dict(run), segment)), before)
 
 
 def encode_frame(body: bytes, before: bytes) -> tuple[bytes, bytes]:
-    """A frame that follows the chain value ``before``, and its own chain value."""
+    """Return a frame that follows the chain value ``before``, and its own chain value."""
     return _chained(FRAME, body, before)
 
 
 def encode_mark(chain: bytes) -> bytes:
-    """What is written when the unit with this chain value is durable."""
+    """Return the mark to write when the unit with this chain value is durable."""
     return _unit(MARK, chain, b"")
 
 
@@ -126,7 +125,7 @@ def _chained(kind: bytes, body: bytes, before: bytes) -> tuple[bytes, bytes]:
 
 
 def chain_after(before: bytes, body: bytes) -> bytes:
-    """The value that stands for everything up to and with ``body``."""
+    """Return the chain value that covers everything up to and including ``body``."""
     return hashlib.sha256(before + body).digest()
 
 
@@ -139,15 +138,15 @@ def _checksum(kind: bytes, chain: bytes, body: bytes | memoryview) -> int:
 
 
 def is_framed(data: bytes) -> bool:
-    """Whether this is a segment of format 2, damaged or not; one of format 1 has no unit anywhere.
+    """Return whether this is a segment of format 2, damaged or not; one of format 1 has no unit anywhere.
 
-    One of which nothing has reached the disk, or zeros only, may be of either; nothing is lost by calling it this.
+    A segment that is empty, or only zeros, may be of either format; it counts as format 2, because it holds no data.
     """
     return HEADER.startswith(data[:4]) or not data.strip(b"\0") or _later_unit(data, 0) is not None
 
 
 def read_segment(data: bytes) -> Segment:
-    """Everything whole in ``data``; ``JournalError`` with the offset where something is damaged, edited or unknown."""
+    """Return the whole units of ``data``; ``JournalError`` with the offset where data is damaged, edited or unknown."""
     header: Header | None = None
     frames: list[Frame] = []
     at, chain, marked = 0, CHAIN_START, False
@@ -173,14 +172,14 @@ def read_segment(data: bytes) -> Segment:
 
 
 def units(data: bytes, at: int = 0) -> Iterator[Unit]:
-    """The whole units one after the other from ``at`` on; whether they are chained is not looked at."""
+    """Yield the consecutive whole units from ``at`` on, without checking the chain."""
     while (unit := _whole_unit(data, at)) is not None:
         yield unit
         at = unit.end
 
 
 def _whole_unit(data: bytes, at: int) -> Unit | None:
-    """The unit at ``at``, if what is there is one."""
+    """Return the unit at ``at``; None if there is no whole unit."""
     if at + UNIT.size > len(data):
         return None
     kind, length, checksum, chain = UNIT.unpack_from(data, at)
@@ -192,9 +191,9 @@ def _whole_unit(data: bytes, at: int) -> Unit | None:
 
 
 def _was_beyond_its_mark(data: bytes, at: int, later: int) -> bool:
-    """Whether all that follows the hole at ``at`` is one frame, where it would be had a mark stood in the hole.
+    """Return whether the hole at ``at`` has the size of a mark and is followed by one frame and nothing else.
 
-    A mark and the frame after it are made durable by one sync, and a power cut before that may keep the second alone.
+    One fsync makes a mark and the frame after it durable, and a power cut before it may keep only the frame.
     """
     unit = _whole_unit(data, later)
     assert unit is not None
@@ -202,7 +201,7 @@ def _was_beyond_its_mark(data: bytes, at: int, later: int) -> bool:
 
 
 def _later_unit(data: bytes, start: int) -> int | None:
-    """Where the first whole unit from byte ``start`` on begins."""
+    """Return the offset of the first whole unit from byte ``start`` on; None if there is none."""
     places = [data.find(kind, start) for kind in (HEADER, FRAME, MARK)]
     while any(place >= 0 for place in places):
         first = min(place for place in places if place >= 0)
@@ -232,17 +231,17 @@ def _parse_header(body: bytes) -> Header:
 FRAME_1 = struct.Struct("<II")
 RECORD_BYTES_MAX = 1 << 20
 BODY_START = b'{"at_ns":'
-"""No text inside a body looks like a frame and this: the length would be four printable characters, over the bound."""
-EVENT_KINDS: tuple[type, ...] = typing.get_args(OuterEvent)
+"""Start of a body.  Inside a body no frame ends before it: four printable characters as a length exceed the bound."""
+EVENT_KINDS = records_in(events, OuterEvent)
 
 
 class JournalError(ValueError):
-    """The journal is damaged before its end, or was not written by this machine.  The text names the offset."""
+    """The journal is damaged before its end, or another version of the machine wrote it.  The text names the offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event, the machine's instant, and the digest of the effects that it had."""
+    """One event, the machine's instant, and the digest of the event's effects."""
 
     at_ns: int
     event: OuterEvent
@@ -250,15 +249,15 @@ class Record:
 
 
 def digest_effects(effects: Sequence[OuterEffect]) -> str:
-    """16 hex digits over the effects' names and fields.
+    """Return 16 hex digits over the effects' names and fields.
 
-    The reason that a note gives is prose and is left out: another version may word it otherwise and decide the same.
+    The reason in a note is prose and is left out: another version may word it otherwise and decide the same.
     """
     return _digest([replace(effect, why="") if isinstance(effect, Note) else effect for effect in effects])
 
 
 def _digest(effects: Sequence[OuterEffect]) -> str:
-    """The share of a whole step is left out, as in the journals from before there were shares."""
+    """A share of 1 is left out, for the same digest as in journals from before ``share`` existed."""
     named = [[stored_name(type(effect)), to_plain(effect)] for effect in effects]
     for _, fields in named:
         if isinstance(fields, dict) and fields.get("share") == 1:
@@ -267,40 +266,25 @@ def _digest(effects: Sequence[OuterEffect]) -> str:
 
 
 def encode_records(records: Sequence[Record]) -> bytes:
-    """The records of one turn, one on a line."""
-    lines = [_encode(record) for record in records]
-    assert all(len(line) <= RECORD_BYTES_MAX for line in lines)
+    """Return the body of a frame: the records of one turn, one on a line."""
+    lines = []
+    for record in records:
+        event, effects = stored_name(type(record.event)), record.effects_digest
+        lines.append(canonical({"at_ns": record.at_ns, "effects": effects, "event": event, "is": record.event}))
+        assert len(lines[-1]) <= RECORD_BYTES_MAX
     return b"\n".join(lines)
 
 
 def decode_records(body: bytes, at: int) -> list[Record]:
-    """What ``encode_records`` was given; ``JournalError`` names ``at``, the place of the body in its file."""
+    """Return the records in ``body``; ``JournalError`` names ``at``, the offset of the body in its file."""
     return [_parse(line, at) for line in body.split(b"\n")]
 
 
-def encode_record(record: Record) -> bytes:
-    """``record`` in the frame of format 1."""
-    body = _encode(record)
-    assert len(body) <= RECORD_BYTES_MAX, len(body)
-    return FRAME_1.pack(len(body), zlib.crc32(body)) + body
-
-
-def _encode(record: Record) -> bytes:
-    return canonical(
-        {
-            "at_ns": record.at_ns,
-            "effects": record.effects_digest,
-            "event": stored_name(type(record.event)),
-            "is": record.event,
-        }
-    )
-
-
 def read_records(data: bytes) -> tuple[list[Record], int]:
-    """The whole records of ``data``, which is of format 1, and the offset at which they end.
+    """Return the whole records of ``data``, which is of format 1, and the offset at which they end.
 
-    What follows that offset is a write that a crash cut short: it was never acknowledged and may be cut off.  A write
-    that was cut short is the last one, so a whole record further on means damage: ``JournalError``.
+    The bytes after that offset are a write that a crash interrupted: it was never acknowledged and may be cut off.  An
+    interrupted write is the last one, so a whole record further on means damage: ``JournalError``.
     """
     records: list[Record] = []
     at = 0
@@ -312,7 +296,7 @@ def read_records(data: bytes) -> tuple[list[Record], int]:
 
 
 def _end_of_record(data: bytes, at: int) -> int | None:
-    """Where the whole record at ``at`` ends; None if there is none."""
+    """Return the end of the whole record at ``at``; None if there is none."""
     if at + FRAME_1.size > len(data):
         return None
     length, checksum = FRAME_1.unpack_from(data, at)
@@ -337,8 +321,7 @@ def _check_tail(data: bytes, at: int) -> None:
 def _parse(body: bytes, at: int) -> Record:
     try:
         plain = parse_json(body)
-        kinds = {stored_name(kind): kind for kind in EVENT_KINDS}
-        event = from_plain(kinds[plain["event"]], plain["is"], plain["event"])
+        event = from_plain(EVENT_KINDS[plain["event"]], plain["is"], plain["event"])
         at_ns, effects = from_plain(int, plain["at_ns"], "at_ns"), from_plain(str, plain["effects"], "effects")
         return Record(at_ns, event, effects)
     except (ValueError, KeyError, TypeError, PlainError) as error:
@@ -354,13 +337,13 @@ def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Reco
 
 
 def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterEffect]:
-    """The effects of one record, the ``number``-th of a replay.
+    """Handle one record again, the ``number``-th of a replay, and return its effects.
 
-    ``JournalError`` when they differ from the ones that it had when it was written.
+    ``JournalError`` when they differ from those at the time of writing.
     """
     effects = machine.handle(record.event, record.at_ns)
     found = digest_effects(effects)
-    # Earlier versions digested the prose as well; a journal of theirs is read as long as it is worded as it was then.
+    # Earlier versions digested the prose of notes as well; their journals are accepted while the prose is unchanged.
     if record.effects_digest not in (found, _digest(effects)):
         raise JournalError(
             f"record {number} ({type(record.event).__name__} at {record.at_ns} ns) had effects "
@@ -369,8 +352,52 @@ def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterE
     return effects
 
 
+class Replay:
+    """Applies records to ``machine`` again, one by one; a subclass recomputes the values (``step_done``).
+
+    After a failure the state is inconsistent: discard the replay.
+    """
+
+    def __init__(self, machine: OuterSync) -> None:
+        self.machine = machine
+        self.records = 0
+        self._under_way = {
+            index: machine.under_way(index)
+            for index, fragment in enumerate(machine.state.fragments)
+            if fragment.merging_since_ns is not None
+        }
+
+    def apply(self, record: Record) -> list[OuterEffect]:
+        """Apply ``record``, bring the values up to date, and return its effects.
+
+        ``JournalError`` when the machine decides otherwise than when the record was written.
+        """
+        effects = decide_again(self.machine, record, self.records)
+        self.records += 1
+        event = record.event
+        if isinstance(event, OuterStepDone):
+            self.step_done(event, self._under_way.pop(event.fragment))
+        elif isinstance(event, OuterStepFailed):
+            del self._under_way[event.fragment]
+        elif isinstance(event, LineageBegan):
+            self._under_way.clear()
+            self.lineage_began(event)
+        for effect in effects:
+            if isinstance(effect, StartOuterStep | TakeVersion):
+                self._under_way[effect.fragment] = effect
+        return effects
+
+    def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:
+        """Recompute the version that ``command`` made, and compare it with the digests of ``event``."""
+        raise NotImplementedError
+
+    def lineage_began(self, event: LineageBegan) -> None:
+        """Take the versions with which the lineage began: later versions are computed from them."""
+        raise NotImplementedError
+
+
 def describe(record: Record) -> str:
-    """One line for people: instant in seconds, event, its fields."""
+    """Return one readable line: instant in seconds, event, its fields."""
     fields = " ".join(f"{name}={value}" for name, value in _shown(record.event))
     return f"{record.at_ns / 1e9:12.6f}  {type(record.event).__name__:<16} {fields}  -> {record.effects_digest}"
 

@@ -1,28 +1,32 @@
-"""A site's machine: what to send, what to fetch, what to adopt, and where every token has gone.
+"""A site's machine: what to send, fetch and adopt, and an account of every token.
 
-Theory of operation.  For each fragment the site trains on *unsent* progress.  When the fragment is due and nothing of
-it awaits the syncer's answer, the progress is sealed into an update: it leaves *unsent* and enters the in-flight
-list, where it stays until its fate is known and, if merged, until the version that contains it is adopted.
+Theory of operation.  For each fragment training adds to the *unsent* progress.  When the fragment is due and no update
+of it awaits the syncer's answer, the progress is sealed into an update: it leaves *unsent* and enters the in-flight
+list, where it stays until its fate is known and, if merged, until the site adopts the version that contains it.
 
     unsent --Seal--> sealing --Sealed--> sealed --Send, accepted--> accepted --fate: merged, Adopt--> (gone)
        ^                                    |                          |
        +---------- refused, keep -----------+---- fate: keep ----------+        refused, discard: Retake
 
-At most one update per fragment awaits an answer: a refused one therefore never has a successor that was measured
-from it, and its sequence number can be used again.  At most ``updates_in_flight_max`` are undecided.
+At most one update per fragment awaits an answer.  So a refused update never has a successor that was measured from it,
+and its sequence number can be used again.  At most ``updates_in_flight_max`` are undecided.
 
-Versions are fetched as they are published and adopted at the next step boundary.  A fetch brings this site's fates
-as of the same instant, so that an adopt always knows which of the site's own updates the version contains.
+The site fetches versions as they are published and adopts them at the next step boundary.  A fetch brings this site's
+fates as of the same instant, so that an adopt always knows which of the site's own updates the version contains.
 
-The training thread calls ``handle`` with ``StepDone`` and carries out ``Seal``, ``Adopt`` and ``Retake`` at once;
-everything else is the business of the threads beside it.  ``handle`` itself never waits.
+The training thread calls ``handle`` with ``StepDone`` and carries out ``Seal``, ``Adopt`` and ``Retake`` at once; other
+threads carry out everything else.  ``handle`` itself never waits.
+
+The machine also joins, and follows the versions that the syncer publishes.  At a join it reconciles what the syncer has
+accepted and decided with what the site knows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from diloco.sync.effects import LearnerEffect, Leave
+from diloco.sync.agreement import how_to_restore
+from diloco.sync.effects import Forget, Join, LearnerEffect, Leave, Release, Send, SkipData, StartOver
 from diloco.sync.events import (
     BaseDiffers,
     BoundaryReached,
@@ -43,9 +47,20 @@ from diloco.sync.events import (
     VersionPublished,
 )
 from diloco.sync.plain import from_plain, to_plain
-from diloco.sync.progress import FragmentProgress, LearnerState, SentState, SiteTurn
-from diloco.sync.site_units import told
+from diloco.sync.progress import (
+    Doubt,
+    FragmentProgress,
+    LearnerState,
+    Orphan,
+    Retaking,
+    SentState,
+    SiteTurn,
+    units_start_over,
+    units_told,
+)
 from diloco.sync.updates import (
+    accept,
+    acknowledged,
     boundary,
     comes_first,
     fate_told,
@@ -55,16 +70,17 @@ from diloco.sync.updates import (
     push_answered,
     seal_failed,
     sealed,
+    send_again,
     step_done,
     steps_to_act,
     unsend,
     write_off,
 )
-from diloco.sync.versions import differs, fetched, joined, published, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from diloco.sync.events import FragmentStanding
     from diloco.sync.options import LearnerOptions
 
 
@@ -72,7 +88,7 @@ class LearnerSync:
     """A site's machine; the mirror of ``OuterSync``."""
 
     def __init__(self, options: LearnerOptions, state: LearnerState | None = None) -> None:
-        """``state`` continues an earlier machine; without it, a cold site that owns nothing."""
+        """Continue from ``state``; without it, start as a new site without any version."""
         self.options = options
         self.state = state or LearnerState([FragmentProgress() for _ in range(options.num_fragments)])
         assert len(self.state.fragments) == options.num_fragments, "the checkpoint has other fragments"
@@ -81,18 +97,19 @@ class LearnerSync:
     def restore(
         cls, options: LearnerOptions, plain: object, outbox: Mapping[tuple[int, int], str], tokens_processed: int
     ) -> LearnerSync:
-        """The machine of a checkpoint, in a new process.
+        """Return the machine of a checkpoint, for a new process.
 
-        ``outbox`` maps the (fragment, sequence) that are durable there to their digests, ``tokens_processed`` is how
-        far the last process really got, by the odometer: what the syncer does not have of it counts as lost."""
+        ``outbox`` maps each (fragment, sequence) that is durable in the outbox to its digest.  ``tokens_processed`` is
+        the persisted token counter, which may be ahead of the checkpoint: tokens that the syncer lacks count as lost.
+        """
         machine = cls(options, from_plain(LearnerState, plain, "state"))
         machine.state.tokens_processed = max(machine.state.tokens_processed, tokens_processed)
-        machine.state.overlap_steps = 0  # A new process finds for itself what its link asks for.
+        machine.state.overlap_steps = 0  # A new process measures its link again.
         machine.state.stopping = machine.state.at_rest = machine.state.closed = machine.state.left = False
-        machine.state.incarnation = 0  # Until the syncer says what an earlier process sent, no number is ours to give.
+        machine.state.incarnation = 0  # No sequence number is free until the syncer says what an earlier process sent.
         for index, part in enumerate(machine.state.fragments):
             part.fetching, part.fetched, part.doubt = False, part.base_version, None
-            part.discards = 0  # Who starts a site again wants it to try again, maybe from a ruined checkpoint.
+            part.discards = 0  # A restarted site gets all its attempts again, even from a bad checkpoint.
             for sent in list(part.in_flight):
                 if sent.void or sent.outrun:
                     write_off(part, sent)
@@ -105,85 +122,46 @@ class LearnerSync:
         return machine
 
     def snapshot(self) -> object:
-        """All of the memory as plain values."""
+        """Return the whole memory as plain values."""
         return to_plain(self.state)
 
     def handle(self, event: LearnerEvent, now_ns: int) -> list[LearnerEffect]:
         """Take ``event`` at instant ``now_ns`` and return what the site must do, in order."""
         del now_ns  # The machine has no deadline of its own; the mirror keeps the signature of ``OuterSync``.
         turn = SiteTurn(self.options, self.state)
-        match event:  # The usual ones first.
-            case StepDone():
-                step_done(turn, event)
-            case Sealed():
-                sealed(turn, event)
-            case PushAnswered():
-                push_answered(turn, event)
-            case FateTold():
-                fate_told(turn, event.fate)
-            case VersionFetched():
-                fetched(turn, event)
-            case VersionPublished():
-                published(turn, event)
-            case BoundaryReached():
-                boundary(turn)
-            case OverlapChosen():
-                assert 0 <= event.steps < self.options.inner_steps, event
-                assert not (event.steps and self.options.lock_step), "lock-step adopts before it goes on"
-                self.state.overlap_steps = event.steps
-            case TurnElsewhere():
-                self.state.elsewhere = event.turn
-            case JoinAnswered():
-                joined(turn, event)
-            case SealFailed():
-                seal_failed(turn, event)
-            case BaseDiffers():
-                differs(turn, event)
-            case FetchFailed():
-                self.state.fragments[event.fragment].fetching = False
-                turn.want(event.fragment)
-            case UnitsTold():
-                told(turn, event)
-            case FinalAnnounced():
-                turn.end(event.ending, f"the run is {event.ending.value}")
-            case LeaveAsked():
-                turn.end(None, "this site was asked to leave")
+        RULES[type(event)](turn, event)
         if self.state.at_rest:
             _maybe_leave(turn)
         return turn.effects
 
-    def next_deadline_ns(self) -> int | None:
-        """A site asks for no instant: it acts between two of its own steps and when it is told something."""
-        return None
-
     def ready(self) -> bool:
-        """Whether training may begin: every fragment has a base, none is about to be thrown away, and there is data."""
+        """Return whether training may begin: every fragment has a base, none waits for a retake, and there is data."""
         if self.options.unit_sequences and not self.state.units.real():
             return False
         return all(part.base_version >= 0 and part.retaking is None for part in self.state.fragments)
 
     def steps_to_act(self) -> int:
-        """Inner steps to the next boundary at which anything may be done, unless something comes meanwhile."""
+        """Return the inner steps to the next boundary with possible work, if no event arrives before."""
         return steps_to_act(self.options, self.state)
 
     def next_turn(self) -> tuple[int, int] | None:
-        """Lock-step only: where the fragment that is exchanged next stands among those of the site's other machines."""
+        """Lock-step only: return the order key of the fragment exchanged next, to compare with other machines' keys."""
         return next_turn(self.options, self.state) if self.options.lock_step else None
 
     def may_act(self) -> bool:
-        """Whether, as things stand, anything would be done with values at the boundary after the next step."""
+        """Return whether, as things stand, the boundary after the next step would read or write values."""
         return may_act(self.options, self.state, self.state.step + 1)
 
     def settled(self) -> bool:
-        """Whether every update sent has its fate."""
+        """Return whether every update sent has its fate."""
         return not any(part.undecided() or part.orphans for part in self.state.fragments)
 
     def must_wait(self) -> bool:
-        """Lock-step only: whether an update, of an earlier process too, is not yet answered by an adopted version.
+        """Lock-step only: return whether an update, also of an earlier process, has no adopted version yet.
 
-        That of a fragment whose turn is over, or that another syncer's comes before, is merged in its next one, and not
-        waited for.  When the run has reached
-        its bound the word that ends it is on its way, and one more step would be one too many.
+        The site waits only for the fragment whose turn it is, and only if no fragment of another syncer comes first;
+        an update of any other fragment is merged in that fragment's next turn.  When the run has reached its bound the
+        site waits as well: the announcement of the end is on its way, and one more step would be one too many.
         """
         if not self.options.lock_step:
             return False
@@ -196,9 +174,9 @@ class LearnerSync:
 
 
 def _maybe_leave(turn: SiteTurn) -> None:
-    """At rest: say goodbye once nothing is left to send and nothing awaits an answer.
+    """Leave, if the site is at rest, has nothing left to send and awaits no answer.
 
-    Not earlier, because a step that was under way when the stop was told still brings tokens.
+    Not before it is at rest: a step that was under way at the stop still adds tokens.
     """
     state = turn.state
     if state.left or state.incarnation == 0:
@@ -207,3 +185,211 @@ def _maybe_leave(turn: SiteTurn) -> None:
     if sent and not any(part.unanswered() for part in state.fragments):
         state.left = True
         turn.effects.append(Leave(state.ending))
+
+
+def joined(turn: SiteTurn, event: JoinAnswered) -> None:
+    """Handle the syncer's admission of this process."""
+    state = turn.state
+    if (event.lineage, event.epoch) < (state.lineage, state.epoch):
+        older = f"lineage {event.lineage}, epoch {event.epoch}"
+        why = f"{older} is older than lineage {state.lineage}, epoch {state.epoch}"
+        turn.note("join_ignored", why)
+        return
+    restored = event.lineage > state.lineage
+    if state.incarnation == 0:
+        state.ending = None  # Of an earlier process: the run may have been extended since.
+    state.lineage, state.epoch, state.incarnation = event.lineage, event.epoch, event.incarnation
+    state.run_tokens, state.progress_ppm, state.keep = event.run_tokens, event.progress_ppm, event.keep
+    state.closed = state.closed and event.ending is not None
+    before = state.cursor
+    if restored:
+        _start_over(turn, event)
+    else:
+        doubtful = [standing.fragment for standing in event.standings if not _compare(turn, standing)]
+        if doubtful and not state.left:
+            turn.effects.append(Join("the answer knows less than the syncer has acknowledged: it may be a late one"))
+    settle(state)
+    if state.cursor > before:
+        turn.effects.append(SkipData(state.cursor))
+    for index in range(len(state.fragments)):
+        turn.want(index)
+    if event.ending is not None:
+        turn.end(event.ending, f"the run is {event.ending.value}")
+
+
+def _compare(turn: SiteTurn, standing: FragmentStanding) -> bool:
+    """Reconcile one fragment with what the syncer has accepted and decided; return False if it seems to know less.
+
+    An ack or a version can overtake the answer to a join.  Only the answer to a later join proves that it knows less.
+    """
+    index, part = standing.fragment, turn.state.fragments[standing.fragment]
+    part.published = max(part.published, standing.version)
+    turn.state.cursor = max(turn.state.cursor, standing.cursor)
+    accepted = acknowledged(part)
+    if standing.watermark < accepted or standing.version < part.base_version:
+        doubt, part.doubt = part.doubt, Doubt(accepted, part.base_version)
+        if doubt is None or not (standing.watermark < doubt.sequence or standing.version < doubt.version):
+            return False
+        if not send_again(turn, standing):
+            lost = f"the syncer has forgotten what it acknowledged of fragment {index}, as if its data were an old copy"
+            turn.stop(f"{lost}; {how_to_restore(turn.state.lineage)}")
+            return False
+    part.doubt = None
+    if standing.watermark >= part.next_sequence or part.contradicted(standing.fates):
+        _outrun(turn, standing)
+        return True
+    for sent in part.in_flight:
+        if sent.state is SentState.SEALED and sent.sequence <= standing.watermark:
+            accept(turn, index, sent)
+        elif sent.state is SentState.SEALED:
+            turn.effects.append(Send(index, sent.sequence))
+    for fate in standing.fates:
+        fate_told(turn, fate)
+    if part.base_version < 0:
+        part.retaking = part.retaking or Retaking(standing.version, "first version of a new site", cold=True)
+    return True
+
+
+def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
+    """Take over updates that the syncer accepted from an earlier process and that this process does not know.
+
+    Their pseudo-gradients are lost with that process; their progress is only in the published version.
+    """
+    index, part = standing.fragment, turn.state.fragments[standing.fragment]
+    for sent in part.in_flight:
+        if sent.state is SentState.SEALING:
+            sent.outrun, sent.tokens, sent.steps, sent.spans = True, 0, 0, []
+            continue  # Its sequence number is not reused until its bytes are here and can be discarded.
+        if sent.bytes_wanted:
+            turn.effects.append(Forget(index, sent.sequence))
+        turn.effects.append(Release(index, sent.sequence))
+    part.in_flight = [sent for sent in part.in_flight if sent.outrun]
+    part.unsent_tokens = part.unsent_steps = 0
+    part.unsent_spans = []
+    part.next_sequence = standing.watermark + 1
+    part.tokens_merged = standing.tokens_merged
+    part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
+    part.orphans = [Orphan(sequence, tokens, turn.state.epoch) for sequence, tokens in standing.undecided]
+    part.retaking = Retaking(standing.version, "an earlier process of this site had sent later work")
+    turn.note("outrun", part.retaking.why, index)
+
+
+def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
+    """Start over after a restore of the run: updates in flight and versions here belong to the old lineage."""
+    turn.note("started_over", f"the run was restored: lineage {event.lineage}")
+    for standing in event.standings:
+        index, part = standing.fragment, turn.state.fragments[standing.fragment]
+        turn.state.cursor = max(turn.state.cursor, standing.cursor)
+        told = {(fate.sequence, fate.digest): fate for fate in standing.fates}
+        for sent in list(part.in_flight):
+            sent.void = sent.state is SentState.SEALING
+            if sent.void:
+                continue  # Its sequence number is not reused until its bytes are here and can be discarded.
+            if sent.bytes_wanted:
+                turn.effects.append(Forget(index, sent.sequence))
+            turn.effects.append(Release(index, sent.sequence))
+            fate = told.get((sent.sequence, sent.digest))
+            counted = sent.sequence <= standing.watermark and (fate is None or fate.merged)
+            if sent.merged_version is None and not counted:
+                write_off(part, sent)
+        part.in_flight = [sent for sent in part.in_flight if sent.void]
+        merged = {fate.sequence for fate in standing.fates if fate.merged}
+        part.tokens_refused += sum(orphan.tokens for orphan in part.orphans if orphan.sequence not in merged)
+        part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
+        part.tokens_merged = standing.tokens_merged
+        part.orphans = [Orphan(sequence, tokens, turn.state.epoch) for sequence, tokens in standing.undecided]
+        part.next_sequence = standing.watermark + 1
+        part.published, part.fetched, part.fetching = standing.version, -1, False
+        part.base_version = part.stale_base = -1
+        part.due, part.discards, part.doubt = False, 0, None
+        part.retaking = Retaking(standing.version, f"the run was restored: lineage {event.lineage}")
+        turn.effects.append(StartOver(index))
+    units_start_over(turn.options, turn.state)
+
+
+def settle(state: LearnerState) -> None:
+    """After a restart or a join: count processed tokens that are nowhere else as lost."""
+    state.tokens_processed = max([state.tokens_processed, *(part.accounted() for part in state.fragments)])
+    for part in state.fragments:
+        part.tokens_lost = state.tokens_processed - part.accounted()
+
+
+def published(turn: SiteTurn, event: VersionPublished) -> None:
+    """Handle the announcement of a version; ignore one of another lineage or of an older epoch."""
+    if event.lineage and event.lineage != turn.state.lineage:
+        turn.note("publish_ignored", f"lineage {event.lineage} is not {turn.state.lineage}", event.fragment)
+        if event.lineage > turn.state.lineage:
+            turn.effects.append(Join("the run was restored"))
+        return
+    if event.epoch < turn.state.epoch:
+        turn.note("publish_ignored", f"epoch {event.epoch} is older than {turn.state.epoch}", event.fragment)
+        return
+    turn.state.epoch = event.epoch
+    turn.state.run_tokens, turn.state.progress_ppm = event.run_tokens, event.progress_ppm
+    turn.state.fastest_step_ns = event.fastest_step_ns
+    part = turn.state.fragments[event.fragment]
+    part.published = max(part.published, event.version)
+    turn.want(event.fragment)
+
+
+def differs(turn: SiteTurn, event: BaseDiffers) -> None:
+    """Replace a base that differs from its published version: updates measured from it would be wrong."""
+    part = turn.state.fragments[event.fragment]
+    if part.base_version != event.version or part.retaking is not None:
+        return  # The base has been replaced by now, or a retake will replace it.
+    why = f"version {event.version} in this site's memory is not what was published"
+    part.retaking = Retaking(event.version, why)
+    part.base_version = part.fetched = -1
+    part.published, part.fetching = max(part.published, event.version), False
+    turn.note("base_differs", why, event.fragment)
+    turn.effects.append(StartOver(event.fragment))
+    turn.want(event.fragment)
+
+
+def fetched(turn: SiteTurn, event: VersionFetched) -> None:
+    """Handle the arrival of a version's values."""
+    part = turn.state.fragments[event.fragment]
+    part.fetching = False
+    if event.version <= max(part.fetched, part.base_version):
+        part.published = max(part.fetched, part.base_version)  # The fetch asked for a newer version: there is none.
+    part.fetched = max(part.fetched, event.version)
+    part.published = max(part.published, event.version)
+    for fate in event.fates:
+        fate_told(turn, fate)
+    turn.want(event.fragment)
+
+
+def _fetch_failed(turn: SiteTurn, event: FetchFailed) -> None:
+    turn.state.fragments[event.fragment].fetching = False
+    turn.want(event.fragment)
+
+
+def _overlap_chosen(turn: SiteTurn, event: OverlapChosen) -> None:
+    assert 0 <= event.steps < turn.options.inner_steps, event
+    assert not (event.steps and turn.options.lock_step), "lock-step adopts before it goes on"
+    turn.state.overlap_steps = event.steps
+
+
+def _turn_elsewhere(turn: SiteTurn, event: TurnElsewhere) -> None:
+    turn.state.elsewhere = event.turn
+
+
+RULES: Mapping[type[LearnerEvent], Callable[[SiteTurn, Any], None]] = {
+    StepDone: step_done,
+    Sealed: sealed,
+    SealFailed: seal_failed,
+    PushAnswered: push_answered,
+    FateTold: lambda turn, event: fate_told(turn, event.fate),
+    VersionPublished: published,
+    VersionFetched: fetched,
+    FetchFailed: _fetch_failed,
+    BaseDiffers: differs,
+    BoundaryReached: lambda turn, event: boundary(turn),
+    OverlapChosen: _overlap_chosen,
+    TurnElsewhere: _turn_elsewhere,
+    JoinAnswered: joined,
+    UnitsTold: units_told,
+    FinalAnnounced: lambda turn, event: turn.end(event.ending, f"the run is {event.ending.value}"),
+    LeaveAsked: lambda turn, event: turn.end(None, "this site was asked to leave"),
+}
+"""The handler of each event."""

@@ -1,23 +1,22 @@
-"""Who is in the run: joins, silence, goodbyes, an operator's word, and a new lineage.
+"""Membership: joins, silence, leaving, eviction and readmission by an operator, and a new lineage.
 
-``Leases`` know when each site was heard last.  They stand outside the outer machine because hearing a live site changes
-nothing that must be remembered: only the passage from live to silent and back is an event of the machine, and only that
-is journalled.  After a restart every lease begins anew in full.
+``Leases`` hold when each site was heard last.  They are not part of the outer machine because hearing a live site
+changes no state: only the change from live to silent and back is an event, and only that is journalled.  After a
+restart every lease starts again in full.
 
-In a new lineage the run goes on from restored values, and what was under way belongs to the past.
+In a new lineage the run continues from restored values, and everything under way before is void.
 
-Versions are ordered by (lineage, version).  A restored syncer knows less than some sites do, or other things; so the
-new lineage begins with a version of its own of every fragment, every update without a fate is refused, and a site is
-heard again only when it has joined anew and was told of the lineage.  A site that comes with an older lineage is taken
-in and starts over; one with a newer lineage is refused, because then this syncer is the one that came back from the
-past.
+Versions are ordered by (lineage, version).  A restored syncer knows less than some sites, or something else.  So a new
+lineage begins with a new version of every fragment, the syncer refuses every update without a fate, and it accepts
+updates of a site only after the site has joined again and was told the lineage.  A site with an older lineage is
+admitted and starts over.  A site with a newer lineage is refused, because then this syncer is the outdated one.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync import ending, fates, region
+from diloco.sync import fates, region
 from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm, DropSite, PublishVersion
 from diloco.sync.events import (
     FragmentStanding,
@@ -34,16 +33,16 @@ from diloco.sync.state import Line, OuterState, Phase, Site, Status
 
 if TYPE_CHECKING:
     from diloco.sync.events import SiteReadmitted
-    from diloco.sync.turn import Turn
+    from diloco.sync.state import Turn
 
 REMEMBERED_TIMES = 64
-"""So many times the sites that there may be are remembered, with those that are gone."""
+"""Sites remembered, gone ones included, as a multiple of ``sites_max``."""
 PROCESSES_REMEMBERED_MAX = 16
-"""Names of replaced processes kept per site, so that an old one that comes back late does not fence the new."""
+"""Names of replaced processes kept per site, so that an old process that joins late does not fence the new one."""
 
 
 def standings(state: OuterState, site: str) -> tuple[FragmentStanding, ...]:
-    """What the syncer knows of ``site``, fragment by fragment."""
+    """Return what the syncer knows about ``site``, one entry for each fragment."""
     return tuple(
         FragmentStanding(
             fragment=index,
@@ -61,11 +60,11 @@ def standings(state: OuterState, site: str) -> tuple[FragmentStanding, ...]:
 
 
 def join(turn: Turn, event: JoinRequested) -> None:
-    """Take a process in as the one that speaks for its site, or refuse it.
+    """Admit a process as the present process of its site, or refuse it.
 
-    A process that speaks for the site already is replaced only by one that repeats the number it would get.  So a join
-    that arrives when its process is dead changes nothing, however late it is: nobody is there to repeat it, and a
-    ticket is void as soon as another process was taken in.
+    A new process replaces the present one only when it repeats its join with the incarnation that it would get as the
+    ticket.  So a delayed join of a dead process changes nothing: a dead process repeats nothing, and a ticket is void
+    as soon as another process was admitted.
     """
     state = turn.state
     site = state.sites.get(event.site)
@@ -73,7 +72,8 @@ def join(turn: Turn, event: JoinRequested) -> None:
     if reason is not None:
         turn.effects.append(AnswerJoin(event.call, event.site, 0, (), state.ending, reason))
         return
-    if site is not None and _unconfirmed(site, event):
+    replaces = site is not None and site.process not in ("", event.process)
+    if site is not None and replaces and event.ticket not in (None, site.incarnation + 1):
         turn.effects.append(AskToConfirm(event.call, event.site, site.incarnation + 1))
         return
     if site is None:
@@ -110,49 +110,40 @@ def _refusal(turn: Turn, event: JoinRequested, site: Site | None) -> Reason | No
         return Reason.EVICTED
     if site is not None and event.process in site.superseded:
         return Reason.SUPERSEDED
-    return Reason.FULL if (site is None or is_gone(site)) and not _has_room(turn, site is None) else None
+    if site is not None and not is_gone(site):
+        return None
+    sites, sites_max = turn.state.sites, turn.state.sites_max or turn.options.sites_max
+    if len(sites) < sites_max:
+        return None
+    too_many = site is None and len(sites) >= REMEMBERED_TIMES * sites_max
+    return Reason.FULL if too_many or places_taken(turn.state) >= sites_max else None
 
 
 def is_gone(site: Site) -> bool:
-    """Whether ``site`` has left or was evicted and all that it sent is decided: its place is free for another.
+    """Return whether ``site`` has left or was evicted with no undecided update: another site may have its place.
 
-    It is remembered still, so that what comes twice is a duplicate, also after it has come back.
+    The syncer still remembers it, so that an update that it sends twice is a duplicate even after it comes back.
     """
     return site.status in (Status.LEFT, Status.EVICTED) and not any(line.undecided for line in site.lines)
 
 
 def places_taken(state: OuterState) -> int:
-    """The sites that are not gone; more than may join, where fewer may than before."""
+    """Return the number of sites that are not gone; it can exceed ``sites_max`` after that was lowered."""
     return sum(not is_gone(site) for site in state.sites.values())
 
 
-def _has_room(turn: Turn, is_new: bool) -> bool:
-    sites, sites_max = turn.state.sites, turn.state.sites_max or turn.options.sites_max
-    if len(sites) < sites_max:
-        return True
-    return places_taken(turn.state) < sites_max and not (is_new and len(sites) >= REMEMBERED_TIMES * sites_max)
-
-
-def _unconfirmed(site: Site, event: JoinRequested) -> bool:
-    """Whether a process is to be replaced by one of which nobody knows that it lives."""
-    replaces = site.process not in ("", event.process)
-    return replaces and event.ticket is not None and event.ticket != site.incarnation + 1
-
-
-def presence(turn: Turn, event: SiteSilent | SiteHeard) -> None:
-    """A lease ran out, or a silent site was heard."""
+def silent(turn: Turn, event: SiteSilent) -> None:
+    """Handle a lease that ran out."""
     site = turn.state.sites[event.site]
-    if isinstance(event, SiteSilent) and site.status is Status.LIVE:
+    if site.status is Status.LIVE:
         site.status = Status.SILENT
         turn.attendance.site_changed(event.site)
         fates.silent(turn, event.site)
         turn.note("site_silent", f"nothing heard for {turn.options.site_timeout_ns / 1e9:g} s", site=event.site)
-    elif not isinstance(event, SiteSilent):
-        came_back(turn, event.site)
 
 
 def came_back(turn: Turn, name: str) -> None:
-    """``name`` was heard: if it was silent, it is waited for again."""
+    """Mark ``name``, which was heard, as live again if it was silent."""
     site = turn.state.sites[name]
     if site.status is Status.SILENT:
         site.status = Status.LIVE
@@ -162,7 +153,7 @@ def came_back(turn: Turn, name: str) -> None:
 
 
 def left(turn: Turn, event: SiteLeft) -> None:
-    """A goodbye: the site is waited for no more, and what it has delivered still counts."""
+    """Handle a Leave: rounds no longer wait for the site; the updates that it has delivered still count."""
     site = turn.state.sites.get(event.site)
     if site is None or site.incarnation != event.incarnation or site.status is Status.EVICTED:
         reason = Reason.NOT_JOINED if site is None else Reason.FENCED
@@ -176,7 +167,7 @@ def left(turn: Turn, event: SiteLeft) -> None:
 
 
 def readmitted(turn: Turn, event: SiteReadmitted) -> None:
-    """An operator's word: an evicted site may join again, as one that had left."""
+    """Handle an operator's readmission: an evicted site may join again, like one that has left."""
     site = turn.state.sites.get(event.site)
     if site is not None and site.status is Status.EVICTED:
         site.status = Status.LEFT
@@ -186,7 +177,7 @@ def readmitted(turn: Turn, event: SiteReadmitted) -> None:
 
 
 def evicted(turn: Turn, event: SiteEvicted) -> None:
-    """An operator's word: nothing of the site that is not merging yet is merged any more."""
+    """Handle an operator's eviction: refuse all updates of the site that are not merging yet."""
     site = turn.state.sites.get(event.site)
     if site is None:
         turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED))
@@ -202,7 +193,7 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
 
 
 class Leases:
-    """The lease of every site that is in the run; ``timeout_ns`` without a word makes a site silent."""
+    """The lease of every site in the run; a site not heard for ``timeout_ns`` becomes silent."""
 
     def __init__(self, timeout_ns: int) -> None:
         self.timeout_ns = timeout_ns
@@ -210,7 +201,7 @@ class Leases:
         self._silent: set[str] = set()
 
     def watch(self, site: str, now_ns: int, *, silent: bool = False) -> None:
-        """Begin a full lease for ``site``, which is known to be ``silent`` or not."""
+        """Begin a full lease for ``site``; ``silent``: the site is silent already."""
         self._heard_ns[site] = now_ns
         if silent:
             self._silent.add(site)
@@ -218,17 +209,17 @@ class Leases:
             self._silent.discard(site)
 
     def renew(self, now_ns: int) -> None:
-        """Begin every running lease anew: whoever keeps them was itself away, and nobody could be heard."""
+        """Restart every running lease: the syncer itself was away and could hear no site."""
         for site in self._heard_ns:
             self._heard_ns[site] = max(self._heard_ns[site], now_ns)
 
     def forget(self, site: str) -> None:
-        """``site`` left: no lease runs for it any more."""
+        """End the lease of ``site``, which left."""
         self._heard_ns.pop(site, None)
         self._silent.discard(site)
 
     def heard(self, site: str, now_ns: int) -> SiteHeard | None:
-        """Renew the lease of ``site``; an event if it had been silent, None if unknown or nothing changed."""
+        """Renew the lease of ``site``; return an event if it was silent, None if it is unknown or was not silent."""
         if site not in self._heard_ns:
             return None
         self._heard_ns[site] = now_ns
@@ -238,7 +229,7 @@ class Leases:
         return None
 
     def expired(self, now_ns: int) -> list[SiteSilent]:
-        """The sites whose lease has run out at ``now_ns``, each told once, in site order."""
+        """Return an event for each site whose lease has run out at ``now_ns``, once per silence, in site order."""
         gone = [
             site
             for site in sorted(self._heard_ns)
@@ -248,42 +239,42 @@ class Leases:
         return [SiteSilent(site) for site in gone]
 
     def next_deadline_ns(self) -> int | None:
-        """The instant at which the next lease runs out."""
+        """Return the instant at which the next lease runs out; None where none runs."""
         running = [heard for site, heard in self._heard_ns.items() if site not in self._silent]
         return min(running) + self.timeout_ns if running else None
 
 
 RESTARTS_MAX = 1_000_000
-"""How many restarts of the old syncer a promotion leaves room for: more than an operator makes."""
+"""Restarts of the old syncer for which a promotion leaves room in the epochs: more than an operator makes."""
 
 
 def next_lineage(known: int, clock_s: int) -> int:
-    """The number of a lineage that begins now: above ``known``, the largest that whoever begins it has heard of.
+    """Return the number of a lineage that begins now: above ``known``, the largest that the restoring process knows.
 
-    It must be above every number that was ever used for the run, and who restores a run from a backup, or from what a
-    site has, cannot know how often it was restored before.  So a lineage has the second in which it begins
-    (``clock_s``, since 1970) for its number, and only the first one is 1: what is restored later gets a larger number
-    without being told of the others.  Should the clocks have lied, nothing is mixed up: sites that know a larger
-    number refuse the syncer in words that name it, and a restore that is told of it begins above it.
+    The number must be above every one ever used for the run, but a process that restores a run from a backup, or from a
+    site's folder, cannot know how often it was restored before.  So the number of a lineage is the second in which it
+    begins (``clock_s``, since 1970), and only the first lineage is 1: a later restore gets a larger number without
+    knowing the others.  A wrong clock does no harm: sites that know a larger number refuse the syncer with an error
+    that names it, and a restore that is given that number begins above it.
     """
     return max(known + 1, clock_s)
 
 
 def promoted_epoch(known: int, clock_s: int) -> int:
-    """The epoch of a standby that takes over at an operator's word, where no lease gives it one; ``known`` is its last.
+    """Return the epoch of a standby that an operator promotes without a lease; ``known`` is its last epoch.
 
-    A restart takes the next number, and the old syncer may be started again by somebody who knows nothing of the
-    promotion.  So this is more than the old one reaches by ``RESTARTS_MAX`` restarts: sites that have heard of the new
-    one pass it over, whatever any clock says.  The second in which it happens (``clock_s``, since 1970), where that is
-    more, tells two promotions apart that know nothing of one another.
+    Each restart takes the next epoch, and an operator may restart the old syncer without knowing of the promotion.  So
+    the result is more than the old syncer reaches in ``RESTARTS_MAX`` restarts: sites that know the new syncer ignore
+    the old one, whatever any clock says.  The second of the promotion (``clock_s``, since 1970), where that is larger,
+    keeps two independent promotions apart.
     """
     return max(known + RESTARTS_MAX + 1, clock_s)
 
 
 def lineage_began(turn: Turn, event: LineageBegan) -> None:
-    """Give every fragment its next version with the digest told; close every round empty; fence every process.
+    """Give every fragment its next version with the given digest; close every round empty; fence every process.
 
-    No outer step is under way in the shell when this is told: its result would be that of another past.
+    The shell has no outer step under way at this event: its result would belong to the old lineage.
     """
     state = turn.state
     assert event.lineage > state.lineage, (event.lineage, state.lineage)
@@ -291,7 +282,7 @@ def lineage_began(turn: Turn, event: LineageBegan) -> None:
     state.lineage = event.lineage
     turn.note("lineage_began", event.why)
     if state.phase is not Phase.RUNNING:
-        ending.resume(state)
+        fates.resume(state)
         turn.note("resumed", "a new lineage has begun")
     for index, fragment in enumerate(state.fragments):
         fragment.round, fragment.merging_since_ns, fragment.full_round = None, None, {}

@@ -1,8 +1,8 @@
-"""Records of this floor to and from plain values (dict, list, str, int, float, bool, None) and canonical JSON.
+"""Conversion of ``sync`` records to and from plain values (dict, list, str, int, float, bool, None) and canonical JSON.
 
 The names that a journal, a snapshot or a checkpoint stores are a format (``tests/fixtures/stored.json`` has all).  A
-class or a field is stored under its own name, or under the one that it had first: ``STORED = "OldName"`` in the class,
-``metadata={"stored": "old_name"}`` at the field.
+class or a field is stored under its own name, or after a rename under its first one: ``STORED = "OldName"`` in the
+class, ``metadata={"stored": "old_name"}`` at the field.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from enum import StrEnum
 
 
 class PlainError(ValueError):
-    """A plain value does not describe the record that was asked for."""
+    """A plain value does not describe a record of the requested type."""
 
 
 FLOAT_INT_MAX = 1 << 1000
-"""Of a whole number that stands for a float; there is nothing beyond it that a float could be."""
+"""Largest whole number accepted for a float; floats end near 2^1024."""
 JSON_DEPTH_MAX = 100
-"""Lists and objects within each other in JSON that is read; what is written here has less than twenty."""
+"""Deepest nesting of lists and objects in JSON that is read; JSON written here has less than twenty levels."""
 TOO_DEEP = f"it is nested too deeply: more than {JSON_DEPTH_MAX} levels"
 SCALARS = frozenset({type(None), str, bool, int, float})
 
 
 def to_plain(value: object) -> object:
-    """A dataclass, a collection of them or a scalar as plain values; tuples become lists, enums their text."""
+    """Return a dataclass, a collection of them or a scalar as plain values; tuples become lists, enums their text."""
     kind: type = type(value)
     if kind in SCALARS:
         return value
-    if kind is tuple or kind is list:  # The usual ones first.
+    if kind is tuple or kind is list:  # The usual types first.
         return [item if type(item) in SCALARS else to_plain(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, StrEnum):
         return value.value
@@ -52,24 +52,30 @@ def to_plain(value: object) -> object:
 
 @functools.cache
 def stored_fields(kind: type) -> dict[str, str] | None:
-    """The fields of a dataclass by the names under which they are stored; None for any other type."""
+    """Return the field names of a dataclass by their stored names; None for any other type."""
     if not dataclasses.is_dataclass(kind):
         return None
     return {field.metadata.get("stored", field.name): field.name for field in dataclasses.fields(kind)}
 
 
 def stored_name(kind: type) -> str:
-    """The name under which records of ``kind`` are stored."""
+    """Return the name under which records of ``kind`` are stored."""
     return str(getattr(kind, "STORED", kind.__name__))
 
 
+def records_in(module: types.ModuleType, base: type) -> dict[str, type]:
+    """Return the dataclasses of ``module`` that are subclasses of ``base``, by their stored names."""
+    found = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
+    return {stored_name(kind): kind for kind in found if dataclasses.is_dataclass(kind)}
+
+
 def canonical(value: object) -> bytes:
-    """``value`` as JSON bytes that depend on nothing but the value."""
+    """Return ``value`` as JSON bytes that depend only on the value."""
     return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse_json(text: str | bytes) -> typing.Any:
-    """Parse JSON; ``ValueError`` where ``text`` is none, or nests deeper than ``JSON_DEPTH_MAX``.
+    """Parse JSON; ``ValueError`` where ``text`` is not JSON, or nests deeper than ``JSON_DEPTH_MAX``.
 
     The bound is ours because the interpreter's differs by release: 5,000 levels are an error on Python 3.11 and a value
     on 3.13, where the next function that recurses into that value fails instead.
@@ -89,26 +95,24 @@ def parse_json(text: str | bytes) -> typing.Any:
 
 
 def _items(value: object) -> typing.Iterable[object]:
-    """What a parsed list or object holds; nothing for a scalar."""
+    """Return the items of a parsed list or object; nothing for a scalar."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
 
 
 def shown(value: object) -> str:
-    """``value`` for people, cut short: what is damaged can be of any length."""
+    """Return ``value`` for error messages, cut to 80 characters: a damaged value can be of any length."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, object]:
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
 
 
 @functools.cache
 def _required(kind: type) -> frozenset[str]:
-    """The stored names of a dataclass' fields that have no default."""
+    """Return the stored names of a dataclass' fields that have no default."""
     return frozenset(
         field.metadata.get("stored", field.name)
         for field in dataclasses.fields(kind)
@@ -117,8 +121,8 @@ def _required(kind: type) -> frozenset[str]:
 
 
 def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
-    """The record of type ``kind`` that ``value`` describes; ``PlainError`` names the place that does not fit."""
-    if type(value) is kind and kind in SCALARS:  # Most values are.
+    """Return the record of type ``kind`` that ``value`` describes; ``PlainError`` names the place that does not fit."""
+    if type(value) is kind and kind in SCALARS:  # Most values are scalars.
         return value
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
@@ -138,7 +142,11 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
             return kind(str(value))
         except ValueError:
             raise PlainError(f"{where} is {shown(value)}: not one of {', '.join(kind)}") from None
-    return _scalar(kind, value, where)
+    if kind is float and type(value) is int and abs(value) <= FLOAT_INT_MAX:
+        return float(value)
+    if type(value) is not kind:
+        raise PlainError(f"{where} is {shown(value)}: {getattr(kind, '__name__', kind)} wanted")
+    return value
 
 
 def _record(kind: type, value: object, where: str) -> typing.Any:
@@ -186,12 +194,4 @@ def _listed(value: object, where: str) -> list[object]:
 def _mapped(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise PlainError(f"{where} is {shown(value)}: a mapping wanted")
-    return value
-
-
-def _scalar(kind: object, value: object, where: str) -> typing.Any:
-    if kind is float and type(value) is int and abs(value) <= FLOAT_INT_MAX:
-        return float(value)
-    if type(value) is not kind:
-        raise PlainError(f"{where} is {shown(value)}: {getattr(kind, '__name__', kind)} wanted")
     return value

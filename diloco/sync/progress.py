@@ -1,28 +1,50 @@
-"""What a site's machine remembers: its place in every fragment, and where each token it read has gone.
+"""The memory of a site's machine: its progress in every fragment, and an account of each token it read.
 
-``SiteTurn`` is one handling of an event: the memory, the rules, and what the site must do so far.
+``SiteTurn`` is the handling of one event: the memory, the options, and the effects so far.
+
+Units of the data: the site's list, what it asks for, and what its updates have consumed.  The place of a unit in the
+list is the data cursor divided by the unit size, so the cursor alone locates a batch.  A site never waits for the
+syncer: where its list ends it draws earlier units again.  Its updates do not name these, so that they are not counted
+as other units, and the next request says how many there were.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from diloco.sync.data_units import Piece, Span, units_at
+from diloco.sync.data_units import (
+    SKIPPED,
+    Piece,
+    Span,
+    added,
+    common,
+    first_of,
+    joined,
+    leased_places,
+    num_places,
+    pieces_before,
+    pieces_from,
+    size,
+    units_at,
+)
 from diloco.sync.effects import Fetch, LearnerEffect, Note, StopTraining
-from diloco.sync.events import Ending, Fate
+from diloco.sync.events import Ending, Fate, StepDone
 from diloco.sync.options import LearnerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from diloco.sync.events import UnitsTold
+
 
 @dataclass(slots=True)
 class SiteUnits:
-    """A list from place ``first`` on; the syncer has told of the places before ``known``.
+    """The site's list of units from place ``first`` on; the syncer has sent the places before ``known``.
 
-    ``again`` counts the places at which there was no unit to draw but those that were drawn before.
+    ``again`` counts the places at which the site had no new unit and drew an earlier one again.
     """
 
     first: int = 0
@@ -30,20 +52,20 @@ class SiteUnits:
     known: int = 0
     again: int = 0
     spare: list[Span] = field(default_factory=list)
-    """Some units that it has drawn, for when there is no other in the list."""
+    """Some units that the site has drawn, for use when the list holds none."""
 
     @property
     def end(self) -> int:
-        """The first place that has no unit yet."""
-        return self.first + sum(count for _, count in self.pieces)
+        """The first place beyond the list."""
+        return self.first + num_places(self.pieces)
 
     def real(self) -> list[Span]:
-        """The units that can be drawn over again."""
+        """Return the units that can be drawn again."""
         return units_at(self.first, self.pieces, [(self.first, self.end)]) or self.spare
 
 
 class SentState(StrEnum):
-    """An update is being encoded, is sealed in the outbox, or was accepted by the syncer."""
+    """The state of an update: being encoded, sealed in the outbox, or accepted by the syncer."""
 
     SEALING = "sealing"
     SEALED = "sealed"
@@ -55,10 +77,11 @@ class Sent:
     """An update whose decoded pseudo-gradient the agent still holds.
 
     ``merged_version`` is set once it is known to be merged; it leaves the list when that version is adopted.
-    ``since_adopt``: it was measured from the values of the latest adopt (matters to overwrite and blend only).
-    ``void``: it was still being encoded when the run was restored; its number is free once that is over.
-    ``unwanted``: the same, because a number before it is free again; its progress is unsent then.
-    ``outrun``: the same, because an earlier process has sent later work; its tokens are lost, and none of it any more.
+    ``since_adopt``: it was measured from the values of the latest adopt (matters to overwrite, blend and eager only).
+    ``void``: it was still being encoded when the run was restored; its number is free when the encoding ends.
+    ``unwanted``: still being encoded when an earlier number became free; its progress becomes unsent when that ends.
+    ``outrun``: still being encoded when it turned out that an earlier process had sent later work; its tokens count as
+    lost, so it has none any more.
     ``kept``: it was accepted, by a syncer of ``epoch``, and its bytes are still in the outbox.
     ``spans``: the sequences whose progress it carries, in the site's own count, where units of the data are leased.
     """
@@ -80,7 +103,7 @@ class Sent:
 
     @property
     def bytes_wanted(self) -> bool:
-        """Whether its encoded bytes may still have to be sent."""
+        """Whether its encoded bytes may still have to be sent (again)."""
         return self.state is not SentState.ACCEPTED or self.kept
 
 
@@ -88,7 +111,7 @@ class Sent:
 class Orphan:
     """An update of an earlier process, accepted and undecided, whose pseudo-gradient was lost with that process.
 
-    ``epoch`` is that of the syncer which told of it.
+    ``epoch`` is that of the syncer that reported it.
     """
 
     sequence: int
@@ -109,16 +132,16 @@ class Ledger:
     lost: int
 
     def balanced(self) -> bool:
-        """Whether every token is in exactly one place."""
+        """Return whether every token is in exactly one place."""
         parts = self.merged + self.refused + self.in_flight + self.unsent + self.overwritten + self.lost
         return self.processed == parts
 
 
 @dataclass(slots=True)
 class Retaking:
-    """Unsent progress is to be thrown away as soon as ``version`` or a later one is here.
+    """A pending retake: the site discards unsent progress as soon as it has fetched ``version`` or a later one.
 
-    ``cold``: the site has its own initialisation until then, and must not train on it.
+    ``cold``: until then the site has only its own initialisation, and must not train on it.
     """
 
     version: int
@@ -128,7 +151,7 @@ class Retaking:
 
 @dataclass(slots=True)
 class Doubt:
-    """What the syncer had acknowledged when a join's answer knew less: the next answer must know it."""
+    """What the syncer had acknowledged when the answer to a join knew less: the next answer must know it."""
 
     sequence: int
     version: int
@@ -136,11 +159,12 @@ class Doubt:
 
 @dataclass(slots=True)
 class FragmentProgress:
-    """A site's place in one fragment.
+    """A site's progress in one fragment.
 
     ``base_version`` is -1 until the first version of the lineage is here; an update measured from ``stale_base`` was
-    too old.  ``held_until`` is the inner step before which no version is adopted, because an exchange may take so long;
-    ``sealed_step`` the one after which its last update was made, or from which the steps to the next are counted anew.
+    refused as stale.  Before inner step ``held_until`` no version is adopted, because the exchange of the last update
+    may take that long.  ``sealed_step`` is the inner step from which the steps to the next update count: that of the
+    last update, or of a later retake or adopt that restarted the count.
     """
 
     base_version: int = -1
@@ -168,29 +192,29 @@ class FragmentProgress:
     unsent_spans: list[Span] = field(default_factory=list)
 
     def undecided(self) -> list[Sent]:
-        """The updates without a known fate, in sequence order."""
+        """Return the updates without a known fate, in sequence order."""
         return [sent for sent in self.in_flight if sent.merged_version is None]
 
     def contradicted(self, fates: Iterable[Fate]) -> bool:
-        """Whether a number of the list was used by another process of the site, for something else."""
+        """Return whether another process of the site used a sequence number of the list for another update."""
         told = {fate.sequence: fate.digest for fate in fates}
         listed = [sent for sent in self.in_flight if not sent.outrun]
         return any(told.get(sent.sequence, sent.digest) != sent.digest for sent in listed)
 
     def encoding(self) -> bool:
-        """Whether an update's decoded values are not known yet."""
+        """Return whether an update is still being encoded, so that its decoded values are not known yet."""
         return any(sent.state is SentState.SEALING for sent in self.in_flight)
 
     def unanswered(self) -> bool:
-        """Whether an update is on its way to the syncer's answer."""
+        """Return whether an update has no answer of the syncer yet."""
         return any(sent.state is not SentState.ACCEPTED for sent in self.in_flight)
 
     def tokens_in_flight(self) -> int:
-        """Tokens in updates without a known fate, those of earlier processes included."""
+        """Return the tokens in updates without a known fate, those of earlier processes included."""
         return sum(sent.tokens for sent in self.undecided()) + sum(orphan.tokens for orphan in self.orphans)
 
     def accounted(self) -> int:
-        """The tokens that are somewhere; what was processed beyond them is lost."""
+        """Return the tokens that are accounted for; tokens processed beyond these are lost."""
         parts = self.tokens_merged + self.tokens_refused + self.tokens_overwritten
         return parts + self.tokens_in_flight() + self.unsent_tokens
 
@@ -199,11 +223,11 @@ class FragmentProgress:
 class LearnerState:
     """All of a site machine's memory.
 
-    ``stopping``: the training loop was told to end; ``at_rest``: it has been at a boundary since, so that no step is
-    under way any more; ``closed``: the syncer takes nothing any more; ``left``: goodbye is said; ``keep``: the syncer
-    acknowledges what its standby may lack, so that bytes are kept until their fate is known; ``overlap_steps``: inner
-    steps from an update to the adoption of its version, at least, from the next seal on; ``fastest_step_ns``: what an
-    inner step takes at the fastest site, as last told.
+    ``stopping``: the training loop was told to end.  ``at_rest``: it has reached a boundary since, so that no step is
+    under way.  ``closed``: the syncer accepts no more updates.  ``left``: the site has left or given up.  ``keep``: the
+    syncer may acknowledge updates that its standby lacks, so bytes are kept until their fate is known.
+    ``overlap_steps``: least inner steps from an update to the adoption of its version, from the next seal on.
+    ``fastest_step_ns``: the inner step time of the fastest site, as the syncer last sent it.
     """
 
     fragments: list[FragmentProgress]
@@ -226,11 +250,11 @@ class LearnerState:
     overlap_steps: int = 0
     units: SiteUnits = field(default_factory=SiteUnits)
     elsewhere: tuple[int, int] | None = None
-    """In lock-step with several syncers: the place of the next fragment of the others (``TurnElsewhere``)."""
+    """In lock-step with several syncers: the order key of the next fragment of the others (``TurnElsewhere``)."""
 
 
 def ledger_of(state: LearnerState, index: int) -> Ledger:
-    """The ledger of one fragment, exact."""
+    """Return the exact ledger of one fragment."""
     part = state.fragments[index]
     return Ledger(
         processed=state.tokens_processed,
@@ -244,15 +268,34 @@ def ledger_of(state: LearnerState, index: int) -> Ledger:
 
 
 def site_ledger(state: LearnerState) -> Ledger:
-    """The ledger of the site: the mean over its fragments."""
+    """Return the ledger of the site: the mean over its fragments."""
     return mean_ledger([ledger_of(state, index) for index in range(len(state.fragments))])
 
 
-def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
-    """The mean of ledgers, in whole tokens that still balance.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The status of a site or a region: its ledger (the mean over its fragments), its base versions, its inner steps
+    (of a region: updates merged) since it began, and its inner step time."""
 
-    Each fragment of a site counts every token once.  The mean of each part is rounded down and what rounding took away
-    is given back one by one to the parts that lost most, in the order of the fields.
+    ledger: Ledger
+    versions: tuple[int, ...]
+    steps: int
+    step_ns: int
+
+
+def standing_of(states: Sequence[LearnerState]) -> Standing:
+    """Return the standing of a site or region from the memory of all its machines."""
+    ledgers = [ledger_of(state, index) for state in states for index in range(len(state.fragments))]
+    versions = tuple(part.base_version for state in states for part in state.fragments)
+    steps, step_ns = sum(state.step for state in states), max(state.step_ns for state in states)
+    return Standing(mean_ledger(ledgers), versions, steps, step_ns)
+
+
+def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
+    """Return the mean of ledgers, in whole tokens that still balance.
+
+    Each fragment of a site counts every token once.  The mean of each part is rounded down; the missing tokens are
+    added one by one to the parts with the largest remainders, ties in the order of the fields.
     """
     count = len(ledgers)
     names = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
@@ -266,9 +309,9 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def combined(ledgers: Sequence[Ledger]) -> Ledger:
-    """The ledger of a site that has several syncers, from those of all its fragments.
+    """Return the ledger of a site that has several syncers, from those of all its fragments.
 
-    A part that had ended was not told of the steps after that: what it has not heard of is unsent there.
+    A machine that has ended gets no more steps: the tokens of these steps are added to its unsent ones.
     """
     processed = max(ledger.processed for ledger in ledgers)
     whole = [
@@ -286,18 +329,18 @@ class SiteTurn:
     effects: list[LearnerEffect] = field(default_factory=list)
 
     def note(self, what: str, why: str, fragment: int | None = None) -> None:
-        """Say a decision and its reason."""
+        """Log a decision and its reason."""
         self.effects.append(Note(what, why, fragment=fragment))
 
     def find(self, index: int, sequence: int) -> Sent | None:
-        """The update of the in-flight list with that number."""
+        """Return the update with that sequence number in the in-flight list; None if there is none."""
         for sent in self.state.fragments[index].in_flight:
             if sent.sequence == sequence:
                 return sent
         return None
 
     def want(self, index: int) -> None:
-        """Fetch the newest version unless it is here or on its way."""
+        """Fetch the newest version unless it is here or being fetched."""
         part = self.state.fragments[index]
         have = max(part.fetched, part.base_version)
         if part.published > have and not part.fetching:
@@ -305,13 +348,130 @@ class SiteTurn:
             self.effects.append(Fetch(index, have))
 
     def end(self, ending: Ending | None, why: str) -> None:
-        """Stop training in good order: what is unsent still goes out."""
+        """Stop training in order: unsent progress still goes out."""
         self.state.ending = self.state.ending or ending
         if not self.state.stopping:
             self.state.stopping = True
             self.effects.append(StopTraining(ending, why))
 
     def stop(self, why: str) -> None:
-        """Give up: this process must not, or cannot, go on."""
+        """Give up: this process must not, or cannot, continue."""
         self.state.stopping = self.state.left = True
         self.effects.append(StopTraining(None, why, failed=True))
+
+
+REMEMBERED = 64
+"""Places before the present one that a site keeps, to draw their units again."""
+SPANS_MAX = 16
+"""Most spans in one update; data beyond that counts as thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitAsk:
+    """The figures of a request for units; the fields are those of ``UnitsAsked``."""
+
+    known: int
+    begin: int
+    upto: int
+    floor: int
+    again: int
+
+
+def ask_of(options: LearnerOptions, state: LearnerState) -> UnitAsk:
+    """Return the request for units at the site's present data cursor."""
+    unit, units = options.unit_sequences, state.units
+    place = state.cursor // unit
+    known, begin = units.known, units.end
+    if units.end <= place:  # Ask for what another process of the site was leased here; lease no unit that has begun.
+        known, begin = place, -(-state.cursor // unit)
+    upto = begin if state.stopping else place + options.units_ahead
+    if not units.real():  # Training cannot begin without a unit, at whatever place.
+        upto = max(upto, begin + 1)
+    starts = [state.cursor]
+    for part in state.fragments:
+        starts += [start for start, _ in part.unsent_spans]
+        starts += [start for sent in part.undecided() for start, _ in sent.spans]
+    # The floor is the first sequence whose progress is in an undecided update or still to be sent.
+    return UnitAsk(known, begin, upto, min(starts), units.again)
+
+
+def wants_soon(options: LearnerOptions, state: LearnerState) -> bool:
+    """Return whether the list is so short that the site should ask now and not at its next heartbeat."""
+    if state.stopping:
+        return False
+    place = state.cursor // options.unit_sequences
+    return state.units.end - place < options.units_ahead // 2
+
+
+def units_told(turn: SiteTurn, event: UnitsTold) -> None:
+    """Append units that the syncer sent; places sent before, or drawn again meanwhile, stay as they are."""
+    units = turn.state.units
+    upto = event.first + num_places(event.pieces)
+    if upto <= units.end:
+        units.known = max(units.known, min(upto, units.end))
+        return
+    if event.first > units.end or not units.pieces:
+        units.first, units.pieces = event.first, []
+    more = pieces_from(event.pieces, units.end - event.first)
+    units.pieces, units.known = joined([*units.pieces, *more]), upto
+    units.spare = first_of(units_at(units.first, units.pieces, [(units.first, upto)]) or units.spare, REMEMBERED)
+
+
+def units_drawn(turn: SiteTurn, event: StepDone) -> None:
+    """Record the sequences that a step has read: every fragment's next update carries their progress."""
+    options, state = turn.options, turn.state
+    if not options.unit_sequences:
+        return
+    unit = options.unit_sequences
+    leased = leased_places(state.units.first, state.units.pieces)
+    read = event.sequences or event.tokens // options.sequence_tokens
+    named = common(
+        [(event.cursor - read, event.cursor)],
+        [(start * unit, stop * unit) for start, stop in leased],
+    )
+    for part in state.fragments:
+        part.unsent_spans = added(part.unsent_spans, named)[-SPANS_MAX:]
+    place = event.cursor // options.unit_sequences
+    skip = place - REMEMBERED - state.units.first
+    if skip > 0:
+        state.units.pieces = pieces_from(state.units.pieces, skip)
+        state.units.first += skip
+
+
+def units_start_over(options: LearnerOptions, state: LearnerState) -> None:
+    """After a restore of the run: drop the places from the cursor on, as the restored syncer may not have leased them.
+
+    The rest of a unit that has begun becomes a skipped place: the site draws an earlier unit for it, without naming it.
+    """
+    if not options.unit_sequences:
+        return
+    units, place = state.units, state.cursor // options.unit_sequences
+    begun = [(SKIPPED, 1)] if state.cursor % options.unit_sequences and units.end > place >= units.first else []
+    units.pieces = joined([*pieces_before(units.pieces, place - units.first), *begun])
+    units.known = min(units.known, units.end)
+
+
+def units_from(state: LearnerState, place: int, count: int) -> tuple[list[Piece], bool]:
+    """Return up to ``count`` units from ``place`` on (at least one), and whether they are repeats.
+
+    There are fewer where fewer are known.  Where none is known, the site draws one again that it has drawn before.
+    """
+    units = state.units
+    if place >= units.end:
+        units.again += 1
+        units.pieces = joined([*units.pieces, (SKIPPED, place + 1 - units.end)])
+    here = pieces_before(pieces_from(units.pieces, place - units.first), count) if place >= units.first else []
+    found = list(takewhile(lambda piece: piece[0] != SKIPPED, here))
+    if found:
+        return found, False
+    real = units.real()
+    assert real, "a site that was leased no unit does not train"
+    return [(_at(real, place % size(real)), 1)], True
+
+
+def _at(spans: list[Span], number: int) -> int:
+    for start, stop in spans:
+        if number < stop - start:
+            return start + number
+        number -= stop - start
+    raise AssertionError("beyond the spans")

@@ -1,28 +1,27 @@
 """A region: a syncer to its sites, and a site to the syncer above it (HALoS, arXiv 2506.04531).
 
-Theory of operation.  Each fragment has a site's machine of its own (``learner.py``) in the region's memory.  Its inner
-step is an update that was merged here; after ``updates`` of them what the region has gained goes up as one update, with
-their tokens and inner steps.  What is heard from above is an event of the outer machine, and in its journal; what the
-site's machine then wants done with values is done between two outer steps of the fragment:
+Theory of operation.  Each fragment has its own site machine (``learner.py``) in the region's memory.  One inner step of
+that machine is one update merged in the region; after ``updates`` of them the region's progress goes up as one update,
+with their tokens and inner steps.  Messages from above are events of the outer machine, and in its journal.  The
+effects of the site machine on values are carried out between two outer steps of the fragment:
 
-    Adopt, Retake   --> TakeVersion, a version that holds no update; share alpha of the version above, or all of it
+    Adopt, Retake   --> TakeVersion, a version without updates: share alpha of the version above, or all of it
     Seal            --> the shell encodes (values after the last TakeVersion - values now), less what was sent since
 
-Versions above are fp32 in the spool before the machine hears of them, so that a replay takes the same ones.  An
-update's bytes stay in the outbox until the site's machine has it in its list no more, so that "what was sent since" is
-there after a crash as well: ``Release`` says when, and ``Forget`` says nothing here.  A standby has either file before
-the record that tells of it, and the update before it is sent.
+Versions from above are durable in the spool as fp32 before the machine's event, so that a replay takes the same ones.
+An update's bytes stay in the outbox as long as the site machine has it in its list, so that "what was sent since" is
+available after a crash as well: ``Release`` ends that, and ``Forget`` has no effect here.  A standby has either file
+before the record that names it, and an update before it is sent.
 
-Until a fragment has a base its rounds stay open: what is merged without one could never be told above.  In the last
-round nothing is taken or sent any more; when that is over, what is left goes up as the last update, and then goodbye.
+Until a fragment has a base its rounds stay open: progress merged without a base could never go up.  In the last round
+the region takes and sends nothing any more; after it, the rest goes up as the last update, and the region leaves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from diloco.sync import ending
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -47,16 +46,21 @@ from diloco.sync.events import (
     FinalAnnounced,
     JoinAnswered,
     LeaveAsked,
+    PushAnswered,
+    Sealed,
+    SealFailed,
     StepDone,
     UpstreamAsked,
     UpstreamFetched,
     UpstreamStarted,
     VersionFetched,
+    VersionPublished,
 )
+from diloco.sync.fates import begin_last_round, resume
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.plain import to_plain
-from diloco.sync.progress import FragmentProgress, Ledger, Retaking, ledger_of, mean_ledger
+from diloco.sync.progress import Retaking, Standing, standing_of
 from diloco.sync.state import OuterState, Part, Phase, Upstream, VersionAbove
 
 if TYPE_CHECKING:
@@ -64,107 +68,91 @@ if TYPE_CHECKING:
 
     from diloco.sync.effects import LearnerEffect, RegionEffect
     from diloco.sync.events import LearnerEvent, RegionEvent
-    from diloco.sync.state import Pending
-    from diloco.sync.turn import Turn
+    from diloco.sync.state import Pending, Turn
 
 V = TypeVar("V", contravariant=True)
 OUTBOX = "above/outbox"
-"""In the region's data folder: its updates for the one above, for as long as they are wanted."""
+"""Folder in the region's data folder for its updates to the syncer above, until they are released."""
 
 
 def outbox_file(fragment: int, sequence: int) -> str:
-    """Where in the data folder an update for the one above lies."""
+    """Return the path, in the data folder, of an update for the syncer above."""
     return f"{OUTBOX}/{fragment}-{sequence}.update"
 
 
 # --- between the two shells ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How a region stands towards the one above: its ledger (the mean over its fragments), the versions that it rests
-    on, updates merged since it began, and what an inner step takes here."""
-
-    ledger: Ledger
-    versions: tuple[int, ...]
-    steps: int
-    step_ns: int
-
-
 class Below(Protocol):
-    """The syncer, as the one that speaks for the region above knows it.  Any thread may call."""
+    """The region's syncer, as its client to the syncer above (``Above``) sees it.  Any thread may call."""
 
     def tell(self, event: RegionEvent) -> None:
-        """Hand an event to the machine; they are taken in the order in which they come."""
+        """Hand an event to the machine; events are handled in order of arrival."""
 
     def keep(self, fragment: int, values: memoryview, digest: str) -> str:
-        """Make the values of a version above durable; where they lie then.  ``OSError`` when there is no room."""
+        """Make the values of a version above durable; return where they are.  ``OSError`` when there is no room."""
 
     def standing(self) -> Standing | None:
-        """How the region stands; None while nobody can say."""
+        """Return the region's standing; None while it is not available."""
 
     def give_up(self, why: str) -> None:
-        """The one above will have no more of the region: the process ends, in words."""
+        """End the process with the error ``why``: no more updates of the region go to the syncer above."""
 
 
 class Above(Protocol[V]):
-    """The one who speaks for the region above, as the syncer knows it, with values of the kind ``V``.
+    """The region's client to the syncer above, as the region's syncer sees it, with values of the kind ``V``.
 
-    ``begin`` comes before the decision loop runs, ``seal`` and ``order`` are called in its thread and wait for nothing.
+    ``begin`` is called before the decision loop runs; ``seal`` and ``order`` are called in its thread and never block.
     """
 
     def begin(self, below: Below, known: Sequence[Part]) -> UpstreamStarted:
-        """What the machine is told first, ``known`` being what it remembers of each fragment."""
+        """Return the machine's first event; ``known`` is its memory of each fragment."""
 
     def start(self) -> None:
-        """Join, and go on joining."""
+        """Join the run above, retrying until it succeeds."""
 
     def seal(self, effect: Seal, reference: V, values: V) -> None:
-        """Make an update of the difference, beside everything else; neither is written to any more."""
+        """Encode an update from the difference in the background; the caller writes to neither argument any more."""
 
     def order(self, effect: RegionEffect) -> None:
-        """Whatever else is to be done towards the one above."""
+        """Carry out any other effect towards the syncer above."""
 
     def finish(self) -> None:
-        """The region's part is over: wait, with a bound, until the last update is taken and goodbye is said."""
+        """At the region's end: wait, with a bound, until the last update is accepted and the region has left."""
 
     def close(self) -> None:
-        """End."""
+        """Stop the client."""
 
 
-# --- what is asked of a region's memory ------------------------------------------------------------------------
+# --- queries of a region's memory ------------------------------------------------------------------------------
 
 
 def standing(state: OuterState) -> Standing | None:
-    """As ``Standing`` has it; None for a syncer that is no region."""
+    """Return the region's standing; None for a syncer that is no region."""
     if state.upstream is None:
         return None
-    parts = state.upstream.parts
-    ledgers = [ledger_of(part.learner, 0) for part in parts]
-    versions = tuple(part.progress.base_version for part in parts)
-    steps, step_ns = sum(part.learner.step for part in parts), max(part.learner.step_ns for part in parts)
-    return Standing(mean_ledger(ledgers), versions, steps, step_ns)
+    return standing_of([part.learner for part in state.upstream.parts])
 
 
 def progress_ppm(state: OuterState) -> int:
-    """The progress of the run above, as last told; 0 where there is none."""
+    """Return the progress of the run above in millionths, as last received; 0 where there is none."""
     return max((part.learner.progress_ppm for part in state.upstream.parts), default=0) if state.upstream else 0
 
 
 def has_joined(state: OuterState) -> bool:
-    """Whether the one above has taken in the process that speaks for the region."""
+    """Return whether the syncer above has admitted this process of the region."""
     return state.upstream is not None and all(part.learner.incarnation for part in state.upstream.parts)
 
 
 def waits_for_base(state: OuterState, index: int) -> bool:
-    """Whether no round of the fragment may close yet."""
+    """Return whether the fragment has no base yet, so that its rounds must stay open."""
     if state.upstream is None or state.phase is not Phase.RUNNING:
         return False
     return state.upstream.parts[index].progress.base_version < 0
 
 
 def taking(state: OuterState, index: int) -> TakeVersion | None:
-    """The version above that is being taken, from the memory alone, so that a restart takes the same."""
+    """Return the version above that is being taken, from the memory alone, so that a restart takes the same one."""
     part = state.upstream.parts[index] if state.upstream is not None else None
     if part is None or part.taking is None:
         return None
@@ -172,11 +160,11 @@ def taking(state: OuterState, index: int) -> TakeVersion | None:
     return TakeVersion(index, version, part.share, part.taking.payload, part.taking.digest)
 
 
-# --- what happens ----------------------------------------------------------------------------------------------
+# --- handlers --------------------------------------------------------------------------------------------------
 
 
 def heard(turn: Turn, event: RegionEvent) -> None:
-    """Something came from above, or was made for it."""
+    """Handle an event of the exchange with the syncer above."""
     if isinstance(event, UpstreamStarted):
         _started(turn, event)
         return
@@ -185,7 +173,7 @@ def heard(turn: Turn, event: RegionEvent) -> None:
     match event:
         case UpstreamAsked():
             nobody_speaks(turn.state)
-            ending.resume(turn.state)
+            resume(turn.state)
             turn.note("resumed", "the run above is asked again whether it is over")
         case JoinAnswered():
             for index, each in enumerate(event.standings):
@@ -193,19 +181,21 @@ def heard(turn: Turn, event: RegionEvent) -> None:
                 own = replace(event, standings=(replace(each, fragment=0, fates=fates),))
                 _feed(turn, index, own)
             if event.ending is not None:
-                ending.begin(turn, event.ending, f"the run above is {event.ending.value}")
+                begin_last_round(turn, event.ending, f"the run above is {event.ending.value}")
         case FinalAnnounced():
-            ending.begin(turn, event.ending, f"the run above is {event.ending.value}")
+            begin_last_round(turn, event.ending, f"the run above is {event.ending.value}")
         case FateTold():
             _feed(turn, event.fate.fragment, FateTold(replace(event.fate, fragment=0)))
         case UpstreamFetched():
             _fetched(turn, event)
-        case _:
+        case VersionPublished() | Sealed() | SealFailed() | PushAnswered() | FetchFailed():
             _feed(turn, event.fragment, replace(event, fragment=0))
+        case _:
+            raise AssertionError(event)
 
 
 def nobody_speaks(state: OuterState) -> None:
-    """A process began that has not said yet what is in its outbox: until it has joined nothing is decided."""
+    """Mark every fragment as not joined: a new process has not reported its outbox yet, so nothing is decided."""
     for part in state.upstream.parts if state.upstream is not None else ():
         part.learner.incarnation = 0
 
@@ -236,7 +226,7 @@ def _fetched(turn: Turn, event: UpstreamFetched) -> None:
     part, here = turn.state.upstream.parts[event.fragment], VersionAbove(event.version, event.payload, event.digest)
     learner, progress = part.learner, part.progress
     if event.lineage != learner.lineage or turn.state.phase is Phase.ENDED:
-        _let_go(turn, part, here)  # The new lineage has ordered another; and after the end there is none.
+        _let_go(turn, part, here)  # In a new lineage another fetch is under way; after the end none is needed.
         return
     is_late = 0 < event.epoch < learner.epoch
     if is_late or event.version <= max(progress.fetched, progress.base_version):
@@ -248,7 +238,7 @@ def _fetched(turn: Turn, event: UpstreamFetched) -> None:
 
 
 def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
-    """An outer step of the fragment is done, and holds these updates; none where a version above was taken."""
+    """Handle a finished outer step of the fragment with its ``merged`` updates (none where it took a version above)."""
     if turn.state.upstream is None:
         return
     part = turn.state.upstream.parts[index]
@@ -257,7 +247,7 @@ def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
         _let_go(turn, part, before)
         return
     progress, tokens = part.progress, sum(pending.tokens for pending in merged)
-    if progress.base_version < 0:  # A last round did not wait for a base, and the first one takes the place of it all.
+    if progress.base_version < 0:  # A last round does not wait for a base; the first base will overwrite its result.
         part.learner.tokens_processed += tokens
         progress.tokens_overwritten += tokens
         return
@@ -267,7 +257,7 @@ def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
         tokens,
         max(site_ns, default=0),
         part.learner.cursor,
-        passes=True,  # The boundary is seen to where all events end.
+        passes=True,  # ``act`` handles the boundary in the sweep after each event.
         steps=len(merged),
         inner_steps=sum(pending.steps for pending in merged),
     )
@@ -275,8 +265,8 @@ def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
 
 
 def cannot_take(turn: Turn, index: int) -> bool:
-    """Whether it was a version above that gave no finite values.  Then the region ends in words: without it, what goes
-    up next could be measured from nothing.  Another process tries again."""
+    """Return whether taking a version above gave values that are not finite.  Then the region stops with an error,
+    because the next update would have no base to be measured from; another process tries again."""
     if taking(turn.state, index) is None:
         return False
     why = f"fragment {index}: blended with the version above the values, or what is published of them, are not finite"
@@ -285,42 +275,37 @@ def cannot_take(turn: Turn, index: int) -> bool:
 
 
 def act(turn: Turn, index: int) -> None:
-    """Do what is to be done between two outer steps of the fragment, if this is such an instant."""
+    """Handle the boundary between two outer steps of the fragment, if it is at one and has work there."""
     state = turn.state
     if state.upstream is None or state.phase is not Phase.RUNNING:
         return
-    if state.fragments[index].merging_since_ns is None and _wants_boundary(state.upstream.parts[index].progress):
+    progress = state.upstream.parts[index].progress
+    is_wanted = progress.due or progress.retaking is not None or progress.fetched > progress.base_version
+    if is_wanted and state.fragments[index].merging_since_ns is None:
         _feed(turn, index, BoundaryReached())
 
 
-def _wants_boundary(progress: FragmentProgress) -> bool:
-    return progress.due or progress.retaking is not None or progress.fetched > progress.base_version
-
-
 def end(turn: Turn) -> None:
-    """After the last round: send what is left, and say goodbye."""
-    if turn.state.upstream is not None and turn.state.phase is Phase.ENDED:
-        for index, part in enumerate(turn.state.upstream.parts):
-            if not part.learner.left:
-                _end(turn, index, part)
-
-
-def _end(turn: Turn, index: int, part: Part) -> None:
-    """There is no version any more that could be taken."""
-    progress, before, part.arrived = part.progress, part.arrived, None
-    if progress.retaking is not None:  # Unsent progress is worth nothing, and nor is what it would be measured from.
-        progress.tokens_overwritten += progress.unsent_tokens
-        progress.unsent_tokens = progress.unsent_steps = 0
-        progress.base_version = -1  # Should the region go on one day, it takes the version of then before all else.
-    _let_go(turn, part, before)
-    progress.fetched = progress.base_version
-    if not part.learner.stopping:
-        _feed(turn, index, LeaveAsked())
-    _feed(turn, index, BoundaryReached())
+    """After the last round: take no more versions, send the remaining progress and leave."""
+    if turn.state.upstream is None or turn.state.phase is not Phase.ENDED:
+        return
+    for index, part in enumerate(turn.state.upstream.parts):
+        if part.learner.left:
+            continue
+        progress, before, part.arrived = part.progress, part.arrived, None
+        if progress.retaking is not None:  # Unsent progress is void, and so is its base.
+            progress.tokens_overwritten += progress.unsent_tokens
+            progress.unsent_tokens = progress.unsent_steps = 0
+            progress.base_version = -1  # If the region resumes one day, it first takes the version of that time.
+        _let_go(turn, part, before)
+        progress.fetched = progress.base_version
+        if not part.learner.stopping:
+            _feed(turn, index, LeaveAsked())
+        _feed(turn, index, BoundaryReached())
 
 
 def lineage_began(turn: Turn) -> None:
-    """The region goes on from restored values: whatever it owed the one above is no more."""
+    """Drop all state towards the syncer above: the region continues from restored values."""
     if turn.state.upstream is not None:
         held = [(part.base, part.arrived, part.taking) for part in turn.state.upstream.parts]
         payloads = sorted({each.payload for three in held for each in three if each is not None})
@@ -328,11 +313,11 @@ def lineage_began(turn: Turn) -> None:
         turn.state.upstream.parts = [Part() for _ in held]
 
 
-# --- the site's machine ----------------------------------------------------------------------------------------
+# --- the site machine ------------------------------------------------------------------------------------------
 
 
 def _options(upstream: Upstream) -> LearnerOptions:
-    """Those of a site that takes a share of what comes back, and only of what its own updates have brought about."""
+    """Return the options of a site that blends in versions, and only those that answer its own updates."""
     return LearnerOptions(
         inner_steps=upstream.updates,
         adopt="blend",
@@ -347,7 +332,7 @@ def _listed(part: Part) -> set[int]:
 
 
 def _feed(turn: Turn, index: int, event: LearnerEvent) -> None:
-    """Give ``event`` to the fragment's machine, and pass on what it orders."""
+    """Give ``event`` to the fragment's site machine, and pass on its effects."""
     upstream = turn.state.upstream
     assert upstream is not None
     if not 0 <= index < len(upstream.parts):
@@ -413,6 +398,6 @@ def _take(turn: Turn, index: int, part: Part, version: int, share: float) -> Non
 
 
 def _let_go(turn: Turn, part: Part, version: VersionAbove | None) -> None:
-    """These values are not needed any more, unless they are by another name."""
+    """Release the values of ``version``, unless another version in use has the same payload."""
     if version is not None and not part.needs(version.payload):
         turn.effects.append(LetGo(version.payload))

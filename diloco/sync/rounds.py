@@ -1,16 +1,16 @@
 """The rounds of a fragment: opened by an update, closed into one outer step, which gives the next version.
 
-A round closes when its quorum is met and its grace is over, or when every live site is there (``standing``,
-``grace_ns``).  What a site's contribution counts in the merge is its weight (``raw_weight``), and what the merge counts
-of a whole step is its share (``share``).
+A round closes when its quorum is met and its grace is over, or when every live site has arrived (``standing``,
+``grace_ns``).  A site's contribution enters the merge with its weight (``raw_weight``), and the merge moves the model
+by its share of a whole step (``share``).
 
-An update that arrives enters the fragment's round or is answered at once.  A refusal changes nothing, so that no caller
-can make the syncer remember what it refuses, but for one: what is refused as an outlier is remembered by its digest,
-and counted.  Every other reason holds for ever once it holds, or is found again in the same bytes.  What is usual
-moves, and the same update that comes twice, or again after a crash, must not be refused to its site, which throws it
-away, and then be merged.
+An update that arrives enters the fragment's round or is refused at once.  A refusal changes nothing, so that no caller
+can make the syncer store what it refuses, with one exception: for an update refused as an outlier the syncer stores its
+digest and counts it.  Every other reason holds for ever once it holds, or is found again in the same bytes.  But the
+statistics of usual updates move: an outlier that arrives twice, or again after a crash, could be refused at first, so
+that its site throws its progress away, and merged later.
 
-A ``Selection`` names the updates that an operator means, in words that a person can type.
+A ``Selection`` names a set of updates for an operator, in text that a person can type.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from diloco.sync import ending, members, region
+from diloco.sync import fates, members, region
 from diloco.sync.admission import (
     NOTHING_WRONG,
     Finding,
     Verdict,
     admit,
     arrived,
-    held_from,
     implausible,
     looked_at,
     period_ns,
@@ -38,7 +37,7 @@ from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartO
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.options import smoothed
-from diloco.sync.state import Line, OuterState, Pending, Phase, Round
+from diloco.sync.state import Held, Line, OuterState, Pending, Phase, Round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -46,18 +45,16 @@ if TYPE_CHECKING:
 
     from diloco.sync.events import OuterStepDone, OuterStepFailed
     from diloco.sync.options import OuterOptions
-
-    pass
-    from diloco.sync.turn import Turn
+    from diloco.sync.state import Turn
 
 
 class QuorumStanding(NamedTuple):
-    """``met``: enough distinct sites arrived.  ``complete``: every member did, so waiting for more is pointless."""
+    """``met``: enough distinct sites arrived.  ``complete``: every live site did, so no more can arrive."""
 
     met: bool
     complete: bool
     why: Callable[[], str]
-    """In words, which take longer than to judge."""
+    """Returns the reason as text; a function because the text costs more than the judgement."""
 
 
 def standing(
@@ -67,15 +64,15 @@ def standing(
     arrived: AbstractSet[str],
     waiting: int,
 ) -> QuorumStanding:
-    """Judge a round.
+    """Return whether a round has its quorum and whether it is complete.
 
     ``members`` are the sites of the round (live when it opened and not lost since), ``live`` those live now,
     ``arrived`` those with at least one update waiting: an update counts even when its site has died meanwhile.
-    ``waiting`` is how many updates wait.
+    ``waiting`` is the number of waiting updates.
     """
     here = len(arrived)
     if options.round_updates:
-        # More than the live sites may send without a fate cannot be waited for.
+        # The live sites can send no more updates than this before one has its fate.
         wanted = min(options.round_updates, max(1, len(live)) * options.updates_in_flight_max)
         enough = waiting >= wanted
         return QuorumStanding(enough, enough, lambda: f"{waiting} updates are here, {wanted} make a round")
@@ -85,7 +82,10 @@ def standing(
         return QuorumStanding(False, False, lambda: f"{here} of at least quorum_min={least} sites arrived")
     if options.quorum == "all":
         if len(members) > here or not arrived >= set(members):
-            return QuorumStanding(False, False, lambda: _absent(members, arrived))
+            all_of = f"of all {len(members)} members"
+            return QuorumStanding(
+                False, False, lambda: f"waiting for {', '.join(sorted(set(members) - arrived))} {all_of}"
+            )
         return QuorumStanding(True, complete, lambda: f"all {len(members)} members arrived")
     quorum = options.quorum
     assert isinstance(quorum, int)
@@ -94,19 +94,14 @@ def standing(
     return QuorumStanding(True, complete, lambda: f"quorum={quorum} met by {', '.join(sorted(arrived))}")
 
 
-def _absent(members: Sequence[str], arrived: AbstractSet[str]) -> str:
-    absent = sorted(set(members) - arrived)
-    return f"waiting for {', '.join(absent)} of all {len(members)} members"
-
-
 def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, period_ns: int = 0) -> int:
-    """How long to wait for more sites once the quorum is met.
+    """Return how long to wait for more sites once the quorum is met.
 
     Adaptive grace takes a share of the slack that the overlap leaves (Decoupled DiLoCo, arXiv 2604.21428:
     slack = τ·ξ_step − (ξ_quorum + ξ_sync)), at most ``options.grace_ns``, but no less than ``grace_period_percent`` of
-    a period, which is what it takes to bring equal sites into one round.  ``step_ns`` is the slowest live site's usual
-    step, ``quorum_ns`` the usual time to the quorum, ``sync_ns`` that of an outer step, ``period_ns`` the fastest live
-    site's usual time between two updates.
+    a period, which is enough to bring equally fast sites into one round.  ``step_ns`` is the slowest live site's usual
+    step time, ``quorum_ns`` the usual time to the quorum, ``sync_ns`` the usual time of an outer step, ``period_ns``
+    the fastest live site's usual time between two updates.
     """
     if options.grace == "fixed":
         return options.grace_ns
@@ -116,14 +111,14 @@ def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, 
 
 
 SHARE_LEAST = 1e-6
-"""Of a round, for a site beside which others claim to be a million times as much: its step is still one."""
+"""Smallest share of a round: a site still makes a step where others claim a million times its weight."""
 
 
 def raw_weight(rule: str, tokens: int, steps: int) -> float:
-    """The weight before normalising: ``tokens`` and ``steps`` since the fragment's previous update, both positive.
+    """Return the weight before normalising; ``tokens`` and ``steps`` count from the previous update, both positive.
 
-    ``tokens2_per_step`` is Decoupled DiLoCo's tokens times tokens per step (arXiv 2604.21428): a site counts by how
-    much it read and by how large its batches were.  ``uniform`` is DiLoCo's plain mean (arXiv 2311.08105, alg. 1).
+    ``tokens2_per_step`` is Decoupled DiLoCo's tokens times tokens per step (arXiv 2604.21428): a site's weight grows
+    with its tokens and with its batch size.  ``uniform`` is DiLoCo's plain mean (arXiv 2311.08105, alg. 1).
     """
     assert tokens > 0, tokens
     assert steps > 0, steps
@@ -136,30 +131,30 @@ def raw_weight(rule: str, tokens: int, steps: int) -> float:
 
 
 def of_its_age(staleness: int, power: float) -> float:
-    """What a contribution so many versions old counts of its weight: (1 + staleness)^-power (arXiv 1903.03934,
-    polynomial).
+    """Return the factor on the weight of a contribution ``staleness`` versions old: (1 + staleness)^-power (arXiv
+    1903.03934, polynomial).
 
-    The weights of a merge still sum to 1: this takes from the old what it gives to the new, and makes no step smaller.
+    The weights of a merge still sum to 1: this shifts weight from old to new contributions, and makes no step smaller.
     """
     assert staleness >= 0, staleness
     return float((1 + staleness) ** -power)
 
 
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
-    """``weights`` divided by their sum, so that they sum to 1 to within 1e-12."""
+    """Return ``weights`` divided by their sum, so that they sum to 1 to within 1e-12."""
     total = sum(weights)
     assert total > 0 or not weights, weights
     return tuple(weight / total for weight in weights)
 
 
 def share(merged: Collection[str], full_round: Mapping[str, float]) -> float:
-    """Which part of a full round the sites ``merged`` are, above 0 and at most 1; exactly 1 for all of them.
+    """Return which part of a full round the sites ``merged`` are: above 0, at most 1, exactly 1 for all of them.
 
-    ``full_round`` has the usual weight of an update of each site that the round could have had.  A step that is taken
-    by this share moves the model by each site's pseudo-gradient as far as a step of all of them does, so the result
-    does not depend on which sites arrive together, as long as their updates are of the usual length.  Weights and not
-    only tokens, because that is what a site counts in a merge with others; the usual ones, because an update of two
-    periods is as much longer already.
+    ``full_round`` has the usual weight of an update of each site that the round could have had.  A step scaled by this
+    share moves the model by each site's pseudo-gradient as far as a step of all sites does, so the result does not
+    depend on which sites arrive together, as long as their updates are of the usual length.  The share is of weights
+    and not only of tokens, because weights decide in a merge with others; it is of usual weights, because the
+    pseudo-gradient of an update of two periods is already about twice as long.
     """
     if not full_round:
         return 1.0
@@ -168,11 +163,11 @@ def share(merged: Collection[str], full_round: Mapping[str, float]) -> float:
 
 
 OUTLIERS_REMEMBERED_MAX = 16
-"""Of one number: a site whose updates are discarded in a row stops in words long before it has sent so many."""
+"""Digests kept for one sequence number: a site stops with an error after far fewer discards in a row."""
 
 
 def update_arrived(turn: Turn, event: UpdateArrived) -> None:
-    """Judge an update that is whole and durable, and answer."""
+    """Judge an update whose payload is complete and durable, and answer its push."""
     assert event.tokens > 0, event
     assert event.steps > 0, event
     state = turn.state
@@ -182,7 +177,9 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     turn.effects.append(AnswerPush(event.call, verdict.outcome, version, verdict.reason, verdict.fate))
     if verdict.outcome is not Outcome.ACCEPTED:
         if finding.why and verdict.reason is not None:
-            _refused(state.sites[event.site].lines[event.fragment], event.digest, verdict.reason)
+            line, reason = state.sites[event.site].lines[event.fragment], verdict.reason.value
+            line.outliers = [*line.outliers, event.digest][-OUTLIERS_REMEMBERED_MAX:]
+            line.updates_refused[reason] = line.updates_refused.get(reason, 0) + 1
         return
     members.came_back(turn, event.site)
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
@@ -190,7 +187,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     line, vital = site.lines[event.fragment], vital_of(state, turn.options, event)
     arrived(state, turn.options, event)
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
-    line.outliers = []  # Whatever comes under this number again is a duplicate or a conflict.
+    line.outliers = []  # From now on another update with this sequence number is a duplicate or a conflict.
     fragment.arrivals += 1
     pending = Pending(
         event.sequence,
@@ -205,21 +202,22 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     )
     line.undecided.append(pending)
     is_held = bool(finding.why) and state.health.policy_of(event.site) == "hold"
-    pending.held = held_from(state, event, finding) if is_held else None
+    seen = (state.now_ns, event.norm, event.cosine, finding.ratio, finding.z, finding.why)
+    pending.held = Held(*seen) if is_held else None
     turn.attendance.line_changed(event.site, event.fragment)
     if is_held:
         turn.note("update_held", _words(event, finding), site=event.site, fragment=event.fragment)
         return
     if finding.why:
         turn.note("outlier_admitted", _words(event, finding), site=event.site, fragment=event.fragment)
-    if event.norm > 0:  # Somebody has measured it.
+    if event.norm > 0:  # 0: not measured.
         remember(state, event.site, event.fragment, vital)
     if fragment.round is None:
         open_round(turn, event.fragment)
 
 
 def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
-    """By the header first: what may not enter is answered whatever it holds."""
+    """Judge the header first: an update that it rules out is refused whatever its values are."""
     header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
     verdict = admit(turn.state, turn.options, *header)
     if verdict.outcome is not Outcome.ACCEPTED:
@@ -241,17 +239,12 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     return verdict, finding
 
 
-def _refused(line: Line, digest: str, reason: Reason) -> None:
-    line.outliers = [*line.outliers, digest][-OUTLIERS_REMEMBERED_MAX:]
-    line.updates_refused[reason.value] = line.updates_refused.get(reason.value, 0) + 1
-
-
 def _words(event: UpdateArrived, finding: Finding) -> str:
     return f"sequence {event.sequence}: {finding.why}"
 
 
 def open_round(turn: Turn, index: int) -> Round:
-    """The fragment's round from now on; its members are the sites that are waited for at this instant."""
+    """Open the fragment's round and return it; its members are the live sites without a held update."""
     attendance = turn.attendance
     members = [name for name in attendance.live if name not in attendance.holding[index]]
     opened = turn.state.fragments[index].round = Round(members=members, opened_ns=turn.state.now_ns)
@@ -262,17 +255,17 @@ def open_round(turn: Turn, index: int) -> Round:
 def consider(turn: Turn, index: int) -> None:
     """Close the fragment's round if it may close; start its grace when the quorum is met.
 
-    A merge under way keeps the round open, but quorum and grace do not wait for it.
+    A merge under way keeps the round open, but quorum and grace do not wait for that merge.
     """
     state, fragment = turn.state, turn.state.fragments[index]
     arrived = turn.attendance.arrived[index]
     if not arrived:
-        fragment.round = None  # Every update of it was refused: no version is made of nothing.
+        fragment.round = None  # Every update of the round was refused: there is nothing to merge.
         return
     collecting = fragment.round or open_round(turn, index)
     shrunk = _shrink(turn, index, collecting)
     merging = fragment.merging_since_ns is not None or region.waits_for_base(state, index)
-    if not merging and ending.all_final(turn, index):
+    if not merging and fates.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
     waiting = len(turn.attendance.waiting(index)) if turn.options.round_updates else 0
@@ -300,7 +293,7 @@ def consider(turn: Turn, index: int) -> None:
 
 
 def _shrink(turn: Turn, index: int, collecting: Round) -> bool:
-    """A member that is gone is waited for no more; what it has delivered still counts."""
+    """Drop members that are gone or held (their delivered updates still count); return whether any was dropped."""
     if not turn.attendance.missed[index]:
         return False
     turn.attendance.missed[index] = False
@@ -320,7 +313,7 @@ STANDSTILL_PERIODS = 3
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """A fragment of which no version is made since ``since_ns`` although updates wait, and the sites that lack."""
+    """A fragment without a new version since ``since_ns`` although updates wait, and the sites it waits for."""
 
     fragment: int
     since_ns: int
@@ -329,8 +322,8 @@ class Standstill:
 
 
 def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standstill | None:
-    """The round that has waited longest for sites, if that is too long: ``STANDSTILL_PERIODS`` of the slowest of them
-    and the time after which a site that is gone is waited for no more."""
+    """Return the round that has waited longest for sites, if it has waited too long: ``STANDSTILL_PERIODS`` periods of
+    the slowest live site, and at least ``site_timeout_ns``, after which a silent site is dropped from the round."""
     rounds = [
         (each.round.opened_ns, at) for at, each in enumerate(state.fragments) if each.round and not each.round.met_ns
     ]
@@ -379,10 +372,10 @@ def _close(turn: Turn, index: int, why: str) -> None:
 
 
 def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, float]:
-    """See ``FragmentState.full_round``: what is usual is that of earlier steps, so that no update says what it counts.
+    """Return ``FragmentState.full_round``: usual weights come from earlier steps, so no update sets its own weight.
 
-    Where there is none, a site's first update stands for it, but for no more than the largest of the others, and for a
-    site that has sent none their mean.
+    Without an earlier step a site's first update gives its usual weight, at most the largest of the others'.  A site
+    that has sent no update gets the mean of the others.
     """
     lines = {name: turn.state.sites[name].lines[index] for name in sorted({*merged, *turn.attendance.awaited(index)})}
     rule = turn.options.weights
@@ -398,7 +391,8 @@ def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, fl
 
 
 def _usual(line: Line, pending: Pending) -> None:
-    """An update has been merged.  One of several periods, or a claim, at most doubles a sample of what is usual."""
+    """Update the usual tokens and steps after a merge.  A sample is at most twice the usual value, so that an update of
+    several periods or an exaggerated claim has a bounded effect."""
     tokens, steps = pending.tokens, pending.steps
     if line.usual_tokens:
         tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
@@ -412,13 +406,13 @@ def outer_step(
     leave_out: Collection[tuple[str, int]] = (),
     among: Iterable[str] | None = None,
 ) -> StartOuterStep:
-    """The outer step that is under way, from the memory alone, so that a restart gives the same one.
+    """Return the outer step that is under way, from the memory alone, so that a restart gives the same one.
 
-    Where steps are taken by their share, a site counts as its usual update does: one of two periods is as much longer
-    already, and moves the model as far as two updates in two rounds do.  ``among`` as in ``under_merge``.
+    With ``share_weighted`` a site has the weight of its usual update: the pseudo-gradient of an update of two periods
+    is already about twice as long, and moves the model as far as two updates in two rounds do.
 
-    ``leave_out`` names updates (site, sequence) without which it is wanted: the weights are then those of the others
-    alone, as if these had never come, and there may be no contribution left.
+    ``leave_out`` names updates (site, sequence) to omit: the weights are then those of the others alone, as if the
+    omitted ones had never come, and there may be no contribution left.  ``among``: see ``under_merge``.
     """
     merging: list[tuple[str, list[Pending]]] = []
     for name, pending in under_merge(state, index, among):
@@ -454,7 +448,7 @@ def outer_step(
 
 
 def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
-    """The next version: announce it, tell the fates of what it holds, refuse what is too old for the one after it."""
+    """Publish the next version, tell the fates of its updates, refuse updates too stale for the version after it."""
     fragment = turn.state.fragments[event.fragment]
     assert fragment.merging_since_ns is not None, event
     assert event.version == fragment.version + 1, event
@@ -471,7 +465,7 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
 
 
 def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
-    """There is no finite version: what would have been in it is refused."""
+    """The outer step gave no finite values: refuse its updates as NON_FINITE."""
     fragment = turn.state.fragments[event.fragment]
     assert fragment.merging_since_ns is not None, event
     if region.cannot_take(turn, event.fragment):
@@ -482,9 +476,9 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
 
 
 def under_merge(state: OuterState, index: int, among: Iterable[str] | None = None) -> list[tuple[str, Pending]]:
-    """The updates of the outer step that is under way, each with its site, in the order of the merge.
+    """Return the updates of the outer step that is under way, each with its site, in the order of the merge.
 
-    ``among`` are sites without which there is none, where somebody knows them.
+    ``among``, where the caller knows it, is a set of sites that includes all sites of the step: only they are searched.
     """
     sites = state.sites
     names = sorted(sites if among is None else among)
@@ -497,10 +491,10 @@ WANTED = "site=NAME:versions=FIRST..LAST or site=NAME:sequences=FIRST..LAST, and
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Updates of one site.
+    """Some updates of one site.
 
-    ``kind`` "versions": those merged into the versions ``first`` to ``last``; "sequences": those with these numbers.
-    ``fragment`` None means every fragment.
+    ``kind`` "versions": those merged into versions ``first`` to ``last``; "sequences": those with sequence numbers
+    ``first`` to ``last``.  ``fragment`` None means every fragment.
     """
 
     site: str
@@ -510,12 +504,12 @@ class Selection:
     fragment: int | None = None
 
     def takes(self, site: str, fragment: int, sequence: int, version: int) -> bool:
-        """Whether the update ``sequence`` of (``site``, ``fragment``), merged into ``version``, is meant."""
+        """Return whether the update ``sequence`` of (``site``, ``fragment``), merged into ``version``, is selected."""
         number = version if self.kind == "versions" else sequence
         return self.of(site, fragment) and self.first <= number <= self.last
 
     def of(self, site: str, fragment: int) -> bool:
-        """Whether any update of (``site``, ``fragment``) can be meant."""
+        """Return whether any update of (``site``, ``fragment``) can be selected."""
         return site == self.site and self.fragment in (None, fragment)
 
     def __str__(self) -> str:
@@ -524,7 +518,7 @@ class Selection:
 
 
 def parse_selection(text: str) -> Selection:
-    """The selection that ``text`` describes; ``ValueError`` says what is wrong with it."""
+    """Return the selection that ``text`` describes; ``ValueError`` says what is wrong with the text."""
     fields: dict[str, str] = {}
     for part in text.split(":"):
         name, equals, value = part.partition("=")

@@ -1,22 +1,34 @@
-"""What the outer machine remembers: plain records that a snapshot can hold and a stranger can read.
+"""The outer machine's memory: plain records that a snapshot can hold and a person can read.
 
-A region remembers its place at the syncer above it as well (``Upstream``).
+For a region the memory includes its state as a site of the syncer above it (``Upstream``).
+
+``Turn`` is the handling of one event by the outer machine: its memory, its options, and the effects so far.
+
+``Attendance`` caches what every event needs (which sites are live, have an update in a fragment, or wait for an
+operator), so that an event costs about the same however many sites there are.  It is derived from the state and not
+stored: rules that change a site or a line notify it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from diloco.sync.data_units import Span, Units
+from diloco.sync.effects import Note, OuterEffect
 from diloco.sync.events import Ending, Fate
-from diloco.sync.options import HealthOptions
+from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.progress import FragmentProgress, LearnerState
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
 
 
 @dataclass(slots=True)
 class VersionAbove:
-    """A version of the syncer above, and where its values lie."""
+    """A version of the syncer above, and where its values are stored."""
 
     version: int
     payload: str
@@ -25,11 +37,11 @@ class VersionAbove:
 
 @dataclass(slots=True)
 class Part:
-    """One fragment.  Towards the one above it is a site with that fragment alone, whose inner step is an update merged
-    here.
+    """A region's state for one fragment.  To the syncer above it is a site with that fragment alone, whose inner step
+    is one update merged in the region.
 
-    ``base`` is the version that its values were last blended with, ``arrived`` one that waits for that, ``taking`` the
-    one that is being blended now, of which ``share`` is taken.
+    ``base`` is the version above last blended into the values, ``arrived`` one that waits to be blended, ``taking`` the
+    one being blended now, with weight ``share``.
     """
 
     learner: LearnerState = field(default_factory=lambda: LearnerState([FragmentProgress()]))
@@ -40,17 +52,17 @@ class Part:
 
     @property
     def progress(self) -> FragmentProgress:
-        """Its place in the fragment."""
+        """The progress of that site in the fragment."""
         return self.learner.fragments[0]
 
     def needs(self, payload: str) -> bool:
-        """Whether these are the values of a version that is not done with."""
+        """Return whether a version still in use has its values at ``payload``."""
         return any(each is not None and each.payload == payload for each in (self.base, self.arrived, self.taking))
 
 
 @dataclass(slots=True)
 class Upstream:
-    """All of it; but for the parts as ``UpstreamStarted`` has it."""
+    """A region's state towards the syncer above; all but ``parts`` are as in ``UpstreamStarted``."""
 
     parts: list[Part]
     site: str = ""
@@ -70,7 +82,7 @@ class Vital:
 
 
 class Status(StrEnum):
-    """Where a site stands.  Only ``LIVE`` sites are waited for."""
+    """A site's membership status.  Rounds wait only for ``LIVE`` sites."""
 
     LIVE = "live"
     SILENT = "silent"
@@ -88,7 +100,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Held:
-    """Why an update waits for an operator's word, and since when."""
+    """Why an update waits for an operator's decision, and since when."""
 
     since_ns: int
     norm: float
@@ -113,18 +125,18 @@ class Pending:
     held: Held | None = None
     spans: list[Span] = field(default_factory=list)
     arrival: int = 0
-    """Its place among all that have come for the fragment."""
+    """Its number in the order of arrival for the fragment."""
 
 
 @dataclass(slots=True)
 class Line:
     """One (site, fragment): its watermark, its undecided updates in sequence order, its latest fates.
 
-    ``usual_tokens`` and ``usual_steps`` are what an update of it that was merged has, smoothed; 0 before the first.
-    ``arrivals_ns`` is when its site joined and its last updates came, by ``OuterState.away_ns`` later than by the
-    machine's time; ``step_tokens`` are the tokens of a step of its first.
-    ``vitals`` are those of the updates that were admitted last; ``outliers`` are the digests of those that were refused
-    for theirs under the number that comes next.
+    ``usual_tokens`` and ``usual_steps`` are the smoothed figures of its merged updates; 0 before the first.
+    ``arrivals_ns`` are the instants at which its site joined and its last updates came: the machine's time plus
+    ``OuterState.away_ns``.  ``step_tokens`` are the tokens per step of its first update.
+    ``vitals`` are those of the updates admitted last; ``outliers`` are the digests of updates that were refused as
+    outliers under the next sequence number.
     """
 
     watermark: int = 0
@@ -144,11 +156,11 @@ class Line:
     outliers: list[str] = field(default_factory=list)
 
     def unmerged(self) -> list[Pending]:
-        """The updates that no outer step has taken, in sequence order."""
+        """Return the updates that no outer step has taken, in sequence order."""
         return [pending for pending in self.undecided if not pending.merging]
 
     def waiting(self) -> list[Pending]:
-        """The updates that the next outer step will take: those before the first that is held."""
+        """Return the updates that the next outer step will take: those before the first that is held."""
         found = []
         for pending in self.undecided:
             if pending.merging:
@@ -159,7 +171,7 @@ class Line:
         return found
 
     def holding(self) -> bool:
-        """Whether an update waits for an operator's word."""
+        """Return whether an update waits for an operator's decision."""
         return bool(self.undecided) and any(pending.held is not None for pending in self.undecided)
 
 
@@ -167,8 +179,8 @@ class Line:
 class Site:
     """A site's membership.  ``superseded`` are names of processes that a newer one has replaced.
 
-    No ``process``: nobody has spoken for the site since the run was restored.  ``since`` is the first incarnation of
-    the present lineage: what bears a smaller one was sent by who has not heard yet that the run was restored.
+    An empty ``process``: no process of the site has joined since the run was restored.  ``since`` is the first
+    incarnation of the present lineage: a smaller one belongs to a process that does not know of the restore yet.
     """
 
     incarnation: int
@@ -194,8 +206,8 @@ class Round:
 class FragmentState:
     """A fragment's version and round.  ``merging_since_ns`` is set while its outer step is under way.
 
-    ``full_round``, where steps are taken by their share, has the usual weight of an update of each site that the step
-    has or could have had: of its sites and of those that were live and not held when its round closed.
+    ``full_round``, with ``share_weighted``, has the usual weight of an update of each site that the step has or could
+    have had: its own sites, and those that were live and not held when its round closed.
     """
 
     version: int = 0
@@ -218,40 +230,123 @@ class OuterState:
     epoch: int = 0
     now_ns: int = 0
     away_ns: int = 0
-    """For how long no syncer ran, in all: the machine's time stood, and the sites trained on."""
+    """Total time without a running syncer: the machine's time stood still while the sites kept training."""
     started_ns: int | None = None
     phase: Phase = Phase.RUNNING
     ending: Ending | None = None
     final_deadline_ns: int | None = None
     sites: dict[str, Site] = field(default_factory=dict)
     detached: bool = False
-    """Where acknowledgements wait for a standby: an operator has said that they do not, for now."""
+    """Acknowledgements do not wait for the standby for now, at an operator's request."""
     health: HealthOptions = field(default_factory=HealthOptions)
     sites_max: int | None = None
-    """What the last process that said it had room for; None: none has, and the options' holds."""
+    """The bound of the last ``SyncerStarted`` that has one; None: no process has set one, and the options' holds."""
     units: Units | None = None
-    """Where units of the data are leased to the sites."""
+    """The units of the data, where they are leased to the sites."""
     upstream: Upstream | None = None
-    """Of a region: the syncer above."""
+    """A region's state towards the syncer above."""
 
     def live(self) -> list[str]:
-        """The live sites, in site order."""
+        """Return the live sites, in site order."""
         return sorted(name for name, site in self.sites.items() if site.status is Status.LIVE)
 
     def awaited(self, fragment: int) -> list[str]:
-        """The live sites for which the fragment's round waits: not those with an update that is held."""
+        """Return the live sites for which the fragment's round waits: not those with a held update."""
         return [name for name in self.live() if not self.sites[name].lines[fragment].holding()]
 
     def arrived(self, fragment: int) -> list[str]:
-        """The sites with an update waiting for the fragment's round, in site order."""
+        """Return the sites with an update waiting for the fragment's round, in site order."""
         return sorted(name for name, site in self.sites.items() if site.lines[fragment].waiting())
 
     def waiting(self, fragment: int) -> list[Pending]:
-        """The updates that the fragment's next outer step may take, in the order in which they came."""
+        """Return the updates that the fragment's next outer step may take, in order of arrival."""
         waiting = [pending for site in self.sites.values() for pending in site.lines[fragment].waiting()]
         return sorted(waiting, key=lambda pending: pending.arrival)
 
     def run_tokens(self) -> int:
-        """Tokens merged, averaged over the fragments: each fragment counts every token once."""
+        """Return the tokens merged, averaged over the fragments: each fragment counts every token once."""
         merged = sum(line.tokens_merged for site in self.sites.values() for line in site.lines)
         return merged // len(self.fragments)
+
+
+class Attendance:
+    """The sites of an ``OuterState`` by status; its sets are tested and counted, and iterated only when sorted."""
+
+    def __init__(self, state: OuterState) -> None:
+        fragments = range(len(state.fragments))
+        self._state = state
+        self.live = state.live()
+        """In site order."""
+        self._live = set(self.live)
+        self.arrived: list[set[str]] = [set() for _ in fragments]
+        """For each fragment the sites with an update that waits for its round."""
+        self.undecided: list[set[str]] = [set() for _ in fragments]
+        """For each fragment the sites with an update that has no fate."""
+        self.holding: list[set[str]] = [set() for _ in fragments]
+        """For each fragment the sites with a held update."""
+        self.missed = [True for _ in fragments]
+        """For each fragment whether a member of its round may have gone since ``rounds`` last checked."""
+        self.tokens_merged = sum(line.tokens_merged for site in state.sites.values() for line in site.lines)
+        """Of all sites and fragments."""
+        for name in state.sites:
+            for index in fragments:
+                self.line_changed(name, index)
+
+    def site_changed(self, name: str) -> None:
+        """Account for a new site, or for a site with a new status."""
+        live = self._state.sites[name].status is Status.LIVE
+        if live and name not in self._live:
+            self._live.add(name)
+            insort(self.live, name)
+        elif not live and name in self._live:
+            self._live.remove(name)
+            del self.live[bisect_left(self.live, name)]
+            self.missed = [True for _ in self.missed]
+
+    def line_changed(self, name: str, index: int) -> None:
+        """Account for an update of the site that arrived, is being merged, has its fate, or is no longer held."""
+        line = self._state.sites[name].lines[index]
+        if not line.undecided:  # The usual case: its only update has its fate.
+            self.missed[index] = self.missed[index] or name in self.arrived[index]
+            self.undecided[index].discard(name)
+            self.arrived[index].discard(name)
+            self.holding[index].discard(name)
+            return
+        waiting, holding = bool(line.waiting()), line.holding()
+        if holding or (not waiting and name in self.arrived[index]):
+            self.missed[index] = True
+        for names, is_in in (self.undecided, line.undecided), (self.arrived, waiting), (self.holding, holding):
+            if is_in:
+                names[index].add(name)
+            else:
+                names[index].discard(name)
+
+    def awaited(self, index: int) -> AbstractSet[str]:
+        """Like ``OuterState.awaited``, without an order."""
+        return self._live - self.holding[index] if self.holding[index] else self._live
+
+    def run_tokens(self) -> int:
+        """Like ``OuterState.run_tokens``."""
+        return self.tokens_merged // len(self._state.fragments)
+
+    def waiting(self, index: int) -> list[tuple[str, Pending]]:
+        """Like ``OuterState.waiting``, each update with its site."""
+        sites = self._state.sites
+        found = [(name, each) for name in self.arrived[index] for each in sites[name].lines[index].waiting()]
+        return sorted(found, key=lambda pair: (pair[1].arrival, pair[0]))
+
+
+@dataclass(slots=True)
+class Turn:
+    """What the rules of the outer machine read and write; ``effects`` are carried out in the order added."""
+
+    options: OuterOptions
+    state: OuterState
+    attendance: Attendance
+    effects: list[OuterEffect] = field(default_factory=list)
+
+    def note(
+        self, what: str, why: str, *, site: str | None = None, fragment: int | None = None, version: int | None = None
+    ) -> None:
+        """Log a decision and its reason."""
+        self.effects.append(Note(what, why, site, fragment, version))

@@ -3,28 +3,28 @@
 Theory of operation.  Every fragment is a small machine of its own.  Updates that were accepted and have no fate yet
 *wait*.  The first one opens the fragment's round; its members are the sites live at that instant.  When enough
 distinct sites have arrived (``sync/rounds.py``) the grace begins; when it is over, or every live site has arrived,
-the round closes into exactly one ``StartOuterStep`` with everything that waits.  The shell computes the step and says
-``OuterStepDone``; the version rises by one, the fates of its updates are told, what has become too stale is
-refused, and if anything still waits the next round opens at once.
+the round closes into exactly one ``StartOuterStep`` with every waiting update.  The shell computes the step and sends
+``OuterStepDone``.  Then the version rises by one, the machine tells the fates of the merged updates, it refuses updates
+that have become too stale, and if any update still waits the next round opens at once.
 
     no round --UpdateArrived--> collecting --quorum, grace--> merging --OuterStepDone--> no round (or collecting)
                                                               merging --OuterStepFailed-> no round (updates refused)
 
 A fragment can collect and merge at the same time: an update that arrives during a merge waits for the next round.
-A region makes versions of another kind between its rounds, out of those of the syncer above it (``sync/region.py``).
+Between its rounds a region also makes versions from those of the syncer above it (``sync/region.py``).
 
-The end is one last round per fragment: every live site marks its last update ``final`` or leaves, and whatever has
-arrived by then, or by ``final_deadline_ns``, is merged whatever the quorum.
+The run ends with one last round per fragment: every live site marks its last update ``final`` or leaves, and the
+updates that have arrived by then, or by ``final_deadline_ns``, are merged whatever the quorum.
 
-Everything here is a function of the events and their instants.  Memory is ``OuterState`` and nothing else; what is
-asked of it at every event is counted along in ``Attendance``.
+Everything here is a function of the events and their instants.  The only memory is ``OuterState``; ``Attendance`` keeps
+counts of it that every event needs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from diloco.sync import ending, fates, region
+from diloco.sync import fates, region
 from diloco.sync.admission import AWAY_UNKNOWN_NS, Verdict, admit, admitted, deadline_ns, expire, withdrawn
 from diloco.sync.data_units import Units
 from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
@@ -32,7 +32,6 @@ from diloco.sync.events import (
     DeadlinePassed,
     DrainRequested,
     Ending,
-    FragmentStanding,
     JoinRequested,
     LineageBegan,
     OuterEvent,
@@ -52,21 +51,22 @@ from diloco.sync.events import (
     UpdateWithdrawn,
 )
 from diloco.sync.fates import refuse_stale
-from diloco.sync.members import came_back, evicted, join, left, lineage_began, presence, readmitted, standings
+from diloco.sync.members import came_back, evicted, join, left, lineage_began, readmitted, silent
 from diloco.sync.plain import from_plain, to_plain
 from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step_failed, update_arrived
-from diloco.sync.state import FragmentState, OuterState, Phase
-from diloco.sync.turn import Attendance, Turn
+from diloco.sync.state import Attendance, FragmentState, OuterState, Phase, Turn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from diloco.sync.options import OuterOptions
 
 
 class OuterSync:
-    """The syncer's machine.  ``handle`` is the only way in; ``next_deadline_ns`` the only thing it asks."""
+    """The syncer's machine.  ``handle`` is its only input; ``next_deadline_ns`` is its only request to the caller."""
 
     def __init__(self, options: OuterOptions, state: OuterState | None = None) -> None:
-        """``state`` continues an earlier machine (from a snapshot); without it, version 0 of every fragment."""
+        """Continue from ``state`` (of a snapshot); without it, start at version 0 of every fragment."""
         self.options = options
         self.state = state or OuterState(fragments=[FragmentState() for _ in range(options.num_fragments)])
         assert len(self.state.fragments) == options.num_fragments, "the snapshot has other fragments"
@@ -76,61 +76,34 @@ class OuterSync:
 
     @classmethod
     def restore(cls, options: OuterOptions, plain: object) -> OuterSync:
-        """The machine whose ``snapshot`` is ``plain``; ``PlainError`` if it describes none."""
+        """Return the machine whose ``snapshot`` is ``plain``; raise ``PlainError`` if ``plain`` describes none."""
         return cls(options, from_plain(OuterState, plain, "state"))
 
     def snapshot(self) -> object:
-        """All of the memory as plain values."""
+        """Return the whole memory as plain values."""
         return to_plain(self.state)
 
     def handle(self, event: OuterEvent, now_ns: int) -> list[OuterEffect]:
-        """Take ``event`` at instant ``now_ns`` (never falling) and return what the world must do, in order."""
+        """Handle ``event`` at instant ``now_ns`` (never falling); return the effects for the shell, in order."""
         assert now_ns >= self.state.now_ns, (now_ns, self.state.now_ns)
         self.state.now_ns = now_ns
         turn = Turn(self.options, self.state, self.attendance)
-        match event:  # The usual ones first.
-            case UpdateArrived():
-                update_arrived(turn, event)
-            case OuterStepDone():
-                outer_step_done(turn, event)
-            case DeadlinePassed():
-                pass  # The sweep below looks at every deadline anyway.
-            case SyncerStarted():
-                _started(turn, event)
-            case LineageBegan():
-                lineage_began(turn, event)
-            case JoinRequested():
-                join(turn, event)
-            case OuterStepFailed():
-                outer_step_failed(turn, event)
-            case UnitsAsked():
-                if fates.refusal(self.state, event) is None:
-                    came_back(turn, event.site)  # Or what it is told would be that of a site that is gone.
-                fates.asked(turn, event)
-            case SiteSilent() | SiteHeard():
-                presence(turn, event)
-            case SiteLeft():
-                left(turn, event)
-            case SiteEvicted():
-                evicted(turn, event)
-            case SiteReadmitted():
-                readmitted(turn, event)
-            case UpdateAdmitted():
-                admitted(turn, event)
-            case UpdateWithdrawn():
-                withdrawn(turn, event)
-            case DrainRequested():
-                ending.begin(turn, Ending.DRAINED, "an operator asked for a pause")
-                turn.effects.append(AnswerDone(event.call))
-            case StandbyDetached() | StandbyAttached():
-                _standby(turn, event)
-            case _:
-                region.heard(turn, event)
-        _sweep(turn)
+        RULES.get(type(event), region.heard)(turn, event)
+        # The sweep: begin the last round when due, close rounds that may close, end the run when all is final.
+        fates.begin_last_round_when_due(turn)
+        expire(turn)
+        fates.expire(turn)
+        for index, fragment in enumerate(self.state.fragments):
+            if self.state.upstream is not None:
+                region.act(turn, index)
+            if fragment.round is not None or self.attendance.arrived[index]:
+                consider(turn, index)
+        fates.finish_when_final(turn)
+        region.end(turn)
         return turn.effects
 
     def next_deadline_ns(self) -> int | None:
-        """The instant at which ``DeadlinePassed`` is wanted, if any."""
+        """Return the instant at which the machine needs ``DeadlinePassed``, if any."""
         state, now_ns = self.state, self.state.now_ns
         wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
         wanted.append(deadline_ns(state, self.attendance))
@@ -138,18 +111,18 @@ class OuterSync:
         if state.phase is Phase.ENDING:
             wanted.append(state.final_deadline_ns)
         elif state.phase is Phase.RUNNING:
-            wanted.append(ending.run_end_ns(self.options, state))
-        # A deadline that a merge under way keeps from acting on is asked for again when that merge is done.
+            wanted.append(fates.run_end_ns(self.options, state))
+        # A past deadline is left out: if a merge holds its action back, the sweep after that merge sees it again.
         return min([instant for instant in wanted if instant is not None and instant > now_ns], default=None)
 
     def admit(
         self, site: str, incarnation: int, fragment: int, sequence: int, base_version: int, digest: str
     ) -> Verdict:
-        """What ``UpdateArrived`` would be answered now, judged by the header; changes nothing."""
+        """Return the answer that ``UpdateArrived`` would get now, judged by the header alone; change nothing."""
         return admit(self.state, self.options, site, incarnation, fragment, sequence, base_version, digest)
 
     def progress_ppm(self) -> int:
-        """The run's progress in millionths: by tokens or by time, whichever is further."""
+        """Return the run's progress in millionths: by tokens or by time, whichever is further."""
         options, state = self.options, self.state
         shares = [region.progress_ppm(state)]
         if options.token_budget:
@@ -158,17 +131,9 @@ class OuterSync:
             shares.append((state.now_ns - state.started_ns) * 1_000_000 // options.run_ns)
         return min(1_000_000, max(shares))
 
-    def standings(self, site: str) -> tuple[FragmentStanding, ...]:
-        """What the syncer knows of ``site``, fragment by fragment."""
-        return standings(self.state, site)
-
-    def outer_step(self, index: int) -> StartOuterStep:
-        """The outer step of fragment ``index`` that is under way."""
-        return outer_step(self.options, self.state, index)
-
     def under_way(self, index: int) -> StartOuterStep | TakeVersion:
-        """What makes the next version of fragment ``index`` at this moment."""
-        return region.taking(self.state, index) or self.outer_step(index)
+        """Return the effect under way that makes the next version of fragment ``index``."""
+        return region.taking(self.state, index) or outer_step(self.options, self.state, index)
 
 
 def _started(turn: Turn, event: SyncerStarted) -> None:
@@ -183,17 +148,17 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
         state.sites_max = event.sites_max
     region.nobody_speaks(state)
     if state.phase is Phase.ENDED and state.ending is Ending.DRAINED:
-        ending.resume(state)
+        fates.resume(state)
         turn.note("resumed", "the run had been drained")
     for index, fragment in enumerate(state.fragments):
         if fragment.merging_since_ns is not None:
             turn.effects.append(region.taking(state, index) or outer_step(turn.options, state, index))
             turn.note("outer_step_again", "it was under way when the last process ended", fragment=index)
-        refuse_stale(turn, index)  # The bound may be a smaller one in this process.
-    if state.ending is not None:  # The last process may have ended between the record and the word.
+        refuse_stale(turn, index)  # This process may have a smaller ``staleness_max``.
+    if state.ending is not None:  # The last process may have ended after the journal record, before the announcement.
         turn.effects.append(AnnounceFinal(state.ending))
     if state.phase is Phase.ENDED:
-        ending.mark_final(turn)
+        fates.mark_final(turn)
 
 
 def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
@@ -205,16 +170,35 @@ def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
         turn.note("standby_attached", f"{event.standby} has everything: two disks hold what is acknowledged")
 
 
-def _sweep(turn: Turn) -> None:
-    """After every event: begin the end if it is time, close what may close, finish when all is final."""
-    ending.begin_when_due(turn)
-    expire(turn)
-    fates.expire(turn)
-    arrived, is_region = turn.attendance.arrived, turn.state.upstream is not None
-    for index, fragment in enumerate(turn.state.fragments):
-        if is_region:
-            region.act(turn, index)
-        if fragment.round is not None or arrived[index]:
-            consider(turn, index)
-    ending.finish_when_final(turn)
-    region.end(turn)
+def _units_asked(turn: Turn, event: UnitsAsked) -> None:
+    if fates.refusal(turn.state, event) is None:
+        came_back(turn, event.site)  # Else it would be told a list whose units may have been given back.
+    fates.asked(turn, event)
+
+
+def _drain(turn: Turn, event: DrainRequested) -> None:
+    fates.begin_last_round(turn, Ending.DRAINED, "an operator asked for a pause")
+    turn.effects.append(AnswerDone(event.call))
+
+
+RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
+    UpdateArrived: update_arrived,
+    OuterStepDone: outer_step_done,
+    OuterStepFailed: outer_step_failed,
+    DeadlinePassed: lambda turn, event: None,  # The sweep checks every deadline anyway.
+    JoinRequested: join,
+    UnitsAsked: _units_asked,
+    SiteSilent: silent,
+    SiteHeard: lambda turn, event: came_back(turn, event.site),
+    SiteLeft: left,
+    SiteEvicted: evicted,
+    SiteReadmitted: readmitted,
+    UpdateAdmitted: admitted,
+    UpdateWithdrawn: withdrawn,
+    DrainRequested: _drain,
+    StandbyDetached: _standby,
+    StandbyAttached: _standby,
+    SyncerStarted: _started,
+    LineageBegan: lineage_began,
+}
+"""The handler of each event; ``region.heard`` handles all others."""

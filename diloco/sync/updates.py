@@ -1,24 +1,30 @@
-"""The way of an update at its site: due, sealed, sent, and answered by a fate.
+"""The life of an update at its site: due, sealed, sent, and decided by a fate.
 
-Between two inner steps the machine accounts for the step, takes what was published, and seals what is due.
+Between two inner steps the machine accounts for the step, adopts published versions, and seals due fragments.
 
 Where acknowledgements do not wait for a standby, a site keeps an update's bytes until its fate is known, and sends them
-again to a standby that took over and lacks them.  Fates and versions do wait, so that only updates without a fate can
-be missing.  A syncer of a larger epoch that knows less than was acknowledged under a smaller one is such a standby.
-The site refuses every other syncer that has forgotten something.
+again to a promoted standby that lacks them.  Fates and versions do wait for the standby, so it can lack only updates
+without a fate.  A syncer of a larger epoch that knows less than was acknowledged under a smaller one is such a standby.
+The site stops at any other syncer that lacks acknowledged data.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync import site_units
 from diloco.sync.data_units import added
 from diloco.sync.effects import Adopt, Forget, Join, Release, Retake, Seal, Send
 from diloco.sync.events import DISCARDING, Fate, Outcome, PushAnswered, Reason, Sealed, SealFailed
 from diloco.sync.options import ADOPT_KEEPS_UNSENT, due, local_steps, smoothed, steps_to_due
-from diloco.sync.progress import FragmentProgress, LearnerState, Orphan, Retaking, Sent, SentState
-from diloco.sync.site_units import SPANS_MAX
+from diloco.sync.progress import (
+    SPANS_MAX,
+    FragmentProgress,
+    LearnerState,
+    Retaking,
+    Sent,
+    SentState,
+    units_drawn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +40,7 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
     state.step, state.cursor = event.step, event.cursor
     state.tokens_processed += event.tokens
     state.step_ns = smoothed(state.step_ns, event.step_ns)
-    site_units.drawn(turn, event)
+    units_drawn(turn, event)
     inner_steps = event.inner_steps or event.steps
     for part in state.fragments:
         is_based = part.base_version >= 0 or (part.retaking and not part.retaking.cold)
@@ -48,7 +54,7 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
 
 
 def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: int = 1) -> Sequence[int]:
-    """The fragments that are due right after inner step number ``step`` or one of the ``steps`` that end with it."""
+    """Return the fragments due right after inner step ``step`` or after one of the ``steps`` that end with it."""
     if options.from_adopt:
         parts = enumerate(state.fragments)
         return [each for each, part in parts if not part.in_flight and step >= part.sealed_step + options.inner_steps]
@@ -61,21 +67,21 @@ def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: i
 
 
 def in_turn(options: LearnerOptions, state: LearnerState) -> int:
-    """Lock-step: the fragment that is exchanged next, by the versions that all sites have.
+    """Return (lock-step) the fragment that is exchanged next, by its version, which is the same at all sites.
 
-    A site that was away counts other steps than the rest.  If each went by its own steps, one would wait with one
-    fragment, the next with another, and neither round would close.
+    A site that was away has another step count than the rest.  If each site went by its own steps, two sites could wait
+    with different fragments, and neither round would close.
     """
     return min(range(options.num_fragments), key=lambda each: _place(options, state, each))
 
 
 def next_turn(options: LearnerOptions, state: LearnerState) -> tuple[int, int]:
-    """Lock-step: the place of the fragment ``in_turn`` among all fragments of the model: the lowest comes first."""
+    """Return (lock-step) the order key of the fragment ``in_turn`` among all fragments of the model; lowest first."""
     return _place(options, state, in_turn(options, state))
 
 
 def comes_first(options: LearnerOptions, state: LearnerState) -> bool:
-    """Lock-step: whether no other syncer's fragment comes before those of this machine."""
+    """Return (lock-step) whether no fragment of another syncer comes before those of this machine."""
     return state.elsewhere is None or next_turn(options, state) < state.elsewhere
 
 
@@ -84,17 +90,17 @@ def _place(options: LearnerOptions, state: LearnerState, index: int) -> tuple[in
 
 
 def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:
-    """The inner step after which the fragment is due, counted from its last update."""
+    """Return the inner step after which the fragment is due, counted from its last update."""
     sealed = state.fragments[index].sealed_step
     period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns, options.dynamic_rounding)
-    if not sealed:  # The fragments' first updates stand apart as they do where every site makes as many steps.
+    if not sealed:  # First updates: space the fragments as with equal steps at every site.
         period = max(1, (options.due_at[index] or options.inner_steps) * period // options.inner_steps)
     return sealed + period
 
 
 def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
-    """How many inner steps from now the next boundary stands at which anything may be done, unless something comes
-    meanwhile; at least 1, and at most ``inner_steps``."""
+    """Return the inner steps to the next boundary with possible work, if no event arrives before; at least 1, at most
+    ``inner_steps``."""
     step, period = state.step, options.inner_steps
     if options.dynamic_steps:
         wanted = [step + period, *(_dynamic_due(options, state, each) for each in range(options.num_fragments))]
@@ -109,9 +115,9 @@ def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
 
 
 def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
-    """Whether, as things stand, anything would be done with values at the boundary after ``step``, the next one.
+    """Return whether, as things stand, the boundary after ``step`` (the next one) would read or write values.
 
-    In lock-step a site may have to wait there as well.
+    Always True in lock-step, because a site may have to wait there.
     """
     if options.lock_step or state.stopping:
         return True
@@ -127,14 +133,14 @@ def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
 
 
 def boundary(turn: SiteTurn) -> None:
-    """The site stands between two steps."""
+    """Between two steps: retake, adopt and seal what is ready."""
     turn.state.at_rest = turn.state.stopping
-    if turn.state.incarnation == 0:  # Nothing is decided before it is known what an earlier process has sent.
+    if turn.state.incarnation == 0:  # Decide nothing before the syncer says what an earlier process has sent.
         return
     for index, part in enumerate(turn.state.fragments):
         if part.retaking is not None:
             here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
-            if here and not part.encoding():  # What is kept is subtracted, so it must be known.
+            if here and not part.encoding():  # The decoded values of kept updates are subtracted.
                 _retake(turn, index, part, part.retaking)
         elif part.fetched > part.base_version and not _is_held(turn.options, turn.state, part, turn.state.step):
             _adopt(turn, index, part)
@@ -143,22 +149,23 @@ def boundary(turn: SiteTurn) -> None:
 
 
 def _is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgress, step: int) -> bool:
-    """Whether the exchange of the last update may take longer still, and nothing hangs on the version that is here."""
+    """Return whether to delay the adoption of the fetched version: the exchange of the last update may still be under
+    way, or adopting would lose work, and the site can go on without the version."""
     if options.adopt == "eager" and part.encoding():
-        return True  # A share of it is kept, so it must be known.
-    needed = part.base_version <= part.stale_base  # -1, or too old to measure anything from.
-    if needed or state.closed:  # Nothing more goes out.
+        return True  # A share of the update is kept, so its decoded values are needed.
+    needed = part.base_version <= part.stale_base  # -1, or too old to measure an update from.
+    if needed or state.closed:  # Closed: no more updates go out.
         return False
     return _would_lose_work(options, part) or (step < part.held_until and not state.stopping)
 
 
 def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
-    """Whether the version that is here would overwrite what was trained, and is not the answer to an update; with
-    ``answers_only`` also whether it came before the answer to what is in flight.
+    """Return whether the fetched version would overwrite training progress without merging an update of this site; with
+    ``answers_only`` also whether it lacks the updates that are in flight.
 
-    The rules that overwrite are published for sites that adopt once in a period, when the version with their own update
-    comes back.  Where nobody waits, the others' versions come at any time, and each would cost what was trained since
-    the last update.  In lock-step the version is what the site stands still for: it comes back to it, having been away.
+    The rules that overwrite are published for sites that adopt once a period, when the version with their own update
+    comes back.  Without waiting the others' versions come at any time, and each would cost the progress since the last
+    update.  In lock-step the site waits for the version and never delays it, also after an absence.
     """
     answered_later = options.answers_only and part.in_flight
     if options.lock_step or options.adopt in ADOPT_KEEPS_UNSENT or not (part.unsent_steps or answered_later):
@@ -179,7 +186,7 @@ def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
             under_way.append(sent)
     part.in_flight = under_way
     if adopt not in ADOPT_KEEPS_UNSENT:
-        # What was trained and not sent is given up.  The share of it that blend keeps counts as none.
+        # Unsent progress is given up.  The share of it that blend keeps is not counted as kept.
         part.tokens_overwritten += part.unsent_tokens
         part.unsent_tokens = part.unsent_steps = 0
     part.base_version = version
@@ -203,17 +210,17 @@ def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaki
 
 
 def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
-    """Whether an update of the fragment, of which one is wanted, may be made now."""
+    """Return whether an update of the fragment, which is due, may be sealed now."""
     if part.unsent_tokens == 0 or turn.state.closed or turn.state.left:
         return False
-    # A region keeps the bytes of each until it has taken its version; at its end it takes none any more.
+    # A region keeps each update's bytes until it has taken its version; at its end it takes no more versions.
     if turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max:
         return turn.state.stopping and _may_follow(turn.options, part)
     return _may_follow(turn.options, part)
 
 
 def _may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
-    """Whether what has become of the fragment's earlier updates allows another."""
+    """Return whether the state of the fragment's earlier updates allows another one."""
     if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
         return False
     allowed = 1 if options.lock_step else options.updates_in_flight_max
@@ -238,13 +245,13 @@ def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
 
 
 GIVING_UP = frozenset({Reason.FENCED, Reason.SUPERSEDED, Reason.EVICTED})
-"""Answers after which this process must not speak for the site any more."""
+"""Answers after which this process must not act for the site any more."""
 
 
 def sealed(turn: SiteTurn, event: Sealed) -> None:
-    """It is durable in the outbox."""
+    """Send an update that is durable in the outbox, or discard its bytes if it is no longer wanted."""
     sent = turn.find(event.fragment, event.sequence)
-    if sent is None or sent.void or sent.outrun:  # A join in between has shown that these bytes are not wanted.
+    if sent is None or sent.void or sent.outrun:  # A join in between has made these bytes useless.
         turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
         if sent is not None:
             write_off(turn.state.fragments[event.fragment], sent)
@@ -259,9 +266,9 @@ def sealed(turn: SiteTurn, event: Sealed) -> None:
 
 
 def seal_failed(turn: SiteTurn, event: SealFailed) -> None:
-    """It was never made."""
+    """Discard an update that could not be sealed because it is not finite."""
     sent = turn.find(event.fragment, event.sequence)
-    if sent is None or sent.void or sent.outrun:  # As in ``sealed``: what it was measured from is held until now.
+    if sent is None or sent.void or sent.outrun:  # As in ``sealed``; the agent holds its values until this release.
         turn.effects.append(Release(event.fragment, event.sequence))
         if sent is not None:
             write_off(turn.state.fragments[event.fragment], sent)
@@ -270,18 +277,18 @@ def seal_failed(turn: SiteTurn, event: SealFailed) -> None:
 
 
 def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
-    """The syncer gave its definite answer."""
+    """Handle the syncer's definite answer to a push."""
     sent = turn.find(event.fragment, event.sequence)
     if sent is None or sent.state is not SentState.SEALED or event.digest not in ("", sent.digest):
-        return  # It is known by a join or a fate already, or the answer is a late one to what was taken back.
+        return  # A join or a fate has told it already, or this is a late answer to an update that was taken back.
     if 0 < event.epoch < turn.state.epoch:
-        return  # Of a syncer whose place another has taken: at the join it was said anew what is to be sent.
+        return  # From a replaced syncer: the join at the new one has decided again what to send.
     if event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
         accept(turn, event.fragment, sent)
         return
     assert event.outcome is Outcome.REFUSED, event
     assert event.reason is not None, event
-    if event.reason not in GIVING_UP:  # There is something after it only where it was sent again.
+    if event.reason not in GIVING_UP:  # Later updates exist only where this one was sent again.
         part = turn.state.fragments[event.fragment]
         take_back(turn, event.fragment, [each for each in part.in_flight if each.sequence > sent.sequence])
     if event.reason in GIVING_UP:
@@ -303,20 +310,20 @@ def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
 
 
 def accept(turn: SiteTurn, index: int, sent: Sent) -> None:
-    """The syncer has it; its fate follows."""
+    """Mark an update as accepted; its fate follows."""
     sent.state, sent.epoch, sent.kept = SentState.ACCEPTED, turn.state.epoch, turn.state.keep
     if not sent.kept:
         turn.effects.append(Forget(index, sent.sequence))
 
 
 def unsend(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
-    """The update never was: its progress is unsent again and its number free."""
+    """Undo an update: its progress is unsent again and its sequence number is free."""
     give_back(options, part, sent)
     part.next_sequence = min(part.next_sequence, sent.sequence)
 
 
 def give_back(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
-    """Out of the in-flight list; its progress is in the values still, unless an adopt has replaced them."""
+    """Remove an update from the in-flight list: its progress is unsent again, or overwritten by an adopt."""
     part.in_flight.remove(sent)
     if sent.since_adopt or options.adopt == "rebase":
         part.unsent_tokens += sent.tokens
@@ -328,18 +335,18 @@ def give_back(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> No
 
 
 def take_back(turn: SiteTurn, index: int, behind: Sequence[Sent]) -> None:
-    """Make the progress of ``behind`` unsent again: a number before theirs is free, and they are never taken."""
+    """Make the progress of ``behind`` unsent again: an earlier sequence number is free, so none can be accepted."""
     part = turn.state.fragments[index]
     for sent in reversed(behind):
         if sent.state is SentState.SEALING:
             sent.unwanted = True
-            continue  # Its number is not given again before its bytes are here and can be thrown away.
+            continue  # Its sequence number is not reused until its bytes are here and can be discarded.
         unsend(turn.options, part, sent)
         turn.effects += [Forget(index, sent.sequence), Release(index, sent.sequence)]
 
 
 def write_off(part: FragmentProgress, sent: Sent) -> None:
-    """An update of before leaves the list: the run was restored, and its tokens count as refused, or it was outrun."""
+    """Remove an old update from the list: after a restore its tokens count as refused; an outrun one has none left."""
     part.in_flight.remove(sent)
     if sent.outrun:
         return
@@ -349,24 +356,24 @@ def write_off(part: FragmentProgress, sent: Sent) -> None:
 
 
 def keep(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
-    """Refused, and the progress goes out again with the next update."""
+    """Handle a refusal that keeps the progress: it goes out again with the next update."""
     part = turn.state.fragments[index]
     part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
-    if sent.state is SentState.ACCEPTED:  # Its number is used up; one refused at the door leaves it free.
+    if sent.state is SentState.ACCEPTED:  # Its number is used up; a push that was refused leaves its number free.
         give_back(turn.options, part, sent)
     else:
         unsend(turn.options, part, sent)
         turn.effects.append(Forget(index, sent.sequence))
     turn.effects.append(Release(index, sent.sequence))
     turn.note("update_kept", f"{reason.value}: its progress goes out with the next update", index)
-    if reason is Reason.STALE:  # So there is a newer version, and with this base the next one would be stale too.
+    if reason is Reason.STALE:  # So a newer version exists, and the next update from this base would be stale too.
         part.stale_base = max(part.stale_base, sent.base_version)
         part.published = max(part.published, sent.base_version + 1)
         turn.want(index)
 
 
 def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
-    """Refused, and the progress is worth nothing: back to the published values."""
+    """Handle a refusal that discards the progress: return to the published values."""
     part = turn.state.fragments[index]
     part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
     part.in_flight.remove(sent)
@@ -376,7 +383,7 @@ def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
         turn.effects.append(Forget(index, sent.sequence))
     turn.effects.append(Release(index, sent.sequence))
     if part.retaking is None and reason is not Reason.RESTORED:
-        part.discards += 1  # Once for updates that were in flight together: they went wrong together.
+        part.discards += 1  # Once for all updates in flight together: they have one cause.
     part.retaking = Retaking(part.base_version, f"an update was refused: {reason.value}")
     if reason is Reason.NON_FINITE:  # One step of training carries a NaN into every fragment.
         for other in turn.state.fragments:
@@ -387,10 +394,16 @@ def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
 
 
 def fate_told(turn: SiteTurn, fate: Fate) -> None:
-    """The syncer told what became of an update."""
+    """Handle the fate of an update."""
     part = turn.state.fragments[fate.fragment]
     for orphan in [orphan for orphan in part.orphans if orphan.sequence == fate.sequence]:
-        _orphan_decided(part, orphan, fate)
+        part.orphans.remove(orphan)
+        if fate.merged:
+            part.tokens_merged += orphan.tokens
+        elif fate.reason in DISCARDING:
+            part.tokens_refused += orphan.tokens
+        else:
+            part.tokens_lost += orphan.tokens
     sent = turn.find(fate.fragment, fate.sequence)
     if sent is None or sent.merged_version is not None or sent.outrun:
         return
@@ -413,27 +426,18 @@ def fate_told(turn: SiteTurn, fate: Fate) -> None:
         keep(turn, fate.fragment, sent, fate.reason)
 
 
-def _orphan_decided(part: FragmentProgress, orphan: Orphan, fate: Fate) -> None:
-    part.orphans.remove(orphan)
-    if fate.merged:
-        part.tokens_merged += orphan.tokens
-    elif fate.reason in DISCARDING:
-        part.tokens_refused += orphan.tokens
-    else:
-        part.tokens_lost += orphan.tokens
-
-
 def acknowledged(part: FragmentProgress) -> int:
-    """The largest number of an update that a syncer has acknowledged and not decided, as far as is known."""
+    """Return the largest sequence number known to be acknowledged by a syncer and still in the site's lists; else 0."""
     accepted = [sent.sequence for sent in part.in_flight if sent.state is SentState.ACCEPTED]
     return max([*accepted, *(orphan.sequence for orphan in part.orphans)], default=0)
 
 
 def send_again(turn: SiteTurn, standing: FragmentStanding) -> bool:
-    """Bring back to the outbox what the syncer behind ``standing`` lacks; False, and nothing done, if it must not lack.
+    """Mark the acknowledged updates that the syncer of ``standing`` lacks to be sent again; return False and change
+    nothing if a legitimate standby could not lack them.
 
-    An update whose bytes went with an earlier process is lost.  What was numbered after it could never be taken in:
-    its progress goes out with the next update.
+    An update whose bytes were lost with an earlier process is lost.  The syncer could never accept the numbers after
+    it, so their progress goes out with the next update.
     """
     index, part, epoch = standing.fragment, turn.state.fragments[standing.fragment], turn.state.epoch
     behind = [sent for sent in part.in_flight if sent.sequence > standing.watermark and not (sent.void or sent.outrun)]

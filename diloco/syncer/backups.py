@@ -1,50 +1,50 @@
-"""Backups: copies of the syncer's state in another place, made beside the run and never in its way.
+"""Backups: copies of the syncer's state in another place, made beside the run without delaying it.
 
-A backup is the newest whole snapshot, the journal from it on as far as it reads at that instant, and every payload that
-snapshot or journal name: what a recovery needs, and as new as the moment in which it was made.  It is read from the
-data folder; the decision loop is never asked for anything.  Damage is not copied: every snapshot, payload and image is
-compared with the digest that it was written with, before an older backup may go.
+A backup is the newest intact snapshot, the journal from it on as far as it reads at that instant, and every payload
+that snapshot or journal name: all that a recovery needs, as of the moment of the copy. It is read from the data folder;
+the decision loop is never involved. Damage is not copied: every snapshot, payload and image is compared with the digest
+that it was written with, before an older backup may be deleted.
 
-A failure is told and tried again; it ends nothing.  The status says how old the last good backup is.
+A failure is reported and retried; it ends nothing. The status gives the age of the last good backup.
 
-Vault.  The place where backups lie: a folder or any object store that fsspec knows, in one form for all of them.
+Vault. The place where backups are stored: a folder or any object store that fsspec knows, in one form for all of them.
 
     URL/RUN/0000000001-0000000004-000012-000000123456/  run.json  snapshots/...  journal/...  spool/...  backup.json
 
-An object store cannot rename, so ``backup.json`` is what makes a backup one: it is written last, when every other file
-has been read back and has the digest that it names.  A folder without it was left by an attempt that died.
+An object store cannot rename, so ``backup.json`` marks a backup as complete: it is written last, when every other file
+has been read back and has the digest that it names. A folder without it was left by an attempt that died.
 
-Order.  Backups are ordered by ``BackupFacts.reach``, how far each goes in the run, which is also the name that they
-get, and older ones are dropped in that order.  No clock has a part in it: wall time, which may jump, is in a backup for
-display only.  An earlier release named backups by wall time, and those are ordered in the same way.
+Order. Backups are ordered by ``BackupFacts.reach``, how far each goes in the run, which is also their name, and the
+oldest in that order are deleted first. Clocks play no part: wall time, which may jump, is in a backup for display only.
+An earlier release named backups by wall time; those are ordered in the same way.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from diloco.codec.base import hasher
+from diloco.codec.base import Hasher
 from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.events import LineageBegan, SyncerStarted
-from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, shown
-from diloco.syncer.images import digests as image_digests
+from diloco.sync.plain import PlainError, from_plain, parse_json, shown
 from diloco.syncer.restoring import Kept
+from diloco.syncer.snapshots import digest_of, image_digests
 from diloco.syncer.store import payloads_in, payloads_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from diloco.codec.base import Hasher
     from diloco.durable import Disk
     from diloco.syncer.journal_files import SegmentRead
     from diloco.syncer.restoring import Point
@@ -60,7 +60,7 @@ class BackupError(ValueError):
 
 
 class DamagedError(BackupError):
-    """What was to be copied is not what was once written there; ``relative`` is its name in the backup."""
+    """A file to be copied is not what was written there; ``relative`` is its name in the backup."""
 
     def __init__(self, relative: str, content: Path | bytes) -> None:
         path = relative if isinstance(content, bytes) else content
@@ -70,7 +70,7 @@ class DamagedError(BackupError):
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file of a backup must be."""
+    """Size in bytes and SHA-256 of a file of a backup."""
 
     bytes: int
     sha256: str
@@ -78,8 +78,8 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class BackupFacts:
-    """What ``backup.json`` says.  ``versions`` and ``run_tokens`` are those of the snapshot in it; more is in the
-    journal behind it.  ``at`` is wall time, for display only."""
+    """The contents of ``backup.json``. ``versions`` and ``run_tokens`` are those of its snapshot; the journal after it
+    has more. ``at`` is wall time, for display only."""
 
     format: int
     run_id: str
@@ -92,7 +92,7 @@ class BackupFacts:
 
     @property
     def reach(self) -> tuple[int, int, int, int]:
-        """How far the backup goes: lineage, epoch, the journal's last segment and the bytes of that."""
+        """How far the backup goes: lineage, epoch, the journal's last segment and that segment's bytes."""
         found = [(JOURNAL.fullmatch(name), facts.bytes) for name, facts in self.files.items()]
         journal = max(((int(segment[1]), size) for segment, size in found if segment), default=(0, 0))
         return self.lineage, self.epoch, *journal
@@ -102,7 +102,7 @@ class Vault:
     """All backups below one URL."""
 
     def __init__(self, url: str, disk: Disk = PLAIN_DISK) -> None:
-        """``BackupError`` where no library on this machine can reach ``url``, or it would tell a password."""
+        """Raises ``BackupError`` if no library on this machine can reach ``url``, or if it contains a password."""
         for each in url.split("::"):
             if (parts := urlsplit(each)).password is not None:
                 variable = f"FSSPEC_{parts.scheme.upper()}_PASSWORD"
@@ -118,7 +118,7 @@ class Vault:
         self._is_folder = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
 
     def backups(self, run_id: str) -> dict[str, BackupFacts | BackupError]:
-        """The whole backups of a run, oldest first; before them those whose marker cannot be read, with the reason."""
+        """Return a run's complete backups, oldest first, after those whose marker cannot be read, with the reason."""
         damaged: dict[str, BackupFacts | BackupError] = {}
         good: dict[str, BackupFacts] = {}
         for name in self._folders(run_id):
@@ -130,22 +130,22 @@ class Vault:
         return damaged | dict(sorted(good.items(), key=lambda each: (each[1].reach, each[0])))
 
     def names(self, run_id: str) -> list[str]:
-        """The names of ``backups``, in their order."""
+        """Return the names of ``backups``, in their order."""
         return list(self.backups(run_id))
 
     def leftovers(self, run_id: str) -> list[str]:
-        """What attempts left that came to nothing."""
+        """Return the folders that failed attempts left."""
         return [name for name in self._folders(run_id) if not self._files.exists(self._at(run_id, name, MARKER))]
 
     def facts(self, run_id: str, name: str) -> BackupFacts:
-        """What a backup says of itself."""
+        """Read and verify a backup's marker."""
         where = f"{self.url}/{run_id}/{name}/{MARKER}"
         try:
             plain = dict(parse_json(self._read(run_id, name, MARKER)))
-            known = plain.pop("sha256", None)  # One of an earlier release has none.
+            known = plain.pop("sha256", None)  # Earlier releases wrote none.
             if (written := plain.get("format")) != FORMAT:
                 raise BackupError(f"it has format {shown(written)}, and {FORMAT} is wanted")
-            if known not in (None, _digest_of(plain)):
+            if known not in (None, digest_of(plain)):
                 raise BackupError("its own digest does not match")
             found: BackupFacts = from_plain(BackupFacts, plain, "backup")
         except (ValueError, TypeError, PlainError) as error:
@@ -160,9 +160,9 @@ class Vault:
         facts: BackupFacts,
         digests: Mapping[str, str] = MappingProxyType({}),
     ) -> BackupFacts:
-        """Copy ``files`` there and make them a backup; ``facts`` without files.  Everything is read back first.
+        """Copy ``files`` there and read them back, then write the marker from ``facts``, which come without files.
 
-        ``DamagedError`` when a file is not, when it is copied, what ``digests`` says that it must be.
+        Raises ``DamagedError`` when a file, as it is copied, does not have its digest in ``digests``.
         """
         told: dict[str, FileFacts] = {}
         made: set[str] = set()
@@ -170,20 +170,21 @@ class Vault:
             path = self._at(run_id, name, relative)
             self._make_folder(self._files._parent(path), made)
             known = digests.get(relative, "")
-            seen = hasher(known)  # What is known of an update is in the form in which it was sent.
+            seen = Hasher(known)  # An update's digest is in the form in which it was sent.
             told[relative] = self._copy(content, path, Step.BACKUP_FILE, seen)
             if known and seen.text() != known:
                 raise DamagedError(relative, content)
-            found = self._facts_of(path)
+            with self._files.open(path, "rb") as there:
+                found = _poured(there)
             if found != told[relative]:
                 raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is not what was written there a moment ago")
-        whole = BackupFacts(**{**{each: getattr(facts, each) for each in facts.__slots__}, "files": told})
+        whole = replace(facts, files=told)
         plain, path = asdict(whole), self._at(run_id, name, MARKER)
-        marker = json.dumps({**plain, "sha256": _digest_of(plain)}, indent=1, sort_keys=True).encode()
-        if self._is_folder:  # There a file has its name before it has its content.
+        marker = json.dumps({**plain, "sha256": digest_of(plain)}, indent=1, sort_keys=True).encode()
+        if self._is_folder:  # In a folder a plain write has its name before its content.
             self._disk.write_file(Path(path), marker, Step.BACKUP_WHOLE)
         else:
-            self._copy(marker, path, Step.BACKUP_WHOLE, hasher())
+            self._copy(marker, path, Step.BACKUP_WHOLE, Hasher())
         return whole
 
     def drop(self, run_id: str, name: str) -> None:
@@ -197,7 +198,7 @@ class Vault:
         self._disk.reached(Step.BACKUP_DROP)
 
     def fetch(self, run_id: str, name: str, folder: Path, disk: Disk = PLAIN_DISK) -> BackupFacts:
-        """Copy a backup into ``folder``, verified and durable; ``BackupError`` names a file that is not what it was."""
+        """Copy a backup into ``folder``, verified and durable; ``BackupError`` names a damaged or missing file."""
         facts, made = self.facts(run_id, name), set[Path]()
         for relative, wanted in sorted(facts.files.items()):
             parts = PurePosixPath(relative).parts
@@ -208,7 +209,9 @@ class Vault:
                 disk.settle(target.parent, Step.RESTORE_FETCH)
                 made.add(target.parent)
             disk.keep(target, lambda path, at=relative: self._fetch(run_id, name, at, path), Step.RESTORE_FETCH)  # type: ignore[misc]
-            if (found := _facts_of_local(target)) != wanted:
+            with target.open("rb") as file:
+                found = _poured(file)
+            if found != wanted:
                 raise BackupError(
                     f"{self.url}/{run_id}/{name}/{relative} is damaged: {found.bytes} bytes with SHA-256 "
                     f"{found.sha256[:12]}, and {wanted.bytes} with {wanted.sha256[:12]} were written"
@@ -221,7 +224,7 @@ class Vault:
         return "/".join([self._root.rstrip("/"), *parts])
 
     def _make_folder(self, path: str, made: set[str]) -> None:
-        """Make it, unless it is one of those that were ``made``; durably where that is for this process to do."""
+        """Create the folder unless it is in ``made``; durably if the vault is a local folder."""
         if path in made:
             return
         made.add(path)
@@ -246,66 +249,46 @@ class Vault:
         return data
 
     def _copy(self, content: Path | bytes, path: str, step: Step, seen: Hasher) -> FileFacts:
-        """Write a file there; what it was here, which ``seen`` takes too."""
-        hashed, size = hashlib.sha256(), 0
+        """Copy a file there, updating ``seen``; return its facts as read here."""
+
+        def write(piece: bytes) -> None:
+            there.write(piece)
+            self._disk.reached(step)
+            seen.update(piece)
+
         self._disk.reached(step)
-        with self._files.open(path, "wb") as there:
-            for piece in _pieces(content):
-                there.write(piece)
-                self._disk.reached(step)
-                hashed.update(piece)
-                seen.update(piece)
-                size += len(piece)
-        if self._is_folder:  # A power cut must not take what is called whole.
+        source = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+        with source as here, self._files.open(path, "wb") as there:
+            facts = _poured(here, write)
+        if self._is_folder:  # A power cut must not remove files of a complete backup.
             self._disk.sync_file(Path(path), step)
             self._disk.sync_folder(Path(path).parent, step)
-        return FileFacts(size, hashed.hexdigest())
-
-    def _facts_of(self, path: str) -> FileFacts:
-        with self._files.open(path, "rb") as there:
-            return _facts_of_open(there)
+        return facts
 
     def _fetch(self, run_id: str, name: str, relative: str, path: Path) -> None:
         try:
             with self._files.open(self._at(run_id, name, relative), "rb") as there, path.open("wb") as here:
-                while piece := there.read(PIECE_BYTES):
-                    here.write(piece)
+                _poured(there, here.write)
         except FileNotFoundError as error:
             raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is missing") from error
 
 
-def _digest_of(plain: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical(plain)).hexdigest()
-
-
-def _pieces(content: Path | bytes) -> Any:
-    if isinstance(content, bytes):
-        yield content
-        return
-    with content.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            yield piece
-
-
-def _facts_of_local(path: Path) -> FileFacts:
-    with path.open("rb") as file:
-        return _facts_of_open(file)
-
-
-def _facts_of_open(file: Any) -> FileFacts:
+def _poured(source: IO[bytes], write: Callable[[bytes], object] = lambda piece: None) -> FileFacts:
+    """Pass all of ``source`` to ``write``, a piece at a time; return its facts."""
     hashed, size = hashlib.sha256(), 0
-    while piece := file.read(PIECE_BYTES):
+    while piece := source.read(PIECE_BYTES):
+        write(piece)
         hashed.update(piece)
         size += len(piece)
     return FileFacts(size, hashed.hexdigest())
 
 
 NAME = "{:010d}-{:010d}-{:06d}-{:012d}"
-"""Of a backup: its ``reach``."""
+"""A backup's name: its ``reach``."""
 RETRY_S = 30.0
-"""Longest wait after a failure before the next attempt."""
+"""Seconds to wait, at most, before the next attempt after a failure."""
 STOP_S = 5.0
-"""Longest wait, when the process stops, for a copy that is under way; what is left of it is no backup."""
+"""Seconds to wait, at most, for a running copy when the process stops; an unfinished copy is no backup."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -326,12 +309,12 @@ class BackupOptions:
 
 
 def back_up(folder: Path, vault: Vault, note: Callable[[str], None] = lambda why: None) -> tuple[str, BackupFacts]:
-    """Copy the data folder as it is now; the name of the backup, and what it says of itself.
+    """Copy the data folder as it is now; return the backup's name and facts.
 
-    Every file that has a digest is compared with that as it is copied.  Where a snapshot is damaged the one before it
-    is copied, with the longer journal, and ``note`` is told why; anything else that is damaged is no backup
-    (``DamagedError``).  ``KeptError``, ``BackupError`` or an error of the place itself when it cannot be done, or when
-    what is copied goes meanwhile.
+    Compares every file that has a digest with that as it is copied. If a snapshot is damaged, the one before it is
+    copied, with the longer journal, and ``note`` gets the reason. Other damage raises ``DamagedError`` and leaves no
+    backup. Raises ``KeptError``, ``BackupError`` or the store's own error when the copy is impossible, or when a file
+    disappears meanwhile.
     """
     kept = Kept(folder, note)
     for point in reversed(kept.points()):
@@ -339,7 +322,7 @@ def back_up(folder: Path, vault: Vault, note: Callable[[str], None] = lambda why
         name = NAME.format(*_reach(point, segments))
         there = vault.backups(kept.card.run_id).get(name)
         if isinstance(there, BackupFacts):
-            return name, there  # It holds the same journal.
+            return name, there  # That backup holds the same journal.
         if there is not None:
             vault.drop(kept.card.run_id, name)
         try:
@@ -353,7 +336,7 @@ def back_up(folder: Path, vault: Vault, note: Callable[[str], None] = lambda why
 
 
 def _reach(point: Point, segments: Sequence[SegmentRead]) -> tuple[int, int, int, int]:
-    """How far the folder goes, as ``BackupFacts.reach``; lineage and epoch are those at the journal's end."""
+    """Return how far the folder goes, as ``BackupFacts.reach``; lineage and epoch are those at the journal's end."""
     lineage, epoch = point.state.lineage, point.state.epoch
     for event in (record.event for read in segments for record in read.records):
         if isinstance(event, LineageBegan):
@@ -405,7 +388,7 @@ def _copied(kept: Kept, point: Point, segments: Sequence[SegmentRead], vault: Va
 
 
 class Backups:
-    """Makes them, one every ``every_s``, in a thread of its own."""
+    """Makes backups, one every ``every_s``, in a thread of its own."""
 
     def __init__(
         self,
@@ -421,20 +404,20 @@ class Backups:
         self._good_s: float | None = None
         self._last = ""
         self._failing = ""
-        # A place that never answers must not keep the process alive.
+        # A store that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="backups", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first one is made after ``every_s``."""
+        """Start; the first backup is made after ``every_s``."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin no other one."""
+        """Begin no other backup; wait at most ``STOP_S`` for a running one."""
         self._stopping.set()
         self._thread.join(STOP_S)
 
     def status(self) -> dict[str, object]:
-        """For ``diloco status``: ``age_s`` is that of the last good one of this process, None before it."""
+        """Status for ``diloco status``; ``age_s`` is the age of this process's last good backup, None before it."""
         good_s = self._good_s
         age_s = None if good_s is None else round(time.monotonic() - good_s, 1)
         return {"url": self._options.url, "age_s": age_s, "last": self._last, "failing": self._failing}
@@ -446,7 +429,7 @@ class Backups:
                 self._once()
                 self._failing = ""
                 wait_s = self._options.every_s
-            except Exception as error:  # Libraries of object stores raise what they like, and nothing here may end.
+            except Exception as error:  # Object store libraries raise anything, and this thread must go on.
                 self._failing = str(error) or repr(error)
                 if self._stopping.is_set():
                     return
@@ -455,20 +438,22 @@ class Backups:
 
     def _once(self) -> None:
         began = time.monotonic()
-        for died in self._vault.leftovers(self._run_id):  # First, so that failures do not gather.
+        for died in self._vault.leftovers(self._run_id):  # First, so that leftovers do not accumulate.
             self._vault.drop(self._run_id, died)
         there = self._vault.names(self._run_id)
-        name, facts = back_up(self._folder, self._vault, self._damaged)
+        name, facts = back_up(
+            self._folder, self._vault, lambda why: self._emit("note", {"note": "backup_of_less", "why": why})
+        )
         self._good_s, self._last = began, name
         if name in there:
-            return  # Nothing has happened since it was made.
+            return  # The run has not changed since it was made.
         self._prune()
         size = sum(each.bytes for each in facts.files.values())
         seconds = round(time.monotonic() - began, 3)
         self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})
 
     def _prune(self) -> None:
-        """Drop all but the newest ``keep``; never the one just made, and none that cannot be read."""
+        """Delete all but the newest ``keep``; never the one just made, nor one whose marker cannot be read."""
         found = self._vault.backups(self._run_id)
         for damaged in found.values():
             if isinstance(damaged, BackupError):
@@ -480,6 +465,3 @@ class Backups:
         for old in names[: -self._options.keep]:
             if old != self._last:
                 self._vault.drop(self._run_id, old)
-
-    def _damaged(self, why: str) -> None:
-        self._emit("note", {"note": "backup_of_less", "why": why})

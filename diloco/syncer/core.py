@@ -1,27 +1,43 @@
-"""The syncer's one decision loop: events in, journal, effects out.
+"""The syncer's decision loop: events in, journal, effects out.
 
-A single thread owns the machine.  It takes what has arrived, lets the machine decide, writes the records in one frame,
-makes it durable with one fsync, and only then carries out the effects: an ack, a fate or a version is never ahead of
-the disk.  Where that takes long because something is wanting (room on the disk), the loop waits in ``settle``: it tells
-nobody anything but how it stands, and goes on where it was when what was wanting is there.
-Long work (outer steps, snapshots) runs in a second thread and comes back as an event or not at all.
+A single thread owns the state machine. Each turn it takes the events that have arrived, lets the machine decide, writes
+the records in one frame, makes the frame durable with one fsync, and only then carries out the effects. So an ack, a
+fate or a version never leaves before its record is on disk. If a condition is missing (free disk space, say), the loop
+waits in ``settle``. Meanwhile it answers only status questions, and it resumes where it stopped once the condition
+holds. Long work (outer steps, snapshots) runs in a second thread and comes back as an event or not at all.
 
-A failure of either thread ends the process (``failed``): after a failed fsync nothing may be acknowledged any more, and
-nothing is, because only this loop gives answers.
+A failure of either thread ends the process (``failed``). After a failed fsync nothing may be acknowledged any more, and
+nothing is, because only this loop answers calls.
+
+Readiness says whether the syncer accepts updates at present, and if not, why. The health service reports it.
+
+Readiness is not liveness. A syncer that drains or waits for disk space is healthy and must not be killed for it, so the
+health service answers SERVING for the server itself (the empty name) all the while, and not for the run and the
+service.
+
+Room watches the disk space. A sender learns before its first byte that the disk is full, and every site learns when
+there is space again. The disk counts as full when less than the reserve is free, or when the journal found no space.
+The reserve is for what the syncer must still write when it accepts nothing new: the journal, its mark, a snapshot's
+small files.
+
+A data folder that was removed or replaced never recovers: this process still writes to files that it holds open, but
+those writes are kept nowhere. So the process ends, and the run must be restored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from diloco.durable import DiskFullError, Step
+from diloco.durable import LOCK, DiskFullError, Step
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AnswerUnits, AskToConfirm, Note
 from diloco.sync.events import (
     DeadlinePassed,
@@ -37,30 +53,161 @@ from diloco.sync.journal import Record, digest_effects
 from diloco.sync.members import Leases
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.readiness import Unready, Want
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from diloco.sync.effects import OuterEffect
-    from diloco.syncer.journal_files import Turn
+    from diloco.sync.replication import Place
     from diloco.syncer.store import Store
+
+
+class Unready(StrEnum):
+    """Why the syncer accepts no updates."""
+
+    STARTING = "starting"
+    DRAINING = "draining"
+    DISK_FULL = "disk_full"
+    STANDBY_AWAY = "standby_away"
+    LEASE_LOST = "lease_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A condition that must hold before the syncer can go on: its kind, and its description for the user."""
+
+    kind: Unready
+    text: str
+
+
+class Readiness:
+    """The reasons why the syncer is not ready; any thread may change them. The first one is ``STARTING``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons = {Unready.STARTING}
+        self._tell: Callable[[bool], None] = lambda ready: None
+
+    def told_to(self, tell: Callable[[bool], None]) -> None:
+        """Call ``tell`` with the present readiness, and again after every change."""
+        with self._lock:
+            self._tell = tell
+            tell(not self._reasons)
+
+    def begins(self, reason: Unready) -> None:
+        """Add ``reason``."""
+        with self._lock:
+            self._reasons.add(reason)
+            self._tell(False)
+
+    def ends(self, reason: Unready) -> None:
+        """Remove ``reason``."""
+        with self._lock:
+            self._reasons.discard(reason)
+            self._tell(not self._reasons)
+
+    def reasons(self) -> list[str]:
+        """Return the reasons in a fixed order; empty when the syncer accepts updates."""
+        with self._lock:
+            return [reason.value for reason in Unready if reason in self._reasons]
+
+
+LOOK_EVERY_S = 1.0
+
+
+class FolderLostError(OSError):
+    """The data folder was removed or replaced."""
+
+
+class Room:
+    """Watch the free space on the disk of ``folder``; any thread may call.
+
+    ``on_change`` receives the missing condition, or None. The caller holds the folder's lock file, which identifies it.
+    """
+
+    def __init__(self, folder: Path, reserve_bytes: int, on_change: Callable[[Want | None], None]) -> None:
+        self._folder = folder
+        self._lock_file = os.stat(folder / LOCK)
+        self._reserve_bytes = reserve_bytes
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._held: Want | None = None
+        self._told: Unready | None = None
+
+    def wanting(self, more_bytes: int = 0) -> str | None:
+        """Return why the syncer cannot accept ``more_bytes`` now; None when it can."""
+        held = self._held
+        return self.lost() or (held.text if held is not None else self._low(more_bytes))
+
+    def held(self, want: Want | None) -> None:
+        """Note the condition that the decision loop waits for; None when it goes on."""
+        self._held = want
+        self.look()
+
+    def look(self) -> None:
+        """Report a change of the missing condition's kind to ``on_change``, once per change."""
+        with self._lock:
+            want, low = self._held, self._low(0)
+            if want is None and low is not None:
+                want = Want(Unready.DISK_FULL, low)
+            kind = want.kind if want is not None else None
+            if kind is not self._told:
+                self._told = kind
+                self._on_change(want)
+
+    def run(self, stopping: threading.Event) -> None:
+        """The watching thread: look until ``stopping``; raise ``FolderLostError`` when the folder is lost."""
+        while not stopping.wait(LOOK_EVERY_S):
+            if (why := self.lost()) is not None:
+                raise FolderLostError(why)
+            self.look()
+
+    def lost(self) -> str | None:
+        """Return why writes to the folder are lost; None while the folder is the one whose lock was taken.
+
+        No other file can have the lock file's inode number while this process holds it open.
+        """
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.stat(self._folder / LOCK), self._lock_file):
+                return None
+            return f"{self._folder} is another folder now than the one that this process serves from"
+        return f"{self._folder} is gone, or was emptied, under this process"
+
+    def _low(self, more_bytes: int) -> str | None:
+        if not self._reserve_bytes:
+            return None
+        try:
+            found = os.statvfs(self._folder)
+        except FileNotFoundError:
+            return None  # A missing folder is not a lack of space; ``lost`` reports it.
+        free = found.f_bavail * found.f_frsize
+        if free - more_bytes >= self._reserve_bytes:
+            return None
+        needs = f"{_mb(more_bytes)} more and " if more_bytes else ""
+        return f"disk full: {_mb(free)} MB are free, {needs}{_mb(self._reserve_bytes)} MB in reserve are wanted"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.4g}"
+
 
 Answer = AnswerJoin | AskToConfirm | AnswerPush | AnswerDone | AnswerUnits
 T = TypeVar("T")
-DISK_FULL, STANDBY_AWAY, LEASE_LOST = Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST
 IDLE_S = 0.5
 BATCH_MAX = 256
+TIMEOUT_S = 30.0
+"""Seconds in which the loop must answer a question, and end when it is told to."""
 RETRY_S = 0.1
-"""Between two attempts at what ``settle`` waits for."""
+"""Seconds between two attempts in ``settle``."""
 HELD_AFTER_S = 0.5
-"""Of such a wait; from then on nobody waits with it."""
+"""After this many seconds of waiting in ``settle``, the loop is held: callers get ``CoreHeld`` instead of waiting."""
 
 
 class CoreHeld(Refusal):
-    """The decision loop waits for something that is wanting, in words; who asks may come back."""
+    """The decision loop waits for a missing condition, which the text names; the caller may retry."""
 
     def __init__(self, want: Want) -> None:
         super().__init__(WireStatus.UNAVAILABLE, want.text)
@@ -68,11 +215,11 @@ class CoreHeld(Refusal):
 
 
 class NotHandedIn(CoreHeld):
-    """The same, and of what was asked the loop will never hear."""
+    """Like ``CoreHeld``, but the request was not queued, so the loop will never see it."""
 
 
 class CoreStopped(Refusal):
-    """The decision loop gave no answer, or has ended; a site hears that it may come back."""
+    """The decision loop gave no answer in time, or has ended; the error tells the site to retry."""
 
     def __init__(self) -> None:
         super().__init__(WireStatus.UNAVAILABLE, "the syncer stopped before it could answer")
@@ -86,23 +233,23 @@ class _Question:
 
     def answer(self, machine: OuterSync) -> None:
         if not self.future.set_running_or_notify_cancel():
-            return  # Nobody waits for it any more, and so nobody would own what it makes.
+            return  # The caller has given up, so nothing would own the result.
         try:
             self.future.set_result(self.ask(machine))
-        except BaseException as error:  # The asker gets it, wherever it is waiting.
+        except BaseException as error:  # The caller's thread raises it.
             self.future.set_exception(error)
             if self.is_work:
                 raise
 
 
 class Core:
-    """The loop.  ``carry_out`` gets every effect that is not an answer, in order, in the loop's thread.
+    """The loop. It calls ``carry_out`` with every effect that is not an answer, in order.
 
-    ``on_held`` hears what the loop waits for, and None when it goes on; ``held`` says it in words.  ``replicated``
-    is asked about each turn that is durable here, again and again until it answers None: what it says until then is why
-    nothing may be told of that turn yet.  ``leads`` is asked in the same way right before anything is told, to who only
-    reads as well; it may raise, which ends the loop.  All are called in the loop's thread.  With ``acks_first`` an
-    update that was taken in is acknowledged before ``replicated``.
+    ``on_held`` receives the condition that the loop waits for, and None when it goes on; ``held`` is its text. The loop
+    calls ``replicated`` with the end of each locally durable turn, again and again until it returns None; until then it
+    returns why no effect of that turn may be carried out yet. The loop calls ``leads`` in the same way right before it
+    carries out effects, or answers questions that only read; ``leads`` may raise, which ends the loop. All callbacks
+    run in the loop's thread. With ``acks_first`` the loop acknowledges an accepted update before ``replicated``.
     """
 
     def __init__(
@@ -113,13 +260,13 @@ class Core:
         *,
         on_failure: Callable[[BaseException], None] = lambda error: None,
         on_held: Callable[[Want | None], None] = lambda want: None,
-        replicated: Callable[[Turn], str | None] = lambda turn: None,
+        replicated: Callable[[Place], str | None] = lambda end: None,
         leads: Callable[[], str | None] = lambda: None,
         acks_first: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.machine = machine  # Only the loop's thread may touch it.
-        self._store = store
+        self.store = store
         self._carry_out = carry_out
         self._on_failure = on_failure
         self._on_held = on_held
@@ -147,37 +294,37 @@ class Core:
                 self.leases.watch(name, machine.state.now_ns, silent=site.status is Status.SILENT)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the loop's thread."""
         self._thread.start()
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """End the loop after its present turn, and the long work after what is under way."""
+    def stop(self) -> None:
+        """End the loop after its present turn, and the worker after the task it is running."""
         self._stopping.set()
         self._inbox.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(TIMEOUT_S)
         self.worker.shutdown(wait=True, cancel_futures=True)
 
     @property
     def alive(self) -> bool:
-        """Whether the loop still decides."""
+        """Whether the loop's thread is running."""
         return self._thread.is_alive()
 
     @property
     def held(self) -> str | None:
-        """What the loop waits for, in words."""
+        """The text of the condition that the loop waits for; None when it does not wait."""
         want = self._want
         return want.text if want is not None else None
 
     def now_ns(self) -> int:
-        """The machine's time: it goes on from where the last process left it."""
+        """Return the machine's time, which continues from where the last process left it."""
         return self._origin_ns + self._clock_ns()
 
     def post(self, event: OuterEvent) -> None:
-        """Hand in an event that nobody waits for."""
+        """Queue an event that needs no answer."""
         self._inbox.put(event)
 
     def heard(self, site: str) -> None:
-        """``site`` gave a sign of life.  However many it gives, it takes one place until the loop has looked."""
+        """Note a sign of life of ``site``. Any number of them takes one place in the inbox until the loop looks."""
         with self._heard_lock:
             first = not self._heard
             self._heard.add(site)
@@ -185,7 +332,7 @@ class Core:
             self._inbox.put(None)
 
     def nudge(self) -> None:
-        """What ``settle`` waits for may be there: look at once."""
+        """Make ``settle`` check its condition at once, because it may hold now."""
         self._early.put(None)
 
     def call(
@@ -194,10 +341,10 @@ class Core:
         timeout_s: float = 60.0,
         late: Callable[[Answer], None] = lambda answer: None,
     ) -> Answer:
-        """Hand in the event that ``make`` gives for a call number, and wait for its answer.
+        """Queue the event that ``make`` returns for a call number, and wait for its answer.
 
-        The event stays handed in when the wait ends without one: then ``late`` gets the answer, in the loop's thread.
-        While the loop is held nothing is handed in (``NotHandedIn``): who asks again and again would fill the inbox.
+        The event stays queued if the wait ends without an answer; then ``late`` gets the answer, in the loop's thread.
+        While the loop is held, raises ``NotHandedIn`` and queues nothing: repeated calls would fill the inbox.
         """
         self._hand_in()
         future: Future[Answer] = Future()
@@ -212,34 +359,34 @@ class Core:
             future.add_done_callback(lambda done: None if done.exception() else late(done.result()))
             raise
 
-    def ask(self, question: Callable[[OuterSync], T], timeout_s: float = 30.0, *, early: bool = False) -> T:
-        """Read the machine between two events; ``question`` must not change it.
+    def ask(self, question: Callable[[OuterSync], T], *, early: bool = False) -> T:
+        """Return ``question(machine)``, run between two events; ``question`` must not change the machine.
 
-        With ``early`` it is answered while the loop is held as well.  The machine is ahead of the disk then, so this is
-        for what people look at, and for nothing that a site goes by.
+        With ``early`` it runs also while the loop is held. The machine is ahead of the disk then, so use this only for
+        status displays, never for an answer that a site acts on.
         """
         asked = _Question(question, Future())
         if early:
             self._early.put(asked)
-            if self.held is None:  # A loop that is held looks at the early ones by itself.
+            if self.held is None:  # A held loop polls the early questions.
                 self._inbox.put(None)
         else:
             self._hand_in()
             self._inbox.put(asked)
         try:
-            return self._wait(asked.future, timeout_s, early)  # type: ignore[return-value]
+            return self._wait(asked.future, TIMEOUT_S, early)  # type: ignore[return-value]
         except (CoreStopped, CoreHeld):
             if asked.future.cancel():
                 raise
-            return asked.future.result(timeout_s)  # type: ignore[return-value]  # It is being answered at this moment.
+            return asked.future.result(TIMEOUT_S)  # type: ignore[return-value]  # The loop is answering it just now.
 
-    def do(self, work: Callable[[OuterSync], T], timeout_s: float = 30.0) -> T:
-        """Have the loop do ``work`` between two turns, when every effect is carried out; its failure ends the loop."""
+    def do(self, work: Callable[[OuterSync], T]) -> T:
+        """Run ``work`` in the loop between two turns, when every effect is carried out; its failure ends the loop."""
         self._hand_in()
-        return self._wait(self.do_soon(work), timeout_s)  # type: ignore[return-value]
+        return self._wait(self.do_soon(work), TIMEOUT_S)  # type: ignore[return-value]
 
     def do_soon(self, work: Callable[[OuterSync], object]) -> Future[object]:
-        """The same without waiting; may be called from the loop itself."""
+        """Like ``do``, without waiting; the loop itself may call it."""
         future: Future[object] = Future()
         self._inbox.put(_Question(work, future, is_work=True))
         return future
@@ -251,7 +398,7 @@ class Core:
     def _wait(self, future: Future[T], timeout_s: float, early: bool = False) -> T:
         until = time.monotonic() + timeout_s
         while True:
-            alive = self.alive  # Asked before the wait: what a loop that has just ended answered is still there.
+            alive = self.alive  # Read before the wait: a loop that ends meanwhile may still have answered.
             want = None if early else self._want
             left_s = max(0.0, until - time.monotonic())
             if wait([future], timeout=min(HELD_AFTER_S, left_s) if alive and want is None else 0.0).done:
@@ -267,7 +414,7 @@ class Core:
         try:
             while not self._stopping.is_set():
                 self._turn()
-        except BaseException as error:  # Whoever owns the loop is told, and raises it where somebody sees it.
+        except BaseException as error:  # ``on_failure`` passes it to the loop's owner, which raises it elsewhere.
             self.failed = error
             self._on_failure(error)
         finally:
@@ -281,7 +428,8 @@ class Core:
         decided: list[OuterEffect] = []
         records: list[Record] = []
         questions: list[_Question] = []
-        patience_s = self._patience_s()
+        wanted = [at for at in (self.machine.next_deadline_ns(), self.leases.next_deadline_ns()) if at is not None]
+        patience_s = min(IDLE_S, max(0.0, (min(wanted) - self.now_ns()) / 1e9)) if wanted else IDLE_S
         for item in self._arrived(patience_s):
             if isinstance(item, _Question):
                 questions.append(item)
@@ -289,19 +437,21 @@ class Core:
             if item is not None:
                 self._decide(item, decided, records)
         now_ns = self.now_ns()
-        for site in self._take_heard():
+        with self._heard_lock:
+            heard, self._heard = sorted(self._heard), set()
+        for site in heard:
             back = self.leases.heard(site, now_ns)
             if back is not None:
                 self._decide(back, decided, records)
         if now_ns - self._turned_ns > patience_s * 1e9 + self.leases.timeout_ns / 2:
-            self.leases.renew(now_ns)  # It was this process that was away; what was said meanwhile is yet to be read.
+            self.leases.renew(now_ns)  # This process was away, not the sites: their signs of life are still unread.
         self._turned_ns = now_ns
         for silent in self.leases.expired(now_ns):
             self._decide(silent, decided, records)
         deadline_ns = self.machine.next_deadline_ns()
         if deadline_ns is not None and now_ns >= deadline_ns:
             self._decide(DeadlinePassed(), decided, records)
-        if (records and not self.settle(records, decided)) or not self._until(self._leads, LEASE_LOST):
+        if (records and not self.settle(records, decided)) or not self._until(self._leads, Unready.LEASE_LOST):
             return
         for effect in decided:
             if isinstance(effect, Answer):
@@ -313,51 +463,53 @@ class Core:
         self._answer_early()
 
     def settle(self, records: Sequence[Record], decided: Sequence[OuterEffect] = ()) -> bool:
-        """Make a turn's records safe; none of its effects is carried out before this has returned True.
+        """Make a turn's records safe; the caller carries out its effects only after this has returned True.
 
-        Safe means: whole and durable in this syncer's journal, marked as such, and then wherever else ``replicated``
-        says that it must be.  Each of these may have to wait, for as long as it takes: a full disk until there is room.
-        Meanwhile the machine is ahead of everything that may be told, so that nothing else is decided and only early
-        questions are answered; everybody else is refused with the words for what is wanting (``CoreHeld``).
+        Safe means: complete, durable and marked in this syncer's journal, and then wherever else ``replicated``
+        requires. Each step may have to wait without limit: on a full disk, until there is space. Meanwhile the machine
+        is ahead of everything that may leave the process, so the loop decides nothing else and answers only early
+        questions. Other callers get ``CoreHeld``, which names the missing condition.
 
-        False when the process is to stop before that: the turn never happened, and what handed in its events will do so
-        again.  A failed sync is no wait, it ends the loop.
+        Returns False when the process is to stop before that. Then the turn never happened, and the senders of its
+        events will send them again. A failed sync does not wait; it ends the loop.
         """
-        turns: list[Turn] = []
+        ends: list[Place] = []
 
-        def write() -> str | None:
-            turns.append(self._store.journal.append(records))
-            return None
+        def keep() -> None:
+            if not ends:
+                ends.append(self.store.journal.append(records))
+            self.store.journal.flush()
 
-        def flush() -> str | None:
-            self._store.journal.flush()
-            return None
-
-        if not (self._until(write, DISK_FULL) and self._until(flush, DISK_FULL)):
+        if not self._until(keep, Unready.DISK_FULL):
             return False
         if self._acks_first:
-            if not self._until(self._leads, LEASE_LOST):
+            if not self._until(self._leads, Unready.LEASE_LOST):
                 return False
             for effect in decided:
                 if isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED:
                     self._answer(effect)
-        return self._until(lambda: self._replicated(turns[0]), STANDBY_AWAY)
+        return self._until(lambda: self._replicated(ends[0]), Unready.STANDBY_AWAY)
 
     def _until(self, attempt: Callable[[], str | None], kind: Unready) -> bool:
-        """Repeat ``attempt`` until it answers None instead of why it cannot be; False when the process is to stop.
+        """Repeat ``attempt`` until it returns None instead of the reason why it cannot succeed.
 
-        ``kind`` is of what it wants.
+        Returns False when the process is to stop. ``kind`` is the kind of the missing condition.
         """
         began = time.monotonic()
-        while (why := _wanting(attempt)) is not None:
+        while True:
+            try:
+                why = attempt()
+            except DiskFullError as error:
+                why = f"disk full: {error.strerror}"
+            if why is None:
+                self._hold(None)
+                return True
             if self._stopping.is_set():
                 return False
-            self._leads()  # Who leads no more need not wait: it raises.
+            self._leads()  # Raises once this process no longer leads: waiting is useless then.
             if time.monotonic() - began > HELD_AFTER_S:
                 self._hold(Want(kind, why))
             self._answer_early(RETRY_S)
-        self._hold(None)
-        return True
 
     def _hold(self, want: Want | None) -> None:
         if want != self._want:
@@ -365,7 +517,7 @@ class Core:
             self._on_held(want)
 
     def _answer_early(self, wait_s: float = 0.0) -> None:
-        """Answer the early questions, having waited at most ``wait_s`` for the first."""
+        """Answer the early questions; wait at most ``wait_s`` for the first."""
         with contextlib.suppress(queue.Empty):
             question = self._early.get(timeout=wait_s) if wait_s else self._early.get_nowait()
             while True:
@@ -373,48 +525,41 @@ class Core:
                     question.answer(self.machine)
                 question = self._early.get_nowait()
 
-    def _take_heard(self) -> list[str]:
-        with self._heard_lock:
-            heard, self._heard = sorted(self._heard), set()
-        return heard
-
     def _arrived(self, patience_s: float) -> list[OuterEvent | _Question | None]:
-        """Wait for something until the next deadline, then take all that is there, up to a bound."""
+        """Wait at most ``patience_s`` for an item, then take all queued ones, up to ``BATCH_MAX``."""
         items: list[OuterEvent | _Question | None] = []
-        try:
+        with contextlib.suppress(queue.Empty):
             items.append(self._inbox.get(timeout=patience_s))
             while len(items) < BATCH_MAX:
                 items.append(self._inbox.get_nowait())
-        except queue.Empty:
-            pass
         return items
 
-    def _patience_s(self) -> float:
-        wanted = [at for at in (self.machine.next_deadline_ns(), self.leases.next_deadline_ns()) if at is not None]
-        if not wanted:
-            return IDLE_S
-        return min(IDLE_S, max(0.0, (min(wanted) - self.now_ns()) / 1e9))
-
     def _decide(self, event: OuterEvent, decided: list[OuterEffect], records: list[Record]) -> None:
-        """Let the machine decide; there is a record of it unless nothing changed.
+        """Let the machine decide ``event``, and record it unless nothing changed.
 
-        What is due is decided before it, by a record of its own.  So an update that is not taken in changes nothing,
-        also where its push came late, and is not journalled: a record names only payloads that are kept.  A start comes
-        before all: what it finds under way must not have been begun by this process.
+        A deadline that is due is decided first, in a record of its own. So an update that is not accepted changes
+        nothing, even if its push came late, and is not journalled: a record names only payloads that are kept.
+        ``SyncerStarted`` comes before any deadline: what it finds under way must not have been begun by this process.
         """
         now_ns = max(self.now_ns(), self.machine.state.now_ns)
         due_ns = self.machine.next_deadline_ns()
-        if due_ns is not None and now_ns >= due_ns and not isinstance(event, SyncerStarted):
-            self._decide_at(now_ns, DeadlinePassed(), decided, records)
-        if not isinstance(event, DeadlinePassed):
-            self._decide_at(now_ns, event, decided, records)
-
-    def _decide_at(self, now_ns: int, event: OuterEvent, decided: list[OuterEffect], records: list[Record]) -> None:
-        effects = self.machine.handle(event, now_ns)
-        self._follow_leases(event, now_ns)
-        decided += effects
-        if not changes_nothing(event, effects):
-            records.append(Record(now_ns, _as_kept(event, effects), digest_effects(effects)))
+        events = [event]
+        if due_ns is not None and now_ns >= due_ns and not isinstance(event, SyncerStarted | DeadlinePassed):
+            events = [DeadlinePassed(), event]
+        for each in events:
+            effects = self.machine.handle(each, now_ns)
+            self._follow_leases(each, now_ns)
+            decided += effects
+            if changes_nothing(each, effects):
+                continue
+            kept = each
+            if isinstance(each, UpdateArrived) and any(
+                isinstance(effect, AnswerPush) and effect.outcome in (Outcome.REFUSED, Outcome.RETRY)
+                for effect in effects
+            ):
+                # The same payload may be accepted later, and a recorded name without an undecided update is dropped.
+                kept = replace(each, payload="")
+            records.append(Record(now_ns, kept, digest_effects(effects)))
 
     def _follow_leases(self, event: OuterEvent, now_ns: int) -> None:
         name = getattr(event, "site", None)
@@ -426,48 +571,28 @@ class Core:
         elif site.status is Status.LIVE and (
             isinstance(event, UpdateArrived) or (isinstance(event, JoinRequested) and event.process == site.process)
         ):
-            self.leases.watch(name, now_ns)  # Either may have brought a silent site back: its lease runs again.
+            self.leases.watch(name, now_ns)  # Both events can bring a silent site back: restart its lease.
 
     def _answer(self, answer: Answer) -> None:
-        """Answer a call, once."""
+        """Answer a call, at most once."""
         with self._calls_lock:
             future = self._calls.pop(answer.call, None)
         if future is not None:
-            self._store.disk.reached(Step.ACK)
+            self.store.disk.reached(Step.ACK)
             future.set_result(answer)
-            self._store.disk.reached(Step.ACK)
-
-
-def _wanting(attempt: Callable[[], str | None]) -> str | None:
-    """What ``attempt`` says that it wants; a disk that is full is said in words."""
-    try:
-        return attempt()
-    except DiskFullError as error:
-        return f"disk full: {error.strerror}"
-
-
-def _as_kept(event: OuterEvent, effects: list[OuterEffect]) -> OuterEvent:
-    """The event as its record has it: the payload of an update that is not taken in is not kept, so it is not named.
-
-    Nor may it be: the same one may be taken in later, and a name that is on record without being undecided is dropped.
-    """
-    if isinstance(event, UpdateArrived) and any(
-        isinstance(effect, AnswerPush) and effect.outcome in (Outcome.REFUSED, Outcome.RETRY) for effect in effects
-    ):
-        return replace(event, payload="")
-    return event
+            self.store.disk.reached(Step.ACK)
 
 
 def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
-    """Whether the machine is as it was before ``event``: then it is not journalled (DESIGN section 4).
+    """Return whether the machine is as it was before ``event``: then it is not journalled (DESIGN section 4).
 
-    That is so when all that came of it is an answer that says no, or the answer to a join that was known already.
+    That is so when the only effect is an answer that refuses, or the answer to a join that was known already.
     """
     if not effects:
         return isinstance(event, DeadlinePassed | SiteSilent | SiteHeard)
     if len(effects) == 2 and isinstance(event, UpdateArrived) and isinstance(effects[0], Note):
         if effects[0].what in ("outlier_refused", "implausible_refused"):
-            return False  # It is remembered, so that it is refused again whatever is usual then.
+            return False  # The machine remembers it, and refuses it again even if the usual values change.
         effects = effects[1:]
     if len(effects) > 1:
         return False

@@ -1,36 +1,36 @@
 """The journal on disk: segments ``journal-000001.log`` and on, their bytes as in ``sync/journal.py``.
 
-The end.  ``JournalEnd`` notes beside the journal where its durable end was, so that a journal that was cut off is
-noticed.  The journal itself cannot say it: cut off between two units it is a whole, shorter journal.  So after each
+The end. ``JournalEnd`` notes in a separate file where the journal's durable end was, so that a truncated journal is
+noticed. The journal itself cannot show it: cut off between two units it is an intact, shorter journal. So after each
 frame that is durable, and before anything is told of it, the end is noted in a file of two slots, in turn:
 
     u32 CRC-32 of the rest | u64 count | u32 segment | u64 end of its last durable unit
 
-Nothing is synced.  A process that is killed loses none of it; a power cut may leave an older note or none, which names
-an end that the journal has reached and passed, and so raises no false alarm.
+The note is not synced. A killed process loses none of it. A power cut may leave an older note or none. An older note
+names an end that the journal has reached and passed, and so raises no false alarm.
 
-Segments.  What is made durable when (each line is a call here, in the order in which a process makes them):
+Segments. What is made durable when (each line is a call here, in the order in which a process makes them):
 
 - ``take_over`` (a start): what a crash left half written is cut off, the segment synced, its last mark written if it
-  has none.  From then on all of it counts as acknowledged.
-- ``append``: one frame, written.  Nothing is synced.  ``flush``: the segment is synced (fdatasync); then the frame's
-  mark is written and *not* synced, and the end of the frame is noted (``JournalEnd``), not synced either.  Only after
+  has none. From then on all of it counts as acknowledged.
+- ``append``: one frame is written. Nothing is synced. ``flush``: the segment is synced (fdatasync); then the frame's
+  mark is written and *not* synced, and the end of the frame is noted (``JournalEnd``), not synced either. Only after
   that may anything be told that follows from the frame.
-- ``rotate``: the old segment is synced, its last mark with it.  The new one gets its header and is synced, then the
-  folder is synced, then the header's mark is written.  Only after that may a snapshot name the new segment.
-- ``prune``: segments that nothing needs are removed, oldest first.  Nothing is synced: one that a power cut brings back
-  is removed by the next.
+- ``rotate``: the old segment is synced, its last mark with it. The new one gets its header and is synced, then the
+  folder is synced, then the header's mark is written. Only after that may a snapshot name the new segment.
+- ``prune``: segments that nothing needs are removed, oldest first. Nothing is synced: the next prune removes one that a
+  power cut brings back.
 
 What a power cut leaves when it comes ...
 
-- in ``append`` or before the sync of ``flush`` is done: nothing, a part, or all of the frame.  A part is cut off.  A
-  whole one is taken as it is: no site has heard of it, and those that sent its events will send them again.
+- in ``append`` or before the sync of ``flush`` is done: nothing, a part, or all of the frame. A part is cut off. A
+  whole one is kept: no site has heard of it, and the senders of its events will send them again.
 - between that sync and the next one: the frame, with its mark, with a part of it, or without.
-- in ``rotate``: no new segment, an empty one, a part of a header, or a header.  A segment without a header is removed,
-  and its number given again; one with nothing but a header is gone on with.
+- in ``rotate``: no new segment, an empty one, a part of a header, or a header. A segment without a header is removed,
+  and its number used again; one with nothing but a header is continued.
 
-Whatever else is there is damage: ``JournalError`` with file and offset, and the syncer does not start on it.  Segments
-of format 1, which a process of an earlier version has left, are read and never written to.
+Anything else is damage: ``JournalError`` with file and offset, and the syncer does not start on it. Segments of format
+1, which an earlier version has left, are read and never written to.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words
 from diloco.sync.journal import (
     CHAIN_START,
     JournalError,
@@ -63,11 +63,12 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from diloco.durable import Disk
+    from diloco.sync.replication import Place
 
 REST = struct.Struct("<QIQ")
 CHECKSUM = struct.Struct("<I")
 SLOT_BYTES = 512
-"""Each slot has a sector of its own, so that a write that is torn spoils one of the two."""
+"""Each slot has a sector of its own, so that a torn write spoils only one of the two."""
 
 
 class JournalEnd:
@@ -80,7 +81,7 @@ class JournalEnd:
         self._count = 0
 
     def read(self) -> tuple[int, int] | None:
-        """Segment and end, as last noted; None when there is no note that is whole."""
+        """Return segment and end as last noted; None when there is no intact note."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -92,7 +93,7 @@ class JournalEnd:
         return segment, end
 
     def damage(self) -> list[str]:
-        """Which slots are not as they were written.  Nothing rests on one: the other has the note before it."""
+        """Return a text for each damaged slot. Nothing relies on a damaged one: the other has the note before it."""
         data = self.path.read_bytes() if self.path.exists() else b""
         places = [at for at in (0, SLOT_BYTES) if data[at : at + CHECKSUM.size + REST.size].strip(b"\0")]
         return [f"the note at byte {at} is not whole" for at in places if self._slot(data, at) is None]
@@ -105,7 +106,7 @@ class JournalEnd:
         return count, segment, end
 
     def write(self, segment: int, end: int) -> None:
-        """Everything up to ``end`` of ``segment`` is durable.  The room for it is taken once, at the first note."""
+        """Note that everything up to ``end`` of ``segment`` is durable. Only the first notes need new disk space."""
         if self._file is None:
             self.read()  # To count on from there.
             is_new = not self.path.exists()
@@ -116,13 +117,13 @@ class JournalEnd:
         self._disk.write(self._file, CHECKSUM.pack(zlib.crc32(rest)) + rest, Step.JOURNAL_END)
 
     def clear(self) -> None:
-        """The journal begins anew."""
+        """Remove the note: the journal starts over."""
         self.close()
         self._count = 0
         self._disk.remove(self.path, Step.JOURNAL_END)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -130,25 +131,15 @@ class JournalEnd:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place where a replay can begin: a whole segment.  ``chain`` is the value before it; "" where it has none."""
+    """A place where a replay can begin: the start of a segment. ``chain`` is the value before it; "" if it has none."""
 
     segment: int
     chain: str
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What one turn of the decision loop wrote: ``data`` is the frame, byte for byte as it lies at ``offset``."""
-
-    segment: int
-    offset: int
-    data: bytes
-    chain: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentRead:
-    """A segment as it was found.  ``found`` is None for one of format 1; ``end`` is where what is whole ends."""
+    """A segment as read. ``found`` is None for one of format 1; the intact part ends at ``end``."""
 
     index: int
     found: Segment | None
@@ -158,7 +149,7 @@ class SegmentRead:
 
 
 class JournalFiles:
-    """The segments in ``folder``.  One writer; ``run`` is what a new segment says of the run it belongs to."""
+    """The segments in ``folder``. One writer; a new segment's header holds ``run``, which identifies its run."""
 
     def __init__(self, folder: Path, run: Mapping[str, str | int] | None = None, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
@@ -168,33 +159,34 @@ class JournalFiles:
         self.index = max(self.segments(), default=0)
         self._file: BinaryIO | None = None
         self._noted = JournalEnd(folder / "journal.end", disk)
-        self._chain = CHAIN_START
+        self.chain = CHAIN_START
+        """The chain value of the last unit."""
         self._end = 0
         self._synced = self._marked = True
         self.begun = (0, 0)
-        """The segment that ``rotate`` began last, and where its header ends: durable."""
+        """The segment that ``rotate`` began last, and where its durable header ends."""
 
     def path(self, index: int) -> Path:
-        """The file of a segment."""
+        """Return a segment's path."""
         return self.folder / f"journal-{index:06d}.log"
 
     def segments(self) -> list[int]:
-        """The numbers of the segments that exist, rising."""
+        """Return the numbers of the existing segments, rising."""
         return sorted(int(path.stem.removeprefix("journal-")) for path in self.folder.glob("journal-*.log"))
 
     def size(self, index: int) -> int:
-        """Bytes that a segment takes."""
+        """Return a segment's size in bytes."""
         return self.path(index).stat().st_size
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, first: int, chain: str = "") -> list[Record]:
-        """Every record from segment ``first`` on, before which the chain has the value ``chain``, if that is known."""
+        """Return every record from segment ``first`` on; ``chain``, if known, is the chain's value before it."""
         return [record for segment in self.walk(first, chain) for record in segment.records]
 
     def walk(self, first: int, chain: str = "") -> Iterator[SegmentRead]:
-        """Segment by segment from ``first`` on, each checked; ``JournalError`` names file and offset of damage."""
-        noted = self._noted.read()  # Before the journal, which may be longer by the time that it is looked at.
+        """Yield each segment from ``first`` on, checked; ``JournalError`` names file and offset of damage."""
+        noted = self._noted.read()  # Before the journal, which may grow until it is read.
         wanted = [index for index in self.segments() if index >= first]
         missing = sorted(set(range(first, max(wanted, default=first) + 1)) - set(wanted))
         if missing:
@@ -214,11 +206,11 @@ class JournalFiles:
             yield read
 
     def _chain_through(self, read: SegmentRead, before: bytes | None, *, may_be_blank: bool) -> bytes | None:
-        """The chain after the segment, if it is the one that belongs behind ``before``; None: not known."""
+        """Check that the segment continues ``before``; return the chain after it. None: not known."""
         path = self.path(read.index)
         header = None if read.found is None else read.found.header
         if read.found is None or header is None:
-            # One of format 1 may be empty, and the last one may be of a process that died when it had just made it.
+            # A segment of format 1 may be empty, and the last one's process may have died right after creating it.
             if before is None or before == CHAIN_START or (may_be_blank and read.found is not None):
                 return before if read.found is not None else CHAIN_START
             raise JournalError(f"{path}: unit at byte 0 is damaged: the segment has lost its header")
@@ -232,7 +224,7 @@ class JournalFiles:
         return read.found.chain
 
     def is_blank(self) -> bool:
-        """Whether no event was ever written: then nothing was ever acknowledged."""
+        """Return whether no event was ever written: then nothing was ever acknowledged."""
         try:
             found = [read_file(self.path(index)) for index in self.segments()]
         except JournalError:
@@ -241,28 +233,23 @@ class JournalFiles:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    @property
-    def chain(self) -> bytes:
-        """The chain value of the last unit."""
-        return self._chain
-
     def begin(self, place: Position | None = None) -> Position:
-        """The first segment of a new folder, at ``place`` where another folder's journal is gone on with.
+        """Begin the first segment of a new folder, at ``place`` when it continues another folder's journal.
 
-        What a process left that died while it did the same is dropped.
+        Segments left by a process that died while doing the same are removed.
         """
         for index in self.segments():
             self._disk.remove(self.path(index), Step.JOURNAL_CUT)
         self._noted.clear()
-        self.index, self._chain = 0, CHAIN_START
+        self.index, self.chain = 0, CHAIN_START
         if place is not None:
-            self.index, self._chain = place.segment - 1, bytes.fromhex(place.chain)
+            self.index, self.chain = place.segment - 1, bytes.fromhex(place.chain)
         return self.rotate()
 
     def take_over(self) -> list[str]:
-        """Go on behind what the last process wrote, which has been read without an error; says what had to be cut off.
+        """Continue after what the last process wrote, which was read without an error; return a note for each cut.
 
-        A note for each cut: what was never acknowledged goes, and so does a last mark that is not whole.
+        It cuts off what was never acknowledged, and a last mark that is incomplete.
         """
         notes = [f"{self._noted.path} is damaged: {why}" for why in self._noted.damage()]
         path = self.path(self.index)
@@ -274,7 +261,7 @@ class JournalFiles:
             self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
             self.index -= 1
             earlier = read_file(self.path(self.index)).found if self.index in self.segments() else None
-            self._chain = CHAIN_START if earlier is None or earlier.header is None else earlier.chain
+            self.chain = CHAIN_START if earlier is None or earlier.header is None else earlier.chain
             self.rotate()
             return notes
         if read.end < read.size:
@@ -284,29 +271,28 @@ class JournalFiles:
         if read.found is None:
             self.rotate()
         else:
-            self._chain, self._marked = read.found.chain, read.found.marked
+            self.chain, self._marked = read.found.chain, read.found.marked
             self.flush()
         return notes
 
-    def append(self, records: Sequence[Record]) -> Turn:
-        """Write the records of a turn; they are durable after ``flush``.
+    def append(self, records: Sequence[Record]) -> Place:
+        """Write the records of a turn; return where they end. They are durable after ``flush``.
 
-        ``DiskFullError`` when there is no room for them: nothing of them is left, and it may be tried again.
+        Raises ``DiskFullError`` when there is no space: nothing of them remains, and the caller may try again.
         """
         return self.append_body(encode_records(records))
 
-    def append_body(self, body: bytes) -> Turn:
-        """The same with records that are bytes already, perhaps of another version's process."""
-        data, chain = encode_frame(body, self._chain)
-        turn = Turn(self.index, self._end, data, chain)
+    def append_body(self, body: bytes) -> Place:
+        """Like ``append``, with encoded records, perhaps of another version's process."""
+        data, chain = encode_frame(body, self.chain)
         self._put(data, Step.JOURNAL_WRITE)
-        self._chain, self._synced, self._marked = chain, False, False
-        return turn
+        self.chain, self._synced, self._marked = chain, False, False
+        return self.index, self._end
 
     def flush(self) -> None:
-        """Make all that was appended durable, and mark it.  A failed sync is final: the caller must stop.
+        """Make all that was appended durable, and mark it. A failed sync is final: the caller must stop.
 
-        ``DiskFullError`` when there is no room for the mark: to be called again.
+        Raises ``DiskFullError`` when there is no space for the mark: call it again.
         """
         if self._file is None:
             return
@@ -315,60 +301,57 @@ class JournalFiles:
             self._synced = True
         if not self._marked:
             end = self._end
-            self._put(encode_mark(self._chain), Step.JOURNAL_MARK)
+            self._put(encode_mark(self.chain), Step.JOURNAL_MARK)
             self._marked = True
-            with contextlib.suppress(OSError):  # Only its first two writes want room; an older note is a good one too.
+            with contextlib.suppress(OSError):  # Only its first two writes need space; an older note is valid too.
                 self._noted.write(self.index, end)
 
     def _put(self, data: bytes, step: Step) -> None:
         assert self._file is not None, "begin or take_over comes first"
         try:
-            self._disk.write(self._file, data, step)
-        except OSError as error:
-            # What is there of it now would stand between what is whole and what comes next.
+            with full_in_words():
+                self._disk.write(self._file, data, step)
+        except OSError:
+            # Its partial bytes would separate the intact part from the next frame.
             self._disk.cut(self.path(self.index), self._end, Step.JOURNAL_CUT)
-            if is_full(error):
-                raise DiskFullError(error.errno, error.strerror) from error
             raise
         self._end += len(data)
 
     def rotate(self) -> Position:
-        """Begin a new segment.  ``DiskFullError`` when there is no room for it: then the old one goes on."""
+        """Begin a new segment. ``DiskFullError`` when there is no space for it: then the old one continues."""
         if self._file is not None:
             self.flush()
             self._disk.sync(self._file, Step.JOURNAL_SYNC)
-        index, before = self.index + 1, self._chain
+        index, before = self.index + 1, self.chain
         header, chain = encode_header(index, before, self._run)
         file = self._made(self.path(index), header)
         if self._file is not None:
             self._file.close()
-        self.index, self._file, self._chain = index, file, chain
+        self.index, self._file, self.chain = index, file, chain
         self._end, self._synced, self._marked = len(header), True, False
-        with contextlib.suppress(DiskFullError):  # Then the next frame comes without it, and is as good a mark.
+        with contextlib.suppress(DiskFullError):  # The next frame proves the header whole, as a mark would.
             self.flush()
         self.begun = index, len(header)
         return Position(index, before.hex())
 
     def _made(self, path: Path, header: bytes) -> BinaryIO:
-        """A new segment, durable, or nothing of it."""
-        with contextlib.ExitStack() as opened:
-            try:
+        """Create a new segment durably, or leave nothing of it."""
+        try:
+            with full_in_words(), contextlib.ExitStack() as opened:
                 file = opened.enter_context(self._disk.open(path, "ab", Step.JOURNAL_BEGIN, buffering=0))
                 self._disk.write(file, header, Step.JOURNAL_BEGIN)
                 self._disk.sync(file, Step.JOURNAL_BEGIN)
                 self._disk.sync_folder(self.folder, Step.JOURNAL_BEGIN)
-            except OSError as error:
-                # Durably gone: were it to come back, the old segment would not end where this one says it goes on.
-                self._disk.remove(path, Step.JOURNAL_CUT)
-                self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
-                if is_full(error):
-                    raise DiskFullError(error.errno, error.strerror) from error
-                raise
-            opened.pop_all()
-            return file
+                opened.pop_all()
+                return file
+        except OSError:
+            # Removed durably: if it came back, the old segment would not end where this header says.
+            self._disk.remove(path, Step.JOURNAL_CUT)
+            self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
+            raise
 
     def prune(self, first: int) -> None:
-        """Drop the segments before ``first``."""
+        """Delete the segments before ``first``."""
         for index in self.segments():
             if index < first:
                 self._disk.remove(self.path(index), Step.JOURNAL_PRUNE)
@@ -382,7 +365,7 @@ class JournalFiles:
 
 
 def read_file(path: Path) -> SegmentRead:
-    """One segment by itself; ``JournalError`` names file and offset of damage."""
+    """Read one segment by itself; ``JournalError`` names file and offset of damage."""
     index, data = int(path.stem.removeprefix("journal-")), path.read_bytes()
     try:
         if not is_framed(data):

@@ -1,98 +1,119 @@
-"""The lease by which one process at a time leads a run, and the guard that asks it before anything is told.
+"""The lease by which one process at a time leads a run, and the check of it before anything is told.
 
-Lease.  It holds the *epoch*, which only rises: the process that takes the lease is given a larger one than any before,
-by compare-and-swap, so that of many that try at once one wins.  It names the *holder*, and the *heir*: the standby that
+Lease. It holds the *epoch*, which only rises: the process that takes the lease gets a larger one than any before, by
+compare-and-swap, so that of many concurrent attempts one wins. It names the *holder*, and the *heir*: the standby that
 has everything which any site was told, and so may take over without loss when the holder falls silent.
 
-Leadership.  ``LeaseHolder`` renews the lease in a thread, and is asked before all that is told.  What it answers is
-decided in ``sync/leadership``.
+Leadership. ``LeaseHolder`` renews the lease in a thread, and the syncer asks it before it tells anything.
+``sync/leadership`` decides the answers.
 
-What follows the check is told within the same turn.  A process frozen in that very instant still tells it when it goes
-on: with a standby that is nothing that a new leader lacks (``replicator``), and it carries the old epoch.
+What follows the check is told within the same turn. A process frozen in that very instant still tells it when it
+resumes: with a standby that is nothing that a new leader lacks (``replicator``), and it carries the old epoch.
+
+File. ``FileLease`` is a lease in a file that both machines reach. The file is replaced only as a whole. The new content
+is written beside it and synced. Then, under a ``flock`` on ``NAME.lock``, the file is compared with what was read
+before, and the new content is renamed to it. Then the folder is synced. A crash leaves the old content or the new one.
+
+No two machines' clocks are compared. The holder counts its renewals up. A taker takes the lease when the count has
+stood still for the holder's own ``ttl_s`` by the taker's clock, and compares it once more under the lock.
+
+The file system must provide ``flock``, which is tested before the lease is taken, and renames that all machines see at
+once. A local disk does, for processes of one machine, and so does NFS from version 4 on; NFS 3 with its cache of names
+does not. A process that is frozen between the comparison and the rename keeps every other from the lease until it
+resumes or ends: that delays a take-over, but never makes two leaders. NFS takes a lock away from a machine that it has
+not heard from for its own lease time (often 90 s): one that is frozen there for so long may overwrite what its heir has
+written. Where that can happen, use kind=etcd.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import secrets
 import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from diloco.durable import LOCK, PLAIN_DISK, Step
-from diloco.sync.leadership import RETRY_SHARE, Change, Claim, Leadership, Standing
+from diloco.durable import LOCK, PLAIN_DISK, Step, lock
+from diloco.sync.leadership import RETRY_SHARE, Claim, Leadership, Standing, next_standing, refusal
+from diloco.sync.plain import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from diloco.durable import Disk
     from diloco.sync.state import OuterState
+
 
 NUMBER_MAX = 1 << 63
 NAME_CHARS_MAX = 64
 
 
 class LeaseError(RuntimeError):
-    """The lease cannot be read or changed: nobody answers, or what is there is no lease.  It may be tried again."""
+    """The lease cannot be read or changed: no answer, or the content is not a lease. The caller may retry."""
 
 
 class LeaseRefusedError(LeaseError):
-    """The lease is not this process's to take, whoever holds it now; the text says why and what to do."""
-
-
-class Held(Protocol):
-    """The lease in the hands of this process."""
-
-    @property
-    def epoch(self) -> int:
-        """The one that this process was given."""
-        ...
-
-    def renew(self) -> bool:
-        """Hold it for another ``ttl_s``; False when it is another's, or has run out.  ``LeaseError``: not known."""
-        ...
-
-    def mark(self, heir: str) -> bool:
-        """Name the heir, "" for none; False when the lease is another's.  ``LeaseError``: it may or may not be done."""
-        ...
-
-    def release(self) -> None:
-        """Give it back, if it is still held."""
-        ...
+    """This process may not take the lease, even if it is free; the text says why and what to do."""
 
 
 class Lease(Protocol):
-    """One run's lease, wherever it is kept; used by one thread at a time."""
+    """One run's lease, in any store; used by one thread at a time."""
 
     @property
     def place(self) -> str:
-        """Where it is kept, for people, and to know it again."""
+        """Where it is kept: shown to users, and compared to recognise the same lease."""
         ...
 
     @property
     def ttl_s(self) -> float:
-        """How long it is held without being renewed."""
+        """Seconds that it is held without renewal."""
         ...
 
     def read(self) -> Standing | None:
-        """What it says; None where there is none yet."""
+        """Return its content; None if there is none yet."""
         ...
 
     def vacant(self) -> bool:
-        """Whether nobody holds it, as far as this process knows: asked again and again it finds out."""
+        """Return whether it is free, as far as this process knows; repeated calls find out."""
         ...
 
-    def acquire(self, claim: Claim) -> Held | None:
-        """Take it; None while another holds it.  ``LeaseRefusedError`` when it is not to be had."""
+    def acquire(self, claim: Claim) -> Standing | None:
+        """Take it; return its content, or None while another holds it. ``LeaseRefusedError`` when this claim may not
+        have it.
+
+        A successful call invalidates the result of earlier calls.
+        """
+        ...
+
+    def change(self, own: Standing, **changes: Any) -> bool:
+        """Apply ``changes`` to ``own``, from ``acquire``; without ``changes`` renew it for another ``ttl_s``.
+
+        False when another process has it, or it has expired. After ``LeaseError`` the change may or may not be done.
+        """
         ...
 
 
-def standing_of(plain: object, wrong: Callable[[str], LeaseError]) -> Standing:
-    """``Standing`` from what JSON gave; ``wrong`` makes the error of what is the matter with it."""
+def is_held(standing: Standing, own: Standing) -> bool:
+    """Return whether ``standing`` still names the holder and the epoch of ``own``, unreleased."""
+    return (standing.epoch, standing.holder, standing.released) == (own.epoch, own.holder, False)
+
+
+def not_trusted(place: object, what: str) -> LeaseError:
+    """Return the error for a lease with invalid content; ``what`` describes the fault."""
+    return LeaseError(f"{place} is no lease that can be trusted: {what}; nobody takes it before it is mended")
+
+
+def standing_of(plain: object, place: object) -> Standing:
+    """Parse a ``Standing`` from the JSON value found at ``place``; raise ``LeaseError`` if it is invalid."""
+
+    def wrong(what: str) -> LeaseError:
+        return not_trusted(place, what)
+
     if not isinstance(plain, dict):
         raise wrong("it is no object")
     for name, kind in (("epoch", int), ("lineage", int), ("holder", str), ("heir", str), ("released", bool)):
@@ -109,39 +130,32 @@ def standing_of(plain: object, wrong: Callable[[str], LeaseError]) -> Standing:
     return standing
 
 
-def plain_of(standing: Standing) -> dict[str, object]:
-    """For JSON."""
-    return asdict(standing)
-
-
 REMEMBERED = "leadership.json"
 LABEL_CHARS_MAX = 55
 
 
 def clock_ns() -> int:
-    """A clock that goes on while the machine sleeps: the lease runs out meanwhile."""
+    """Return a clock that also runs while the machine sleeps: the lease expires meanwhile."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class LeaseHolder:
-    """Renews the lease of this process in a thread, and asks ``Leadership``; every method is for any thread."""
+    """Renews this process's lease in a thread, and consults ``Leadership``; any thread may call every method."""
 
     def __init__(
         self,
-        held: Held,
-        ttl_s: float,
+        lease: Lease,
+        own: Standing,
         sent_ns: int,
-        place: str = "",
         clock_ns: Callable[[], int] = clock_ns,
         emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
     ) -> None:
-        """``sent_ns``: when the lease was asked for, by ``clock_ns``."""
-        self.epoch = held.epoch
-        self.place = place
-        self._held = held
+        """``own`` is from ``acquire``; ``sent_ns``: when that was requested, by ``clock_ns``."""
+        self.epoch = own.epoch
+        self._lease, self._own = lease, own
         self._clock_ns = clock_ns
         self._emit = emit
-        self.machine = Leadership(held.epoch, round(ttl_s * 1e9), sent_ns)
+        self.machine = Leadership(own.epoch, round(lease.ttl_s * 1e9), sent_ns)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -150,15 +164,15 @@ class LeaseHolder:
     # --- asked before anything is told -------------------------------------------------------------------------------
 
     def valid(self) -> bool:
-        """Whether this process leads the run."""
+        """Return whether this process leads the run now."""
         return self.machine.valid(self._clock_ns())
 
     def wanting(self) -> str | None:
-        """As ``Leadership.wanting`` at this moment."""
+        """``Leadership.wanting`` at this moment."""
         return self.machine.wanting(self._clock_ns())
 
     def heir_is(self, name: str) -> str | None:
-        """As ``Leadership.heir_is``; the thread takes another out at once."""
+        """``Leadership.heir_is``; if another heir is named, the thread removes it at once."""
         with self._lock:
             why = self.machine.heir_is(name)
         if why is not None:
@@ -166,16 +180,16 @@ class LeaseHolder:
         return why
 
     def name_heir(self, name: str) -> None:
-        """As ``Leadership.name_heir``; the thread writes it down at once."""
+        """``Leadership.name_heir``; the thread writes the name at once."""
         with self._lock:
             self.machine.name_heir(name)
         self._wake.set()
 
     def status(self) -> dict[str, object]:
-        """For ``diloco status``."""
+        """The lease's state, for ``diloco status``."""
         machine = self.machine
         return {
-            "place": self.place,
+            "place": self._lease.place,
             "epoch": self.epoch,
             "valid": self.valid(),
             "heir": machine.heir,
@@ -186,19 +200,19 @@ class LeaseHolder:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def start(self) -> LeaseHolder:
-        """Begin to renew."""
+        """Start the renewing thread."""
         self._thread.start()
         return self
 
     def stop(self, *, release: bool) -> None:
-        """Renew no more; ``release`` gives the lease back, otherwise it runs out, and an heir takes over."""
+        """Stop renewing; ``release`` releases the lease, otherwise it expires and an heir takes over."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
         if release and self.machine.lost is None:
             try:
-                self._held.release()
+                self._lease.change(self._own, released=True)
             except LeaseError as error:
                 self._emit("note", {"note": "lease", "why": f"not given back, it will run out: {error}"})
 
@@ -210,11 +224,16 @@ class LeaseHolder:
                 self.step()
 
     def step(self) -> None:
-        """Make every change that is due at the lease; what fails is tried again soon."""
+        """Make every change of the lease that is due; a failed one is retried soon."""
         machine = self.machine
-        while not self._stopping.is_set() and (change := self._next_change()) is not None:
+        while not self._stopping.is_set():
+            with self._lock:
+                change = machine.next_change(self._clock_ns())
+            if change is None:
+                return
             try:
-                held = self._held.renew() if change.heir is None else self._held.mark(change.heir)
+                wanted = {} if change.heir is None else {"heir": change.heir}
+                held = self._lease.change(self._own, **wanted)
             except LeaseError as error:
                 if machine.trouble is None:
                     self._emit("note", {"note": "lease", "why": str(error)})
@@ -228,19 +247,15 @@ class LeaseHolder:
                 named = change.heir or "nobody"
                 self._emit("note", {"note": "heir", "why": f"the lease names {named} as the heir"})
 
-    def _next_change(self) -> Change | None:
-        with self._lock:
-            return self.machine.next_change(self._clock_ns())
-
 
 # --- taking it --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What a data folder remembers of leases: the name it has for them, and the place of the one it was led under.
+    """What a data folder records of leases: its own name in them, and the place of the lease it was led under.
 
-    ``home`` tells the folder itself from a copy of it; empty in one of a version that did not write it down.
+    ``home`` tells the folder itself from a copy of it; empty in a record of a version that did not write it.
     """
 
     name: str
@@ -249,10 +264,10 @@ class Remembered:
 
 
 def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
-    """What ``folder`` remembers; one that does not is given a name of its own, by which no other folder goes.
+    """Return the record in ``folder``; a folder without one gets a unique name.
 
-    ``LeaseRefusedError`` for a copy of a folder that was led under a lease: the process whose folder was copied may
-    live and hold the lease by this name, and may have acknowledged what the copy lacks.
+    Raises ``LeaseRefusedError`` for a copy of a folder that was led under a lease: the process of the original folder
+    may be alive, hold the lease by this name, and have acknowledged what the copy lacks.
     """
     path, home = folder / REMEMBERED, _home(folder)
     fit = re.sub(r"[^A-Za-z0-9._-]", "-", label).lstrip("._-")[:LABEL_CHARS_MAX] or "syncer"
@@ -266,7 +281,7 @@ def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
     if not isinstance(plain, dict) or not all(isinstance(plain.get(key), str) for key in ("name", "place")):
         raise LeaseRefusedError(f"{path} cannot be read: remove it if no other process leads the run")
     found = Remembered(plain["name"], plain["place"], home)
-    if plain.get("sha256", _digest(found)) != _digest(found):  # One of an earlier release has none.
+    if plain.get("sha256", _digest(found)) != _digest(found):  # Earlier releases wrote no digest.
         raise LeaseRefusedError(f"{path} is damaged: remove it if no other process leads the run")
     if plain.get("home", home) == home:
         return _remember(path, found, disk)
@@ -279,13 +294,13 @@ def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
 
 
 def _home(folder: Path) -> str:
-    """The numbers of the folder and of its file of locks: a disk takes them along, a copy nearly never has both."""
+    """Return the inode numbers of the folder and its lock file: a moved disk keeps both, a copy almost never does."""
     lock = folder / LOCK
     return f"{folder.stat().st_ino}:{lock.stat().st_ino if lock.exists() else 0}"
 
 
 def claim_of(lease: Lease, folder: Path, disk: Disk, state: OuterState, *, by_itself: bool = False) -> Claim:
-    """What the data folder may claim of ``lease``; its lock is held by whoever calls."""
+    """Return the data folder's claim to ``lease``; the caller holds the folder's lock."""
     known = remembered(folder, disk)
     if known.place not in ("", lease.place):
         raise LeaseRefusedError(
@@ -303,12 +318,17 @@ def lead(
     emit: Callable[[str, dict[str, object]], None],
     wait_s: float | None = None,
 ) -> LeaseHolder | None:
-    """Take ``lease`` for the run in ``folder``, waiting at most ``wait_s`` (None: twice its time) for another's end.
+    """Take ``lease`` for the run in ``folder``; wait at most ``wait_s`` (None: 2 ``ttl_s``) while another holds it.
 
-    None where the run is led without a lease.
+    Returns None if the run is led without a lease. Raises ``LeaseRefusedError`` if another still holds it then.
     """
     if lease is None:
-        _check_unled(folder)
+        path = folder / REMEMBERED
+        if path.exists() and (place := remembered(folder, PLAIN_DISK).place):  # Another process may hold it.
+            raise LeaseRefusedError(
+                f"this data folder was led under the lease {place}, and the settings name none: when no other process "
+                f"leads the run, remove {path}"
+            )
         return None
     claim = claim_of(lease, folder, disk, state)
     until_s = time.monotonic() + (2 * lease.ttl_s if wait_s is None else wait_s)
@@ -324,24 +344,14 @@ def lead(
 def try_to_lead(
     lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Callable[[str, dict[str, object]], None]
 ) -> LeaseHolder | None:
-    """One attempt; None while another holds the lease.  What is taken is renewed from then on."""
+    """Try once to take ``lease``; return None while another holds it. A taken lease is renewed from then on."""
     sent_ns = clock_ns()
-    held = lease.acquire(claim)
-    if held is None:
+    own = lease.acquire(claim)
+    if own is None:
         return None
     _remember(folder / REMEMBERED, Remembered(claim.name, lease.place, _home(folder)), disk)
-    emit("lease_taken", {"epoch": held.epoch, "holder": claim.name, "place": lease.place})
-    return LeaseHolder(held, lease.ttl_s, sent_ns, lease.place, emit=emit).start()
-
-
-def _check_unled(folder: Path) -> None:
-    """A folder that was led under a lease must not be led without one: somebody may hold it."""
-    path = folder / REMEMBERED
-    if path.exists() and (place := remembered(folder, PLAIN_DISK).place):
-        raise LeaseRefusedError(
-            f"this data folder was led under the lease {place}, and the settings name none: when no other process "
-            f"leads the run, remove {path}"
-        )
+    emit("lease_taken", {"epoch": own.epoch, "holder": claim.name, "place": lease.place})
+    return LeaseHolder(lease, own, sent_ns, emit=emit).start()
 
 
 def _remember(path: Path, found: Remembered, disk: Disk) -> Remembered:
@@ -352,5 +362,172 @@ def _remember(path: Path, found: Remembered, disk: Disk) -> Remembered:
 
 
 def _digest(found: Remembered) -> str:
-    """Without ``home``, which an operator may remove."""
+    """Digest the record without ``home``, which an operator may remove."""
     return hashlib.sha256(f"{found.name}\0{found.place}".encode()).hexdigest()
+
+
+FILE_FORMAT = 1
+FILE_BYTES_MAX = 4096
+LOCK_TRIES_S = 0.01
+TTL_MAX_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    standing: Standing
+    count: int
+    ttl_s: float
+    run_id: str
+
+
+class FileLease:
+    """A lease in a file; satisfies ``Lease``."""
+
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        ttl_s: float,
+        disk: Disk = PLAIN_DISK,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self.ttl_s = ttl_s
+        self._run_id = run_id
+        self._disk = disk
+        self._clock_s = clock_s
+        self._seen: _Content | None = None
+        self._since_s = 0.0
+
+    @property
+    def place(self) -> str:
+        """The file."""
+        return f"file:{self.path}"
+
+    def read(self) -> Standing | None:
+        """Read the file."""
+        content = self._read()
+        return content.standing if content is not None else None
+
+    def vacant(self) -> bool:
+        """Return whether it was released, or has not changed for too long."""
+        return self._runs_out(self._watched())
+
+    def acquire(self, claim: Claim) -> Standing | None:
+        """Take it; repeated calls succeed once the holder has been silent for long enough."""
+        content = self._watched()
+        standing = content.standing if content is not None else None
+        if (why := refusal(standing, claim, self.place)) is not None:
+            raise LeaseRefusedError(why)
+        # The holder's name is that of this data folder, whose lock this process has: the earlier holder has ended.
+        if not self._runs_out(content) and (standing is None or standing.holder != claim.name):
+            return None
+        with self._errors():
+            self._probe()
+        own, count = next_standing(standing, claim), content.count if content else 0
+        taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self._run_id))
+        return own if taken else None
+
+    def _runs_out(self, content: _Content | None) -> bool:
+        if content is None or content.standing.released:
+            return True
+        return self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
+
+    def _watched(self) -> _Content | None:
+        """Read the file, and note since when its content has been the same."""
+        content = self._read()
+        if content != self._seen or content is None:
+            self._seen, self._since_s = content, self._clock_s()
+        return content
+
+    def change(self, own: Standing, **changes: Any) -> bool:
+        """Increment the count, which renews the lease, and write the ``changes``."""
+        while True:
+            content = self._read()
+            if content is None:
+                raise LeaseError(f"{self.path} is gone: the lease that this process holds was removed")
+            if not is_held(content.standing, own):
+                return False
+            standing = replace(content.standing, **changes)
+            if self._replace(content, replace(content, standing=standing, count=content.count + 1)):
+                return True
+
+    # --- the file ----------------------------------------------------------------------------------------------------
+
+    def _probe(self) -> None:
+        """Raise ``LeaseError`` if the file system grants the lock twice at once: some grant it to every caller."""
+        with self._locked() as file, open(file.name, "a") as other, contextlib.suppress(BlockingIOError):
+            lock(other)
+            raise LeaseError(f"{self.path} lies on a file system without locks (flock): take another, or kind=etcd")
+
+    def _replace(self, found: _Content | None, content: _Content) -> bool:
+        """Write ``content`` if the file still holds ``found``; return whether it was written.
+
+        The slow steps are done without the lock: a process may be frozen at any time.
+        """
+        body = asdict(content)
+        text = json.dumps({"format": FILE_FORMAT, "lease": body, "sha256": _body_digest(body)}, indent=1)
+        beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.tmp")
+        with self._errors():
+            try:
+                self._disk.make(beside, lambda path: path.write_text(text), Step.LEASE_WRITE)
+                self._disk.sync_file(beside, Step.LEASE_WRITE)
+                with self._locked():
+                    if self._read() != found:
+                        return False
+                    self._disk.rename(beside, self.path, Step.LEASE_WRITE)
+                self._disk.sync_folder(self.path.parent, Step.LEASE_WRITE)
+            finally:
+                beside.unlink(missing_ok=True)
+        return True
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LeaseError(f"{self.path}: {error.strerror or error}") from error
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[IO[str]]:
+        with self.path.with_name(f"{self.path.name}.lock").open("a") as file:
+            until_s = time.monotonic() + self.ttl_s / 4
+            while True:
+                try:
+                    lock(file)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until_s:
+                        raise LeaseError(f"{file.name} is locked by another process, for too long") from None
+                    time.sleep(LOCK_TRIES_S)
+            yield file
+
+    def _read(self) -> _Content | None:
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(FILE_BYTES_MAX + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise LeaseError(f"{self.path}: {error.strerror or error}") from error
+        try:
+            plain = parse_json(data) if len(data) <= FILE_BYTES_MAX else None
+        except ValueError:
+            plain = None
+        if not isinstance(plain, dict) or not isinstance(body := plain.get("lease"), dict):
+            raise not_trusted(self.path, "it is not whole")
+        if plain.get("format") != FILE_FORMAT:
+            raise not_trusted(self.path, f"its format is {plain.get('format')!r}, and this release reads {FILE_FORMAT}")
+        if plain.get("sha256") != _body_digest(body):
+            raise not_trusted(self.path, "it was changed by something else than a syncer, or is damaged")
+        standing = standing_of(body.get("standing"), self.path)
+        count, ttl_s, run_id = body.get("count"), body.get("ttl_s"), body.get("run_id")
+        if type(count) is not int or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= TTL_MAX_S:
+            raise not_trusted(self.path, f"count is {count!r}, ttl_s is {ttl_s!r}")
+        if run_id != self._run_id:
+            raise LeaseRefusedError(f"{self.path} is the lease of run {run_id!r}, and this is run {self._run_id!r}")
+        return _Content(standing, count, float(ttl_s), self._run_id)
+
+
+def _body_digest(body: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,14 +1,14 @@
-"""A lease in etcd, spoken to by its JSON gateway (v3) with nothing but the standard library.
+"""A lease in etcd, accessed through its JSON gateway (v3) with the standard library only.
 
-    /diloco/RUN/lease     what the lease says (``Standing``), for ever: so the epoch outlives every holder
-    /diloco/RUN/holder    the epoch, under an etcd lease of ``ttl_s``: it is there while somebody holds it
+    /diloco/RUN/lease     the lease's content (``Standing``), never removed: so the epoch outlives every holder
+    /diloco/RUN/holder    the epoch, under an etcd lease of ``ttl_s``: it exists while a process holds the lease
 
-Every change is one transaction that compares both as they were read.  Time is counted by etcd alone; it counts a
-renewal from when it arrived, which is later than when it was sent, from where the holder counts.
+Every change is one transaction that compares both keys as they were read. Only etcd measures time. It counts a renewal
+from its arrival, which is later than its sending, from which the holder counts.
 
-Endpoints are asked one after another, each a bounded time.  What did not answer may have been done all the same: the
-next question tells.  Without a user everyone who reaches etcd may change the lease.  With users etcd refuses
-a question whose certificate has a common name: this end's must have none.
+Endpoints are tried one after another, each for a bounded time. A request without an answer may have been carried out
+all the same: the next one finds out. Without users, everyone who reaches etcd may change the lease. With users, etcd
+refuses a request whose certificate has a common name: this client's certificate must have none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import http.client
 import json
 import ssl
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from diloco.sync.leadership import Claim, Standing, next_standing, refusal
-from diloco.syncer.lease import LeaseError, LeaseRefusedError, plain_of, standing_of
+from diloco.syncer.lease import LeaseError, LeaseRefusedError, is_held, standing_of
 from diloco.wire.options import check_private, is_loopback
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TTL_MIN_S = 2
 NO_TOKEN = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-"""What etcd answers to a token that it does not know, as after its restart, or that is older than its users."""
+"""etcd's answers to a token that it does not know, as after its restart, or that is older than its users."""
 ANSWER_BYTES_MAX = 64 * 1024
 
 
@@ -51,7 +51,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """By which files etcd knows this end, and this end etcd, each read again when it is asked; "" for none."""
+    """The files by which etcd and this client authenticate each other, each read again for every use; "" for none."""
 
     tls_ca: str = ""
     tls_cert: str = ""
@@ -60,7 +60,7 @@ class EtcdAccess:
     password_file: str = ""
 
     def check(self, endpoints: Sequence[str]) -> None:
-        """``ValueError`` or ``OSError`` in words where it cannot work."""
+        """Raise ``ValueError`` or ``OSError`` with a clear text if these settings cannot work."""
         for one, other in (("tls_cert", "tls_key"), ("user", "password_file")):
             if bool(getattr(self, one)) != bool(getattr(self, other)):
                 raise ValueError(
@@ -78,7 +78,7 @@ class EtcdAccess:
         self.password()
 
     def context(self) -> ssl.SSLContext:
-        """What an https connection is made with."""
+        """Return the TLS context for https connections."""
         try:
             context = ssl.create_default_context(cafile=self.tls_ca or None)
         except OSError as error:
@@ -92,7 +92,7 @@ class EtcdAccess:
         return context
 
     def password(self) -> str:
-        """The user's; "" without one."""
+        """Return the user's password; "" without a user."""
         if not self.user:
             return ""
         try:
@@ -103,11 +103,11 @@ class EtcdAccess:
 
 
 UNKNOWN = EtcdAccess()
-"""For an etcd that asks nobody who they are."""
+"""For an etcd without authentication."""
 
 
 class EtcdLease:
-    """Satisfies ``lease.Lease``."""
+    """A lease in etcd; satisfies ``lease.Lease``."""
 
     def __init__(self, endpoints: Sequence[str], run_id: str, ttl_s: float, access: EtcdAccess = UNKNOWN) -> None:
         for endpoint in endpoints:
@@ -124,25 +124,27 @@ class EtcdLease:
         self.ttl_s = float(ttl_s)
         access.check(endpoints)
         self._access, self._token = access, ""
+        self._number = ""
+        """The ID of the etcd lease under which the holder's key exists."""
         self._prefix = f"/diloco/{run_id}"
         self._timeout_s = max(0.3, self.ttl_s / 6 / len(self.endpoints))
 
     @property
     def place(self) -> str:
-        """The keys.  Endpoints come and go, the cluster stays."""
+        """The key. It names no endpoints: they change while the cluster stays."""
         return f"etcd:{self._prefix}/lease"
 
     def read(self) -> Standing | None:
-        """What the key says now."""
-        return self.found().standing
+        """Read the lease's key."""
+        return self._found().standing
 
     def vacant(self) -> bool:
-        """Whether nobody's key is there."""
-        return self.found().held_epoch is None
+        """Return whether there is no holder's key."""
+        return self._found().held_epoch is None
 
-    def acquire(self, claim: Claim) -> HeldEtcd | None:
-        """Take it, unless another's key is there."""
-        found = self.found()
+    def acquire(self, claim: Claim) -> Standing | None:
+        """Take it, unless another holder's key exists."""
+        found = self._found()
         why = refusal(found.standing, claim, self.place)
         if why is not None:
             raise LeaseRefusedError(why)
@@ -154,39 +156,60 @@ class EtcdLease:
         number = str(granted.get("ID", ""))
         if not number.isdecimal() or not 0 < _number(granted.get("TTL")) <= 2 * self.ttl_s:
             raise LeaseError(f"{self.place}: etcd granted no lease of {self.ttl_s:g} s: {granted}")
-        held = HeldEtcd(self, standing, number)
+        self._number = number
         holder = {"key": _text(f"{self._prefix}/holder"), "value": _text(str(standing.epoch)), "lease": number}
-        if not self.change(found, standing, holder):
+        if not self._put(found, standing, holder):
             self.ask("lease/revoke", {"ID": number})
             return None
-        return held
+        return standing
 
-    def found(self) -> _Found:
-        """Both keys, in one transaction."""
+    def change(self, own: Standing, **changes: Any) -> bool:
+        """Renew the etcd lease, or write the ``changes``, if the holder's key is still this process's."""
+        if not changes:
+            answer = self.ask("lease/keepalive", {"ID": self._number}).get("result")
+            if not isinstance(answer, dict):
+                raise LeaseError(f"{self.place}: etcd answered what cannot be read: {answer}")
+            return _number(answer.get("TTL")) > 0 and self._ours(own) is not None
+        while (found := self._ours(own)) is not None:
+            assert found.standing is not None
+            if self._put(found, replace(found.standing, **changes)):
+                if changes.get("released"):
+                    self.ask("lease/revoke", {"ID": self._number})
+                return True
+        return False
+
+    def _ours(self, own: Standing) -> _Found | None:
+        found = self._found()
+        if found.standing is None:
+            raise LeaseError(f"{self.place} is gone: the lease that this process holds was removed")
+        return found if is_held(found.standing, own) and found.held_epoch == str(own.epoch) else None
+
+    def _found(self) -> _Found:
+        """Read both keys in one transaction."""
         ranges = [{"request_range": {"key": _text(f"{self._prefix}/{name}")}} for name in ("lease", "holder")]
         answers: Any = self.ask("kv/txn", {"success": ranges}).get("responses")
         try:
             lease, holder = (answer["response_range"].get("kvs", [None])[0] for answer in answers)
-            standing = _standing(base64.b64decode(lease.get("value", "")), self.place) if lease else None
+            standing = standing_of(_plain(base64.b64decode(lease.get("value", ""))), self.place) if lease else None
             epoch = base64.b64decode(holder["value"]).decode() if holder else None
             return _Found(standing, _revision(lease), epoch, _revision(holder))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise LeaseError(f"{self.place}: etcd answered what cannot be read: {answers}") from error
 
-    def change(self, found: _Found, standing: Standing, holder: dict[str, str] | None = None) -> bool:
+    def _put(self, found: _Found, standing: Standing, holder: dict[str, str] | None = None) -> bool:
         """Write ``standing``, and the holder's key if it is given, unless either key has changed since ``found``."""
         keys = ((f"{self._prefix}/lease", found.changed), (f"{self._prefix}/holder", found.held_changed))
         compared = [
             {"key": _text(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
             for key, revision in keys
         ]
-        puts = [{"key": _text(f"{self._prefix}/lease"), "value": _text(json.dumps(plain_of(standing)))}]
+        puts = [{"key": _text(f"{self._prefix}/lease"), "value": _text(json.dumps(asdict(standing)))}]
         puts += [holder] if holder is not None else []
         request = {"compare": compared, "success": [{"request_put": put} for put in puts]}
         return self.ask("kv/txn", request).get("succeeded") is True
 
     def ask(self, what: str, request: dict[str, Any]) -> dict[str, Any]:
-        """One question to the first endpoint that answers; ``LeaseError`` names what each of them did instead."""
+        """Send a request to the first endpoint that answers; ``LeaseError`` lists what each did instead."""
         troubles = []
         for endpoint in self.endpoints:
             try:
@@ -199,7 +222,7 @@ class EtcdLease:
         raise LeaseError(f"{self.place}: {'; '.join(troubles)}")
 
     def _answer(self, endpoint: str, what: str, request: dict[str, Any]) -> object:
-        """As the user, if there is one, whose token is made when there is none and when etcd does not take it."""
+        """Send a request, as the user if there is one; get a new token when there is none or etcd rejects it."""
         if not self._access.user:
             return self._post(endpoint, what, request)
         if self._token:
@@ -224,52 +247,8 @@ class EtcdLease:
             return json.loads(answer.read(ANSWER_BYTES_MAX))
 
 
-class HeldEtcd:
-    """Satisfies ``lease.Held``."""
-
-    def __init__(self, lease: EtcdLease, standing: Standing, number: str) -> None:
-        self._lease = lease
-        self._standing = standing
-        self._number = number
-
-    @property
-    def epoch(self) -> int:
-        """The one that was given."""
-        return self._standing.epoch
-
-    def renew(self) -> bool:
-        """Keep the etcd lease alive, and see that the holder's key is still this process's."""
-        answer = self._lease.ask("lease/keepalive", {"ID": self._number}).get("result")
-        if not isinstance(answer, dict):
-            raise LeaseError(f"{self._lease.place}: etcd answered what cannot be read: {answer}")
-        return _number(answer.get("TTL")) > 0 and self._ours() is not None
-
-    def mark(self, heir: str) -> bool:
-        """Name the heir, if nothing has changed since it was looked whether the lease is still held."""
-        while (found := self._ours()) is not None:
-            assert found.standing is not None
-            if self._lease.change(found, replace(found.standing, heir=heir)):
-                return True
-        return False
-
-    def release(self) -> None:
-        """Give it back."""
-        found = self._ours()
-        if found is not None and found.standing is not None:
-            self._lease.change(found, replace(found.standing, released=True))
-            self._lease.ask("lease/revoke", {"ID": self._number})
-
-    def _ours(self) -> _Found | None:
-        found = self._lease.found()
-        standing = found.standing
-        if standing is None:
-            raise LeaseError(f"{self._lease.place} is gone: the lease that this process holds was removed")
-        ours = (standing.epoch, standing.holder, standing.released) == (self.epoch, self._standing.holder, False)
-        return found if ours and found.held_epoch == str(self.epoch) else None
-
-
 def _said(error: Exception) -> str:
-    """What etcd says of its refusal; "" where it says nothing."""
+    """Return etcd's text for its refusal; "" if there is none."""
     try:
         text = error.read(ANSWER_BYTES_MAX).decode() if isinstance(error, HTTPError) else ""
     except (OSError, ValueError, http.client.HTTPException):
@@ -291,12 +270,8 @@ def _revision(value: dict[str, str] | None) -> int:
     return int(value["mod_revision"]) if value else 0
 
 
-def _standing(data: bytes, place: str) -> Standing:
-    def wrong(what: str) -> LeaseError:
-        return LeaseError(f"{place} is no lease that can be trusted: {what}; nobody takes it before it is mended")
-
-    try:
-        plain = json.loads(data)
-    except ValueError:
-        raise wrong("it is not whole") from None
-    return standing_of(plain, wrong)
+def _plain(data: bytes) -> object:
+    """Parse JSON; return None if it is invalid."""
+    with contextlib.suppress(ValueError):
+        return json.loads(data)
+    return None

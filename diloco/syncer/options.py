@@ -1,23 +1,23 @@
-"""The options of a syncer's process, the run that all have agreed on, and the memory that a syncer takes at most.
+"""The options of a syncer's process, the run's agreed plan, and the bound on a syncer's memory.
 
-Memory.  The bound is beside what the program itself takes at rest.  With n values in all and m in the largest fragment,
-T threads, M sites in a round, and fp32 everywhere:
+Memory. The bound comes on top of what the program itself takes at rest. With n values in all and m in the largest
+fragment, T threads, M sites in a round, and fp32 everywhere:
 
     state        4 n (theta) + 4 n for each tensor that the outer optimizer keeps (``TENSORS_KEPT``) + 4 n (what is
                  published, unless that is theta itself)
     down-links   for each fragment its latest ones: ``downlinks_kept``, and no more than 8 bytes for each of its values;
                  none where a version is sent whole
     new versions ``VERSIONS_MAX`` times the state of the largest fragment and its down-link
-    the fold     for each thread ``RANGES`` ranges of values, and for each update of the round ``PAGES`` of its payload,
-                 which lies on the disk, and where there is room for that is unpacked there; each thread unpacks one
+    the fold     for each thread ``RANGES`` ranges of values, and for each update of the round ``PAGES_BYTES`` of its
+                 payload, which lies on the disk, and is unpacked there if there is space; each thread unpacks one
     the merge    where it is not the mean: the largest fragment once more, and for each thread a range of every site
     reception    ``ServerOptions.memory_bytes_max``
     a region     of every fragment what it measures from, the version above and the updates that go up, as many as may
                  be in flight there and a last one, and of the largest fragment ``TAKING`` times its values while a
                  version above is fetched, kept and taken
 
-The bound leaves out versions that are kept because a reader still has them.  A snapshot lets go of each fragment as it
-is written, so that is what got a newer version since it began; a pull of a whole fragment keeps that until it is over.
+The bound excludes old versions that a reader still holds. A snapshot releases each fragment once it is written, so it
+holds those that got a newer version since it began; a pull of a whole fragment holds that until it is over.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from diloco.codec.entropy import UNPACK_BYTES_MAX
 from diloco.codec.merging import RANGE_VALUES
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizer import TENSORS_KEPT
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import TENSORS_KEPT, OuterRule
 from diloco.sync.agreement import Agreement
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
+from diloco.syncer.replaying import Rules
 from diloco.syncer.replicator import ReplicationOptions
+from diloco.syncer.snapshots import Retention
 from diloco.syncer.store import RunCard
 from diloco.wire.messages import PARTS_MAX
 
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
     from diloco.wire.options import ServerOptions
 
 THREADS_MAX = 4
-"""More of them wait for the memory rather than for each other."""
+"""More threads would wait for the memory rather than for each other."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SyncerOptions:
-    """The process around the machine.  ``folder`` is its own data folder."""
+    """Options of the process around the machine. ``folder`` is its own data folder."""
 
     folder: str
     up_codecs: list[str] = field(default_factory=lambda: ["fp32"])
@@ -70,9 +71,9 @@ class SyncerOptions:
     disk_reserve_mb: int = 64
     """Free space below which no update is taken in; 0: as long as the disk takes it."""
     threads: int = 0
-    """That fold a round, each a range of the fragment at a time; 0: up to 4 of the cores that the process may use."""
+    """Threads that merge a round, each a range of the fragment at a time; 0: up to 4 of the process's cores."""
     memory_check_s: float = 10.0
-    """Between two looks at whether a fragment in memory is still what it was; 0: never."""
+    """Seconds between two checks of a fragment in memory against its digest; 0: no checks."""
     replication: ReplicationOptions = field(default_factory=ReplicationOptions)
     backup: BackupOptions = field(default_factory=BackupOptions)
 
@@ -90,51 +91,60 @@ class SyncerOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: not negative")
 
     @property
+    def retention(self) -> Retention:
+        """How much of the past the folder keeps."""
+        return Retention(self.retain_steps, self.retain_mb * 1_000_000)
+
+    @property
     def threads_used(self) -> int:
-        """``threads``, or what 0 means on this machine."""
+        """``threads``, or the default for this machine if it is 0."""
         return self.threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What the run is, agreed by all: built once by the launcher."""
+    """The run as all processes have agreed on it; the launcher builds it once."""
 
     agreement: Agreement
     layout: Layout
     shared_digest: str
-    """Of all that may not change while the run goes on; what settings that may change are, it does not say."""
+    """Digest of the settings that may not change during the run; those that may change are not in it."""
     outer: OuterOptions
     rule: OuterRule
     health: HealthOptions = field(default_factory=HealthOptions)
     held: tuple[int, ...] = ()
-    """Where the layout's fragments stand in the whole model, for those who are told how the run stands; empty: so."""
+    """The layout's fragments' indices in the whole model, for status; empty: the layout is the whole model."""
     earlier_digest: str = ""
-    """``shared_digest`` of an earlier release, which has the settings that may change in it too."""
+    """``shared_digest`` as an earlier release computes it, which also includes the settings that may change."""
+
+    def rules(self, options: SyncerOptions) -> Rules:
+        """Return the settings by which outer steps are made and replayed."""
+        return Rules(self.outer, self.rule, options.down_codec, options.downlinks_kept)
 
     @property
     def card(self) -> RunCard:
-        """What a data folder of the run says that it is for."""
+        """The run's identity as stored in its data folder."""
         agreement = self.agreement
         return RunCard(agreement.run_id, agreement.layout_fingerprint, self.shared_digest, self.earlier_digest)
 
 
 VERSIONS_MAX = 2
-"""New ones under way at once: one is made while the one before it is written down."""
+"""New versions in work at once: one is made while the one before it is journalled."""
 RANGES = 16
-"""Of values, that a thread has at once where it computes on torch; of the kernels' tiles there is no more than one."""
+"""Ranges of values that a thread holds at once on torch; the native kernels' tiles need no more than one."""
 TAKING = 8
 PAGES_BYTES = 2 * (2 << 20)
-"""The kernel brings the neighbours of what is looked at along, up to 2 MiB; a payload is looked at in two places."""
+"""The kernel also loads neighbouring pages, up to 2 MiB; a payload is read in two places."""
 
 
 def spare_max(plan: RunPlan) -> int:
-    """Pieces of memory that may lie idle between two versions (``codec.buffers``): the tensors and the down-link of
-    one, which was replaced.  The next takes them, so that they are among those of the new versions."""
+    """Return the number of spare buffers between two versions (``Buffers``): the tensors and the down-link of the
+    replaced one. The next version takes them, so that they are among those of the new versions."""
     return 3 + len(TENSORS_KEPT[plan.rule.optimizer.kind])
 
 
 def state_bytes_max(numels: Sequence[int], outer_kind: str, down_codec: str, downlinks_kept: int) -> int:
-    """What grows with the model: the state, its down-links, and the new versions."""
+    """Return the bytes that grow with the model: the state, its down-links, and the new versions."""
     down = make_codec(down_codec)
     copies = 1 + len(TENSORS_KEPT[outer_kind]) + (not down.lossless)
     largest = max(numels)
@@ -145,8 +155,8 @@ def state_bytes_max(numels: Sequence[int], outer_kind: str, down_codec: str, dow
 
 
 def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptions, updates_above: int = 0) -> int:
-    """The sum of all that, with as many sites in a round as ``network`` has room for, each with one update;
-    ``updates_above`` may be in flight of a region, 0 where it is none."""
+    """Return the sum of these bounds, for as many sites in a round as ``network`` admits, each with one update.
+    ``updates_above`` of a region's updates may be in flight; 0 if it is none."""
     numels = [fragment.numel for fragment in plan.layout.fragments]
     ups = [make_codec(name) for name in options.up_codecs]
     largest, sites = max(numels), network.sites_max

@@ -1,15 +1,15 @@
-"""The outer step as numbers: read the payloads, merge, step, encode the down-link; and what it cost.
+"""The outer step's arithmetic: read the payloads, merge, step, encode the down-link; and its costs.
 
 The step is a pure function of the contributions, the fragment's values and the options, so that a replay of the journal
-gives the same bits (DESIGN invariant 11).  It goes by ranges of the fragment, on as many threads as are given, and each
-range takes its part of every payload from the disk: memory is the new version (its tensors and its down-link), for each
-thread a few ranges, and of each site's payload what the ranges of that moment need.
+gives the same bits (DESIGN invariant 11). It works on ranges of the fragment, on as many threads as are given, and each
+range reads its part of every payload from the disk. Memory holds the new version (its tensors and its down-link), for
+each thread a few ranges, and of each site's payload what the present ranges need.
 
-A region.  ``taken`` makes a version of a region out of one of the syncer above, and of no update.
+A region. ``taken`` makes a version of a region from one of the syncer above, and from no update.
 
-Costs.  ``RoundCosts`` says what a round costs this process, stage by stage: for its events, its status and its metrics.
+Costs. ``RoundCosts`` times each stage of a round in this process: for its events, its status and its metrics.
 
-Events.  The ``*_facts`` are what the syncer's events say: plain values for ``events.jsonl`` and the view.
+Events. The ``*_facts`` return the contents of the syncer's events: plain values for ``events.jsonl`` and the view.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from diloco.syncer.snapshots import FragmentValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from diloco.codec.base import Codec
-    from diloco.codec.buffers import Buffers
+    from diloco.codec.base import Buffers, Codec
     from diloco.codec.merging import Payload, Ranges, Spread
-    from diloco.outer.rule import OuterRule
+    from diloco.outer.optimizer import OuterRule
     from diloco.sync.effects import TellFate, UpdateRef
     from diloco.sync.events import Ending
     from diloco.sync.state import OuterState
@@ -47,21 +46,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Downlink:
-    """What takes those who hold the version before to ``version``; ``digest`` is that of the values they then hold."""
-
-    version: int
-    digest: str
-    payload: bytes | memoryview
-
-
-@dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds that the stages of an outer step took.
 
-    ``read_s`` is for finding the payloads on the disk to be what was acknowledged, and unpacking them, ``fused_s`` for
-    the one pass that decodes, merges, steps and encodes, and beside it makes the digest of what is published,
-    ``digest_s`` for that of the down-link.
+    ``read_s``: verify the payloads on the disk against the acknowledged digests, and unpack them. ``fused_s``: the one
+    pass that decodes, merges, steps and encodes, and computes the digest of what is published. ``digest_s``: the
+    down-link's digest.
     """
 
     read_s: float = 0.0
@@ -73,7 +63,7 @@ class Costs:
 class OuterResult:
     """The candidate for a new version: its ``values`` and the encoded ``downlink`` from the version before.
 
-    ``norm`` is that of the merged pseudo-gradient, ``seconds`` the time it all took.
+    ``norm`` is that of the merged pseudo-gradient, ``seconds`` the total time.
     """
 
     values: FragmentValues
@@ -82,10 +72,6 @@ class OuterResult:
     norm: float
     seconds: float
     costs: Costs = Costs()
-
-    def link(self) -> Downlink:
-        """The down-link without the values, which are large and are held elsewhere."""
-        return Downlink(self.values.version, self.values.digest, self.downlink)
 
 
 def run_outer_step(
@@ -98,15 +84,14 @@ def run_outer_step(
     threads: int = 1,
     buffers: Buffers | None = None,
 ) -> OuterResult | None:
-    """Carry out ``command`` on ``values``; None when the result is not finite, and then nothing has happened.
+    """Carry out ``command`` on ``values``; return None, without any change, when the result is not finite.
 
-    The digests of the result are in the form of ``like``.  No bit depends on the number of ``threads``.
-    ``buffers`` has memory for the version.
+    The digests of the result are in the form of ``like``. No bit depends on the number of ``threads``. ``buffers`` has
+    memory for the version.
     """
     assert command.version == values.version + 1, (command.version, values.version)
     if isinstance(command, TakeVersion):
-        made = taken(command, values, spool, down_codec, like)
-        return made and OuterResult(made[0], made[1], digest_of(made[1], like), 0.0, made[2])
+        return taken(command, values, spool, down_codec, like)
     times = [time.perf_counter()]
     before = State(values.theta, values.published, values.optimizer)
     staleness = [values.version - part.base_version for part in command.contributions]
@@ -129,7 +114,7 @@ def run_outer_step(
                 share=command.share,
             )
         except NonFiniteError:
-            return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.
+            return None  # Θ is not finite, or Θ and Θ̂ are too far apart for fp32.
     times.append(time.perf_counter())
     new, downlink_digest = stepped.state, digest_of(stepped.payload, like)
     times.append(time.perf_counter())
@@ -148,8 +133,8 @@ def run_outer_step(
 def _opened(
     command: StartOuterStep, spool: Spool, numel: int, pool: ThreadPoolExecutor | None
 ) -> tuple[list[tuple[float, list[Payload]]], list[Mapped]]:
-    """The contributions as ``outer_pass`` takes them, each update found to be what was acknowledged; several at once
-    where there is a ``pool``."""
+    """Return the contributions for ``outer_pass``, each update verified against its acknowledged digest; several at
+    once if there is a ``pool``."""
 
     def found(update: UpdateRef) -> tuple[Codec, Mapped]:
         return spool.opened(update.payload, update.digest, make_codec(update.encoding), numel)
@@ -162,7 +147,7 @@ def _opened(
 
 
 def _spread(payloads: list[Mapped], pool: ThreadPoolExecutor | None, stack: ExitStack) -> Spread:
-    """Ranges in turn, or by the threads of ``pool`` until ``stack`` ends; after some the payloads are let go of."""
+    """Return a function that runs ranges in turn, or in ``pool`` until ``stack`` ends, and releases payload pages."""
 
     def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
         def some(bounds: Ranges) -> list[float]:
@@ -173,24 +158,21 @@ def _spread(payloads: list[Mapped], pool: ThreadPoolExecutor | None, stack: Exit
 
         if pool is None:
             return map(some, ranges)
-        stack.callback(pool.shutdown, cancel_futures=True)  # The other ranges of one that is not finite are not made.
+        stack.callback(pool.shutdown, cancel_futures=True)  # After a range that is not finite the others are cancelled.
         return pool.map(some, ranges)
 
     return spread
 
 
 STORED = "fp32"
-"""By what the values of a version above lie in the spool."""
+"""The encoding of a version above in the spool."""
 
 
-def taken(
-    command: TakeVersion, values: FragmentValues, spool: Spool, down_codec: str, like: str
-) -> tuple[FragmentValues, bytes, float] | None:
-    """Return the version, its down-link, and the seconds that it took; None when the values would not be finite.
+def taken(command: TakeVersion, values: FragmentValues, spool: Spool, down_codec: str, like: str) -> OuterResult | None:
+    """Return a region's version and its down-link; None when the values would not be finite.
 
-    ``theta <- (1 - share) theta + share above`` (HALoS, arXiv 2506.04531), by
-    ``outer.pseudo_gradient.blend``.  What the outer optimizer remembers stays as it is.  Like an outer step it is a
-    function of what it is given, to the bit.
+    ``theta <- (1 - share) theta + share above`` (HALoS, arXiv 2506.04531), by ``outer.pseudo_gradient.blend``. The
+    outer optimizer's state stays as it is. Like an outer step it is a pure function of its arguments, to the bit.
     """
     began, numel = time.perf_counter(), values.theta.numel()
     codec, mapped = spool.opened(command.payload, command.digest, make_codec(STORED), numel)
@@ -214,19 +196,19 @@ def taken(
         digest=digest(published, like),
         reference=theta,
     )
-    return made, payload, time.perf_counter() - began
+    return OuterResult(made, payload, digest_of(payload, like), 0.0, time.perf_counter() - began)
 
 
 UPDATES_MAX = 4096
-"""Updates of which it is remembered what they took, until they are merged; the oldest are forgotten first."""
+"""Updates whose receive time is kept until they are merged; the oldest are dropped first."""
 
 
 class RoundCosts:
-    """Seconds of each stage of the latest round of every fragment.  Any thread may call.
+    """Seconds of each stage of the latest round of every fragment. Any thread may call.
 
-    ``receive_s`` is what this process was busy with the round's updates while they came: writing, decoding, measuring,
-    the fsync; not the time that the network took.  ``read_s``, ``fused_s`` and ``digest_s`` are those of
-    ``Costs``.  ``publish_s`` is from there until sites are told: the journal, its fsync, a standby.
+    ``receive_s`` is this process's working time on the round's updates as they arrived: writing, decoding, measuring,
+    the fsync; not the network's time. ``read_s``, ``fused_s`` and ``digest_s`` are those of ``Costs``. ``publish_s`` is
+    from there until sites are told: the journal, its fsync, a standby.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -237,14 +219,14 @@ class RoundCosts:
         self._made_s: dict[int, float] = {}
 
     def received(self, reference: str, seconds: float) -> None:
-        """The update with this payload was taken in."""
+        """Add the time that receiving the update with this payload took."""
         with self._lock:
             self._received[reference] = self._received.pop(reference, 0.0) + seconds
             while len(self._received) > UPDATES_MAX:
                 del self._received[next(iter(self._received))]
 
     def stepped(self, command: StartOuterStep | TakeVersion, result: OuterResult) -> dict[str, float]:
-        """A version was made; its stages so far, of updates that an earlier process took in without that."""
+        """Record a new version; return its stages so far, where updates that an earlier process received count 0."""
         with self._lock:
             updates = [update.payload for part in command.contributions for update in part.updates]
             receive_s = sum(self._received.pop(payload, 0.0) for payload in updates)
@@ -254,32 +236,32 @@ class RoundCosts:
             return dict(self._latest[command.fragment])
 
     def published(self, fragment: int) -> dict[str, float]:
-        """The version that was made last was told to everybody; the stage that this was."""
+        """Record that the latest version was published; return this stage."""
         with self._lock:
             stage = {"publish_s": round(self._clock_s() - self._made_s[fragment], 6)}
             self._latest[fragment] |= stage
             return stage
 
     def latest(self, fragment: int) -> dict[str, float] | None:
-        """All stages of the latest round; None before the first of this process."""
+        """Return all stages of the latest round; None before the first of this process."""
         with self._lock:
             found = self._latest.get(fragment)
             return dict(found) if found is not None else None
 
 
 def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
-    """What is said at the start, and the ending of a run that is over."""
+    """Return the start event's contents, and the ending of a run that is over."""
     state = machine.state
     versions = [fragment.version for fragment in state.fragments]
     ended = state.ending if state.phase is Phase.ENDED else None
     over: dict[str, object] = {"ending": ended.value} if ended is not None else {}
-    # Of all fragments together, as in ``merged_into``: who counts by what was published begins with this.
+    # Summed over all fragments, as in ``merged_into``: consumers of the events count on from this.
     merged = {name: sum(line.tokens_merged for line in site.lines) for name, site in sorted(state.sites.items())}
     return {"epoch": state.epoch, "versions": versions, "tokens_merged": merged, **over}, ended
 
 
 def standstill_facts(machine: OuterSync, now_ns: int) -> dict[str, object] | None:
-    """Of which fragment no version is made although updates wait, since when, and which sites lack; None if of none."""
+    """Return which fragment makes no version although updates wait, how long, and for which sites; None if none."""
     found = standstill(machine.options, machine.state, now_ns)
     if found is None:
         return None
@@ -288,7 +270,7 @@ def standstill_facts(machine: OuterSync, now_ns: int) -> dict[str, object] | Non
 
 
 def refusal_facts(effect: TellFate) -> dict[str, object]:
-    """Which update was refused, and why."""
+    """Return which update was refused, and why."""
     fate = effect.fate
     assert fate.reason is not None
     return {"site": effect.site, "fragment": fate.fragment, "sequence": fate.sequence, "reason": fate.reason.value}
@@ -297,9 +279,9 @@ def refusal_facts(effect: TellFate) -> dict[str, object]:
 def outer_step_facts(
     command: StartOuterStep | TakeVersion, result: OuterResult, stages: Mapping[str, float]
 ) -> dict[str, object]:
-    """Who made a version, with what weight and staleness, which share of a step that is, and what it took.
+    """Return a version's sites with their weights and staleness, its share of a full step, and its costs.
 
-    Of a site with several contributions that is their weight together, and the staleness of the oldest.
+    For a site with several contributions: their total weight, and the staleness of the oldest.
     """
     weights: dict[str, float] = {}
     staleness: dict[str, int] = {}
@@ -319,7 +301,7 @@ def outer_step_facts(
 
 
 def merged_into(state: OuterState, fragment: int, version: int) -> dict[str, tuple[int, int]]:
-    """Tokens and updates of each site that a version of a moment ago holds and the one before it did not."""
+    """Return each site's tokens and updates that a recent version holds and the one before it did not."""
     fates = {name: site.lines[fragment].fates for name, site in sorted(state.sites.items())}
     tokens = {name: [f.tokens for f in each if f.merged and f.version == version] for name, each in fates.items()}
     return {name: (sum(each), len(each)) for name, each in tokens.items() if each}

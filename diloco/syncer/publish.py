@@ -1,11 +1,13 @@
-"""How the syncer tells its sites what happened: Watch streams, and answers that a site of an earlier protocol can read.
+"""What the syncer sends to its sites: Watch streams, versions, and answers in the form of an earlier protocol.
 
-Earlier protocols.  Protocol 2 knows digests as SHA-256 only.  Such a site compares one with values that it has
-computed, that of a Pull, and one with its own of the same values, in its heartbeat: the syncer computes those for it,
-once for each version.  Such a site only passes the others on, and is told them as they can be written.
+Earlier protocols. Protocol 2 knows digests as SHA-256 only. Two are compared: the site compares a Pull's digest with
+that of the values it computed, and the syncer compares the digest in the site's heartbeat with the published one. The
+syncer computes the SHA-256 for these, once for each version. The site only passes all other digests on, so it gets them
+as padded text.
 
-Feeds.  Watch streams carry small events to the sites, each stream with a bound.  ``Made`` wakes the pulls that wait for
-a version.
+Feeds. Watch streams carry small events to the sites; each stream has a bound.
+
+Holdings. The published fragments and the latest down-links, which the syncer holds in memory for all readers.
 """
 
 from __future__ import annotations
@@ -13,80 +15,90 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from diloco.codec.base import bytes_of, digits, is_sha256
 from diloco.codec.base import digest as digest_of
-from diloco.codec.base import digits, is_sha256
+from diloco.sync.admission import fastest_step_ns
 from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Fate, FateTold, FragmentStanding
-from diloco.wire.messages import Dropped, JoinReply, Published, PushResult, Refusal, Status, WatchEvent
+from diloco.syncer.outer_step import merged_into
+from diloco.wire.handlers import PullSource
+from diloco.wire.messages import (
+    Dropped,
+    JoinReply,
+    Published,
+    PullAsk,
+    PullHeader,
+    PushResult,
+    Refusal,
+    Status,
+    WatchEvent,
+    short_digest,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from diloco.sync.events import Reason
+    from diloco.sync.state import OuterState
+    from diloco.sync.syncer import OuterSync
+    from diloco.syncer.outer_step import OuterResult
     from diloco.syncer.snapshots import FragmentValues
 
-    pass
 
+T = TypeVar("T")
 VERSIONS_KEPT = 256
-"""Of each fragment, whose SHA-256 is remembered."""
+"""Versions of each fragment whose SHA-256 is remembered."""
 
 
-def join_reply(reply: JoinReply, protocol: int) -> JoinReply:
-    """The answer to a join."""
+def published(machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
+    """Return the event that announces a version, with the run's present state."""
+    state = machine.state
+    fastest_ns = fastest_step_ns(state, machine.attendance.live)
+    run = (state.run_tokens(), machine.progress_ppm(), state.lineage, fastest_ns)
+    return Published(state.epoch, fragment, version, digest, *run)
+
+
+def as_known(told: T, protocol: int) -> T:
+    """Return the message ``told`` with digests in the form that a site of ``protocol`` can read.
+
+    A protocol-2 site knows the SHA-256 of its own updates, and that is kept as it is. A newer process of the same site
+    may have sent an update under the same sequence number: any other digest, padded with zeros to 64 digits, equals
+    none that a protocol-2 site has computed.
+    """
     if protocol >= PROTOCOL:
-        return replace(reply, protocol=PROTOCOL)
-    standings = tuple(_standing(standing, protocol) for standing in reply.standings)
-    return replace(reply, standings=standings, protocol=protocol)
-
-
-def push_result(result: PushResult, protocol: int) -> PushResult:
-    """The answer to a push."""
-    return replace(result, fate=_fate(result.fate, protocol)) if result.fate is not None else result
-
-
-def watch_event(event: WatchEvent, protocol: int) -> WatchEvent:
-    """An event of the Watch stream."""
-    match event:
-        case Published():
-            return replace(event, digest=_digest(event.digest, protocol))
+        return told
+    known: Any = told
+    match known:
+        case Fate() | Published() | FragmentStanding():
+            known = replace(
+                known, digest=known.digest if is_sha256(known.digest) else digits(known.digest).ljust(64, "0")
+            )
+    match known:
         case FateTold():
-            return FateTold(_fate(event.fate, protocol))
-        case _:
-            return event
-
-
-def fates(told: Iterable[Fate], protocol: int) -> tuple[Fate, ...]:
-    """What became of updates."""
-    return tuple(_fate(fate, protocol) for fate in told)
-
-
-def _standing(standing: FragmentStanding, protocol: int) -> FragmentStanding:
-    digest = _digest(standing.digest, protocol)
-    return replace(standing, digest=digest, fates=fates(standing.fates, protocol))
-
-
-def _fate(fate: Fate, protocol: int) -> Fate:
-    """Of an update of its own the site knows the SHA-256, and is told that; another's process may have had the name."""
-    return replace(fate, digest=_digest(fate.digest, protocol))
-
-
-def _digest(digest: str, protocol: int) -> str:
-    """With zeros behind it is 64 digits, and equal to none that a site of protocol 2 has computed."""
-    return digest if protocol >= PROTOCOL or is_sha256(digest) else digits(digest).ljust(64, "0")
+            known = FateTold(as_known(known.fate, protocol))
+        case PushResult():
+            known = replace(known, fate=as_known(known.fate, protocol))
+        case FragmentStanding():
+            known = replace(known, fates=as_known(known.fates, protocol))
+        case JoinReply():
+            known = replace(known, standings=as_known(known.standings, protocol))
+        case tuple():
+            known = tuple(as_known(each, protocol) for each in known)
+    return known  # type: ignore[no-any-return]
 
 
 class EarlierDigests:
-    """The SHA-256 of published values, computed when a site of protocol 2 first needs it; any thread may ask."""
+    """The SHA-256 of published values, computed when a protocol-2 site first needs it. Any thread may call."""
 
     def __init__(self, num_fragments: int) -> None:
         self._known: list[deque[tuple[int, str]]] = [deque(maxlen=VERSIONS_KEPT) for _ in range(num_fragments)]
         self._locks = [threading.Lock() for _ in range(num_fragments)]
 
     def of(self, fragment: int, held: FragmentValues) -> str:
-        """That of the values ``held``; a pass over all of them at the first time."""
+        """Return the SHA-256 of ``held``; the first call for a version reads all its values."""
         with self._locks[fragment]:
             found = self.known(fragment, held.version)
             if found is None:
@@ -95,16 +107,16 @@ class EarlierDigests:
             return found
 
     def known(self, fragment: int, version: int) -> str | None:
-        """That of a version, where it has been computed."""
+        """Return a version's SHA-256; None if it has not been computed."""
         return next((found for number, found in tuple(self._known[fragment]) if number == version), None)
 
 
 EVENTS_MAX = 4096
-"""Events kept for a stream that is read too slowly, beside those it begins with; then it is ended."""
+"""Events queued for a slow stream, besides those it begins with; beyond that the stream is ended."""
 
 
 class Feed:
-    """One stream; satisfies ``wire.service.WatchFeed``."""
+    """One Watch stream; satisfies ``wire.handlers.WatchFeed``."""
 
     def __init__(self, feeds: Feeds, site: str, incarnation: int, protocol: int) -> None:
         self.site = site
@@ -114,16 +126,16 @@ class Feed:
         self._events: queue.SimpleQueue[WatchEvent | None] = queue.SimpleQueue()
         self.closed = False
         self._behind = False
-        # Fates: told by the decision loop, taken and written by the stream's own thread.
+        # Counts of fates: queued by the decision loop, taken and written by the stream's own thread.
         self.told = self._taken = self._written = 0
 
     def put(self, event: WatchEvent) -> None:
-        """Queue ``event``, whatever is queued already."""
+        """Queue ``event``, however many are queued already."""
         self.told += isinstance(event, FateTold)
         self._events.put(event)
 
     def offer(self, event: WatchEvent) -> None:
-        """Queue ``event``; a stream that is too far behind is ended instead, and told so."""
+        """Queue ``event``, or end the stream if it is too far behind; its next ``get`` raises that."""
         if self._events.qsize() < EVENTS_MAX:
             self._events.put(event)
         else:
@@ -131,11 +143,11 @@ class Feed:
             self.close()
 
     def get(self, timeout_s: float) -> WatchEvent | None:
-        """The next event, or None after ``timeout_s`` or when closed.
+        """Return the next event, or None after ``timeout_s`` or when closed.
 
-        A stream that missed something ends with UNAVAILABLE: its site joins again, and hears how everything stands.
+        A stream that missed an event raises ``Refusal`` (UNAVAILABLE): its site joins again, and gets the full state.
         """
-        self._written = self._taken  # Who asks for the next one has written those before it.
+        self._written = self._taken  # The caller has written all earlier events.
         if self._behind:
             raise Refusal(Status.UNAVAILABLE, f"this stream is {EVENTS_MAX} events behind: join again")
         if self.closed and self._events.empty():
@@ -145,11 +157,11 @@ class Feed:
         except queue.Empty:
             return None
         self._taken += isinstance(event, FateTold)
-        return event and watch_event(event, self._protocol)
+        return as_known(event, self._protocol)
 
     @property
     def owes(self) -> bool:
-        """Whether a fate was told to it that may have gone no further."""
+        """Whether a fate was queued that may not have been written yet."""
         return self.told > self._written
 
     def close(self) -> None:
@@ -159,34 +171,17 @@ class Feed:
         self._events.put(None)
 
 
-class Made:
-    """Wakes whoever waits for a version that is not made yet."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-
-    def tell(self) -> None:
-        """A version was made."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for(self, there: Callable[[], bool], timeout_s: float) -> bool:
-        """Until ``there`` says that it is, at most ``timeout_s``; what it says last."""
-        with self._changed:
-            return self._changed.wait_for(there, timeout_s)
-
-
 class Feeds:
-    """All streams."""
+    """All Watch streams."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._feeds: list[Feed] = []
         self._unheard: set[str] = set()
-        self._content: set[str] = set()  # The sites that lack nothing, as they say themselves.
+        self._content: set[str] = set()  # The sites that report that they lack no fates.
 
     def open(self, site: str, incarnation: int, protocol: int = PROTOCOL) -> Feed:
-        """A new stream for ``site``, in words that its ``protocol`` knows."""
+        """Open a stream for ``site``, in the form of its ``protocol``."""
         feed = Feed(self, site, incarnation, protocol)
         with self._lock:
             self._feeds.append(feed)
@@ -194,9 +189,9 @@ class Feeds:
         return feed
 
     def forget(self, feed: Feed) -> None:
-        """``feed`` is closed; what it had not written its site has not heard, unless it says that nothing is missing.
+        """Remove the closed ``feed``; its site may lack unwritten fates, unless it reports that it lacks none.
 
-        A site that knows its fates by a version or by a join may close a stream that still has some of them.
+        A site that knows its fates from a version or a join may close a stream that still holds some of them.
         """
         with self._lock:
             if feed not in self._feeds:
@@ -206,26 +201,26 @@ class Feeds:
                 self._unheard.add(feed.site)
 
     def says(self, site: str, *, lacks: bool) -> None:
-        """``site``, which has said goodbye, still ``lacks`` fates, or has heard all that it will ever get."""
+        """Note that ``site``, which has left, still ``lacks`` fates, or has got all that it will ever get."""
         with self._lock:
             (self._unheard.add if lacks else self._unheard.discard)(site)
             (self._content.discard if lacks else self._content.add)(site)
 
     def miss(self, sites: Iterable[str]) -> None:
-        """``sites`` may lack fates that an earlier process decided: nobody knows what it has told them."""
+        """Note that ``sites`` may lack fates of an earlier process: what it had sent is unknown."""
         with self._lock:
             self._unheard.update(sites)
 
     def standing(self) -> tuple[int, frozenset[str]]:
-        """Streams open now; and the sites that were told a fate which they may not have heard, as of the same instant.
+        """Return, as of one instant, the number of open streams and the sites that may have missed a fate.
 
-        They had no stream, or theirs ended before it was written, and they have had none since; or they say so.
+        They had no stream, or it ended before the fate was written, and none opened since; or they report a lack.
         """
         with self._lock:
             return len(self._feeds), frozenset(self._unheard)
 
     def tell(self, event: WatchEvent, site: str | None = None) -> None:
-        """Send ``event`` to every stream, or to those of ``site``; one that is too far behind is ended."""
+        """Send ``event`` to every stream, or to those of ``site``; end a stream that is too far behind."""
         with self._lock:
             chosen = [feed for feed in self._feeds if site is None or feed.site == site]
             if isinstance(event, FateTold) and site is not None:
@@ -233,13 +228,137 @@ class Feeds:
                 if not chosen:
                     self._unheard.add(site)
                 for feed in chosen:
-                    feed.told += 1  # Here, so that one which ends before it is offered the fate has missed it.
+                    feed.told += 1  # Counted under the lock: a stream that ends before the offer has missed it.
         for feed in chosen:
             feed.offer(event)
 
     def drop(self, site: str, incarnation: int, reason: Reason) -> None:
-        """End the streams of one incarnation, saying why."""
+        """End the streams of ``site`` up to one incarnation, with the reason."""
         with self._lock:
             chosen = [feed for feed in self._feeds if feed.site == site and feed.incarnation <= incarnation]
         for feed in chosen:
             feed.put(Dropped(reason))
+
+
+DIGESTS_KEPT = 256
+"""Versions of each fragment whose digest is remembered, to compare with the digests that sites report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Downlink:
+    """The encoded step from the version before to ``version``; ``digest`` is that of the values it leads to."""
+
+    version: int
+    digest: str
+    payload: bytes | memoryview
+
+
+class Holdings:
+    """The published values by fragment. Only the decision loop's thread calls the methods, except ``has_newer``, so
+    that a pull sees one instant."""
+
+    def __init__(self, values: Sequence[FragmentValues], down_codec: str, downlinks_kept: int) -> None:
+        self.values = list(values)
+        self.down_codec = down_codec
+        self._downlinks: list[deque[Downlink]] = [deque(maxlen=downlinks_kept) for _ in values]
+        self._digests: list[deque[tuple[int, str]]] = [
+            deque([(each.version, each.digest)], maxlen=DIGESTS_KEPT) for each in values
+        ]
+        self._sites: dict[int, tuple[int, int]] = {}
+        self._newer = threading.Condition()
+
+    def take(self, fragment: int, result: OuterResult) -> None:
+        """Set the fragment's newest version, computed now or again by a replay: its bytes are the same.
+
+        A chain is sent only if it is shorter than the whole fragment. Twice that length is kept, so that an interrupted
+        pull of a chain can go on after newer versions have come.
+        """
+        assert result.values.version == self.values[fragment].version + 1, result.values.version
+        self.values[fragment] = result.values
+        self._digests[fragment].append((result.values.version, result.values.digest))
+        whole_bytes = result.values.published.numel() * 4
+        links = self._downlinks[fragment]
+        links.append(Downlink(result.values.version, result.values.digest, result.downlink))
+        if len(result.downlink) >= whole_bytes:
+            links.clear()
+        while sum(len(each.payload) for each in links) > 2 * whole_bytes:
+            links.popleft()
+        with self._newer:
+            self._newer.notify_all()
+
+    def has_newer(self, fragment: int, version: int, timeout_s: float) -> bool:
+        """Return whether a version newer than ``version`` exists, or does within ``timeout_s``; any thread may call."""
+        with self._newer:
+            return self._newer.wait_for(lambda: self.values[fragment].version > version, timeout_s)
+
+    def differing(
+        self,
+        versions: Sequence[int],
+        echoed: Sequence[int],
+        told: Callable[[int, int, str], str | None] = lambda fragment, version, digest: digest,
+    ) -> dict[int, int]:
+        """Return the fragments, with the version, for which a site holds other values than were published.
+
+        ``echoed`` are the short digests of its values for ``versions``. A digest that is 0, or of a version not
+        remembered here, is skipped. ``told`` returns, for a version's digest, what the site was told, or None.
+        """
+        found: dict[int, int] = {}
+        for fragment, (version, short) in enumerate(zip(versions, echoed, strict=False)):
+            if not short or fragment >= len(self.values):
+                continue
+            known = [digest for number, digest in self._digests[fragment] if number == version]
+            digest = told(fragment, version, known[-1]) if known else None
+            if digest is not None and short_digest(digest) != short:
+                found[fragment] = version
+        return found
+
+    def begin_again(self, values: Sequence[FragmentValues]) -> None:
+        """Set a new lineage's first ``values``: no chain leads to them from what was published before."""
+        assert [held.version + 1 for held in self.values] == [first.version for first in values], "a version is missing"
+        self.values = list(values)
+        for links in self._downlinks:
+            links.clear()
+        self._sites.clear()
+
+    def choose(self, ask: PullAsk, fates: tuple[Fate, ...], state: OuterState) -> PullSource:
+        """Choose a pull's answer: a chain of down-links if that is shorter, else the whole fragment in fp32.
+
+        ``state`` gives the epoch, and how many sites have updates in the version and not in the one before, as far as
+        its kept fates still tell.
+        """
+        held, fragment = self.values[ask.fragment], ask.fragment
+        numel, version = held.published.numel(), ask.want_version or held.version
+        chain = self._chain(fragment, ask.have_version, version) if ask.have_version >= 0 else None
+        parts: list[bytes | memoryview]
+        if ask.want_version == 0 and ask.have_version == held.version:
+            parts, whole, digest = [], False, held.digest
+        elif chain is not None and sum(len(link.payload) for link in chain) < numel * 4:
+            parts, whole, digest = [link.payload for link in chain], False, chain[-1].digest
+        elif version == held.version:
+            parts, whole, digest = [bytes_of(held.published)], True, held.digest
+        else:
+            raise Refusal(Status.NOT_FOUND, f"version {version} of fragment {fragment} cannot be sent any more")
+        if self._sites.get(fragment, (-1, 0))[0] != version:  # Counted once for each version: all sites ask.
+            self._sites[fragment] = version, len(merged_into(state, fragment, version))
+        header = PullHeader(
+            fragment=fragment,
+            from_version=version if whole else ask.have_version,
+            version=version,
+            whole=whole,
+            encoding="fp32" if whole else self.down_codec,
+            numel=numel,
+            payload_bytes=sum(len(part) for part in parts),
+            part_bytes=tuple(len(part) for part in parts),
+            digest=digest,
+            payload_crc32=0,
+            fates=fates,
+            epoch=state.epoch,
+            sites=self._sites[fragment][1],
+        )
+        return PullSource(header, parts)
+
+    def _chain(self, fragment: int, have: int, version: int) -> list[Downlink] | None:
+        links = [link for link in self._downlinks[fragment] if have < link.version <= version]
+        if not links or len(links) != version - have:  # Compared first: a caller may ask for any version.
+            return None
+        return links if [link.version for link in links] == list(range(have + 1, version + 1)) else None

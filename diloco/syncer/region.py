@@ -1,6 +1,6 @@
-"""A syncer that is a site of another: what the one who speaks for it there asks of it, and what it orders of that one.
+"""A syncer that is a site of another: the link between its decision loop and its client to the syncer above.
 
-Which of the two shells does what is in ``sync/region.py``; neither imports the other.
+``sync/region.py`` says which of the two shells does what; neither imports the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.effects import LetGo, Seal, StopTraining, TakeVersion
 from diloco.sync.events import VersionPublished
-from diloco.sync.region import Standing, standing
+from diloco.sync.region import standing
 from diloco.sync.state import Part
 from diloco.syncer.store import StoreError
 from diloco.wire.messages import Refusal
@@ -22,36 +22,37 @@ if TYPE_CHECKING:
 
     from diloco.sync.effects import RegionEffect
     from diloco.sync.events import RegionEvent, UpstreamStarted
+    from diloco.sync.progress import Standing
     from diloco.sync.region import Above
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.core import Core
-    from diloco.syncer.holdings import Holdings
+    from diloco.syncer.publish import Holdings
     from diloco.syncer.store import Store
 
 
 class UpstreamRefusedError(Exception):
-    """The syncer above will have no more of this region; the text says why."""
+    """The syncer above has refused this region for good; the text says why."""
 
 
 class Region:
-    """Between the decision loop and ``above``.  ``updates_max`` of its updates may be in flight there."""
+    """Connects the decision loop with ``above``, where up to ``updates_max`` of its updates may be in flight."""
 
     def __init__(
         self,
         above: Above[Tensor],
         core: Core,
         store: Store,
-        holdings: Callable[[], Holdings],
+        holdings: Holdings,
         fail: Callable[[BaseException], None],
     ) -> None:
         self._above, self._core, self._store, self._holdings, self._fail = above, core, store, holdings, fail
         self._published: dict[int, VersionPublished] = {}
         self._published_lock = threading.Lock()
-        self.updates_max = 0  # Until it has begun.
+        self.updates_max = 0  # Set by ``begin``.
 
     def begin(self, machine: OuterSync) -> UpstreamStarted:
-        """What the machine hears first; ``StoreError`` where its memory is that of another site, or of no region."""
+        """Return the machine's first event; ``StoreError`` if its state is that of another site, or of no region."""
         state = machine.state
         known = [Part() for _ in state.fragments] if state.upstream is None else state.upstream.parts
         found = self._above.begin(self, known)
@@ -59,13 +60,13 @@ class Region:
         self.updates_max = found.in_flight_max
         return found
 
-    # --- as the one who speaks for the region knows it; any thread ---------------------------------------------------
+    # --- called by the client to the syncer above; any thread --------------------------------------------------------
 
     def tell(self, event: RegionEvent) -> None:
-        """Hand an event to the machine.
+        """Pass an event to the machine.
 
-        While the loop waits for room on the disk, versions go on being published above.  So those that it has not heard
-        of take one place for each fragment, which the newest has.
+        While the loop waits for disk space, versions go on being published above. So unprocessed ones take one place in
+        the queue for each fragment, and the newest replaces the others.
         """
         if not isinstance(event, VersionPublished):
             self._core.post(event)
@@ -82,24 +83,24 @@ class Region:
         self._core.post(newest)
 
     def keep(self, fragment: int, values: memoryview, digest: str) -> str:
-        """Make the values of a version above durable."""
+        """Store the values of a version above durably; return their payload reference."""
         return self._store.spool.put_above(fragment, values, digest)
 
     def standing(self) -> Standing | None:
-        """How the region stands; None while nobody can say."""
+        """Return the region's state; None while the loop gives no answer."""
         try:
             return self._core.ask(lambda machine: standing(machine.state), early=True)
         except Refusal:
             return None
 
     def give_up(self, why: str) -> None:
-        """End the process, in words."""
+        """End the process with ``why``."""
         self._fail(UpstreamRefusedError(why))
 
     # --- effects, in the decision loop's thread ----------------------------------------------------------------------
 
     def carry_out(self, effect: RegionEffect) -> None:
-        """Do what the machine orders towards the one above."""
+        """Carry out the machine's effect towards the syncer above."""
         assert not isinstance(effect, TakeVersion), "an outer step like any other"
         match effect:
             case LetGo():
@@ -107,7 +108,7 @@ class Region:
             case StopTraining():
                 self.give_up(effect.why)
             case Seal():
-                values = self._holdings().values[effect.fragment]
+                values = self._holdings.values[effect.fragment]
                 assert values.reference is not None, "an update is made, and there is nothing to measure it from"
                 self._above.seal(effect, values.reference, values.theta)
             case _:
@@ -115,7 +116,7 @@ class Region:
 
 
 def check_site(state: OuterState, site: str) -> None:
-    """``StoreError`` where a run would become a region, cease to be one (``site`` is empty), or another site's."""
+    """Raise ``StoreError`` if a run would become a region, cease to be one (``site`` is empty) or change its site."""
     if state.upstream is None:
         if site and any(fragment.version for fragment in state.fragments):
             raise StoreError(

@@ -1,11 +1,11 @@
-"""The syncer's end of replication: what a standby gets, and what waits for it.
+"""The syncer's end of replication: what it sends to a standby, and what waits for the standby.
 
 A standby gets what is durable here, read from the disk again: the journal's units byte for byte, before each of them
-the payloads that it names, and for a standby that has nothing a snapshot first.  A region's payloads are also the
-versions above that it has fetched, and its updates for there, which the heir may have to send again.  So there is one
-way for the one that is far behind and for the one that is not, and nothing is buffered for either.
+the payloads that it names, and, if it has nothing, a snapshot first. A region's payloads also include the versions
+above that it has fetched, and its updates for the syncer above, which the heir may have to send again. So a standby far
+behind and one close behind are served the same way, and nothing is buffered for either.
 
-What is told when is decided in ``sync/replication``.
+``sync/replication`` decides what may be told when.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -24,26 +23,24 @@ from diloco.sync.replication import MODES, Place, Replication
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.store import Pin, payloads_in
 from diloco.wire.chunks import cut
-from diloco.wire.messages import Alive, Chunk, Refusal, Status
-from diloco.wire.replication import FollowAck, Follows, Item
+from diloco.wire.messages import Alive, Chunk, FollowAck, Follows, Item, Refusal, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from diloco.syncer.core import Core
-    from diloco.syncer.journal_files import Turn
     from diloco.syncer.lease import LeaseHolder
     from diloco.syncer.store import Store
-    from diloco.wire.replication import FollowPart, FollowStart
+    from diloco.wire.messages import FollowPart, FollowStart
 
 CHUNK_BYTES = 512 * 1024
 
 
 @dataclass(kw_only=True, slots=True)
 class ReplicationOptions:
-    """What waits for a standby.  One that says nothing for ``timeout_s`` is away; ``alive_s`` is how often it is asked
-    when there is nothing new."""
+    """What waits for a standby. A standby silent for ``timeout_s`` is away; with nothing new the syncer asks it every
+    ``alive_s``."""
 
     mode: str = "off"
     timeout_s: float = 5.0
@@ -59,23 +56,20 @@ class ReplicationOptions:
 
 
 class Replicator:
-    """Satisfies ``wire.replication.Following``.
+    """Serves standbys; satisfies ``wire.handlers.Following``.
 
-    ``replicated`` is the decision loop's question about each turn (``Core``); the other methods are for any thread.
+    The decision loop calls ``replicated`` for each turn (``Core``); any thread may call the other methods.
     """
 
     def __init__(
         self,
         options: ReplicationOptions,
         store: Store,
-        lineage: Callable[[], int],
         emit: Callable[[str, dict[str, object]], None],
         leadership: LeaseHolder | None = None,
     ) -> None:
-        """``lineage`` is the run's when it is asked."""
         self.options = options
         self.store = store
-        self.lineage = lineage
         self._emit = emit
         self._leadership = leadership
         self.changed = threading.Condition()
@@ -86,8 +80,8 @@ class Replicator:
         return self.options.mode == "async"
 
     def begin(self, core: Core, *, detached: bool) -> None:
-        """Before the first turn: the loop that waits for the standby, and how it was left."""
-        self._core = core
+        """Connect the loop that waits for the standby, before its first turn; ``detached``: the run's present state."""
+        self.core = core
         journal = self.store.journal
         end = (journal.index, journal.path(journal.index).stat().st_size)
         timeout_ns = round(self.options.timeout_s * 1e9)
@@ -96,11 +90,11 @@ class Replicator:
 
     # --- the decision loop's side ------------------------------------------------------------------------------------
 
-    def replicated(self, turn: Turn) -> str | None:
-        """Why nothing may be told of ``turn`` yet, or None."""
+    def replicated(self, end: Place) -> str | None:
+        """Return why nothing may be told yet of the turn whose records end there, or None."""
         with self.changed:
             durable, slow = self.machine.durable, self.machine.slow
-            why, heir = self.machine.may_tell((turn.segment, turn.offset + len(turn.data)), time.monotonic_ns())
+            why, heir = self.machine.may_tell(end, time.monotonic_ns())
             if self.machine.durable > durable:
                 self.changed.notify_all()
             if self.machine.slow and not slow:
@@ -110,19 +104,19 @@ class Replicator:
             return why
 
     def detach(self) -> bool:
-        """An operator's word, to be journalled by whoever calls this, right after; False when it is nothing new."""
+        """Detach by an operator's command, which the caller journals right after; False if already detached."""
         with self.changed:
             is_new = self.machine.detach()
-        self._core.nudge()
+        self.core.nudge()
         return is_new
 
     def attached(self) -> None:
-        """The record that says so is durable here and there: from now on the standby is waited for."""
+        """Wait for the standby from now on: the record of its attachment is durable here and there."""
         with self.changed:
             self.machine.attached()
 
     def status(self) -> dict[str, object]:
-        """For ``diloco status``."""
+        """The state of replication, for ``diloco status``."""
         with self.changed:
             machine, (segment, end) = self.machine, self.end()
             away_ns = machine.away_ns(time.monotonic_ns())
@@ -137,7 +131,7 @@ class Replicator:
             }
 
     def end(self) -> Place:
-        """Up to where the journal is durable; also where no turn has come since a segment began."""
+        """Return the journal's durable end, also if no turn has come since a segment began."""
         return max(self.machine.durable, self.store.journal.begun)
 
     def _pinned(self) -> Pin | None:
@@ -145,13 +139,13 @@ class Replicator:
         return follower.pin() if isinstance(follower, Follower) else None
 
     def waiting(self) -> set[str]:
-        """The payloads of the updates that have no fate yet."""
-        return set(self._core.ask(lambda machine: payloads_in(machine.snapshot()), early=True))
+        """Return the payloads of the updates that have no fate yet."""
+        return set(self.core.ask(lambda machine: payloads_in(machine.snapshot()), early=True))
 
     # --- a standby's side --------------------------------------------------------------------------------------------
 
     def follow(self, start: FollowStart) -> Follower:
-        """Serve a standby from where it is."""
+        """Serve a standby from the end of its journal."""
         card = self.store.card
         if (name := card.difference(asdict(start))) is not None:
             theirs, ours = getattr(start, name)[:12], getattr(card, name)[:12]
@@ -163,26 +157,26 @@ class Replicator:
         return follower
 
     def heard(self, follower: Follower, place: Place) -> None:
-        """``follower`` has everything up to ``place``."""
+        """Note that ``follower`` has everything up to ``place``."""
         with self.changed:
             attach, heir = self.machine.heard(follower, place, time.monotonic_ns())
             if heir and self._leadership is not None:
                 self._leadership.name_heir(follower.name)
         if attach:
-            self._core.post(StandbyAttached(follower.name))
-        self._core.nudge()
+            self.core.post(StandbyAttached(follower.name))
+        self.core.nudge()
 
     def gone(self, follower: Follower) -> None:
-        """The stream of ``follower`` has ended."""
+        """Note that the stream of ``follower`` has ended."""
         with self.changed:
             was_served = self.machine.gone(follower)
         if was_served:
             self._emit("standby_away", {"standby": follower.name})
-            self._core.nudge()
+            self.core.nudge()
 
 
 class Follower:
-    """One standby being served; satisfies ``wire.replication.Followed``."""
+    """One standby being served; satisfies ``wire.handlers.Followed``."""
 
     def __init__(self, replicator: Replicator, start: FollowStart) -> None:
         self.name = start.standby
@@ -202,29 +196,34 @@ class Follower:
 
     @property
     def place(self) -> Place:
-        """What the standby has as it begins."""
+        """Where the standby's journal ends as it begins."""
         return (0, 0) if self._anew else (self._segment, self._at)
 
     def parts(self) -> Iterator[FollowPart]:
-        """A snapshot if it is needed, then the journal for as long as the standby listens."""
-        waits = self._replicator.options.mode == "sync"
-        yield Follows(self._anew, self._segment, self._chain, self._replicator.lineage(), waits)
+        """Yield a snapshot if the standby needs one, then the journal for as long as it listens."""
+        replicator = self._replicator
+        lineage = replicator.core.machine.state.lineage  # It changes only with a new process.
+        yield Follows(self._anew, self._segment, self._chain, lineage, replicator.options.mode == "sync")
         if self._anew:
             yield from self._whole_snapshot()
             self._copying = False
         while not self._closed:
             yield from self._new_units()
-            if not self._wait():
+            with replicator.changed:
+                is_new = replicator.changed.wait_for(
+                    lambda: self._closed or replicator.end() > (self._segment, self._at), replicator.options.alive_s
+                )
+            if not is_new:
                 yield Alive()
         if self._wrong is not None:
             raise Refusal(Status.INVALID_ARGUMENT, self._wrong)
 
     def pin(self) -> Pin:
-        """What is still to be sent."""
+        """Return what is still to be sent."""
         return Pin(int(self._snapshot[0].name) if self._anew and self._copying else 0, self._segment)
 
     def acknowledged(self, ack: FollowAck) -> None:
-        """The standby has everything up to there.  One that says so of what there is not is believed nothing more."""
+        """Note that the standby has everything up to there. A claim beyond the journal's end ends the stream."""
         place, end = (ack.segment, ack.offset), self._replicator.end()
         if place > end:
             self._wrong = (
@@ -236,19 +235,11 @@ class Follower:
             self._replicator.heard(self, place)
 
     def close(self) -> None:
-        """The standby is gone."""
+        """End serving the standby."""
         self._closed = True
         with self._replicator.changed:
             self._replicator.changed.notify_all()
         self._replicator.gone(self)
-
-    def _wait(self) -> bool:
-        """Wait for something new, a bounded time; whether there is."""
-        replicator = self._replicator
-        with replicator.changed:
-            return replicator.changed.wait_for(
-                lambda: self._closed or replicator.end() > (self._segment, self._at), replicator.options.alive_s
-            )
 
     # --- what is sent ------------------------------------------------------------------------------------------------
 
@@ -257,7 +248,7 @@ class Follower:
             try:
                 snapshot = self._store.snapshots.load(number)
             except SnapshotError:
-                continue  # It is named when the syncer starts on it; a standby wants one that is whole.
+                continue  # The next start reports it; a standby needs an intact one.
             if snapshot.journal_chain:
                 folder = self._store.snapshots.folder / f"{number:08d}"
                 return folder, snapshot.state, snapshot.journal_segment, snapshot.journal_chain
@@ -269,33 +260,35 @@ class Follower:
             paths = sorted(folder.iterdir())
         except FileNotFoundError:
             raise self._too_slow(f"snapshots/{folder.name}") from None
-        for path in paths:
-            yield from self._file(f"snapshots/{folder.name}/{path.name}", path)
-        for payload in self._waiting:
-            yield from self._file(f"spool/{payload}", self._store.spool.folder / payload)
+        for path in [*paths, *(self._store.spool.folder / payload for payload in self._waiting)]:
+            yield from self._file(path)
         for path in sorted((self._store.folder / OUTBOX).glob("*.update")):
-            yield from self._update_for_above(f"{OUTBOX}/{path.name}")
+            yield from self._file(path, may_be_gone=True)
 
-    def _file(self, name: str, path: Path) -> Iterator[FollowPart]:
+    def _file(self, path: Path, *, may_be_gone: bool = False) -> Iterator[FollowPart]:
+        """Yield a file of the folder. A missing sealed update (``may_be_gone``) is no longer in flight: skip it."""
+        name = path.relative_to(self._store.folder).as_posix()
         try:
             data = path.read_bytes()
         except FileNotFoundError:
+            if may_be_gone:
+                return
             raise self._too_slow(name) from None
-        yield from _named(name, data)
+        yield from _item(Item(name, 0, 0, len(data), hashlib.sha256(data).hexdigest()), data)
 
     def _too_slow(self, name: str) -> Refusal:
-        """``name`` went although it was pinned: the disk is full, or what the standby has kept here is too much."""
+        """Refuse: ``name`` was deleted although pinned, as the disk is full or the pin held too many bytes."""
         if self._anew:
             return Refusal(Status.UNAVAILABLE, f"{name} is not kept any more: the copy begins again from what is")
         text = f"{name} is not kept any more: the standby is too far behind, give it an empty folder"
         return Refusal(Status.FAILED_PRECONDITION, text)
 
     def _find(self, start: FollowStart) -> Place:
-        """Where the standby's next unit begins."""
+        """Return where the standby's next unit begins."""
         for unit in units(self._segment_bytes(start.segment)):
             if unit.kind != MARK and unit.chain.hex() == start.chain:
                 return start.segment, unit.end
-        for unit in units(self._segment_bytes(start.segment + 1)):  # The one before it may not be kept any more.
+        for unit in units(self._segment_bytes(start.segment + 1)):  # The standby's own segment may be deleted.
             if unit.kind == HEADER and chain_after(bytes.fromhex(start.chain), unit.body) == unit.chain:
                 return start.segment + 1, 0
             break
@@ -303,14 +296,14 @@ class Follower:
         raise Refusal(Status.FAILED_PRECONDITION, other)
 
     def _segment_bytes(self, segment: int) -> bytes:
-        """A whole segment; nothing where it is not kept."""
+        """Return a whole segment; empty if it is not kept."""
         try:
             return self._store.journal.path(segment).read_bytes()
         except FileNotFoundError:
             return b""
 
     def _new_units(self) -> Iterator[FollowPart]:
-        """Everything durable that was not sent yet."""
+        """Yield everything durable that was not sent yet."""
         while not self._closed and (self._segment, self._at) < (durable := self._replicator.end()):
             segment, end = durable
             path = self._store.journal.path(self._segment)
@@ -345,38 +338,29 @@ class Follower:
             if isinstance(record.event, UpdateArrived | UpstreamFetched) and record.event.payload:
                 yield from self._payload(record.event.payload)
             if isinstance(record.event, Sealed):
-                yield from self._update_for_above(outbox_file(record.event.fragment, record.event.sequence))
+                sealed = outbox_file(record.event.fragment, record.event.sequence)
+                yield from self._file(self._store.folder / sealed, may_be_gone=True)
 
     def _beginning(self, lineage: int) -> Iterator[FollowPart]:
-        """The values that a lineage began with, before its record is sent: who has that cannot go back."""
+        """Yield a lineage's first values, before its record is sent: a standby with the record cannot go back."""
         folder = self._store.lineages.folder / str(lineage)
         if not folder.exists():
             text = f"lineage {lineage} began with values that are not kept any more: give the standby an empty folder"
             raise Refusal(Status.FAILED_PRECONDITION, text)
         for path in sorted(folder.iterdir()):
-            yield from self._file(f"lineages/{lineage}/{path.name}", path)
+            yield from self._file(path)
 
     def _payload(self, reference: str) -> Iterator[FollowPart]:
-        """A payload that is here; that of an update that was not taken in is not, and nobody needs it."""
-        name, path = f"spool/{reference}", self._store.spool.folder / reference
+        """Yield a payload that is here. One of an update that was not accepted is missing, and not needed."""
+        path = self._store.spool.folder / reference
         if path.exists():
-            yield from self._file(name, path)
+            yield from self._file(path)
         elif reference in self._replicator.waiting():
-            text = f"{name} is missing on the syncer's disk, and its update has no fate yet: nothing can follow it"
-            raise Refusal(Status.FAILED_PRECONDITION, text)
-
-    def _update_for_above(self, name: str) -> Iterator[FollowPart]:
-        """A sealed update; one that is not there any more is in flight no more."""
-        with suppress(FileNotFoundError):
-            data = (self._store.folder / name).read_bytes()
-            yield from _named(name, data)
-
-
-def _named(name: str, data: bytes) -> Iterator[FollowPart]:
-    yield from _item(Item(name, 0, 0, len(data), hashlib.sha256(data).hexdigest()), data)
+            why = f"spool/{reference} is missing on the syncer's disk, and its update has no fate yet"
+            raise Refusal(Status.FAILED_PRECONDITION, f"{why}: nothing can follow it")
 
 
 def _item(item: Item, data: bytes) -> Iterator[FollowPart]:
     yield item
-    for each in cut([data], CHUNK_BYTES):
-        yield Chunk(*each)
+    for piece in cut([data], 0, len(data), lambda: CHUNK_BYTES):
+        yield Chunk.of(*piece)

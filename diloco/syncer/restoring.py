@@ -1,45 +1,51 @@
-"""The past of a data folder, for reading, and a run that begins again from restored values.
+"""Reading a data folder's past, and restarting a run from restored values.
 
-Reading.  ``Kept`` reads what a syncer's data folder keeps of the past; it never writes, makes or cuts anything there.
-The folder may be that of a running syncer.  Its journal then grows while it is read, and a snapshot, a segment or a
-payload may go when its time has come: ``Kept.replay`` looks again when that happens, a bounded number of times.
+Reading. ``Kept`` reads what a syncer's data folder keeps of the past; it never writes, creates or cuts anything there.
+The folder may be that of a running syncer. Its journal then grows during the read, and a snapshot, a segment or a
+payload may be deleted: ``Kept.replay`` then reads again, a bounded number of times.
 
-Restoring.  What is written in which order, so that no crash leaves half of it, in the data folder of a run that is
-stopped, whose lock the caller holds:
+Restoring. The order of writes, such that no crash leaves half a restore, in the data folder of a stopped run, whose
+lock the caller holds:
 
-1. the values, as each fragment's next version, into ``lineages/``: durable, and nothing looks for them yet;
+1. the values, as each fragment's next version, into ``lineages/``: durable, and nothing reads them yet;
 2. the record ``LineageBegan`` into the journal, durable: from here on the restore has happened, and every recovery of
    the folder finds the values of 1;
-3. a snapshot right behind it, so that no recovery needs 1 any more; 4. the number into ``run.json``, for people.
+3. a snapshot right after it, so that no recovery needs 1 any more; 4. the number into ``run.json``, for display.
 
-Into a folder that is empty or lost everything is made in ``.restoring/`` inside it, and then moved out, the snapshots
-last.  A syncer that starts on a folder with a ``.restoring/`` and without a snapshot refuses it; the next attempt to
-restore begins anew there.
+In an empty or lost folder everything is made in ``.restoring/`` inside it, and then moved out, the snapshots last. A
+syncer that starts on a folder with a ``.restoring/`` and without a snapshot refuses it; the next attempt to restore
+starts over there.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diloco.codec.base import shorter
 from diloco.durable import LOCK, PLAIN_DISK, ReadingDisk, Step
-from diloco.outer.rule import OuterRule
 from diloco.sync.data_units import begun_before
 from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError, Record, digest_effects
 from diloco.sync.members import next_lineage
-from diloco.sync.options import OuterOptions
 from diloco.sync.plain import PlainError, from_plain, parse_json
-from diloco.sync.rounds import Selection
 from diloco.sync.state import FragmentState, OuterState, Part, Site, Status, Upstream
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.images import Held, Image, Lineages
 from diloco.syncer.journal_files import JournalFiles, SegmentRead
-from diloco.syncer.replaying import LeaveOutError, LeftOut, ReplayerWithout, held_of
-from diloco.syncer.snapshots import FragmentValues, Retention, Snapshot, SnapshotError, Snapshots, same_values
+from diloco.syncer.replaying import LeaveOutError, ReplayerWithout, Rules, held_of
+from diloco.syncer.snapshots import (
+    FragmentValues,
+    Held,
+    Image,
+    Lineages,
+    Retention,
+    Snapshot,
+    SnapshotError,
+    Snapshots,
+    same_values,
+)
 from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.store import STAGING, RunCard, Store
 
@@ -48,23 +54,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from diloco.durable import Disk
+    from diloco.sync.rounds import Selection
     from diloco.sync.state import Line
 
 ATTEMPTS = 5
-"""Times that a folder which changes while it is read is looked at before that is an error."""
+"""Attempts at reading a folder that changes meanwhile, before that is an error."""
 
 
 class KeptError(ValueError):
-    """What is asked for is not in the folder, or is damaged there; the text says what is, or names the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What a replay needs to know of the run, beside what lies in the folder."""
-
-    outer: OuterOptions
-    rule: OuterRule
-    down_codec: str
+    """The request is not in the folder, or is damaged; the text says what is there, or names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,41 +74,8 @@ class Point:
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What ``Kept.replay`` was asked for."""
-
-    selections: tuple[Selection, ...]
-    last: int | None
-    and_later: bool
-    verify: bool
-    shortest: bool
-
-
-@dataclass(slots=True)
-class Rebuilt:
-    """What a replay gave.  ``values`` are at the versions of ``machine``, or at the last version asked for.
-
-    ``compared`` versions had their digest compared with the journal's, ``snapshots`` kept ones their every value; both
-    are the same.  ``on_old_base`` counts, by site, the updates merged after one that was left out and measured from a
-    base with it inside; ``old_base_waiting`` those without a fate.  ``held`` is what the values hold of each site.
-    """
-
-    machine: OuterSync
-    values: list[FragmentValues]
-    began_at: list[int]
-    records: int = 0
-    compared: int = 0
-    snapshots: int = 0
-    left_out: list[LeftOut] = field(default_factory=list)
-    skipped: list[tuple[int, int]] = field(default_factory=list)
-    on_old_base: dict[str, int] = field(default_factory=dict)
-    old_base_waiting: int = 0
-    held: Held = field(default_factory=dict)
-
-
 class Kept:
-    """The folder.  ``note`` is told in words of what was passed over."""
+    """Reads ``folder``; ``note`` gets a text about each damaged item that is skipped."""
 
     def __init__(self, folder: Path, note: Callable[[str], None] = lambda why: None) -> None:
         self.folder = folder
@@ -121,7 +86,7 @@ class Kept:
         self.lineages = Lineages(folder / "lineages", ReadingDisk())
 
     def points(self) -> list[Point]:
-        """The whole snapshots, oldest first."""
+        """Return the intact snapshots, oldest first."""
         found: list[Point] = []
         for number in self.snapshots.numbers():
             try:
@@ -136,7 +101,7 @@ class Kept:
         return found
 
     def segments(self, first: int, chain: str = "") -> list[SegmentRead]:
-        """The journal from a snapshot's segment on; a record that is being written is not there yet."""
+        """Return the journal from segment ``first`` on, without a record that is being written."""
         journal = JournalFiles(self.folder / "journal", {"run_id": self.card.run_id}, ReadingDisk())
         try:
             found = list(journal.walk(first, chain))
@@ -155,17 +120,17 @@ class Kept:
         and_later: bool = False,
         verify: bool = False,
         shortest: bool = False,
-    ) -> Rebuilt:
-        """The state that the journal gives without the updates that ``selections`` mean, each fragment up to ``last``.
+    ) -> ReplayerWithout:
+        """Replay the journal without the updates that ``selections`` name, each fragment up to version ``last``.
 
-        Starts from the newest snapshot that is old enough; from the oldest when nothing is left out, unless the
-        ``shortest`` way is wanted, or with ``verify``, which also compares every kept snapshot on the way.
-        ``KeptError`` in words.
+        Starts from the newest snapshot that is old enough; from the oldest if nothing is left out (unless
+        ``shortest``), or with ``verify``, which also compares every kept snapshot on the way. Raises ``KeptError`` with
+        a clear text.
         """
         for attempt in range(ATTEMPTS):
             before = self.snapshots.numbers()
             try:
-                return self._replay(rules, _Wanted(tuple(selections), last, and_later, verify, shortest))
+                return self._replay(rules, selections, last, and_later, verify, shortest)
             except (KeptError, FileNotFoundError) as error:
                 if self.snapshots.numbers() == before:
                     raise _in_words(error) from error
@@ -173,14 +138,22 @@ class Kept:
                     raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {error}") from error
         raise AssertionError("every attempt returns or raises")
 
-    def _replay(self, rules: Rules, wanted: _Wanted) -> Rebuilt:
-        points, selections, last = self.points(), wanted.selections, wanted.last
+    def _replay(
+        self,
+        rules: Rules,
+        selections: Sequence[Selection],
+        last: int | None,
+        and_later: bool,
+        verify: bool,
+        shortest: bool,
+    ) -> ReplayerWithout:
+        points = self.points()
         fit = [point for point in points if _old_enough(point, selections, last)]
         if not fit:
             _check_sites(points[-1].state, selections)
             asked = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
             raise KeptError(f"{asked}: outside what is kept; {_kept_words(points)}")
-        from_oldest = wanted.verify or not (selections or wanted.shortest)
+        from_oldest = verify or not (selections or shortest)
         for point in fit if from_oldest else reversed(fit):
             try:
                 snapshot = self.snapshots.load(point.number)
@@ -190,49 +163,41 @@ class Kept:
         else:
             raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
         try:
-            return self._replayed(rules, snapshot, wanted, points if wanted.verify else [])
+            replayer = ReplayerWithout(
+                OuterSync.restore(rules.outer, snapshot.state),
+                snapshot.fragments,
+                self.spool,
+                rules,
+                self.lineages,
+                selections,
+                last,
+                and_later=and_later,
+            )
+            self._apply(replayer, snapshot, points if verify else [])
+            return replayer
         except (JournalError, SpoolError, SnapshotError, LeaveOutError, PlainError) as error:
             raise KeptError(str(error)) from error
 
-    def _replayed(self, rules: Rules, snapshot: Snapshot, wanted: _Wanted, compare: Sequence[Point]) -> Rebuilt:
-        selections, last = wanted.selections, wanted.last
-        machine = OuterSync.restore(rules.outer, snapshot.state)
-        replayer = ReplayerWithout(
-            machine,
-            snapshot.fragments,
-            self.spool,
-            rules.rule,
-            rules.down_codec,
-            selections,
-            last,
-            self.lineages,
-            and_later=wanted.and_later,
-        )
-        rebuilt = Rebuilt(machine, [], [values.version for values in snapshot.fragments])
+    def _apply(self, replayer: ReplayerWithout, snapshot: Snapshot, compare: Sequence[Point]) -> None:
+        """Replay the journal after ``snapshot``; compare the values with those of the snapshots in ``compare``."""
+        last, state = replayer.last, replayer.machine.state
         for read in self.segments(snapshot.journal_segment, snapshot.journal_chain):
             for point in compare:
                 if point.segment == read.index > snapshot.journal_segment and not replayer.left_out and last is None:
                     self._compare(point, replayer)
-                    rebuilt.snapshots += 1
+                    replayer.snapshots += 1
             for record in read.records:
                 replayer.apply(record)
-        _check_sites(machine.state, selections)
-        for chosen in selections:
+        _check_sites(state, replayer.selections)
+        for chosen in replayer.selections:
             if not any(chosen.takes(out.site, out.fragment, out.sequence, out.version) for out in replayer.left_out):
-                newest = " ".join(str(fragment.version) for fragment in machine.state.fragments)
+                newest = " ".join(str(fragment.version) for fragment in state.fragments)
                 raise KeptError(f"{chosen}: no such update was merged; the newest versions are {newest}")
-        rebuilt.values = [
-            values if last is None else replace(values, version=min(last, values.version)) for values in replayer.values
-        ]
-        rebuilt.records, rebuilt.compared = replayer.records, replayer.compared
-        rebuilt.left_out, rebuilt.skipped = replayer.left_out, replayer.skipped
-        rebuilt.on_old_base = dict(sorted(replayer.on_old_base.items()))
-        rebuilt.old_base_waiting = replayer.old_base_waiting()
-        rebuilt.held = replayer.held
-        return rebuilt
+        if last is not None:  # Later steps changed only the version numbers.
+            replayer.holdings.values = [replace(each, version=min(last, each.version)) for each in replayer.values]
 
     def _compare(self, point: Point, replayer: ReplayerWithout) -> None:
-        """The values here against those of a snapshot taken at this instant."""
+        """Raise ``KeptError`` unless the values equal those of a snapshot taken at this instant."""
         for index, (mine, kept) in enumerate(
             zip(replayer.values, self.snapshots.load(point.number).fragments, strict=True)
         ):
@@ -268,7 +233,7 @@ def _check_sites(known: OuterState, selections: Sequence[Selection]) -> None:
 
 
 def _old_enough(point: Point, selections: Sequence[Selection], last: int | None) -> bool:
-    """Whether nothing that ``selections`` mean was merged before ``point``, and no fragment is beyond ``last``."""
+    """Return whether no selected update was merged before ``point``, and no fragment there is beyond ``last``."""
     if last is not None and any(fragment.version > last for fragment in point.state.fragments):
         return False
     return not any(_merged_before(point.state, chosen) for chosen in selections)
@@ -298,33 +263,33 @@ def _kept_words(points: Sequence[Point]) -> str:
 
 
 KEEP_PAST = Retention(steps=1 << 40, bytes_max=1 << 60)
-"""A restore lets nothing go of what can be replayed; the syncer that goes on does what its settings say."""
+"""A restore deletes nothing that can be replayed; the syncer that continues applies its own settings."""
 LEFT_ALONE = frozenset({LOCK, "leadership.json", STAGING})
 MOVED = ("journal", "run.json", "spool", "lineages", "snapshots")
-"""The order in which a restored folder is moved into its place: recoverable only with the last."""
+"""The order in which a restored folder's parts are moved into place: recoverable only with the last."""
 
 
 class RestoreError(ValueError):
-    """Nothing was restored; the text says why."""
+    """Nothing was restored; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of the run's numbers beside what is restored: the largest ``lineage`` and ``epoch`` that anything
-    else tells of.  ``clock_s`` is the present second since 1970 (``next_lineage``)."""
+    """What is known of the run's numbers besides the restored state: the largest ``lineage`` and ``epoch`` found
+    elsewhere. ``clock_s`` is the present second since 1970 (``next_lineage``)."""
 
     clock_s: int
     lineage: int = 0
     epoch: int = 0
 
     def next_lineage(self, own: int) -> int:
-        """The number of the lineage that begins now in a run that says its present one is ``own``."""
+        """Return the number of the lineage that begins now in a run whose present one is ``own``."""
         return next_lineage(max(own, self.lineage), self.clock_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore came to.  ``refused`` counts the updates that had no fate; ``held`` is as in ``LineageBegan``."""
+    """A restore's result. ``refused`` counts the updates that had no fate; ``held`` is as in ``LineageBegan``."""
 
     lineage: int
     versions: tuple[int, ...]
@@ -339,7 +304,7 @@ def begin_lineage(
 ) -> Restored:
     """Publish ``values`` as each fragment's next version, whole, in a new lineage of the run in ``store``.
 
-    ``machine`` is what was recovered there.  ``held`` is what the values hold of each site; None: all that is merged.
+    ``machine`` is the recovered one. ``held`` is what the values contain of each site; None: all that is merged.
     """
     state = machine.state
     published = [
@@ -368,15 +333,15 @@ def begin_lineage(
 def restore_in_place(
     folder: Path, card: RunCard, rules: Rules, image: Image, why: str, known: Known, disk: Disk = PLAIN_DISK
 ) -> Restored:
-    """Take the run in ``folder`` up from ``image``.  ``RestoreError``; ``StoreError`` when the folder is not whole."""
+    """Continue the run in ``folder`` from ``image``. ``RestoreError``; ``StoreError`` when the folder is not intact."""
     if (name := card.difference(image.card)) is not None:
         theirs, ours = image.card.get(name), getattr(card, name)
         raise RestoreError(f"the image is of another run: its {name} is {theirs!r}, and here it is {ours!r}")
     with _opened(folder, card, disk) as store:
         if store.is_new():
             raise RestoreError(f"{folder} holds no run: an image says what the values are, and not who was in the run")
-        # What waits is refused, whole or not.
-        machine = store.recover(rules.outer, rules.rule, rules.down_codec, merges=False).machine
+        # Waiting updates are refused, intact or not.
+        machine = store.recover(rules, merges=False).machine
         lineage = known.next_lineage(machine.state.lineage)
         return begin_lineage(store, machine, image.fragments, image.held, why, lineage)
 
@@ -390,11 +355,11 @@ def restore_backup(
     known: Known,
     disk: Disk = PLAIN_DISK,
 ) -> Restored:
-    """Make an empty ``folder`` what a backup was (``fetch`` puts it where it is told), and begin a lineage there."""
+    """Restore a backup into an empty ``folder`` (``fetch(path)`` copies it there), and begin a lineage there."""
     with _staged(folder, disk) as staging:
         fetch(staging)
         with _opened(staging, card, disk) as store:
-            recovered = store.recover(rules.outer, rules.rule, rules.down_codec, merges=False)
+            recovered = store.recover(rules, merges=False)
             state = recovered.machine.state
             state.epoch = max(state.epoch, known.epoch)
             lineage = known.next_lineage(state.lineage)
@@ -413,11 +378,11 @@ def restore_values(
     units_begun: int = 0,
     site_above: str = "",
 ) -> Restored:
-    """Make an empty ``folder`` the run that has ``values``, and begin a lineage there.
+    """Make a run with ``values`` in an empty ``folder``, and begin a lineage there.
 
-    ``lines`` is what is known of each site, and all that will count as merged.  Of units of the data, where they are
-    leased, none before ``units_begun`` is leased again.  A region is the site ``site_above`` of the run above, of which
-    it knows nothing more: when it joins, it takes the values above.
+    ``lines`` is what is known of each site, and all that will count as merged. If data units are leased, none before
+    ``units_begun`` is leased again. A region is the site ``site_above`` of the run above. It knows nothing more of that
+    run: when it joins, it takes the values above.
     """
     with _staged(folder, disk) as staging, _opened(staging, card, disk) as store:
         state = OuterState([FragmentState(version=each.version, digest=each.digest) for each in values])
@@ -444,17 +409,17 @@ def _opened(folder: Path, card: RunCard, disk: Disk) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def _staged(folder: Path, disk: Disk) -> Iterator[Path]:
-    """A place inside ``folder`` for what it will hold; moved out at the end.  ``RestoreError`` unless it is empty."""
+    """Yield a staging folder inside ``folder``, finally moved out into it. ``RestoreError`` unless that is empty."""
     staging = folder / STAGING
     there = sorted(path.name for path in folder.iterdir() if path.name not in LEFT_ALONE)
-    # One that was cut short after its last move has left a whole run, and maybe that has gone on since.
+    # A restore that was interrupted after its last move has left a complete run, which may have continued since.
     if there and staging.exists() and any(folder.glob("snapshots/[0-9]*")):
         raise RestoreError(f"{folder} is restored, and only what tidies up after it was cut short: start the syncer")
     if there and not staging.exists():
         raise RestoreError(
             f"{folder} is not empty (it holds {', '.join(there[:5])}): move it away first, nothing in it is overwritten"
         )
-    # An attempt that was cut short had begun to move things out: while any of it may be there, so is the staging place.
+    # An interrupted attempt may have moved some parts out: while any may be there, so is the staging folder.
     disk.make_folder(staging, Step.RESTORE_BEGIN)
     disk.sync_folder(folder, Step.RESTORE_BEGIN)
     for path in [*(folder / name for name in there), *sorted(staging.iterdir())]:

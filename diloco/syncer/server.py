@@ -1,7 +1,11 @@
-"""The syncer's process: store, decision loop and network put together, from start to last version.
+"""The syncer's process: connects store, decision loop and network, from start to last version.
 
-``Api`` (``api.py``) answers the network; ``Syncer`` owns the life of the process and carries out the machine's effects.
-At its end the process lingers (``linger``): it stays until its sites know what became of their work.
+``Api`` (``api.py``) answers the network. ``Syncer`` owns the life of the process and carries out the machine's effects.
+At its end the process lingers (``linger``) until its sites know the fates of their updates.
+
+``Keeper`` decides when a snapshot is due, and has the thread that writes it. A snapshot that finds no disk space is
+postponed, with a note, and tried again with a later version; the journal holds everything that would be in it. Any
+other failure ends the process.
 """
 
 from __future__ import annotations
@@ -15,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec import native
-from diloco.codec.buffers import Buffers
+from diloco.codec.base import Buffers
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked, when_there_is_room
-from diloco.sync.admission import fastest_step_ns
 from diloco.sync.effects import (
     AnnounceFinal,
     DropSite,
@@ -42,18 +45,15 @@ from diloco.sync.events import (
 )
 from diloco.sync.members import places_taken
 from diloco.sync.region import has_joined
-from diloco.sync.state import Phase, Status
+from diloco.sync.state import Phase
+from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
-from diloco.syncer.core import Core, CoreHeld, CoreStopped
-from diloco.syncer.images import export, full_parameters
-from diloco.syncer.keeping import Keeper, MemoryCheck
+from diloco.syncer.core import LOOK_EVERY_S, Core, CoreHeld, CoreStopped, Readiness, Room, Unready, Want
 from diloco.syncer.lease import LeaseError, lead
-from diloco.syncer.opening import begun, open_store, recovered
 from diloco.syncer.options import VERSIONS_MAX, memory_bytes_max, spare_max
 from diloco.syncer.outer_step import (
     OuterResult,
-    RoundCosts,
     merged_into,
     outer_step_facts,
     refusal_facts,
@@ -61,17 +61,18 @@ from diloco.syncer.outer_step import (
     standstill_facts,
     start_facts,
 )
-from diloco.syncer.publish import Feeds, Made
-from diloco.syncer.readiness import LOOK_EVERY_S, Readiness, Room, Unready, Want
+from diloco.syncer.publish import Feeds, published
 from diloco.syncer.region import Region, check_site
 from diloco.syncer.replicator import Replicator
-from diloco.wire.messages import Published
-from diloco.wire.server import RunningServer, serve
+from diloco.syncer.snapshots import MemoryCheck, export
+from diloco.syncer.status import Tally, describe
+from diloco.syncer.store import Store, begun
+from diloco.wire.messages import Refusal, Status
+from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
     from diloco.durable import Disk
@@ -80,48 +81,37 @@ if TYPE_CHECKING:
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.lease import Lease, LeaseHolder
     from diloco.syncer.options import RunPlan, SyncerOptions
+    from diloco.syncer.publish import Holdings
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.standby import Warm
     from diloco.wire.options import SecurityOptions, ServerOptions
+
 
 LOOK_S = 0.05
 
 
 def linger(core: Core, feeds: Feeds, linger_s: float) -> None:
-    """Wait until every live site has said goodbye, and every one that has said so has heard its fates and gone."""
+    """Wait, at most ``linger_s``, until every live site has left, has got its fates and has closed its streams."""
 
     def wanted(machine: OuterSync) -> bool:
         streams, unheard = feeds.standing()
         waited_for = (
-            site.status is Status.LIVE or (site.status is Status.LEFT and name in unheard)
+            site.status is SiteStatus.LIVE or (site.status is SiteStatus.LEFT and name in unheard)
             for name, site in machine.state.sites.items()
         )
         return streams > 0 or any(waited_for)
 
     until = time.monotonic() + linger_s
-    while time.monotonic() < until and _asked(core, wanted):
+    while time.monotonic() < until:
+        with suppress(CoreHeld):  # A held loop decides nothing, so no site can leave.
+            if not core.ask(wanted):
+                return
         time.sleep(LOOK_S)
 
 
-def _asked(core: Core, wanted: Callable[[OuterSync], bool]) -> bool:
-    try:
-        return core.ask(wanted)
-    except CoreHeld:
-        return True  # Nobody can say goodbye while nothing is decided.
-
-
-def not_told(state: OuterState, *, crashed: bool) -> list[str]:
-    """The sites that may be on their way back for fates which the process before had decided.
-
-    One that was stopped in order had lingered for them.  And where the run goes on, they have all the time they need.
-    """
-    over = crashed and state.ending is not None
-    return [name for name, site in state.sites.items() if over and site.status is Status.LEFT]
-
-
 START_WAIT_S = 10.0
-"""For room on the disk, at a start; a process that never served need not wait for it.  And for a word from the syncer
-above, where the region had finished."""
+"""Seconds that a start waits for disk space (a process that never served need not wait longer), and that a region which
+had finished waits for an answer from the syncer above."""
 
 
 class Syncer:
@@ -139,8 +129,8 @@ class Syncer:
         lease: Lease | None = None,
         above: Callable[[], Above[Tensor]] | None = None,
     ) -> None:
-        """``version_zero`` makes the fragments' first values, for a new run only; ``above``, once the folder is taken,
-        makes who speaks for this syncer where it is a site of another."""
+        """``version_zero`` makes the fragments' first values, for a new run only. ``above`` is called once the folder's
+        lock is taken; it makes the client to the syncer above, where this syncer is a site of another."""
         self.options = options
         self.plan = plan
         self._version_zero = version_zero
@@ -157,25 +147,22 @@ class Syncer:
         self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
         self._buffers = Buffers(spare_max(plan))
         self._ended = threading.Event()
-        self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
         self.feeds = Feeds()
-        self.made = Made()
-        self.costs = RoundCosts()
+        self.tally = Tally()
         self.readiness = Readiness()
-        self._taken = ExitStack()  # What a stop has to give back, the last first.
+        self._taken = ExitStack()  # A stop releases these, the last first.
         self._server: RunningServer | None = None
-        self._stopping = threading.Event()
         self.failed: BaseException | None = None
         self.backups: Backups | None = None
 
     # --- life --------------------------------------------------------------------------------------------------
 
     def start(self, warm: Warm | None = None) -> str:
-        """Take the folder over, recover, and serve; returns the address that sites dial.
+        """Lock the folder, recover, and serve; return the address that sites dial.
 
-        What a standby hands over (``warm``) needs no recovery.  ``LockedError`` when another process has the folder,
-        ``StoreError`` when what lies there cannot be continued, ``LeaseError`` when the run is another's to lead.
+        ``warm`` is what a standby hands over; it needs no recovery. Raises ``LockedError`` when another process has the
+        folder, ``StoreError`` when its contents cannot be continued, ``LeaseError`` when another process leads the run.
         """
         try:
             return self._start(warm)
@@ -188,41 +175,26 @@ class Syncer:
     def _start(self, warm: Warm | None) -> str:
         away_ns = _since_last_record_ns(Path(self.options.folder) / "journal") if warm is None else 0
         machine, records = self._open() if warm is None else self._take(warm)
-        self._begin_memory_check()
-        self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
-        self.network = _with_places(self.network, machine.state)
+        places = max(self.network.sites_max, places_taken(machine.state))  # Also if the limit is lower than before.
+        self.network = replace(self.network, sites_max=places)
         epoch = self._lead(machine.state, warm)
-        self.replicator = Replicator(
-            self.options.replication, self.store, lambda: machine.state.lineage, self._emit, self.leadership
-        )
-        self.core = Core(
-            machine,
-            self.store,
-            self._carry_out,
-            on_failure=self._fail,
-            on_held=self.room.held,
-            replicated=self.replicator.replicated,
-            leads=self.leadership.wanting if self.leadership is not None else lambda: None,
-            acks_first=self.replicator.acks_first,
-        )
-        alone = warm is not None or machine.state.detached  # Who has just been promoted has no standby of its own.
-        self.replicator.begin(self.core, detached=alone)
-        self.keeper = Keeper(
-            self.store, self.core, self.holdings, self._memory, self.options.snapshot_every, self._emit, self._fail
-        )
-        self.api = Api(self)
-        self.feeds.miss(not_told(machine.state, crashed=records > 0 or warm is not None))
+        alone = warm is not None or machine.state.detached  # A newly promoted syncer has no standby.
+        self._make_loop(machine, alone)
         is_region, was = self._make_above is not None, machine.state
+        if (records or warm is not None) and was.ending is not None:
+            # The process before did not linger for the sites that have left: they may rejoin for fates.
+            self.feeds.miss(name for name, site in was.sites.items() if site.status is SiteStatus.LEFT)
         had_finished = is_region and was.phase is Phase.ENDED and was.ending is Ending.FINISHED
         if had_finished:
             self.core.post(UpstreamAsked())
-        # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
+        # Before the loop starts: it would otherwise act on a passed deadline first, and issue its step twice.
         self.core.post(SyncerStarted(epoch, self.plan.health, away_ns, self.plan.outer.sites_max))
         self._begin_region(machine)
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
         self.core.start()
-        self._taken.callback(self._stop_core)
+        self._taken.callback(self.keeper.finish)  # Runs after core.stop: no other snapshot begins.
+        self._taken.callback(self.core.stop)
         if self._above is not None:
             self._taken.callback(self._above.close)
         facts, ended = self._first_answer()
@@ -234,15 +206,15 @@ class Syncer:
             self.ending = ended
             self._ended.set()
             self.readiness.begins(Unready.DRAINING)
-        self._server = serve(
+        self._server = RunningServer(
             self.api,
             self.network,
             self._security,
             lambda what, why: self._emit("note", {"note": what, "why": why}),
             self.replicator if self.options.replication.mode != "off" else None,
-            ready=False,
         )
-        self._in_thread("room", lambda stopping: self.room.run(stopping, self._fail))
+        self._server.start(ready=False)
+        self._in_thread("room", self.room.run)
         self._in_thread("standstill", self._say_standstill)
         if had_finished:
             self._in_thread("word-above", self._await_word)
@@ -256,56 +228,87 @@ class Syncer:
             self._taken.callback(self.backups.stop)
         return self._server.address
 
+    def _make_loop(self, machine: OuterSync, alone: bool) -> None:
+        """Make the decision loop and the objects it works with; ``_start`` starts it later."""
+        memory = MemoryCheck(self.holdings.values, self.options.memory_check_s)
+        if self.options.memory_check_s:
+            self._in_thread("memory-check", memory.run)
+        self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
+        self.replicator = Replicator(self.options.replication, self.store, self._emit, self.leadership)
+        self.core = Core(
+            machine,
+            self.store,
+            self._carry_out,
+            on_failure=self._fail,
+            on_held=self.room.held,
+            replicated=self.replicator.replicated,
+            leads=self.leadership.wanting if self.leadership is not None else lambda: None,
+            acks_first=self.replicator.acks_first,
+        )
+        self.replicator.begin(self.core, detached=alone)
+        self.keeper = Keeper(
+            self.store, self.core, self.holdings, memory, self.options.snapshot_every, self._emit, self._fail
+        )
+        self.api = Api(
+            self.options,
+            self.plan,
+            self.network,
+            self.core,
+            self.holdings,
+            self.feeds,
+            self.tally,
+            self.room,
+            self.replicator,
+            self._emit,
+            status=self.status,
+            snapshot=lambda: self.keeper.now(lambda: self.failed),
+        )
+
     def _open(self) -> tuple[OuterSync, int]:
-        """Take the folder itself, and what is in it."""
+        """Lock the folder; recover or begin the run. Return the machine and the number of records replayed."""
         self._taken.enter_context(locked(Path(self.options.folder)))
-        self.store = open_store(self.options, self.plan, self._disk, self._emit)
+        options, rules = self.options, self.plan.rules(self.options)
+        self.store = Store(Path(options.folder), self.plan.card, self._disk, options.retention, self._emit)
         self._taken.callback(self._close_journal)
-        if self.store.is_new():
-            found = begun(self.store, self.options, self.plan, self._version_zero)
-        else:
-            found = recovered(self.store, self.options, self.plan, self._emit)
+        is_new = self.store.is_new()
+        found = begun(self.store, rules, self._version_zero()) if is_new else self.store.recover(rules)
         self.holdings = found.holdings
         return found.machine, found.records
 
     def _take(self, warm: Warm) -> tuple[OuterSync, int]:
-        """Go on with what a standby has open."""
+        """Take over the folder, machine and values that a standby holds open."""
         self._taken.enter_context(warm.taken)
         self.store, self.holdings = warm.store, warm.holdings
         return warm.machine, 0
 
     def _lead(self, state: OuterState, warm: Warm | None) -> int:
-        """Take the lease, where there is one; the epoch of this start."""
+        """Take the lease, where there is one; return the epoch of this start."""
         taken = warm.leadership if warm is not None else None
         self.leadership = taken or lead(self._lease, Path(self.options.folder), self._disk, state, self._emit)
         if self.leadership is None:
             return warm.epoch if warm is not None else state.epoch + 1
-        self._taken.callback(self._end_lead)
-        return self.leadership.epoch
-
-    def _end_lead(self) -> None:
-        """After a failure the lease is not given back: it runs out, and an heir takes over."""
-        assert self.leadership is not None
-        self.leadership.stop(release=self.failed is None)
+        leadership = self.leadership  # After a failure it is not released: it expires, and an heir takes over.
+        self._taken.callback(lambda: leadership.stop(release=self.failed is None))
+        return leadership.epoch
 
     def _begin_region(self, machine: OuterSync) -> None:
         if self._make_above is None:
             check_site(machine.state, "")
             return
         self._above = above = self._make_above()
-        self.region = Region(above, self.core, self.store, lambda: self.holdings, self._fail)
+        self.region = Region(above, self.core, self.store, self.holdings, self._fail)
         self.core.post(self.region.begin(machine))
-        # Once that is safe, also at a standby: a syncer whose place another has taken must not speak for it above.
+        # Once that is durable, also at a standby: a syncer that another has replaced must not act for the region above.
         self.core.do_soon(lambda machine: above.start())
 
     def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
-        """How the run stands once the start is in the journal; ``DiskFullError`` or ``LeaseError`` if never."""
+        """Return ``start_facts`` once the start is journalled; ``DiskFullError`` or ``LeaseError`` if it never is."""
         until = time.monotonic() + START_WAIT_S
         while True:
             try:
                 return self.core.ask(start_facts)
             except CoreHeld as held:
-                if held.kind is Unready.STANDBY_AWAY:  # A standby is waited for, and can only follow who is served.
+                if held.kind is Unready.STANDBY_AWAY:  # A standby can follow only once this process serves.
                     return self.core.ask(start_facts, early=True)
                 if time.monotonic() > until and held.kind is Unready.LEASE_LOST:
                     raise LeaseError(held.text) from held
@@ -314,7 +317,7 @@ class Syncer:
                 time.sleep(LOOK_EVERY_S / 10)
 
     def _await_word(self, stopping: threading.Event) -> None:
-        """The thread of a region that had finished: so it stays where the syncer above does not answer."""
+        """The thread of a region that had finished: the region stays finished unless the syncer above answers."""
         while not stopping.wait(START_WAIT_S):
             with suppress(CoreHeld, CoreStopped):
                 if not self.core.ask(lambda machine: has_joined(machine.state)):
@@ -324,21 +327,28 @@ class Syncer:
                     self.core.post(FinalAnnounced(Ending.FINISHED))
                 return
 
-    def _begin_memory_check(self) -> None:
-        self._memory = MemoryCheck(self.holdings.values, self.options.memory_check_s)
-        if self.options.memory_check_s:
-            self._in_thread("memory-check", lambda stopping: self._memory.run(stopping, self._fail))
-
     def _in_thread(self, name: str, work: Callable[[threading.Event], None]) -> None:
-        """Have ``work`` go on beside everything else until the stop, which it hears of by the event."""
-        stopping = threading.Event()
-        thread = threading.Thread(target=work, args=(stopping,), name=name, daemon=True)
+        """Run ``work`` in a thread until the stop, which sets the event that it gets.
+
+        If ``work`` fails, the process ends with its error.
+        """
+
+        def run() -> None:
+            try:
+                work(stopping)
+            except Exception as error:
+                self._fail(error)
+
+        def end() -> None:
+            stopping.set()
+            thread.join()
+
+        stopping, thread = threading.Event(), threading.Thread(target=run, name=name, daemon=True)
         thread.start()
-        self._taken.callback(thread.join)
-        self._taken.callback(stopping.set)
+        self._taken.callback(end)
 
     def _room_changed(self, want: Want | None) -> None:
-        """From the decision loop's thread or the one that looks at the disk; each change of kind is told once."""
+        """Update readiness and emit a note, once per change of kind. Runs in the loop's or the room's thread."""
         if want is not None:
             self.readiness.begins(want.kind)
         for kind in (Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST):
@@ -354,40 +364,49 @@ class Syncer:
             self._emit("note", {"note": "held", "why": want.text})
 
     def wait(self, timeout_s: float) -> Ending | None:
-        """Wait for the last version, at most ``timeout_s``; the ending, or None when the run still goes on.
+        """Wait at most ``timeout_s`` for the last version; return the ending, or None when the run still goes on.
 
-        Raises what ended the process early, if anything did.
+        Raises the error that ended the process early, if any.
         """
         self._ended.wait(timeout_s)
-        self._check()
-        return self.ending
-
-    def _check(self) -> None:
         if self.failed is not None:
             raise self.failed
-
-    def complaints(self) -> list[str]:
-        """Files of identities and certificates that cannot be used as they are now."""
-        return self._server.complaints() if self._server is not None else []
+        return self.ending
 
     def status(self) -> dict[str, object]:
-        """As the admin service tells it; ``CoreStopped`` before the start and after the end."""
-        if self._server is None:
+        """Return the run's status for the admin service; raise ``CoreStopped`` before the start and after the end."""
+        if (server := self._server) is None:
             raise CoreStopped
-        return self.api.status()
-
-    def calls(self) -> dict[str, int]:
-        """What the network's end has counted: refusals by status, bytes, streams that broke off, defects."""
-        return self._server.counters() if self._server is not None else {}
+        return self.core.ask(
+            lambda machine: {
+                "run_id": self.plan.agreement.run_id,
+                "held": list(self.plan.held),
+                "up_seconds": round(time.monotonic() - self.tally.began_s, 1),
+                "refused_at_the_door": self.tally.refusals(),
+                "not_ready": self.readiness.reasons(),
+                "calls": server.counters(),
+                "payloads_decoded": self.tally.payloads_decoded,
+                "identity_complaints": server.complaints(),
+                "kernels": native.description(),
+                "memory_bytes_max": self.memory_bytes_max,
+                "wanting": self.room.wanting(),
+                "replication": self.replicator.status(),
+                "lease": self.leadership.status() if self.leadership is not None else None,
+                "backup": self.backups.status() if self.backups is not None else None,
+                "standstill": standstill_facts(machine, self.core.now_ns()),
+                **describe(machine, self.tally),
+            },
+            early=True,
+        )
 
     def linger(self) -> None:
-        """After the last version: stay until every live site has left and heard its fates, at most ``linger_s``."""
+        """After the last version: wait until every live site has left and got its fates, at most ``linger_s``."""
         if self._above is not None:
-            self._above.finish()  # Its own last update, after those of its sites.
+            self._above.finish()  # The region's own last update, after those of its sites.
         linger(self.core, self.feeds, self.options.linger_s)
 
     def drain(self) -> bool:
-        """Begin the last round of this part of the run; False while nothing is decided, and so not that either."""
+        """Begin the last round of this part of the run; return False if the loop is held, and so did not begin it."""
         try:
             self.api.drain()
         except CoreHeld:
@@ -395,8 +414,7 @@ class Syncer:
         return True
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Stop serving, keep a last snapshot, let go of the folder; also after a failure, then without the snapshot."""
-        self._stopping.set()
+        """Stop serving, write a last snapshot, release the folder. After a failure: the same without the snapshot."""
         try:
             if self._server is not None:
                 self._server.stop(grace_s)
@@ -405,20 +423,14 @@ class Syncer:
         finally:
             had_failed = self.failed is not None
             self._taken.close()
-        if not had_failed:
-            self._check()  # What went wrong in the last snapshot is nobody else's to tell.
-
-    def _stop_core(self) -> None:
-        self.core.stop()
-        if self._export_thread is not None:
-            self._export_thread.join()
-        self.keeper.finish()  # The loop begins no other one now.
+        if not had_failed and self.failed is not None:
+            raise self.failed  # No other call reports a failure of the last snapshot.
 
     def _close_journal(self) -> None:
         try:
             self.store.journal.close()
         except OSError:
-            if self.failed is None:  # Otherwise it is what ``wait`` has raised already, met a second time.
+            if self.failed is None:  # Otherwise ``wait`` has raised the same error already.
                 raise
 
     # --- effects, in the decision loop's thread ----------------------------------------------------------------
@@ -426,7 +438,10 @@ class Syncer:
     def _carry_out(self, effect: OuterEffect) -> None:
         match effect:
             case StartOuterStep() | TakeVersion():
-                self._start_outer_step(effect)
+                values = self.holdings.values[effect.fragment]
+                self._emit("outer_step_started", {"fragment": effect.fragment, "version": effect.version})
+                future = self.core.worker.submit(self._outer_step, effect, values)
+                future.add_done_callback(lambda done: None if done.cancelled() else self._fail(done.exception()))
             case PublishVersion():
                 self._publish(effect)
             case TellFate():
@@ -439,7 +454,13 @@ class Syncer:
                 self.readiness.begins(Unready.DRAINING)
                 self.feeds.tell(FinalAnnounced(effect.ending))
             case MarkFinal():
-                self._mark_final(effect)
+                self.ending = effect.ending
+                self._emit("final", {"ending": effect.ending.value, "versions": list(effect.versions)})
+                if effect.ending is Ending.FINISHED:
+                    # A large model takes long to write, and sites still need answers meanwhile.
+                    self._in_thread("export", lambda stopping: self._export(effect.versions, stopping))
+                else:
+                    self._ended.set()
             case DropSite():
                 self.feeds.drop(effect.site, effect.incarnation, effect.reason)
             case Note():
@@ -452,24 +473,18 @@ class Syncer:
                 assert self.region is not None, "this syncer is no region"
                 self.region.carry_out(effect)
 
-    def _start_outer_step(self, command: StartOuterStep | TakeVersion) -> None:
-        values = self.holdings.values[command.fragment]
-        self._emit("outer_step_started", {"fragment": command.fragment, "version": command.version})
-        future = self.core.worker.submit(self._outer_step, command, values)
-        future.add_done_callback(lambda done: None if done.cancelled() else self._fail(done.exception()))
-
     def _fail(self, error: BaseException | None) -> None:
-        """Something that nothing can go on without has failed: ``wait`` returns at once and raises it."""
+        """Record a fatal error: ``wait`` returns at once and raises it."""
         if error is not None:
             self.failed = self.failed or error
             self._emit("failed", {"why": str(error) or repr(error)})
             self._ended.set()
 
     def _outer_step(self, command: StartOuterStep | TakeVersion, values: FragmentValues) -> None:
-        """In the worker thread: the arithmetic, then the event that says so."""
+        """Compute the version, then post the event that says so. Runs in the worker thread."""
         while not self._versions.acquire(timeout=LOOK_EVERY_S / 10):
             if not self.core.alive:
-                return  # Those that are made will never be published, and nor would this one.
+                return  # The loop has ended: no candidate will be published any more.
         self._disk.reached(Step.MERGE)
         spool, rule, down_codec = self.store.spool, self.plan.rule, self.options.down_codec
         threads, buffers = self.options.threads_used, self._buffers
@@ -480,37 +495,29 @@ class Syncer:
             self.core.post(OuterStepFailed(command.fragment, command.version))
             return
         self._candidates[command.fragment, command.version] = result
-        self._emit("outer_step", outer_step_facts(command, result, self.costs.stepped(command, result)))
+        self._emit("outer_step", outer_step_facts(command, result, self.tally.costs.stepped(command, result)))
         self.core.post(OuterStepDone(command.fragment, command.version, result.values.digest, result.downlink_digest))
 
     def _publish(self, effect: PublishVersion) -> None:
         result = self._candidates.pop((effect.fragment, effect.version))
         self._disk.reached(Step.PUBLISH)
         self.holdings.take(effect.fragment, result)
-        self.made.tell()
         self._versions.release()
         machine = self.core.machine
-        self.feeds.tell(self.published(machine, effect.fragment, effect.version, effect.digest))
+        self.feeds.tell(published(machine, effect.fragment, effect.version, effect.digest))
         facts = {"fragment": effect.fragment, "version": effect.version, "digest": effect.digest}
         facts |= {
             "lineage": machine.state.lineage,
             "merged": merged_into(machine.state, effect.fragment, effect.version),
         }
         tokens: dict[str, object] = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
-        tokens |= self.costs.published(effect.fragment)
+        tokens |= self.tally.costs.published(effect.fragment)
         self._emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
         self._disk.reached(Step.PUBLISH)
         self.keeper.published()
 
-    def published(self, machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
-        """The event that tells of a version, with how the run stands."""
-        state = machine.state
-        fastest_ns = fastest_step_ns(state, machine.attendance.live)
-        run = (state.run_tokens(), machine.progress_ppm(), state.lineage, fastest_ns)
-        return Published(state.epoch, fragment, version, digest, *run)
-
     def _say_standstill(self, stopping: threading.Event) -> None:
-        """The thread that says when no version is made although updates wait, and when it is for other sites."""
+        """The thread that reports a standstill (updates wait, no version is made), anew when it lacks other sites."""
         said: tuple[object, ...] = ()
         while not stopping.wait(LOOK_EVERY_S):
             with suppress(CoreHeld, CoreStopped):
@@ -520,57 +527,118 @@ class Syncer:
                     self._emit("standstill", found)
                 said = told
 
-    def note(self, what: str, why: str, site: str) -> None:
-        """Say something about ``site`` that the machine does not know of; from any thread."""
-        self._emit("note", {"note": what, "why": why, "site": site})
-
-    def snapshot_now(self) -> None:
-        """Write a snapshot and wait until it is durable; UNAVAILABLE when it cannot be."""
-        self.keeper.now(lambda: self.failed)
-
-    def _mark_final(self, effect: MarkFinal) -> None:
-        self.ending = effect.ending
-        self._emit("final", {"ending": effect.ending.value, "versions": list(effect.versions)})
-        if effect.ending is not Ending.FINISHED:
-            self._ended.set()
-            return
-        # A large model takes long to write, and the sites are still to be answered meanwhile.
-        self._export_thread = threading.Thread(target=self._exported, args=(effect,), name="export")
-        self._export_thread.start()
-
-    def _exported(self, effect: MarkFinal) -> None:
-        """In a thread of its own; the values of the last version are never written to again."""
+    def _export(self, versions: Sequence[int], stopping: threading.Event) -> None:
+        """Write the final model to ``final/``. The values of the last version no longer change."""
         folder = Path(self.options.folder) / "final"
-        try:
-            when_there_is_room(
-                lambda: export(self._disk, folder, self.plan.layout, self.holdings.values, effect.versions),
-                self._stopping,
-                LOOK_EVERY_S,
-                self._put_off,
-            )
-        except Exception as error:
-            self._fail(error)
+
+        def write() -> None:
+            export(self._disk, folder, self.plan.layout, self.holdings.values, versions)
+
+        def put_off(full: OSError | None) -> None:
+            if full is not None:
+                self._emit("note", {"note": "export_put_off", "why": f"disk full: {full.strerror}"})
+
+        when_there_is_room(write, stopping, LOOK_EVERY_S, put_off)
         self._ended.set()
-
-    def _put_off(self, full: OSError | None) -> None:
-        if full is not None:
-            self._emit("note", {"note": "export_put_off", "why": f"disk full: {full.strerror}"})
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """The published values as full parameters, fp32."""
-        return full_parameters(self.plan.layout, [values.evaluated for values in self.holdings.values])
-
-
-def _with_places(network: ServerOptions, state: OuterState) -> ServerOptions:
-    """``network`` with room for each site that is there, also where fewer may join than before."""
-    return replace(network, sites_max=max(network.sites_max, places_taken(state)))
 
 
 def _since_last_record_ns(folder: Path) -> int | None:
-    """For how long no process has written to the journal in ``folder``, by the wall clock; None where that went back.
+    """Return how long ago the journal in ``folder`` was last written, by the wall clock; None if that clock went back.
 
-    The machine's own time stood meanwhile, and it only bounds by this what it believes of the sites' steps.
+    The machine's own time stood still meanwhile. It uses this only as a bound on what it assumes of the sites' steps.
     """
     written_ns = [path.stat().st_mtime_ns for path in folder.glob("journal-*.log")]
     away_ns = time.time_ns() - max(written_ns) if written_ns else 0
     return away_ns if away_ns >= 0 else None
+
+
+BUSY = "a snapshot is being written"
+
+
+class Keeper:
+    """Writes one snapshot at a time: every ``every`` outer steps and on request."""
+
+    def __init__(
+        self,
+        store: Store,
+        core: Core,
+        holdings: Holdings,
+        memory: MemoryCheck,
+        every: int,
+        emit: Callable[[str, dict[str, object]], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._store, self._core, self._holdings, self._memory = store, core, holdings, memory
+        self._every = every
+        self._emit = emit
+        self._fail = fail
+        self._thread: threading.Thread | None = None
+        self._steps = 0
+        self._due = False
+        self._put_off: str | None = None
+
+    def published(self) -> None:
+        """Count one outer step. Runs in the decision loop's thread."""
+        self._steps += 1
+        if self._steps >= self._every and not self._due:
+            # Not here: the machine may be ahead of the effects carried out so far, and a snapshot holds both.
+            self._due = True
+            self._core.do_soon(self.begin)
+
+    def begin(self, machine: OuterSync) -> str | None:
+        """Start a snapshot's thread; return why not, if it cannot. Runs in the loop's thread, between two turns."""
+        self._due = False
+        if self._thread is not None and self._thread.is_alive():
+            return BUSY
+        try:
+            write = self._store.snapshot_writer(machine, self._holdings.values, check=self._memory.check)
+        except DiskFullError as error:
+            return self._later(error)
+        self._steps = 0
+        thread = threading.Thread(target=self._run, args=(write,), name="snapshot")
+        thread.start()
+        self._thread = thread  # Only now: ``finish`` joins it, so it must be started.
+        return None
+
+    def _run(self, write: Callable[[], int]) -> None:
+        began = time.monotonic()
+        try:
+            size = write()
+        except DiskFullError as error:
+            self._later(error)
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._put_off = None
+            self._emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
+
+    def _later(self, error: DiskFullError) -> str:
+        why = f"disk full: {error.strerror}"
+        if self._put_off is None:
+            self._emit("note", {"note": "snapshot_put_off", "why": why})
+        self._put_off = why
+        self._steps = max(self._steps, self._every)  # The next version retries.
+        return why
+
+    def now(self, failed: Callable[[], BaseException | None]) -> None:
+        """Write a snapshot and wait until it is durable; raise ``Refusal`` (UNAVAILABLE) when it cannot be."""
+        while (why := self._core.do(self.begin)) is not None:
+            if why != BUSY:
+                raise Refusal(Status.UNAVAILABLE, why)
+            time.sleep(0.02)
+        self.finish()
+        if (error := failed()) is not None:
+            raise Refusal(Status.UNAVAILABLE, f"the snapshot could not be kept: {error}")
+        if (put_off := self._put_off) is not None:
+            raise Refusal(Status.UNAVAILABLE, put_off)
+
+    def last(self) -> None:
+        """Begin a last snapshot as the process stops. A site may still be answered after it: the journal goes on."""
+        with suppress(Refusal):  # The loop has ended, or waits for disk space: the journal has it all.
+            self.finish()
+            self._core.do(self.begin)
+
+    def finish(self) -> None:
+        """Wait for the snapshot that is being written, if any."""
+        if self._thread is not None:
+            self._thread.join()

@@ -1,24 +1,47 @@
-"""Snapshots: every fragment, what its outer optimizer remembers, and the machine's memory, in a folder of their own.
+"""Snapshots: every fragment, its outer optimizer's state, and the machine's state, each snapshot in its own folder.
 
     snapshots/00000012/  fragment-0.safetensors ...  state.json  manifest.json (size and SHA-256 of each, its own too)
 
-A snapshot is written into a temporary folder, every file made durable, then renamed: a folder with that name is whole.
-On reading every file is verified; a damaged snapshot is named, set aside as ``00000012.damaged``, and the one before it
-is used, with the longer journal.
+A snapshot is written into a temporary folder, every file made durable, then renamed: a folder with that name is
+complete. Every file is verified on reading. The error names a damaged snapshot; it is set aside as
+``00000012.damaged``, and recovery uses the one before it, with the longer journal.
 
-Retention.  How much of the past a data folder keeps: which snapshots may go, and with them the journal and payloads
-behind them.  Whatever happens, the newest two snapshots stay: recovery needs one, and another if that is damaged.
-Beyond those, the past is kept from one snapshot on, the *anchor*: everything from it to now can be replayed.  The
-anchor is the newest snapshot that is at least ``steps`` outer steps old; of those behind it only so many stay that the
-next anchor is never far.  Where all that takes more than ``bytes_max``, the oldest goes first.
+Retention decides how much of the past a data folder keeps: which snapshots may go, and with them the journal and
+payloads behind them. The newest two snapshots always stay: recovery needs one, and another if that is damaged. Beyond
+those, the past is kept from one snapshot on, the *anchor*: everything from it to now can be replayed. The anchor is the
+newest snapshot that is at least ``steps`` outer steps old. Of the snapshots after it only so many stay that the next
+anchor is never far. If all that takes more than ``bytes_max``, the oldest goes first.
 
-Writing.  Safetensors files are written from where the values lie: no copy of them is made, whatever their size.  The
-library's own writer joins all tensors to one string first, which at a billion parameters is as much memory as the model
-takes.  The format is its own, and every reader of safetensors reads what is written here.
+Writing. Safetensors files are written straight from the tensors' memory: no copy is made, whatever their size. The
+library's own writer joins all tensors to one string first, which at a billion parameters takes as much memory as the
+model. This writer has its own code for the format, and every reader of safetensors reads its files.
 
-Reading.  Large files are read once, into the memory that they stay in, and hashed on the way; several of them at a
-time.  A restart is as fast as this is: reading and SHA-256 each take about as long as the other, so that one piece is
-read while the one before it is hashed, both without the interpreter's lock.
+Reading. Large files are read once, into the memory that they stay in, and hashed on the way, several files at a time.
+This bounds the time of a restart: reading and SHA-256 take about equally long, so one piece is read while the one
+before it is hashed, both without the interpreter's lock.
+
+Images. An image is the values of every fragment at one instant, in a folder from which a later lineage can begin.
+
+    IMAGE/  fragment-0.safetensors ...  image.json (what it is, sizes and SHA-256 of the others)
+
+An image is written into a temporary folder beside its place, every file made durable, then renamed: a folder with an
+``image.json`` is complete. On reading every file is verified, ``image.json`` by a digest of its own, and every fragment
+against the digest of its published values.
+
+Lineages. ``Lineages`` keeps the values that each lineage of a run began with, until no snapshot is older than its
+beginning.
+
+    lineages/1795234567/  an image
+
+They are durable before the journal record ``LineageBegan``, so that every reader of that record finds them: the
+recovery of an interrupted restore, and a replay from before it.
+
+Export. ``export`` writes the final version as one safetensors file: full parameters under their own names.
+
+Memory. Nothing writes to a version's values once it is published, so a changed digest means a flipped bit: in memory
+without ECC, or by a defect. Damaged values must reach neither a site nor a snapshot. The check cannot see a bit that
+flips and is used by an outer step before its fragment's turn comes. That version then differs from the one that the
+journal gives, and the next start reports it and refuses to run.
 """
 
 from __future__ import annotations
@@ -27,33 +50,39 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 import typing
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from diloco.codec.base import bytes_of
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
+from diloco.codec.base import bytes_of, digest
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words
 from diloco.outer.optimizer import OuterState, evaluated
+from diloco.sync.journal import JournalError
 from diloco.sync.plain import canonical, from_plain, parse_json, shown
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from typing import BinaryIO
 
     from diloco.durable import Disk
+    from diloco.outer.fragments import Layout
+    from diloco.sync.events import LineageBegan
+
 
 NEWEST = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """``steps`` outer steps over all fragments, 0 for what recovery needs; ``bytes_max`` bounds what is beyond that."""
+    """Keep ``steps`` outer steps over all fragments (0: recovery's need), in ``bytes_max`` beyond that need."""
 
     steps: int = 0
     bytes_max: int = 0
@@ -64,7 +93,7 @@ RECOVERY_ONLY = Retention()
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A snapshot: the outer steps made before it, the first journal segment behind it, and its size."""
+    """A snapshot: the outer steps made before it, the first journal segment after it, and its size in bytes."""
 
     number: int
     steps: int
@@ -74,19 +103,19 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The snapshots that stay, oldest first; ``cut`` is whether the bound took one that retention would have kept."""
+    """The snapshots that stay, oldest first; ``cut``: the bound took one that retention would have kept."""
 
     kept: tuple[Point, ...]
     cut: bool
 
     def reaches(self, retention: Retention) -> bool:
-        """Whether all that ``retention`` asks for can be replayed, or all that ever was."""
+        """Return whether all that ``retention`` asks for can be replayed, or the run from its first step."""
         oldest, newest = self.kept[0], self.kept[-1]
         return oldest.steps == 0 or newest.steps - oldest.steps >= retention.steps
 
 
-def choose(points: Sequence[Point], retention: Retention, behind_bytes: Callable[[Point, Point], int]) -> Choice:
-    """Which of ``points``, oldest first, stay; ``behind_bytes`` are the journal and payloads between two of them."""
+def choose(points: Sequence[Point], retention: Retention, bytes_in: Callable[[range], int]) -> Choice:
+    """Choose which ``points`` (oldest first) stay; ``bytes_in``: the size of journal segments and their payloads."""
     newest = list(points[-NEWEST:])
     past = list(points[:-NEWEST]) if retention.steps else []
     if not past:
@@ -96,26 +125,29 @@ def choose(points: Sequence[Point], retention: Retention, behind_bytes: Callable
     anchor = old_enough[-1] if old_enough else past[0]
     kept: list[Point] = []
     for point in past:
-        # Half of what is kept at most lies between two of them, so that the anchor is never twice as old as it must be.
+        # Half of ``steps`` apart, so that few stay, and yet the anchor is hardly ever twice as old as it must be.
         if point.steps >= anchor.steps and (not kept or point.steps - kept[-1].steps >= retention.steps / 2):
             kept.append(point)
     cut = False
-    while kept and sum(point.size for point in kept) + behind_bytes(kept[0], newest[0]) > retention.bytes_max:
+    while kept:
+        behind = range(kept[0].segment, newest[0].segment)
+        if sum(point.size for point in kept) + bytes_in(behind) <= retention.bytes_max:
+            break
         kept.pop(0)
         cut = True
     return Choice((*kept, *newest), cut)
 
 
 PIECE_BYTES = 16 << 20
-"""Written, and hashed, at a time."""
+"""Bytes written, and hashed, at a time."""
 ALIGNMENT = 8
-"""Of the first value in the file."""
+"""Alignment of the first value in the file, in bytes."""
 DTYPES = MappingProxyType({torch.float32: "F32", torch.bfloat16: "BF16"})
-"""What is written, as the format calls it."""
+"""The dtypes that are written, with their names in the format."""
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """The file of ``tensors`` (fp32 or bf16, contiguous), in order of their names, in pieces: views of them."""
+    """Yield the file of ``tensors`` (fp32 or bf16, contiguous), in order of their names, as views of them."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in sorted(tensors.items()):
@@ -133,7 +165,7 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
 
 
 class Written:
-    """Hands pieces on, and says at the end how many bytes they had and their SHA-256."""
+    """Passes pieces on, and counts their bytes and SHA-256."""
 
     def __init__(self, parts: Iterable[bytes | memoryview]) -> None:
         self._parts = parts
@@ -147,60 +179,101 @@ class Written:
             yield part
 
     def facts(self) -> dict[str, object]:
-        """As a manifest has them."""
+        """Return size and SHA-256 as a manifest holds them."""
         return {"bytes": self.size, "sha256": self._hash.hexdigest()}
 
 
 FILES_MAX = 4
-"""Read at the same time, at most: more of them only take turns at the disk."""
+"""Files read at the same time, at most: more would only compete for the disk."""
 
 
 class NotAsWritten(ValueError):
-    """A file has another length or another digest than what was written."""
+    """A file's length or digest differs from what was written."""
 
 
 def read_verified(files: Sequence[tuple[Path, int, str]]) -> list[Tensor]:
-    """The content of each (path, length, SHA-256), as bytes in a tensor of its own; ``NotAsWritten`` names the file."""
+    """Return each (path, length, SHA-256)'s content as a uint8 tensor; ``NotAsWritten`` names a damaged file."""
     with ThreadPoolExecutor(max_workers=min(FILES_MAX, os.cpu_count() or 1, len(files) or 1)) as pool:
         return list(pool.map(_read_one, files))
 
 
 def _read_one(file: tuple[Path, int, str]) -> Tensor:
     path, size, wanted = file
-    with path.open("rb", buffering=0) as source, ThreadPoolExecutor(max_workers=1) as reader:
-        if os.fstat(source.fileno()).st_size != size:
-            raise NotAsWritten(f"{path} is damaged: it is not what was written")
-        data = torch.empty(size, dtype=torch.uint8)
-        pieces = [
-            data[start : start + PIECE_BYTES].numpy().data.cast("B") if size else memoryview(b"")
-            for start in range(0, size, PIECE_BYTES)
-        ]
-        found = hashlib.sha256()
-        read = [reader.submit(_fill, source, piece) for piece in pieces[:2]]
-        for index, piece in enumerate(pieces):
-            whole = read[index].result()
-            if index + 2 < len(pieces):
-                read.append(reader.submit(_fill, source, pieces[index + 2]))
-            if not whole:
-                break  # Cut short while it was read: the digest will say so.
-            found.update(piece)
-    if found.hexdigest() != wanted:
-        raise NotAsWritten(f"{path} is damaged: it is not what was written")
-    return data
+    if path.stat().st_size == size:
+        found, data = hashlib.sha256(), torch.empty(size, dtype=torch.uint8)
+        pieces = [data[start : start + PIECE_BYTES].numpy().data for start in range(0, size, PIECE_BYTES)]
+        with path.open("rb") as source, ThreadPoolExecutor(max_workers=1) as reader:
+            for piece, count in zip(pieces, reader.map(source.readinto, pieces), strict=True):
+                found.update(piece[:count])
+        if found.hexdigest() == wanted:
+            return data
+    raise NotAsWritten(f"{path} is damaged: it is not what was written")
 
 
-def _fill(source: BinaryIO, piece: memoryview) -> bool:
-    at = 0
-    while at < len(piece):
-        count = source.readinto(piece[at:])  # type: ignore[attr-defined]
-        if not count:
-            return False
-        at += count
-    return True
+Facts = dict[str, dict[str, typing.Any]]
+"""By file name, each file's length in bytes and SHA-256, as a manifest holds them."""
+
+
+def _write_files(
+    disk: Disk, folder: Path, files: Iterable[tuple[str, Iterable[bytes | memoryview]]], step: Step
+) -> Facts:
+    facts: Facts = {}
+    for name, parts in files:
+        written = Written(parts)
+        disk.write_parts(folder / name, written, step)
+        facts[name] = written.facts()
+    return facts
+
+
+def _fragment_file(index: int) -> str:
+    return f"fragment-{index}.safetensors"
+
+
+def _write_manifest(disk: Disk, path: Path, manifest: dict[str, object], step: Step) -> None:
+    disk.write_file(path, _manifest_text({**manifest, "sha256": digest_of(manifest)}), step)
+
+
+def _manifest_text(manifest: dict[str, typing.Any]) -> bytes:
+    return json.dumps(manifest, sort_keys=True, indent=1).encode()
+
+
+def digest_of(manifest: Mapping[str, object]) -> str:
+    """Return the digest that a manifest holds of itself."""
+    return hashlib.sha256(canonical(manifest)).hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, typing.Any]:
+    """Read a manifest; its own digest is verified first, so that a flipped bit is not taken for a future format.
+
+    Format 1 has no such digest and is not checked. Raises ``NotAsWritten`` if the digest does not match.
+    """
+    text = path.read_bytes()
+    try:
+        manifest = dict(parse_json(text))
+        told = {name: value for name, value in manifest.items() if name != "sha256"}
+        is_old = told == manifest and manifest["format"] == 1
+        if is_old or (manifest["sha256"] == digest_of(told) and _manifest_text(manifest) == text):
+            return manifest
+    except (LookupError, TypeError, ValueError) as error:
+        raise NotAsWritten(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    raise NotAsWritten(f"{path} is damaged: its own digest does not match")
+
+
+@contextlib.contextmanager
+def _damage_is(wrong: type[ValueError], what: Path) -> Iterator[None]:
+    """Raise every error of reading ``what`` as damage, as ``wrong``."""
+    try:
+        yield
+    except wrong:
+        raise
+    except NotAsWritten as error:
+        raise wrong(str(error)) from error
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise wrong(f"{what} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 FORMAT = 2
-"""Of the manifest.  Those of format 1, without the chain value of the journal, are still read."""
+"""The format of the manifest. Format 1, without the chain value of the journal, is still read."""
 
 
 class SnapshotError(ValueError):
@@ -208,15 +281,15 @@ class SnapshotError(ValueError):
 
 
 class NewerSnapshotError(SnapshotError):
-    """A snapshot is of a format that this version does not know; it is not damaged."""
+    """The snapshot's format is newer than this version; it is not damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentValues:
-    """A fragment at one version, flat fp32: ``theta`` (Θ), ``published`` (Θ̂), what the outer ``optimizer`` remembers.
+    """A fragment at one version, flat fp32: ``theta`` (Θ), ``published`` (Θ̂), and its outer ``optimizer`` state.
 
-    ``digest`` is that of ``published``.  A region measures what it sends up from its ``reference``: its values right
-    after it took the last version of the syncer above.  The tensors are never written to again: a new version is a new
+    ``digest`` is that of ``published``. A region measures what it sends up from its ``reference``: its values right
+    after it took the last version of the syncer above. The tensors are never written to again: a new version is a new
     object.
     """
 
@@ -229,13 +302,13 @@ class FragmentValues:
 
     @property
     def evaluated(self) -> Tensor:
-        """What stands for the model: what is published, or the average where the outer optimizer keeps one."""
+        """The values to use as the model: ``published``, or the average where the outer optimizer keeps one."""
         return evaluated(self.published, self.optimizer)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``state`` is ``OuterSync.snapshot()``.
+    """A snapshot's contents; ``state`` is ``OuterSync.snapshot()``.
 
     ``journal_segment`` is the first one to replay, and ``journal_chain`` the chain value of the journal before it,
     empty in a snapshot of format 1.
@@ -256,104 +329,83 @@ class Snapshots:
         self._points: dict[int, Point] = {}
         disk.make_folder(folder, Step.FOLDER)
 
-    def sweep(self) -> None:
-        """Remove what a process that died has left half written; for the process that has the folder now."""
-        for leftover in self.folder.glob(".*.tmp"):
-            self._disk.remove(leftover, Step.SNAPSHOT_PRUNE)
-
     def numbers(self) -> list[int]:
-        """The snapshots that exist, rising."""
+        """Return the numbers of the existing snapshots, rising."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
     def write(self, snapshot: Snapshot, fragments: Iterable[tuple[int, FragmentValues]] | None = None) -> int:
-        """Write ``snapshot`` durably; returns its size in bytes.  Nothing of the values is copied on the way.
+        """Write ``snapshot`` durably, without copying its values; return its size in bytes.
 
-        ``fragments`` are its own, each with its index, where it holds none itself: one is asked for when the one before
-        it is written, so that a fragment that has a newer version by then need not be kept any longer.
+        ``fragments`` are its (index, values), if it holds none itself. Each is requested only when the one before it is
+        written, so that a fragment which has a newer version by then is released early.
 
-        ``DiskFullError when there is no room for it: nothing of it is left, and it may be tried again.
+        Raises ``DiskFullError`` when there is no space: nothing remains of it, and the caller may try again.
         """
         number = max((int(path.name[:8]) for path in self.folder.glob("[0-9]*")), default=0) + 1
         beside = self.folder / f".{number:08d}.tmp"
+        own = enumerate(snapshot.fragments) if fragments is None else fragments
         try:
-            own = enumerate(snapshot.fragments) if fragments is None else fragments
-            return self._write(snapshot, own, number, beside)
-        except OSError as error:
-            if not is_full(error):
-                raise
+            with full_in_words():
+                self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
+                facts = _write_files(self._disk, beside, _files(snapshot, own), Step.SNAPSHOT_FILE)
+                manifest: dict[str, object] = {"format": FORMAT, "files": facts}
+                _write_manifest(self._disk, beside / "manifest.json", manifest, Step.SNAPSHOT_FILE)
+                self._disk.rename(beside, self._path(number), Step.SNAPSHOT_RENAME)
+                self._disk.sync_folder(self.folder, Step.SNAPSHOT_FOLDER)
+        except DiskFullError:
             self._disk.remove(beside, Step.SNAPSHOT_PRUNE)
-            raise DiskFullError(error.errno, error.strerror) from error
-
-    def _write(
-        self, snapshot: Snapshot, fragments: Iterable[tuple[int, FragmentValues]], number: int, beside: Path
-    ) -> int:
-        self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
-        files: dict[str, dict[str, object]] = {}
-        size = 0
-        for name, parts in _files(snapshot, fragments):
-            written = Written(parts)
-            self._disk.write_parts(beside / name, written, Step.SNAPSHOT_FILE)
-            files[name] = written.facts()
-            size += written.size
-        manifest: dict[str, object] = {"format": FORMAT, "files": files}
-        manifest["sha256"] = digest_of(manifest)
-        text = json.dumps(manifest, sort_keys=True, indent=1).encode()
-        self._disk.write_file(beside / "manifest.json", text, Step.SNAPSHOT_FILE)
-        self._disk.rename(beside, self._path(number), Step.SNAPSHOT_RENAME)
-        self._disk.sync_folder(self.folder, Step.SNAPSHOT_FOLDER)
+            raise
+        size = sum(int(each["bytes"]) for each in facts.values())
         self._points[number] = Point(number, _steps(snapshot.state), snapshot.journal_segment, size)
         return size
 
     def load(self, number: int) -> Snapshot:
-        """Read and verify one snapshot; ``SnapshotError`` names the file that is missing or damaged."""
+        """Read and verify one snapshot; raise ``SnapshotError``, naming the file, if one is missing or damaged."""
         with self._reading(number) as facts:
             folder = self._path(number)
             state, segment, chain = _state(folder, facts)
-            names = [f"fragment-{index}.safetensors" for index in range(len(facts) - 1)]
-            files = [(folder / name, int(str(facts[name]["bytes"])), str(facts[name]["sha256"])) for name in names]
-            return Snapshot(state, tuple(unpack(data) for data in read_verified(files)), segment, chain)
+            return Snapshot(state, tuple(_read_fragments(folder, facts, len(facts) - 1)), segment, chain)
 
     def peek(self, number: int) -> tuple[object, int]:
-        """The state and the journal segment of one snapshot, verified; its tensors are not looked at."""
+        """Return the verified state and journal segment of one snapshot, without reading its tensors."""
         with self._reading(number) as facts:
             return _state(self._path(number), facts)[:2]
 
     def digests(self, number: int) -> dict[str, str]:
-        """The SHA-256 that each file of one snapshot was written with, by its name; nothing but that is looked at."""
+        """Return by file name the SHA-256 in the manifest of one snapshot, without reading the files."""
         with self._reading(number) as facts:
-            return {name: str(each["sha256"]) for name, each in facts.items()}
+            return {name: each["sha256"] for name, each in facts.items()}
 
     def set_aside(self, number: int) -> None:
-        """Keep a damaged snapshot for whoever wants to look at it, where it counts as one no more."""
+        """Rename a damaged snapshot, so that it stays for inspection (until the next one) but no longer counts."""
         for earlier in self.folder.glob("*.damaged"):
             self._disk.remove(earlier, Step.SNAPSHOT_ASIDE)
         self._disk.rename(self._path(number), self.folder / f"{number:08d}.damaged", Step.SNAPSHOT_ASIDE)
         self._points.pop(number, None)
 
     def point(self, number: int) -> Point:
-        """What there is to know of a snapshot when it is asked whether it may go."""
+        """Return what retention needs to know of a snapshot."""
         if number not in self._points:
             with self._reading(number) as facts:
                 state, segment, _ = _state(self._path(number), facts)
-                size = sum(int(str(each["bytes"])) for each in facts.values())
+                size = sum(each["bytes"] for each in facts.values())
                 self._points[number] = Point(number, _steps(state), segment, size)
         return self._points[number]
 
-    def prune(self, retention: Retention, behind_bytes: Callable[[Point, Point], int], spared: int = 0) -> Choice:
-        """Drop the snapshots that ``retention`` does not keep; says which stay, none where nothing may go at all.
+    def prune(self, retention: Retention, bytes_in: Callable[[range], int], spared: int = 0) -> Choice:
+        """Delete the snapshots that ``retention`` does not keep, except ``spared``; return which stay.
 
-        The one with the number ``spared`` does not go either.
-
-        One that turns out damaged where it lies is named if it is ever needed, and until then nothing goes on its word.
+        If a snapshot turns out to be damaged, nothing is deleted and the result is empty; a load reports the damage
+        when the snapshot is needed.
         """
         try:
             points = [self.point(number) for number in self.numbers()]
         except SnapshotError:
             return Choice((), cut=False)
-        choice = choose(points, retention, behind_bytes)
+        choice = choose(points, retention, bytes_in)
         kept = {point.number for point in choice.kept} | {spared}
         for number in sorted({point.number for point in points} - kept):
-            # Renamed first, so that a process that dies here leaves no folder that is half a snapshot.
+            # Renamed first: a process that dies here leaves no half-deleted snapshot under that name.
             doomed = self.folder / f".{number:08d}.tmp"
             self._disk.rename(self._path(number), doomed, Step.SNAPSHOT_PRUNE)
             self._disk.remove(doomed, Step.SNAPSHOT_PRUNE)
@@ -361,7 +413,7 @@ class Snapshots:
         return choice
 
     def oldest_lineage(self) -> int:
-        """The lineage in which the oldest snapshot was taken; 0 when that cannot be read."""
+        """Return the lineage in which the oldest snapshot was taken; 0 when that cannot be read."""
         try:
             state = self.peek(self.numbers()[0])[0]
         except SnapshotError:
@@ -372,29 +424,29 @@ class Snapshots:
         return self.folder / f"{number:08d}"
 
     @contextlib.contextmanager
-    def _reading(self, number: int) -> Iterator[dict[str, dict[str, object]]]:
-        """The manifest's facts by file name; whatever does not fit while they are used is damage."""
+    def _reading(self, number: int) -> Iterator[Facts]:
+        """Yield the manifest's facts by file name; any error while the caller uses them counts as damage."""
         folder = self._path(number)
-        try:
-            files = dict(_read_manifest(folder)["files"])
+        with _damage_is(SnapshotError, folder):
+            manifest = _read_manifest(folder / "manifest.json")
+            found = manifest["format"]
+            if type(found) is int and found > FORMAT:
+                raise NewerSnapshotError(f"{folder} has format {shown(found)}, and this version reads up to {FORMAT}")
+            if found != FORMAT and "sha256" in manifest:
+                raise SnapshotError(f"{folder / 'manifest.json'} is damaged: it has format {shown(found)}")
+            files: Facts = dict(manifest["files"])
             odd = set(files) ^ {path.name for path in folder.iterdir()} ^ {"manifest.json"}
             if odd:
                 words = ", ".join(sorted(odd))[:200]
                 raise SnapshotError(f"{folder} is damaged: its manifest and what lies there differ in {words}")
             yield files
-        except SnapshotError:
-            raise
-        except NotAsWritten as error:
-            raise SnapshotError(str(error)) from error
-        except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise SnapshotError(f"{folder} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _files(
     snapshot: Snapshot, fragments: Iterable[tuple[int, FragmentValues]]
 ) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
     for index, values in fragments:
-        yield f"fragment-{index}.safetensors", pack(values)
+        yield _fragment_file(index), pack(values)
     state = {
         "state": snapshot.state,
         "journal_segment": snapshot.journal_segment,
@@ -403,54 +455,29 @@ def _files(
     yield "state.json", [json.dumps(state, sort_keys=True).encode()]
 
 
-def _state(folder: Path, facts: dict[str, dict[str, object]]) -> tuple[object, int, str]:
-    plain = parse_json(_verified(folder / "state.json", facts["state.json"]))
+def _state(folder: Path, facts: Facts) -> tuple[object, int, str]:
+    (data,) = read_verified([_wanted(folder, facts, "state.json")])
+    plain = parse_json(data.numpy().tobytes())
     return plain["state"], int(plain["journal_segment"]), str(plain.get("journal_chain", ""))
 
 
-def _read_manifest(folder: Path) -> dict[str, typing.Any]:
-    """Verified by its own digest before anything else, so that a flipped bit is not taken for a format to come."""
-    path = folder / "manifest.json"
-    text = path.read_bytes()
-    try:
-        manifest = dict(parse_json(text))
-        found = manifest["format"]
-        if found == 1 and "sha256" not in manifest:
-            return manifest
-        told = {name: value for name, value in manifest.items() if name != "sha256"}
-        is_whole = manifest["sha256"] == digest_of(told)
-        is_whole = is_whole and json.dumps(manifest, sort_keys=True, indent=1).encode() == text
-    except (LookupError, TypeError, ValueError) as error:
-        raise SnapshotError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if not is_whole:
-        raise SnapshotError(f"{path} is damaged: its own digest does not match")
-    if type(found) is int and found > FORMAT:
-        raise NewerSnapshotError(f"{folder} has format {shown(found)}, and this version reads up to {FORMAT}")
-    if found != FORMAT:
-        raise SnapshotError(f"{path} is damaged: it has format {shown(found)}")
-    return manifest
+def _read_fragments(folder: Path, facts: Facts, count: int) -> list[FragmentValues]:
+    files = [_wanted(folder, facts, _fragment_file(index)) for index in range(count)]
+    return [unpack(data) for data in read_verified(files)]
 
 
-def digest_of(manifest: Mapping[str, object]) -> str:
-    """The digest that a manifest has of itself."""
-    return hashlib.sha256(canonical(manifest)).hexdigest()
+def _wanted(folder: Path, facts: Facts, name: str) -> tuple[Path, int, str]:
+    return folder / name, facts[name]["bytes"], facts[name]["sha256"]
 
 
 def _steps(state: object) -> int:
-    """Outer steps made before a snapshot, over all fragments."""
+    """Return the number of outer steps made before a snapshot, over all fragments."""
     assert isinstance(state, dict)
     return sum(int(fragment["version"]) for fragment in state.get("fragments", ()))
 
 
-def _verified(path: Path, facts: dict[str, object]) -> bytes:
-    data = path.read_bytes()
-    if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
-        raise SnapshotError(f"{path} is damaged: it is not what was written")
-    return data
-
-
 def same_values(left: FragmentValues, right: FragmentValues) -> bool:
-    """Whether both are one version with the same bits, what the optimizer remembers included."""
+    """Return whether both are the same version, bit for bit, the optimizer's state included."""
     if (left.version, left.digest, left.optimizer.steps) != (right.version, right.digest, right.optimizer.steps):
         return False
     mine, other = _tensors(left), _tensors(right)
@@ -458,7 +485,7 @@ def same_values(left: FragmentValues, right: FragmentValues) -> bool:
 
 
 def pack(values: FragmentValues) -> Iterator[memoryview]:
-    """A fragment as one safetensors file, in pieces; what is published is in it also where it is Θ itself."""
+    """Yield a fragment as one safetensors file, in pieces; ``published`` is written even where it is Θ itself."""
     facts = {"version": str(values.version), "digest": values.digest, "optimizer_steps": str(values.optimizer.steps)}
     return tensor_file(_tensors(values), facts)
 
@@ -469,7 +496,7 @@ def _tensors(values: FragmentValues) -> dict[str, Tensor]:
 
 
 def unpack(data: bytes | Tensor) -> FragmentValues:
-    """What ``pack`` made of a fragment.  The values lie where ``data`` does if that is a tensor, and are not copied."""
+    """Return the fragment that ``pack`` wrote. If ``data`` is a tensor, the values are views of it, not copies."""
     held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if isinstance(data, bytes) else data
     begin = 8 + int.from_bytes(held[:8].numpy().tobytes(), "little")
     if not 8 < begin <= len(held):
@@ -479,7 +506,7 @@ def unpack(data: bytes | Tensor) -> FragmentValues:
     tensors = {name: _values(held[begin:], told) for name, told in header.items()}
     version, theta, published = int(facts["version"]), tensors.pop("theta"), tensors.pop("published")
     reference = tensors.pop("reference", None)
-    # Written before the steps were: by an optimizer with nothing but momentum, which does not ask for them.
+    # Older files lack the steps; their optimizers had only momentum and do not use them.
     steps = float(facts.get("optimizer_steps", version if tensors else 0))
     return FragmentValues(
         version,
@@ -496,3 +523,209 @@ def _values(held: Tensor, told: dict[str, object]) -> Tensor:
     if told["dtype"] != "F32" or told["shape"] != [(end - begin) // 4] or not 0 <= begin < end <= len(held):
         raise ValueError(f"no flat fp32 values within the file: {shown(told)}")
     return held[begin:end].view(torch.float32)
+
+
+Held = dict[tuple[str, int], tuple[int, int]]
+"""(site, fragment) to the tokens and updates of that site that some values hold."""
+IMAGE_FORMAT = 2
+"""Format 1 had no digest of its own, and was never released."""
+IMAGE_MANIFEST = "image.json"
+MODEL = "model.safetensors"
+
+
+class ImageError(ValueError):
+    """A folder is not an image, or is damaged; the text names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The values, the tokens and updates they hold of each site, their run's ``card``; ``facts`` tell their origin."""
+
+    card: dict[str, str]
+    fragments: tuple[FragmentValues, ...]
+    held: Held = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+def write_image(
+    folder: Path,
+    image: Image,
+    parameters: Mapping[str, Tensor] | None = None,
+    disk: Disk = PLAIN_DISK,
+    step: Step = Step.FILE,
+) -> None:
+    """Write ``image`` durably as ``folder``, which must not exist; with ``parameters``, also as one model file.
+
+    A caller whose state relies on the image passes its own ``step``.
+    """
+    if folder.exists():
+        raise ImageError(f"{folder} exists already: an image gets a folder of its own")
+    beside = folder.with_name(f".{folder.name}.tmp")
+    disk.remove(beside, step)
+    disk.make_folder(beside, step)
+    files = ((_fragment_file(index), pack(values)) for index, values in enumerate(image.fragments))
+    facts = _write_files(disk, beside, files, step)
+    if parameters is not None:
+        disk.write_parts(beside / MODEL, tensor_file(parameters), step)
+    manifest: dict[str, object] = {
+        "format": IMAGE_FORMAT,
+        "card": image.card,
+        "versions": [values.version for values in image.fragments],
+        "digests": [values.digest for values in image.fragments],
+        "momentum": all(values.optimizer.tensors for values in image.fragments),
+        "held": [[site, index, *counts] for (site, index), counts in sorted(image.held.items())],
+        "facts": image.facts,
+        "files": facts,
+    }
+    _write_manifest(disk, beside / IMAGE_MANIFEST, manifest, step)
+    disk.rename(beside, folder, step)
+    disk.sync_folder(folder.parent, step)
+
+
+def read_image(folder: Path) -> Image:
+    """Read and verify the image in ``folder``; raise ``ImageError``, naming what is missing or damaged."""
+    with _damage_is(ImageError, folder):
+        try:
+            manifest = _image_manifest(folder)
+            versions, digests = manifest["versions"], manifest["digests"]
+            fragments = _read_fragments(folder, manifest["files"], len(versions))
+        except FileNotFoundError as error:
+            raise ImageError(f"{folder} is no image: {error.filename} is missing") from error
+        for index, (values, version, told) in enumerate(zip(fragments, versions, digests, strict=True)):
+            if (values.version, values.digest, digest(values.published, told)) != (version, told, told):
+                path = folder / _fragment_file(index)
+                raise ImageError(f"{path} is not the version {version} that {IMAGE_MANIFEST} speaks of")
+        held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}
+        return Image(dict(manifest["card"]), tuple(fragments), held, dict(manifest["facts"]))
+
+
+def image_digests(folder: Path) -> dict[str, str]:
+    """Return by name each fragment file's SHA-256 from the manifest; ``ImageError`` if the manifest is damaged."""
+    with _damage_is(ImageError, folder):
+        return {name: facts["sha256"] for name, facts in _image_manifest(folder)["files"].items()}
+
+
+def _image_manifest(folder: Path) -> dict[str, typing.Any]:
+    manifest = _read_manifest(folder / IMAGE_MANIFEST)
+    if manifest["format"] != IMAGE_FORMAT:
+        raise ImageError(f"{folder / IMAGE_MANIFEST} has format {shown(manifest['format'])}: {IMAGE_FORMAT} wanted")
+    return manifest
+
+
+class Lineages:
+    """The folder with the first values of each lineage. It exists once a run was restored."""
+
+    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
+        self.folder = folder
+        self._disk = disk
+
+    def numbers(self) -> list[int]:
+        """Return the lineages whose first values are kept, rising."""
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
+
+    def keep(self, lineage: int, image: Image) -> None:
+        """Store the values of a lineage that is about to begin, durably."""
+        self._disk.make_folder(self.folder, Step.LINEAGE_FOLDER)
+        self._disk.sync_folder(self.folder.parent, Step.LINEAGE_FOLDER)
+        path = self.folder / str(lineage)
+        self._disk.remove(path, Step.LINEAGE_PRUNE)  # Left by an attempt that ended before the journal record.
+        write_image(path, image, disk=self._disk, step=Step.LINEAGE_IMAGE)
+
+    def values(self, event: LineageBegan) -> tuple[FragmentValues, ...]:
+        """Return the values that ``event`` names, verified; ``JournalError`` names what is missing or damaged."""
+        path = self.folder / str(event.lineage)
+        try:
+            image = read_image(path)
+        except ImageError as error:
+            raise JournalError(f"the values that lineage {event.lineage} began with are not here: {error}") from error
+        if tuple(values.digest for values in image.fragments) != event.digests:
+            raise JournalError(f"{path} holds other values than those that lineage {event.lineage} began with")
+        return image.fragments
+
+    def prune(self, lineage: int) -> None:
+        """Delete the first values of all lineages up to and including ``lineage``: every snapshot left is newer."""
+        for number in self.numbers():
+            if number <= lineage:
+                self._disk.remove(self.folder / str(number), Step.LINEAGE_PRUNE)
+
+
+def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentValues], versions: Sequence[int]) -> None:
+    """Write ``model.safetensors`` and then ``final.json``, which describes it, into ``folder``.
+
+    Raises ``DiskFullError`` when there is no space; the caller may then try again.
+    """
+    with full_in_words():
+        disk.make_folder(folder, Step.EXPORT)
+        disk.sweep(folder, Step.EXPORT)
+        parameters = full_parameters(layout, [each.evaluated for each in values])
+        disk.write_parts(folder / "model.safetensors", tensor_file(parameters), Step.EXPORT)
+        facts = {"versions": list(versions), "digests": [each.digest for each in values]}
+        disk.write_file(folder / "final.json", json.dumps(facts, indent=1).encode(), Step.EXPORT)
+
+
+def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return full fp32 parameters by name from the flat values of every fragment.
+
+    A parameter in a single piece, as all of ``plan_layout`` are, is a view of its fragment; do not write to it.
+    """
+    shapes = dict(layout.parameters)
+    parameters: dict[str, Tensor] = {}
+    for fragment, values in zip(layout.fragments, fragments, strict=True):
+        at = 0
+        for piece in fragment.pieces:
+            size = piece.stop - piece.start
+            part = values[at : at + size]
+            at += size
+            if size == prod(shapes[piece.name]):
+                parameters[piece.name] = part.view(shapes[piece.name])
+                continue
+            if piece.name not in parameters:
+                parameters[piece.name] = torch.empty(shapes[piece.name])
+            parameters[piece.name].view(-1)[piece.start : piece.stop] = part
+    return parameters
+
+
+IDLE_SHARE = 50
+"""Pause per unit of hashing time: hashing takes at most 2 % of one core, however large the model."""
+
+
+class MemoryDamaged(RuntimeError):
+    """Values in memory were corrupted; the run may continue only from disk."""
+
+
+class MemoryCheck:
+    """Checks one fragment after the other for corrupted memory; ``check`` may also be called from any thread."""
+
+    def __init__(self, values: Sequence[FragmentValues], every_s: float) -> None:
+        """``values`` always holds the present versions; ``every_s`` is the pause between two fragments."""
+        self._values = values
+        self._every_s = every_s
+        self._seen: dict[int, tuple[int, dict[str, str]]] = {}
+
+    def run(self, stopping: threading.Event) -> None:
+        """Check fragments in turn until ``stopping``; raise ``MemoryDamaged``. Runs in its own thread."""
+        pause_s, turn = self._every_s, 0
+        while not stopping.wait(pause_s):
+            began_s = time.monotonic()
+            self.check(turn, self._values[turn])
+            turn = (turn + 1) % len(self._values)
+            pause_s = max(self._every_s, IDLE_SHARE * (time.monotonic() - began_s))
+
+    def check(self, fragment: int, held: FragmentValues) -> None:
+        """Raise ``MemoryDamaged`` if published values do not match their digest, or others changed since last seen."""
+        if digest(held.published, held.digest) != held.digest:
+            raise _damaged(fragment, held, "what is published")
+        others = {"the parameters": held.theta, "what a region measures from": held.reference}
+        others |= {f"the optimizer's {name}": each for name, each in held.optimizer.tensors.items()}
+        own = (held.version, {name: digest(each) for name, each in others.items() if each is not None})
+        seen = self._seen.get(fragment, own)
+        if seen[0] == held.version and seen != own:
+            raise _damaged(fragment, held, next(name for name in own[1] if seen[1].get(name) != own[1][name]))
+        self._seen[fragment] = own
+
+
+def _damaged(fragment: int, held: FragmentValues, what: str) -> MemoryDamaged:
+    return MemoryDamaged(
+        f"{what} of version {held.version} of fragment {fragment} changed in this process's memory: this machine "
+        "corrupts data; started again, here or on another one, the syncer goes on from its disk"
+    )

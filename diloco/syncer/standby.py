@@ -1,60 +1,90 @@
-"""A standby: a second data folder that follows the first, and a machine that is warm when it is needed.
+"""A standby: a second data folder that follows the syncer's, and a machine that is ready to take over.
 
-One thread takes what the syncer sends and lays it down as the syncer did: a payload before the frame that names it, the
-frame synced and marked before it is acknowledged.  ``Incoming`` takes each item: a file beside its place, or a unit of
-the journal in memory.  A second thread carries the records out, as a recovery would, so that every version is computed
-and compared here; it writes a snapshot where the syncer's journal was cut for one.  The folder is a syncer's folder at
-every instant: a process that starts on it goes on from there.
+One thread receives what the syncer sends and writes it in the syncer's order: a payload before the frame that names it,
+and the frame synced and marked before it is acknowledged. ``Incoming`` receives each item: a file beside its final
+place, or a unit of the journal in memory. A second thread replays the records, as a recovery would, so that every
+version is computed and compared here. It writes a snapshot wherever the syncer's journal was cut for one. The folder is
+a complete syncer's folder at every instant: a process that starts on it continues from there.
 
-A full disk ends no standby.  It lets go of the past that only a replay wants, stops following and so acknowledging, in
-words, and goes on from where its journal ends when there is room.
+A full disk does not end a standby. The standby deletes the past that only a replay needs, stops following and so
+acknowledging, reports that, and continues from its journal's end when there is space.
+
+Succession. A standby becomes the leader by itself, as the heir of a lease that expired, or by an operator's command.
+With a lease a thread polls it. An heir has everything that any site was told, so it takes the lease as soon as the
+holder has let it expire, without a command. Any other standby takes over only by an operator's command (``lossy``),
+once no process holds the lease. What it lacks is lost, so a new lineage begins with what it has.
+
+Without a lease the operator's command alone decides, and the standby reports what speaks against it: that the syncer is
+still alive, or may have told sites what the standby lacks. ``lossy`` overrides both, because a new lineage fences
+either. Nothing watches a standby whose thread has died, so any failure other than a lease error ends the standby, with
+its reason.
+
+Process. ``StandingBy`` follows, reports its status, sends every other caller to the syncer, and frees the address for a
+syncer when it is to take over.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import queue
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full, locked
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words, is_full, locked
 from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import Ending, Sealed
 from diloco.sync.journal import FRAME, HEADER, JournalError, chain_after, decode_records, units
-from diloco.sync.members import promoted_epoch
+from diloco.sync.leadership import may_take_over
+from diloco.sync.members import next_lineage, promoted_epoch
 from diloco.sync.region import OUTBOX
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.holdings import Holdings
+from diloco.syncer.api import probed
+from diloco.syncer.core import LOOK_EVERY_S, Room
 from diloco.syncer.journal_files import Position
-from diloco.syncer.lease import LeaseHolder, remembered
-from diloco.syncer.opening import open_store, recovered
-from diloco.syncer.readiness import LOOK_EVERY_S, Room
-from diloco.syncer.replaying import Replayer
+from diloco.syncer.lease import LeaseError, LeaseHolder, claim_of, remembered, try_to_lead
+from diloco.syncer.publish import Holdings
+from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.spool import SpoolError
-from diloco.syncer.store import Store, StoreError
-from diloco.wire.chunks import Assembler, ChunkError
-from diloco.wire.messages import Alive, Chunk, Refused, Unreachable
-from diloco.wire.replication import STOPS, FollowAck, Follows, FollowStart, Item
+from diloco.syncer.store import Store
+from diloco.wire.chunks import ChunkError, check_next
+from diloco.wire.messages import (
+    STOPS,
+    Alive,
+    Chunk,
+    FollowAck,
+    Follows,
+    FollowStart,
+    Item,
+    Refusal,
+    Refused,
+    Status,
+    Unreachable,
+)
+from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import BinaryIO
 
     from diloco.durable import Disk
     from diloco.sync.journal import Record
+    from diloco.sync.leadership import Standing
     from diloco.sync.state import OuterState
+    from diloco.syncer.lease import Lease
     from diloco.syncer.options import RunPlan, SyncerOptions
-    from diloco.wire.replication import FollowClient, FollowPart, FollowStream
+    from diloco.syncer.replaying import Replayer
+    from diloco.wire.client import FollowClient, FollowStream
+    from diloco.wire.messages import FollowPart, ProbeAnswer, ProbeAsk
+    from diloco.wire.options import SecurityOptions, ServerOptions
 
 
 class Incoming:
-    """One item.  ``DiskFullError`` when a file finds no room: ``discard`` it, it will be sent again."""
+    """One incoming item. Raises ``DiskFullError`` when the disk is full: ``discard`` it, it will be sent again."""
 
     def __init__(self, store: Store, item: Item, disk: Disk) -> None:
         self.item = item
@@ -69,96 +99,83 @@ class Incoming:
             above = rooms.get(kind, store.snapshots.folder)
             target = above / (f".incoming-{folder}" if kind == "snapshots" else folder)
             self._path = target / name
-            with _full_in_words():
+            with full_in_words():
                 disk.make_folder(target, Step.STANDBY_FILE)
-                disk.sync_folder(above.parent, Step.STANDBY_FILE)  # The first lineage makes the folder of them.
+                disk.sync_folder(above.parent, Step.STANDBY_FILE)  # The first lineage creates the lineages folder.
                 self._file = disk.open(self._beside(self._path), "wb", Step.STANDBY_FILE, buffering=0)
-        self._assembler = Assembler(item.item_bytes, self._write)
+        self._offset = 0
 
     def _beside(self, path: Path) -> Path:
         return path.with_name(f".{path.name}.tmp")
 
-    def _write(self, offset: int, data: memoryview) -> None:
-        del offset
-        self._hash.update(data)
-        if self._file is None:
-            self._held += data
-            return
-        with _full_in_words():
-            self._disk.write(self._file, data, Step.STANDBY_FILE)
-
     def accept(self, chunk: Chunk) -> None:
-        """Take one chunk."""
+        """Append one chunk."""
         try:
-            self._assembler.accept(chunk.offset, chunk.data, chunk.crc32, chunk.xxh3)
+            check_next(chunk, self._offset, self.item.item_bytes)
         except ChunkError as error:
             raise Unreachable(f"Follow: {error}") from error
+        self._hash.update(chunk.data)
+        if self._file is None:
+            self._held += chunk.data
+        else:
+            with full_in_words():
+                self._disk.write(self._file, chunk.data, Step.STANDBY_FILE)
+        self._offset += len(chunk.data)
 
     @property
     def complete(self) -> bool:
-        """Whether every byte is here."""
-        return self._assembler.offset == self.item.item_bytes
+        """Whether every byte has arrived."""
+        return self._offset == self.item.item_bytes
 
     def finish(self) -> bytes:
-        """Check the whole; a file is durable under its name when this returns, a unit is returned."""
+        """Verify the digest. A file is durable under its name when this returns; a unit's bytes are returned."""
         if self._hash.hexdigest() != self.item.digest:
             raise Unreachable(f"Follow: {self.item.name or 'a unit'} is not what was declared")
         if self._file is None or self._path is None:
             return bytes(self._held)
         self._disk.sync(self._file, Step.STANDBY_FILE)
         self._file.close()
-        with _full_in_words():
+        with full_in_words():
             self._disk.rename(self._beside(self._path), self._path, Step.STANDBY_FILE)
         self._disk.sync_folder(self._path.parent, Step.STANDBY_FILE)
         self._disk.sync_folder(self._path.parent.parent, Step.STANDBY_FILE)
         return b""
 
     def discard(self) -> None:
-        """The rest will not come: nothing of it is left."""
+        """Delete the incomplete item."""
         if self._file is not None and self._path is not None:
             self._file.close()
             self._disk.remove(self._beside(self._path), Step.STANDBY_FILE)
 
 
-@contextlib.contextmanager
-def _full_in_words() -> Iterator[None]:
-    """A failed sync is not among these: it is final, whatever it failed for."""
-    try:
-        yield
-    except OSError as error:
-        if not is_full(error):
-            raise
-        raise DiskFullError(error.errno, error.strerror) from error
-
-
 BEHIND_MAX = 1024
-"""Turns that are durable here and not carried out yet; then nothing more is taken, and the syncer waits."""
+"""Turns that are durable here and not replayed yet; at this many the standby takes nothing more: the syncer waits."""
 PAUSE_S = 0.5
 HEARS_TIMES = 2.0
-"""A syncer with nothing new says so every ``alive_s``: one that is silent for so many times that is not heard."""
+"""A syncer with nothing new sends ``Alive`` every ``alive_s``; silent for this many times that, it counts as gone."""
 HEARS_EVERY_S = 0.01
 
 
 class StandbyError(RuntimeError):
-    """The standby cannot go on following; the text says why and what to do."""
+    """The standby cannot continue to follow; the text says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """What a promoted standby hands over: the open folder with its lock, and the state as of its last record."""
+    """The result of a promotion: the open folder with its lock, and the state as of its last record."""
 
     store: Store
     machine: OuterSync
     holdings: Holdings
     taken: ExitStack
     epoch: int = 0
-    """The one to begin with where there is no lease to give it."""
+    """The epoch to begin with if there is no lease to give one."""
     leadership: LeaseHolder | None = None
-    """Where the standby has taken the lease already."""
+    """Set if the standby has taken the lease already."""
 
 
 class Standby:
-    """Follows until it is told to stop or to take over.  Use: ``start``, then ``promote`` or ``close``."""
+    """Follows until it is stopped or promoted. Use: ``start``, then ``promote`` or ``close``."""
 
     def __init__(
         self,
@@ -170,9 +187,10 @@ class Standby:
         disk: Disk = PLAIN_DISK,
     ) -> None:
         self.name = self.identity = name
-        """Once it has started the identity is its folder's own, by which no other one goes."""
+        """After ``start`` the identity is the folder's unique name."""
         self.folder = Path(options.folder)
         self._options, self.plan, self._client, self.emit, self.disk = options, plan, client, emit, disk
+        self._rules = plan.rules(options)
         self._taken = ExitStack()
         self._stopping = threading.Event()
         self._stream: FollowStream | None = None
@@ -182,11 +200,11 @@ class Standby:
         self._incoming: Incoming | None = None
         self._began_at: Position | None = None
         self.connected = False
-        self._waits = options.replication.mode == "sync"  # Until the syncer says how it is there.
+        self._waits = options.replication.mode == "sync"  # Until the syncer sends its own setting.
         self._at_earlier = False
-        """Whether it goes by the digest of an earlier release, because the present one was refused."""
+        """Whether it sends the digest of an earlier release, because the syncer refused the present one."""
         self._left = False
-        """Whether the syncer said that it stops, the last time that it said anything."""
+        """Whether the syncer's last message was that it stops."""
         self._trouble: str | None = None
         self.acked = (0, 0)
         self.heard_s = time.monotonic()
@@ -195,17 +213,17 @@ class Standby:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take the folder, bring what is there up to its last record, and begin to follow.
+        """Lock the folder, recover it up to its last record, and begin to follow.
 
-        ``LockedError`` when another process has the folder, ``StoreError`` when it cannot be continued.
+        Raises ``LockedError`` when another process has the folder, ``StoreError`` when it cannot be continued.
         """
         try:
             self._taken.enter_context(locked(self.folder))
             self.identity = remembered(self.folder, self.disk, self.name).name
-            self.store = open_store(self._options, self.plan, self.disk, self.emit)
+            self.store = Store(self.folder, self.plan.card, self.disk, self._options.retention, self.emit)
             self._taken.callback(self.store.journal.close)
             if not self.store.is_new():
-                self._recover()
+                self._replayer = self.store.recover(self._rules)
         except BaseException:
             self._taken.close()
             raise
@@ -214,34 +232,19 @@ class Standby:
         for thread in self._threads:
             thread.start()
 
-    def _recover(self) -> None:
-        options, plan = self._options, self.plan
-        found = recovered(self.store, options, plan, self.emit)
-        replayer = Replayer(
-            found.machine,
-            found.holdings.values,
-            self.store.spool,
-            plan.rule,
-            options.down_codec,
-            options.downlinks_kept,
-            self.store.lineages,
-        )
-        replayer.holdings = found.holdings
-        self._replayer = replayer
-
     @property
     def ready(self) -> bool:
-        """Whether there is a state to take over with."""
+        """Whether there is a state to continue from."""
         return self.state() is not None
 
     def state(self) -> OuterState | None:
-        """How the run stood at some instant of late; None while there is nothing to take over with."""
+        """A recent state of the run; None while there is none to continue from."""
         replayer = self._replayer
         return replayer.machine.state if replayer is not None and self.failed is None else None
 
     def still_hears(self) -> bool:
-        """Whether the syncer says anything, within the time in which it would; not to be asked in the thread that
-        follows."""
+        """Return whether the syncer sends anything within the time in which it must; not to be called in the thread
+        that follows."""
         asked_s = time.monotonic()
         while self.connected and time.monotonic() - asked_s < HEARS_TIMES * self._options.replication.alive_s:
             if self.heard_s > asked_s:
@@ -250,7 +253,7 @@ class Standby:
         return False
 
     def may_lack(self) -> str | None:
-        """Why the syncer may have told what is not here, as far as can be known here; None where it cannot have."""
+        """Return why the syncer may have told sites what is not here, as far as is known; None where it cannot have."""
         state = self.state()
         if state is not None and state.detached:
             return "the syncer did not wait for this standby when it was last heard"
@@ -259,7 +262,7 @@ class Standby:
         return None
 
     def promote(self) -> Warm:
-        """Stop following and hand everything over; ``StandbyError`` when there is nothing that could go on."""
+        """Stop following and return what a syncer needs; raise ``StandbyError`` if there is no state to continue."""
         self._end()
         if self.failed is not None or self._replayer is None:
             self._taken.close()
@@ -271,7 +274,7 @@ class Standby:
         return Warm(self.store, machine, self._replayer.holdings, self._taken, epoch)
 
     def close(self) -> None:
-        """Stop following and let go of the folder."""
+        """Stop following and release the folder."""
         self._end()
         self._taken.close()
 
@@ -291,7 +294,7 @@ class Standby:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can go on: whoever waits for the standby raises ``error``; from any thread."""
+        """Record a fatal error, which ``StandingBy.wait`` then raises; any thread may call this."""
         self.failed = self.failed or error
         self.emit("failed", {"why": str(error) or repr(error)})
         self._stopping.set()
@@ -300,12 +303,12 @@ class Standby:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over and the syncer has stopped in order: there is nothing left to stand by for."""
+        """Whether the run is over and the syncer stopped in order, so that no standby is needed."""
         state = self.state()
         return self._left and state is not None and state.phase is Phase.ENDED and state.ending is Ending.FINISHED
 
     def status(self) -> dict[str, object]:
-        """How it stands, for ``diloco status``."""
+        """The standby's status, for ``diloco status``."""
         replayer = self._replayer
         versions = [fragment.version for fragment in replayer.machine.state.fragments] if replayer is not None else []
         return {
@@ -333,7 +336,9 @@ class Standby:
                 except DiskFullError as error:
                     self._wait_for_room(error)
                 except Refused as error:
-                    self._at_earlier = not self._at_earlier and self._is_of_earlier(error)
+                    # A syncer of an earlier release has another digest for the same run.
+                    may_be = "shared_digest" in error.text and bool(self.plan.earlier_digest)
+                    self._at_earlier = may_be and not self._at_earlier
                     if self._at_earlier:
                         continue
                     if self._replayer is None or "empty folder" not in error.text:
@@ -343,10 +348,6 @@ class Standby:
         finally:
             self._orders.put(None)
             self._let_go()
-
-    def _is_of_earlier(self, error: Refused) -> bool:
-        """Whether the syncer may be of an earlier release, which has another digest for the same run."""
-        return "shared_digest" in error.text and bool(self.plan.earlier_digest)
 
     def _lost(self, why: str) -> None:
         if self.connected:
@@ -358,7 +359,7 @@ class Standby:
         self._stopping.wait(PAUSE_S)
 
     def _let_go(self) -> int:
-        """Of what was on its way in; its size."""
+        """Discard the incoming item; return its size in bytes."""
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             return 0
@@ -366,7 +367,7 @@ class Standby:
         return incoming.item.item_bytes
 
     def _wait_for_room(self, error: DiskFullError) -> None:
-        """The stream is over, and so nothing is acknowledged until it begins again."""
+        """Wait for disk space. The stream has ended, so nothing is acknowledged until it begins again."""
         wanted = self._let_go()
         if self._replayer is not None:
             self.store.let_go_of_the_past()
@@ -377,9 +378,9 @@ class Standby:
             self._trouble = why
 
     def _follow(self) -> None:
-        self.store.journal.flush()  # The last mark may have found no room ...
+        self.store.journal.flush()  # The last mark may have found no space ...
         if self._replayer is None and not self.store.is_new():  # ... or the first one.
-            self._recover()
+            self._replayer = self.store.recover(self._rules)
         segment, chain = (
             (0, "") if self._replayer is None else (self.store.journal.index, self.store.journal.chain.hex())
         )
@@ -424,7 +425,7 @@ class Standby:
                 stream.ack(FollowAck(*self.acked))
 
     def _unit(self, item: Item, data: bytes) -> None:
-        """One unit of the journal: durable when this returns."""
+        """Write one unit of the journal; it is durable when this returns."""
         found = list(units(data))
         if len(found) != 1 or found[0].end != len(data):
             raise StandbyError(f"unit at byte {item.offset} of segment {item.segment} is not whole")
@@ -442,7 +443,7 @@ class Standby:
             try:
                 journal.flush()
             finally:
-                self._orders.put(records)  # Also where only its mark finds no room: it is in the journal.
+                self._orders.put(records)  # Also if only its mark finds no space: the frame is written.
         if journal.chain != unit.chain:
             raise StandbyError(
                 f"byte {item.offset} of segment {item.segment} does not go on from the journal here: "
@@ -450,9 +451,9 @@ class Standby:
             )
 
     def _begin(self, place: Position) -> None:
-        """The snapshot is here whole: it and an empty journal behind it are a syncer's folder.
+        """Make a syncer's folder from the complete snapshot and an empty journal after it.
 
-        The journal first: one without an event is taken for a folder that is new, a snapshot without a journal is not.
+        The journal first: a folder with only an empty journal counts as new, a snapshot without a journal does not.
         """
         self.store.journal.begin(place)
         self.store.journal.close()
@@ -460,15 +461,15 @@ class Standby:
         for path in sorted(folder.glob(".incoming-*")):
             self.disk.rename(path, folder / path.name.removeprefix(".incoming-"), Step.SNAPSHOT_RENAME)
         self.disk.sync_folder(folder, Step.SNAPSHOT_FOLDER)
-        self._recover()
+        self._replayer = self.store.recover(self._rules)
 
     # --- carrying out ------------------------------------------------------------------------------------------------
 
     def _carry_out(self) -> None:
-        """The second thread."""
+        """Replay the received records. Runs in the second thread."""
         while (order := self._orders.get()) is not None:
             if self.failed is not None:
-                continue  # What comes is durable; the first thread must find room to end.
+                continue  # Already durable; only empty the queue, so that the first thread can end.
             replayer = self._replayer
             assert replayer is not None
             try:
@@ -484,16 +485,16 @@ class Standby:
                     if isinstance(record.event, Sealed):
                         self._clear_outbox(replayer.machine.state, record.event)
             except (JournalError, SpoolError) as error:
-                # It is durable here all the same; but whoever computes other bits than the syncer must not go on.
+                # The record is durable all the same, but a standby that computes other bits must not continue.
                 self.fail(StandbyError(str(error)))
             except Exception as error:
                 self.fail(error)
 
     def _clear_outbox(self, state: OuterState, sealed: Sealed) -> None:
-        """Drop a region's updates for above that are in flight no more.
+        """Delete a region's updates for the syncer above that are no longer in flight.
 
-        Only those before ``sealed``: their numbers do not come again, and one that does may lie here anew already, laid
-        down by the other thread.
+        Only those before ``sealed``: their numbers are not used again. A file with a later number may be a new one that
+        the other thread has just written.
         """
         assert state.upstream is not None, sealed
         listed = state.upstream.parts[sealed.fragment].progress.in_flight
@@ -507,11 +508,257 @@ class Standby:
         began = time.monotonic()
         try:
             size = self.store.snapshot_writer(replayer.machine, list(replayer.values), place)()
-        except DiskFullError as error:  # The journal has everything that would be in it, and another one will come.
+        except DiskFullError as error:  # The journal has its contents, and another will follow.
             self.emit("note", {"note": "snapshot_put_off", "why": f"disk full: {error.strerror}"})
             self.store.let_go_of_the_past()
             return
         self.emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
 
 
-__all__ = ["Standby", "StandbyError", "StoreError", "Warm"]
+LOOK_SHARE = 1 / 20
+LOSSY = "an operator promoted {name}, which may have lacked what was acknowledged before"
+
+
+class Succession:
+    """Decides on take-overs. Use: ``start`` after the standby's, ``hand_over`` after ``promote``, ``stop`` always."""
+
+    def __init__(self, standby: Standby, lease: Lease | None, on_taken: Callable[[], None]) -> None:
+        """The polling thread calls ``on_taken`` when it has taken the lease: the standby must take over now."""
+        self._standby = standby
+        self._lease = lease
+        self._on_taken = on_taken
+        self._leadership: LeaseHolder | None = None
+        self._standing: Standing | None = None
+        self._vacant = False
+        self._trouble: str | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="succession", daemon=True)
+
+    def start(self) -> None:
+        """Begin to poll the lease."""
+        if self._lease is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop polling. A lease that was taken and not handed over is not released: it expires."""
+        self._end()
+        leadership, self._leadership = self._leadership, None
+        if leadership is not None:
+            leadership.stop(release=False)
+
+    def _end(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def refusal(self, *, lossy: bool) -> str | None:
+        """Return why an operator's command to take over cannot be followed now; None when it can."""
+        if self._lease is None:
+            return None if lossy else self._unsafe()
+        if self._trouble is not None or self._standing is None:
+            return f"what the lease {self._lease.place} says is not known: {self._trouble or 'it was not read yet'}"
+        standing, name = self._standing, self._standby.identity
+        if not self._vacant:
+            itself = ", and this standby takes over by itself then" if standing.heir == name else ""
+            return (
+                f"{standing.holder} holds the lease {self._lease.place}: stop it, or wait until it has run out{itself}"
+            )
+        if not lossy and name not in (standing.heir, standing.holder):
+            return (
+                f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
+                "or promote this one with --lossy, which begins a new lineage with what it has"
+            )
+        return None
+
+    def _unsafe(self) -> str | None:
+        """Return why continuing the same lineage without a lease is unsafe; None when it is not."""
+        lossy = "promote this one with --lossy, which begins a new lineage with what it has"
+        if self._standby.still_hears():
+            return (
+                "the syncer that this standby follows is still heard: stop that first, so that never two lead; or "
+                f"{lossy}, and what the other tells from then on is given up"
+            )
+        if (why := self._standby.may_lack()) is not None:
+            return f"{why}, so that this standby may lack what was told: start that one again; or {lossy}"
+        return None
+
+    def hand_over(self, warm: Warm, *, lossy: bool) -> Warm:
+        """Return what a syncer starts with: ``warm`` with the lease that was taken, or in a new lineage."""
+        self._end()
+        leadership, self._leadership = self._leadership, None
+        if leadership is not None:
+            return replace(warm, leadership=leadership)
+        return begun_anew(warm, LOSSY.format(name=self._standby.identity), int(time.time())) if lossy else warm
+
+    def status(self) -> dict[str, object] | None:
+        """The lease as this standby sees it, for ``diloco status``."""
+        if self._lease is None:
+            return None
+        standing = self._standing
+        return {
+            "place": self._lease.place,
+            "epoch": standing.epoch if standing is not None else 0,
+            "holder": standing.holder if standing is not None else "",
+            "is_heir": standing is not None and standing.heir == self._standby.identity,
+            "vacant": self._vacant,
+            "trouble": self._trouble,
+        }
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lease = self._lease
+        assert lease is not None
+        try:
+            while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
+                if self._look(lease):
+                    self._on_taken()
+                    return
+        except Exception as error:
+            text = f"nobody looks at the lease {lease.place} any more: {type(error).__name__}: {error}"
+            self._standby.fail(StandbyError(text))
+
+    def _look(self, lease: Lease) -> bool:
+        """Take the lease if it is free for this standby; return whether it is taken."""
+        try:
+            self._standing = lease.read()
+            self._vacant = lease.vacant()
+            taken = self._taken(lease)
+            self._trouble = None
+            return taken
+        except LeaseError as error:
+            self._troubled(str(error))
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._troubled(f"disk full: {error.strerror}")  # Taken or not, a retry is safe.
+        return False
+
+    def _troubled(self, why: str) -> None:
+        if self._trouble is None:
+            self._standby.emit("note", {"note": "lease", "why": why})
+        self._trouble = why
+
+    def _taken(self, lease: Lease) -> bool:
+        standby = self._standby
+        state = standby.state()
+        if state is None or not may_take_over(self._standing, standby.identity):
+            return False  # Most standbys begin so.
+        claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
+        self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
+        return self._leadership is not None
+
+
+def begun_anew(warm: Warm, why: str, clock_s: int) -> Warm:
+    """Return ``warm`` in a new lineage, which begins with its values as every fragment's next version."""
+    machine, values = warm.machine, warm.holdings.values
+    begin_lineage(warm.store, machine, values, None, why, next_lineage(machine.state.lineage, clock_s))
+    fragments = machine.state.fragments
+    published = [replace(each, version=now.version) for each, now in zip(values, fragments, strict=True)]
+    warm.holdings.begin_again(published)
+    return warm
+
+
+ANSWER_S = 0.5
+"""The operator's promotion call is answered within this time, before the address is released."""
+
+
+class StandingBy:
+    """Use: ``start``, then ``wait`` until it returns what a syncer on the same address continues with; ``stop`` always.
+
+    It serves the address from the start, so that a setting that cannot work shows before it is needed, and sites that
+    come too early learn where to go: it satisfies ``wire.handlers.SyncerApi`` itself.
+    """
+
+    def __init__(
+        self,
+        standby: Standby,
+        primary: str,
+        network: ServerOptions,
+        security: SecurityOptions,
+        note: Callable[[str, str], None] = lambda what, why: None,
+        lease: Lease | None = None,
+    ) -> None:
+        """``note`` receives the server's notes on access control (``wire.server.RunningServer``)."""
+        self.standby = standby
+        self.promoted = threading.Event()
+        """Set when an operator or the lease makes the standby take over."""
+        self.lossy = False
+        self._succession = Succession(standby, lease, self.promoted.set)
+        self._primary, self._network, self._security, self._note = primary, network, security, note
+        self._server: RunningServer | None = None
+
+    def start(self) -> str:
+        """Begin to follow and to serve; return the address."""
+        self.standby.start()
+        try:
+            self._server = RunningServer(self, self._network, self._security, self._note)
+            self._server.start(ready=False)
+        except BaseException:
+            self.standby.close()
+            raise
+        self._succession.start()
+        return self._server.address
+
+    def wait(self, timeout_s: float) -> Warm | None:
+        """Return what the standby hands over once it is promoted (the address is free then), or None if it is not yet.
+
+        Raises the error that ended the following early, if any.
+        """
+        promoted = self.promoted.wait(timeout_s)
+        if self.standby.failed is not None:
+            raise self.standby.failed
+        if not promoted:
+            return None
+        self._end_answering()
+        return self._succession.hand_over(self.standby.promote(), lossy=self.lossy)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the standby may end: the run is over, and the syncer has stopped in order."""
+        return self.standby.ended and not self.promoted.is_set()
+
+    def stop(self) -> None:
+        """Stop serving and following; what was handed over stays open."""
+        self._end_answering()
+        self._succession.stop()
+        if not self.promoted.is_set():
+            self.standby.close()
+
+    def _end_answering(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop(ANSWER_S)
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def elsewhere(self, *asked: object, **named: object) -> NoReturn:
+        """Refuse: only the syncer knows what it has told sites, and that may not have arrived here yet."""
+        del asked, named
+        raise Refusal(Status.UNAVAILABLE, f"this is the standby of {self._primary}: ask there")
+
+    join = open_push = watch = pull = has_newer = report = leave = elsewhere
+    drain = evict = readmit = admit = refuse = snapshot = detach = elsewhere
+
+    def probe(self, ask: ProbeAsk) -> ProbeAnswer:
+        """Answer a probe of a connection that matters when this standby takes over."""
+        return replace(probed(self.standby.plan, ask), standby_of=self._primary)
+
+    def status(self) -> dict[str, object]:
+        """The standby's status."""
+        server = self._server
+        return {
+            **self.standby.status(),
+            "primary": self._primary,
+            "lease": self._succession.status(),
+            "identity_complaints": server.complaints() if server is not None else [],
+        }
+
+    def promote(self, *, lossy: bool) -> None:
+        """Take over as soon as everything received is replayed."""
+        if not self.standby.ready:
+            raise Refusal(Status.FAILED_PRECONDITION, "this standby has no state to go on from yet")
+        if (why := self._succession.refusal(lossy=lossy)) is not None:
+            raise Refusal(Status.FAILED_PRECONDITION, why)
+        self.lossy = lossy
+        self.promoted.set()

@@ -1,19 +1,18 @@
-"""The syncer's own disk: run.json, journal, snapshots, spool; and how a process takes them over.
+"""The syncer's data folder: run.json, journal, snapshots, spool; and how a process takes it over.
 
-What is durable when:
+These are durable:
 
-- an update: its file, then (before its ack) the journal record ``UpdateArrived`` that names it;
-- a version: the journal record ``OuterStepDone`` with its digests, before any site hears of it;
-- a fate: by the record that decided it, before it is told;
+- an update: by its payload file, then, before its ack, by the journal record ``UpdateArrived`` that names the file;
+- a version: by the journal record ``OuterStepDone`` with its digests, before any site hears of it;
+- a fate: by the journal record that decided it, before the site hears of it;
 - values: by a snapshot, or by the snapshot before it and the journal, from which they are computed again.
 
-Recovery = the newest snapshot that verifies + the journal from the segment it names, through the same machine and the
-same arithmetic; every recomputed version is compared with the digest that was journalled, and every payload that is
-still to be merged with the digest that was acknowledged.
+Recovery loads the newest snapshot that verifies and replays the journal from the segment that the snapshot names,
+through the same machine and the same arithmetic. It compares every recomputed version with the digest in the journal,
+and every payload that is still to be merged with the digest that was acknowledged.
 
-Verification.  ``verify`` looks at everything that lies in a data folder, and touches nothing: is it what was written?
-It checks three things that a start does not need: the journal behind older snapshots, those snapshots' tensors, and
-payloads that are merged already.
+``verify`` checks, without writing, that every file in a data folder is as it was written. It covers three things that a
+start does not need: the journal behind older snapshots, those snapshots' tensors, and payloads that are merged already.
 """
 
 from __future__ import annotations
@@ -25,19 +24,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, ReadingDisk, Step
+from diloco.outer.optimizer import NOTHING
+from diloco.outer.pseudo_gradient import is_finite
 from diloco.sync.events import UpdateArrived, UpstreamFetched
 from diloco.sync.journal import JournalError
 from diloco.sync.plain import PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.holdings import Holdings
-from diloco.syncer.images import Lineages
 from diloco.syncer.journal_files import JournalEnd, JournalFiles, Position
-from diloco.syncer.replaying import Replayer
+from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.snapshots import (
     FILES_MAX,
     RECOVERY_ONLY,
     FragmentValues,
+    Lineages,
     NewerSnapshotError,
     Retention,
     Snapshot,
@@ -50,17 +51,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from torch import Tensor
+
     from diloco.durable import Disk
-    from diloco.outer.rule import OuterRule
     from diloco.sync.events import Fate
     from diloco.sync.journal import Record
-    from diloco.sync.options import OuterOptions
-    from diloco.syncer.snapshots import Choice, Point
+    from diloco.syncer.snapshots import Choice
 
 
 def payloads_in(state: object) -> dict[str, str]:
-    """The payloads of the undecided updates in a machine's snapshot, with their digests; of a region also those of the
-    versions above that it is not done with."""
+    """Return the payloads of the undecided updates in a machine's snapshot, with their digests. For a region also
+    return the payloads of the versions above that it still uses."""
     assert isinstance(state, dict)
     waiting = [pending for site in state["sites"].values() for line in site["lines"] for pending in line["undecided"]]
     parts = (state.get("upstream") or {}).get("parts", ())
@@ -69,48 +70,48 @@ def payloads_in(state: object) -> dict[str, str]:
 
 
 def payloads_named(records: Sequence[Record]) -> dict[str, str]:
-    """The payloads that arrived in ``records``, with their digests."""
+    """Return the payloads that arrived in ``records``, with their digests."""
     events = [record.event for record in records if isinstance(record.event, UpdateArrived | UpstreamFetched)]
     return {event.payload: event.digest for event in events if event.payload}
 
 
 FORMAT = 2
-"""Of ``run.json``, and so of the folder: an earlier version refuses a folder of a later one.  1 is still read."""
+"""The format of ``run.json``, and so of the folder: an older release refuses a newer format. Format 1 is still read."""
 
 
 STAGING = ".restoring"
-"""Where ``restoring.py`` makes what it then moves into the folder."""
+"""The subfolder in which ``restoring.py`` builds the files that it then moves into the folder."""
 
 WAYS_OUT = (
     "put that file back from a standby's spool or a backup's, or have all that waits refused and go on with what is "
     "merged (`diloco replay RUN --out IMAGE`, then `diloco restore RUN --from IMAGE`)"
 )
-"""Of a payload that is damaged before it was merged."""
+"""The remedies for a payload that was damaged before it was merged; part of an error text."""
 
 
 class StoreError(ValueError):
-    """The folder holds no state that may be continued; the text says which file and why."""
+    """The folder holds no state that can be continued; the text names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCard:
-    """What a data folder is for; a process with another card does not touch it.
+    """The identity of the run in a data folder; a process with another card does not touch the folder.
 
-    The file has the folder's lineage as well: a process goes on under the one that it finds.
+    The file also holds the folder's lineage: a process continues under the lineage that it finds.
     """
 
     run_id: str
     layout_fingerprint: str
     shared_digest: str
     earlier_digest: str = ""
-    """What an earlier release says for ``shared_digest``; no card says both."""
+    """The ``shared_digest`` as an earlier release computes it; no card file has both."""
 
     def facts(self) -> dict[str, str]:
-        """What the file says of the run, and what a standby says."""
+        """Return the fields as ``run.json`` has them and as a standby sends them."""
         return {name: getattr(self, name) for name in ("run_id", "layout_fingerprint", "shared_digest")}
 
     def difference(self, theirs: Mapping[str, object]) -> str | None:
-        """The first of the ``facts`` by which ``theirs`` are of another run."""
+        """Return the first of the ``facts`` in which ``theirs`` names another run; None if it is the same run."""
         for name, ours in self.facts().items():
             accepted = (ours, self.earlier_digest) if name == "shared_digest" else (ours,)
             if theirs.get(name) not in accepted:
@@ -118,19 +119,9 @@ class RunCard:
         return None
 
 
-@dataclass(slots=True)
-class Recovered:
-    """The state of an earlier process, to the bit: memory, and what it held; ``records`` were replayed."""
-
-    machine: OuterSync
-    holdings: Holdings
-    records: int
-    notes: list[str]
-
-
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """A payload that only a replay may want; its update's fate is in the journal segment ``segment``, or before."""
+    """A payload that only a replay may need; its update's fate is in the journal segment ``segment``, or before."""
 
     segment: int
     reference: str
@@ -139,7 +130,7 @@ class _Decided:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What a standby is being sent: the journal from ``segment`` on, and a snapshot (0: it has that)."""
+    """The files that a standby is being sent: the journal from ``segment`` on, and a snapshot (0: none)."""
 
     snapshot: int
     segment: int
@@ -154,16 +145,16 @@ class Store:
         card: RunCard,
         disk: Disk = PLAIN_DISK,
         retention: Retention = RECOVERY_ONLY,
-        note: Callable[[str], None] = lambda why: None,
+        emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
     ) -> None:
-        """``note`` is told in words when less of the past is kept than ``retention`` asks for."""
+        """``emit`` receives a note of each repair by a recovery, and when ``retention`` cannot be met."""
         self.folder = folder
         self.card = card
         self.disk = disk
         self._retention = retention
-        self._note = note
+        self._emit = emit
         self.pinned: Callable[[], Pin | None] = lambda: None
-        """What is kept for a standby although retention would let it go, up to retention's bound in bytes."""
+        """Returns what to keep for a standby beyond retention, up to retention's bound in bytes."""
         self._cut = False
         self._pruning = threading.Lock()
         disk.settle(folder, Step.FOLDER)
@@ -173,16 +164,15 @@ class Store:
         run = {"run_id": card.run_id, "layout_fingerprint": card.layout_fingerprint}
         self.journal = JournalFiles(folder / "journal", run, disk)
         self.snapshots = Snapshots(folder / "snapshots", disk=disk)
-        self.snapshots.sweep()
+        disk.sweep(self.snapshots.folder, Step.SNAPSHOT_PRUNE)
         self.lineages = Lineages(folder / "lineages", disk)
-        self.lineages.sweep()
-        for leftover in folder.glob(".*.tmp"):  # Of a process that died while it wrote a file of the folder itself.
-            disk.remove(leftover, Step.FOLDER)
+        disk.sweep(self.lineages.folder, Step.LINEAGE_PRUNE)
+        disk.sweep(folder, Step.FOLDER)
         disk.sync_folder(folder, Step.FOLDER)
         self._decided: deque[_Decided] = deque()
 
     def _check_staging(self) -> None:
-        """A restore that was cut short has left nothing that a run may begin on; after its last move it was whole."""
+        """Refuse a folder that an interrupted restore left incomplete; remove the staging folder of a complete one."""
         staging = self.folder / STAGING
         if staging.exists():
             if not any(self.folder.glob("snapshots/[0-9]*")):
@@ -193,7 +183,7 @@ class Store:
         path = self.folder / "run.json"
         ours = {"format": FORMAT, **card.facts()}
         if not path.exists():
-            # Nothing else is here before it: where something is, it was lost, and the recovery says so.
+            # It is the first file in a folder: if others exist, it was lost, and the recovery says so.
             if not any(any((self.folder / name).glob("*")) for name in ("snapshots", "journal")):
                 self._write_card({**ours, "lineage": 1})
             return
@@ -209,52 +199,47 @@ class Store:
                 f"{path} has {name} {shown(theirs.get(name))} and this run has {getattr(card, name)!r}: "
                 "another folder, please"
             )
-        if {**theirs, **ours} != theirs:  # An earlier release has written it.
+        if {**theirs, **ours} != theirs:  # An earlier release wrote it.
             self._write_card({"lineage": 1, **theirs, **ours})
+
+    def _note(self, note: str, why: str) -> None:
+        self._emit("note", {"note": note, "why": why})
 
     def _write_card(self, card: dict[str, object], step: Step = Step.CARD) -> None:
         text = json.dumps(card, indent=1, sort_keys=True).encode()
         self.disk.write_file(self.folder / "run.json", text, step)
 
     def write_lineage(self, lineage: int) -> None:
-        """Say in ``run.json`` which lineage the run is in now."""
+        """Write the run's present lineage to ``run.json``."""
         self._write_card({"format": FORMAT, **self.card.facts(), "lineage": lineage}, Step.LINEAGE_CARD)
 
-    def _mend_card(self, lineage: int) -> list[str]:
-        """Have ``run.json`` say the lineage that journal and snapshots give; what it said instead, if it did."""
+    def _mend_card(self, lineage: int) -> None:
+        """Make ``run.json`` name the lineage that journal and snapshots give; note a different or missing value."""
         path = self.folder / "run.json"
         try:
             said = dict(parse_json(path.read_bytes())).get("lineage")
+            if type(said) is int and said == lineage:
+                return
+            why = f"{path} said lineage {shown(said)}: the journal's is {lineage}, and is written there"
         except FileNotFoundError:
-            self.write_lineage(lineage)
-            return [f"{path} was missing: it is written anew, with the lineage of the journal, {lineage}"]
-        if type(said) is int and said == lineage:
-            return []
+            why = f"{path} was missing: it is written anew, with the lineage of the journal, {lineage}"
         self.write_lineage(lineage)
-        return [f"{path} said lineage {shown(said)}: the journal's is {lineage}, and is written there"]
+        self._note("recovery", why)
 
     def is_new(self) -> bool:
-        """Whether no process ever got as far as to acknowledge something here."""
+        """Return whether no process has ever acknowledged anything in this folder."""
         return not self.snapshots.numbers() and self.journal.is_blank()
 
     def begin(self, machine: OuterSync, values: Sequence[FragmentValues]) -> None:
-        """Keep version 0: the first snapshot, and the first journal segment behind it."""
+        """Store version 0: the first snapshot, and the first journal segment after it."""
         place = self.journal.begin()
         self.snapshots.write(Snapshot(machine.snapshot(), tuple(values), place.segment, place.chain))
 
-    def recover(
-        self,
-        options: OuterOptions,
-        rule: OuterRule,
-        down_codec: str,
-        downlinks_kept: int = 32,
-        *,
-        merges: bool = True,
-    ) -> Recovered:
-        """The state that the last process had; ``StoreError`` when none is whole.
+    def recover(self, rules: Rules, *, merges: bool = True) -> Replayer:
+        """Return the state of the last process, bit for bit; raise ``StoreError`` when no complete state exists.
 
-        Every payload that waits for its outer step is read and verified, unless the caller ``merges`` none of them.
-        Payloads that neither a snapshot left nor the journal behind it names are dropped on the way.
+        Reads and verifies every payload that waits for its outer step, unless ``merges`` is False: the caller then
+        merges none of them. Drops payloads that no remaining snapshot and no journal record after it names.
         """
         notes: list[str] = []
         damaged: list[int] = []
@@ -268,7 +253,10 @@ class Store:
                 damaged.append(number)
                 continue
             try:
-                replayer = self._replayed(snapshot, options, rule, down_codec, downlinks_kept)
+                machine = OuterSync.restore(rules.outer, snapshot.state)
+                replayer = Replayer(machine, snapshot.fragments, self.spool, rules, self.lineages)
+                for record in self.journal.read(snapshot.journal_segment, snapshot.journal_chain):
+                    replayer.apply(record)
                 if merges:
                     self._check_waiting(replayer.machine)
             except (JournalError, SpoolError, PlainError) as error:
@@ -276,31 +264,17 @@ class Store:
             except AssertionError as error:
                 text = f"{self.journal.folder} does not fit: another version or other options ({error})"
                 raise StoreError(text) from error
-            notes += self.journal.take_over()
-            notes += self._mend_card(replayer.machine.state.lineage)
+            for note in [*notes, *self.journal.take_over()]:
+                self._note("recovery", note)
+            self._mend_card(replayer.machine.state.lineage)
             for each in damaged:
                 self.snapshots.set_aside(each)
-            recovered = Recovered(replayer.machine, replayer.holdings, replayer.records, notes)
-            self._sweep_spool(recovered)
-            return recovered
+            self._sweep_spool(replayer.machine)
+            return replayer
         raise StoreError(f"{self.snapshots.folder} has no whole snapshot: {'; '.join(notes) or 'it is empty'}")
 
-    def _replayed(
-        self,
-        snapshot: Snapshot,
-        options: OuterOptions,
-        rule: OuterRule,
-        down_codec: str,
-        downlinks_kept: int,
-    ) -> Replayer:
-        machine = OuterSync.restore(options, snapshot.state)
-        replayer = Replayer(machine, snapshot.fragments, self.spool, rule, down_codec, downlinks_kept, self.lineages)
-        for record in self.journal.read(snapshot.journal_segment, snapshot.journal_chain):
-            replayer.apply(record)
-        return replayer
-
     def _check_waiting(self, machine: OuterSync) -> None:
-        """``SpoolError`` names the update whose payload is not what was acknowledged: its outer step would fail."""
+        """Raise ``SpoolError``, naming the update, if its payload is not as acknowledged: its outer step would fail."""
         waiting = [
             (f"update {pending.sequence} of fragment {fragment} from site {site}", pending.payload, pending.digest)
             for site, each in machine.state.sites.items()
@@ -318,11 +292,11 @@ class Store:
                     ) from error
 
     def decided(self, site: str, fate: Fate) -> None:
-        """An update has its fate: once no snapshot that is kept is older than that, its payload may go."""
-        self.release(self.spool.name(site, fate.fragment, fate.sequence, fate.digest))
+        """Note that an update has its fate: its payload may go once every snapshot kept is newer than that."""
+        self.release(self.spool.reference(site, fate.fragment, fate.sequence, fate.digest))
 
     def release(self, reference: str) -> None:
-        """Nothing that is still to come needs this payload; a replay from an older snapshot might."""
+        """Note that no future step needs this payload; a replay from an older snapshot might."""
         self._decided.append(_Decided(self.journal.index, reference, self.spool.size(reference)))
 
     def snapshot_writer(
@@ -332,13 +306,13 @@ class Store:
         place: Position | None = None,
         check: Callable[[int, FragmentValues], None] = lambda index, values: None,
     ) -> Callable[[], int]:
-        """Cut the journal here, or take it as cut at ``place``; returns the (long) rest, to be done beside the machine.
+        """Cut the journal here, or take it as cut at ``place``; return the (long) rest, to be run beside the machine.
 
-        ``DiskFullError`` when there is no room to begin: nothing has changed.
+        Raises ``DiskFullError`` when there is no space to begin: nothing has changed.
 
-        The rest writes the snapshot, a fragment after the other, each when ``check`` has looked at it and not kept for
-        longer: those first of which ``values``, which may go on, holds a newer version by then.  Then it lets go of the
-        snapshots that retention does not keep, and of the journal segments and payloads that none of those left needs.
+        The rest writes the snapshot fragment by fragment, each after ``check``, and then releases the fragment; those
+        of which ``values`` holds a newer version by then come first. Then it deletes the snapshots that retention does
+        not keep, and the journal segments and payloads that no remaining snapshot needs.
         """
         place = place or self.journal.rotate()
         snapshot = Snapshot(machine.snapshot(), (), place.segment, place.chain)
@@ -355,31 +329,34 @@ class Store:
             choice = self._prune(self._retention)
             if choice.cut and not self._cut:
                 steps, most = self._retention.steps, self._retention.bytes_max
-                self._note(f"less than the last {steps} outer steps can be replayed: {most} bytes do not hold them")
+                self._note(
+                    "retention",
+                    f"less than the last {steps} outer steps can be replayed: {most} bytes do not hold them",
+                )
             self._cut = choice.cut or (self._cut and bool(choice.kept) and not choice.reaches(self._retention))
             return size
 
         return write
 
     def let_go_of_the_past(self) -> None:
-        """Keep only what recovery needs: the disk is full, and a run that goes on is worth more."""
+        """Delete all that recovery does not need: the disk is full, and continuing the run is worth more."""
         before = self.snapshots.numbers()
         self._prune(RECOVERY_ONLY)
         gone = len(before) - len(self.snapshots.numbers())
         if gone:
-            self._note(f"{gone} old snapshots and what is behind them went: the disk is full")
+            self._note("retention", f"{gone} old snapshots and what is behind them went: the disk is full")
 
     def _prune(self, retention: Retention) -> Choice:
-        """Drop what ``retention`` does not keep and no standby is being sent.
+        """Delete what ``retention`` does not keep and no standby is being sent.
 
-        Each kind has gone for good before what it needs goes: a power cut may bring back a name that was removed, and
-        a snapshot without its journal, or a segment without its payloads, would then pass for kept.
+        Each kind is durably deleted before the files that it needs: a power cut may bring back a removed name, and a
+        snapshot without its journal, or a segment without its payloads, would then count as kept.
         """
         with self._pruning:
             pin = self.pinned()
             if pin is not None and self._bytes_in(range(pin.segment, self.journal.index)) > retention.bytes_max:
-                pin = None  # It is too slow, or the disk is full: its copy begins again.
-            choice = self.snapshots.prune(retention, self._behind_bytes, pin.snapshot if pin is not None else 0)
+                pin = None  # The standby is too slow, or the disk is full: its copy starts over.
+            choice = self.snapshots.prune(retention, self._bytes_in, pin.snapshot if pin is not None else 0)
             first = choice.kept[0].segment if choice.kept else 0
             first = first if pin is None else min(first, pin.segment)
             self.disk.sync_folder(self.snapshots.folder, Step.SNAPSHOT_PRUNE)
@@ -390,28 +367,26 @@ class Store:
                 self.spool.drop(self._decided.popleft().reference)
             return choice
 
-    def _behind_bytes(self, first: Point, last: Point) -> int:
-        """Journal and decided payloads from one snapshot to another."""
-        return self._bytes_in(range(first.segment, last.segment))
+    def _bytes_in(self, segments: range) -> int:
+        """Return the bytes of these segments of the journal, and of the payloads that were decided in them."""
+        payloads = sum(each.size for each in tuple(self._decided) if each.segment in segments)
+        return payloads + sum(self.journal.size(index) for index in self.journal.segments() if index in segments)
 
-    def _bytes_in(self, between: range) -> int:
-        payloads = sum(each.size for each in tuple(self._decided) if each.segment in between)
-        return payloads + sum(self.journal.size(index) for index in self.journal.segments() if index in between)
-
-    def _sweep_spool(self, recovered: Recovered) -> None:
-        """Drop the payloads that neither a snapshot left nor the journal behind it names; note when the rest may go."""
-        waiting = set(payloads_in(recovered.machine.snapshot()))
+    def _sweep_spool(self, machine: OuterSync) -> None:
+        """Drop the payloads that no remaining snapshot or record names; register those that only a replay needs."""
+        waiting = set(payloads_in(machine.snapshot()))
         needed = set(waiting)
         for number in self.snapshots.numbers():
             try:
                 needed |= payloads_in(self.snapshots.peek(number)[0]).keys()
             except SnapshotError as error:
-                recovered.notes.append(f"{error}; it is older than the one in use and is set aside")
+                self._note("recovery", f"{error}; it is older than the one in use and is set aside")
                 self.snapshots.set_aside(number)
         try:
             records = self.journal.read(min(self.journal.segments()))
         except JournalError as error:
-            recovered.notes.append(f"{error}; it is older than the snapshot in use, and no payload is dropped for it")
+            why = f"{error}; it is older than the snapshot in use, and no payload is dropped for it"
+            self._note("recovery", why)
             return
         needed |= payloads_named(records).keys()
         self.spool.sweep(needed)
@@ -419,9 +394,22 @@ class Store:
             self.release(reference)
 
 
+def begun(store: Store, rules: Rules, version_zero: Sequence[Tensor]) -> Replayer:
+    """Store version 0 in a new folder and return its state; raise ``StoreError`` if a value is not finite."""
+    values = [FragmentValues(0, first, first, NOTHING, digest(first)) for first in version_zero]
+    for index, first in enumerate(values):
+        if not is_finite(first.theta):
+            raise StoreError(f"version 0 of fragment {index} holds a NaN or an infinity")
+    machine = OuterSync(rules.outer)
+    for fragment, first in zip(machine.state.fragments, values, strict=True):
+        fragment.digest = first.digest
+    store.begin(machine, values)
+    return Replayer(machine, values, store.spool, rules, store.lineages)
+
+
 @dataclass(slots=True)
 class Verified:
-    """What was found whole; ``torn_bytes`` at the end of the journal were being written when their process died."""
+    """Counts of what is intact; ``torn_bytes`` at the journal's end were being written when their process died."""
 
     segments: int = 0
     records: int = 0
@@ -431,9 +419,9 @@ class Verified:
 
 
 def verify(folder: Path) -> Verified:
-    """Check the data folder; the first damage raises ``JournalError``, ``SnapshotError`` or ``SpoolError``.
+    """Check the data folder; raise ``JournalError``, ``SnapshotError`` or ``SpoolError`` for the first damage.
 
-    May be called beside a syncer that runs: what it is writing at that moment counts as torn.
+    It may run beside a running syncer: what the syncer is writing at that moment counts as torn.
     """
     found = Verified()
     if not any((folder / "journal").glob("journal-*.log")):
@@ -465,7 +453,7 @@ def verify(folder: Path) -> Verified:
             )
         wanted |= payloads_in(snapshot.state)
     spool = Spool(folder / "spool", disk)
-    for reference, digest in sorted(wanted.items()):
-        spool.check(reference, digest)
+    for reference, wanted_digest in sorted(wanted.items()):
+        spool.check(reference, wanted_digest)
         found.payloads += 1
     return found

@@ -1,7 +1,7 @@
-"""A program of this package in a process of its own, told what to do by JSON lines on its standard input.
+"""A program of this package in a process of its own, controlled by JSON lines on its standard input.
 
-What uses a link cannot make it late by holding the interpreter, and a link never outlives what uses it: the child ends
-when its input does, so also when its owner is killed.
+So a program that uses a link cannot delay it by holding the interpreter's lock.  A link never outlives its owner: the
+child ends when its input does, also if the owner is killed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ WORDS_KEPT_BYTES = 2000
 
 
 class ChildDiedError(RuntimeError):
-    """The process has ended, or does not answer; the text has its exit code and its last words."""
+    """The process has ended, or does not answer; the message has its exit code and the end of its standard error."""
 
 
 class Child:
-    """Starts ``python -m MODULE`` and speaks to it; a context manager, safe for threads.
+    """Starts ``python -m MODULE`` and sends it commands; a context manager, safe for threads.
 
-    Commands that the child refuses raise ``ValueError`` with its words. One that has died or is silent for
-    ``answer_timeout_s`` raises ``died``. It is in a session of its own, so that a Ctrl-C meant for the run leaves the
-    links up while the run drains.
+    A command that the child refuses raises ``ValueError`` with the child's message. A child that has died, or does not
+    answer within ``answer_timeout_s``, raises ``died``. The child has a session of its own, so that a Ctrl-C meant for
+    the run leaves the links up while the run drains.
     """
 
     module: ClassVar[str]
-    """What ``python -m`` runs."""
+    """The module that ``python -m`` runs."""
     noun: ClassVar[str]
-    """What the errors call it."""
+    """The child's name in error messages."""
     died: ClassVar[type[ChildDiedError]] = ChildDiedError
 
     def __init__(self, *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
@@ -50,7 +50,7 @@ class Child:
         self._number = 0
         self._unread = b""
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        # The working directory puts this very package on the child's path, however ours was found.
+        # The working directory puts this same package on the child's path, however the parent found it.
         self._child = subprocess.Popen(
             [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
@@ -71,11 +71,11 @@ class Child:
         return self._child.poll() is None
 
     def cpu_s(self) -> float:
-        """Processor seconds that the child has used."""
+        """Return the processor seconds that the child has used."""
         return float(str(self._do("cpu_s")))
 
     def close(self) -> None:
-        """End the child, by its closed input, by SIGTERM, by SIGKILL, each in bounded time."""
+        """End the child: close its input, then send SIGTERM, then SIGKILL, waiting a bounded time after each."""
         with self._lock:
             assert self._child.stdin is not None
             assert self._child.stdout is not None
@@ -118,7 +118,7 @@ class Child:
         deadline_s = time.monotonic() + self._answer_timeout_s
         while True:
             answer: dict[str, object] = json.loads(self._read_line(deadline_s))
-            # An answer to an earlier command that was given up on may come first.
+            # The answer to an earlier command that timed out may come first.
             if answer["number"] == number:
                 return answer
 

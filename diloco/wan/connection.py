@@ -1,12 +1,12 @@
 """Moving bytes by the model: one direction of a link, and the two ends of each connection that uses it.
 
-A connection through the relay is a pair of ``End``s: the client's and the target's.  What an end reads goes into its
-direction's ``Path``, and one timer per direction hands what is due to the other end.  Closes and
-handshakes travel the same way as data, so they are delayed, kept in order and held by a partition like it.
+A connection through the relay is a pair of ``End``s: the client's and the target's.  An end puts what it reads into its
+direction's ``Path``, and one timer per direction delivers what is due to the other end.  Closes and handshakes travel
+like data, so they are delayed, kept in order and held by a partition too.
 
-An end stops reading for one of three reasons, and reads again when none is left: the far side is not open
-yet, the direction holds as much as a link of its rate and delay could, or the other end's receiver does not take
-what arrives.  Memory is bounded by that: each direction holds its window and at most one read more for each connection.
+An end stops reading for one of three reasons, and reads again when none is left: the far side is not open yet, the
+direction is as full as a link of its rate and delay can be, or the other end's receiver accepts no more.  This bounds
+memory: each direction holds its window and at most one more read for each connection.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ from diloco.wan.link import READ_BYTES_MAX, LinkOptions, Path
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The kernel's buffers are a queue that the model does not see, so they are kept small.  On loopback
-# this costs no speed.
+# The kernel's buffers are a queue outside the model, so they are kept small.  On loopback this costs no speed.
 SOCKET_BUFFER_BYTES = 256 * 1024
 WRITE_BYTES_MAX = 1024 * 1024
 LATENESS_KEPT_MAX = 2048
 
 
 class Mark(enum.Enum):
-    """What travels beside data."""
+    """Signals that travel between data."""
 
     ASK = "ask"
-    """The handshake's way up."""
+    """The handshake on its way up."""
     ANSWER = "answer"
-    """The handshake's way down: now the far side is opened."""
+    """The handshake on its way down; on its arrival the relay opens the far side."""
     END_OF_STREAM = "end of stream"
     RESET = "reset"
 
 
 class StopReason(enum.Enum):
-    """Why an end does not read at present."""
+    """Why an end does not read now."""
 
     NOT_OPEN = "not open"
     LINK_FULL = "link full"
@@ -53,7 +52,7 @@ class StopReason(enum.Enum):
 
 @dataclass(slots=True)
 class Parcel:
-    """Something for one end."""
+    """Data or a signal on its way to one end."""
 
     to: End
     content: bytes | Mark
@@ -67,7 +66,7 @@ class Lane:
         self.num_bytes = 0
         """Payload bytes that have come out."""
         self.lateness_ns: deque[int] = deque(maxlen=LATENESS_KEPT_MAX)
-        """By how much the last parcels came out after they were due: the relay's own error."""
+        """How long after they were due the latest parcels came out: the relay's own error."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: deque[End] = deque()
@@ -80,12 +79,12 @@ class Lane:
             self._arm()
 
     def wait_for_room(self, end: End) -> None:
-        """Let ``end`` read no more until there is room; first come first served."""
+        """Pause the reading of ``end`` until there is room; first come, first served."""
         end.stop_reading(StopReason.LINK_FULL)
         self._waiting.append(end)
 
     def partition(self) -> None:
-        """Let nothing out until ``heal``."""
+        """Hold everything until ``heal``."""
         self.path.blocked = True
         self._arm()
 
@@ -95,13 +94,13 @@ class Lane:
         self._arm()
 
     def change(self, options: LinkOptions) -> None:
-        """Go on with other options."""
+        """Change the options."""
         self.path.change(options, monotonic_ns())
         self._give_room()
         self._arm()
 
     def forget_the_dead(self) -> None:
-        """Drop what is under way to ends that are gone."""
+        """Drop what is under way to closed ends."""
         self.path.drop(lambda parcel: parcel.to.is_gone)
         self._give_room()
         self._arm()
@@ -137,18 +136,18 @@ class Lane:
 
     def _give_room(self) -> None:
         room_bytes = self.path.room_bytes
-        # An end that is let in may have nothing to say, so an empty lane lets all in: nothing else would call again.
+        # A resumed end may have nothing to send, so an empty lane resumes all: nothing else would call this again.
         while self._waiting and (room_bytes > 0 or self.path.in_flight_bytes == 0):
             self._waiting.popleft().go_on_reading(StopReason.LINK_FULL)
             room_bytes -= self.path.options.read_bytes
 
 
 class End(asyncio.BufferedProtocol):
-    """One socket of a connection: reads into its lane, writes what the other end's lane brings."""
+    """One socket of a connection: reads into its lane, and writes what arrives from the other end's lane."""
 
     def __init__(self, lane: Lane, on_gone: Callable[[End], None], on_answer: Callable[[End], None]) -> None:
         self.is_gone = False
-        """True once the socket is closed, or never will be opened."""
+        """True once the socket is closed, or if it will never be opened."""
         self._lane = lane
         self._on_gone = on_gone
         self._on_answer = on_answer
@@ -168,7 +167,7 @@ class End(asyncio.BufferedProtocol):
         return self._other
 
     def pair(self, other: End) -> None:
-        """Tie the two ends of a connection together."""
+        """Make ``other`` the other end of this connection, and this one its other end."""
         self._other, other._other = other, self
 
     def ask(self) -> None:
@@ -177,13 +176,13 @@ class End(asyncio.BufferedProtocol):
         self._lane.send(self.other, Mark.ASK)
 
     def open_for_reading(self) -> None:
-        """The far side is open: end the handshake."""
+        """Start reading: the far side is open, and the handshake is over."""
         self.go_on_reading(StopReason.NOT_OPEN)
 
     # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the socket, and write what came before it."""
+        """Set up the socket, and write what arrived before it opened."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if self.is_gone:
@@ -196,34 +195,34 @@ class End(asyncio.BufferedProtocol):
         self.flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Room for one read, small enough that connections of a slow link take turns."""
+        """Return the buffer for one read, small enough that connections of a slow link take turns."""
         return self._buffer[: self._lane.path.options.read_bytes]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Send on what was read."""
+        """Send what was read over the link; stop reading if the link is full."""
         self._lane.send(self.other, bytes(self._buffer[:nbytes]))
         if self._lane.path.room_bytes <= 0:
             self._lane.wait_for_room(self)
 
     def eof_received(self) -> bool:
-        """Send the half-close on; the other half stays open."""
+        """Forward the half-close over the link; the other half stays open."""
         self._read_all = True
         self._lane.send(self.other, Mark.END_OF_STREAM)
         self._close_if_done()
         return True
 
     def pause_writing(self) -> None:
-        """Hold what arrives: the receiver does not take it."""
+        """Hold what arrives: the receiver accepts no more."""
         self._receiver_full = True
 
     def resume_writing(self) -> None:
-        """Write on: the receiver takes more."""
+        """Continue to write: the receiver accepts more."""
         self._receiver_full = False
         self.flush()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell the other end, by way of the link, if the network took the socket away."""
-        # Without an error it was us who closed it, and the other end knows.
+        """Send a reset over the link to the other end, if an error closed the socket."""
+        # Without an error this side closed it, and the other end knows.
         if error is not None and not self.is_gone:
             self._lane.send(self.other, Mark.RESET)
         self._die()
@@ -231,7 +230,7 @@ class End(asyncio.BufferedProtocol):
     # Called by the lanes and the relay.
 
     def arrive(self, content: bytes | Mark) -> None:
-        """Take what came out of the link for this end; ``flush`` writes it."""
+        """Accept what came out of the link for this end; ``flush`` writes it."""
         if self.is_gone:
             return
         if content is Mark.ASK:
@@ -239,13 +238,13 @@ class End(asyncio.BufferedProtocol):
         elif content is Mark.ANSWER:
             self._on_answer(self.other)
         elif content is Mark.RESET:
-            self.flush()  # What came before a reset can still be read.
+            self.flush()  # Data before a reset is still delivered.
             self.reset()
         else:
             self._arrived.append(content)
 
     def flush(self) -> None:
-        """Write what has arrived, as much as the receiver takes, in as few pieces as can be."""
+        """Write what has arrived, as much as the receiver accepts, in as few pieces as possible."""
         transport = self._transport
         if transport is None or self.is_gone or transport.is_closing():
             return
@@ -270,14 +269,14 @@ class End(asyncio.BufferedProtocol):
             self.other.go_on_reading(StopReason.RECEIVER_FULL)
 
     def stop_reading(self, why: StopReason) -> None:
-        """Read no more until ``why`` is over."""
+        """Stop reading for the reason ``why``, until ``go_on_reading`` removes it."""
         if not self._stopped and self._reads():
             assert self._transport is not None
             self._transport.pause_reading()
         self._stopped.add(why)
 
     def go_on_reading(self, why: StopReason) -> None:
-        """``why`` is over; read again unless there is another reason not to."""
+        """Remove the reason ``why``; read again unless there is another reason not to."""
         if why in self._stopped:
             self._stopped.remove(why)
             if not self._stopped and self._reads():
@@ -285,18 +284,18 @@ class End(asyncio.BufferedProtocol):
                 self._transport.resume_reading()
 
     def reset(self) -> None:
-        """Close at once with a TCP reset and throw away what is under way at this end."""
+        """Close at once with a TCP reset and discard what is pending at this end."""
         transport = self._transport
         if transport is not None:
             handle: socket.socket = transport.get_extra_info("socket")
             if handle.fileno() >= 0:
-                # To linger for zero seconds is how a reset is asked for.
+                # SO_LINGER with zero seconds makes the close a reset.
                 handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             transport.abort()
         self._die()
 
     def _reads(self) -> bool:
-        # A transport that has seen the end of its stream must not be resumed: it would see it again.
+        # A transport whose stream has ended must not be resumed: it would report the end again.
         return self._transport is not None and not self._read_all and not self._transport.is_closing()
 
     def _close_if_done(self) -> None:
@@ -307,13 +306,13 @@ class End(asyncio.BufferedProtocol):
         if not self.is_gone:
             self.is_gone = True
             self._arrived.clear()
-            # What the other end still has to say goes nowhere, and it must not wait for this end to take it.
+            # Whatever the other end still sends is dropped, so it must not wait for this end to accept it.
             self.other.go_on_reading(StopReason.RECEIVER_FULL)
             self._on_gone(self)
 
 
 def prepare_socket(handle: socket.socket) -> None:
-    """Send small pieces at once, and keep the kernel's own queue short."""
+    """Make the socket send small pieces at once, and keep the kernel's own queue short."""
     handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     handle.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)

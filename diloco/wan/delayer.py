@@ -1,10 +1,10 @@
-"""The program that is the cable: it makes the namespaces, reads each packet at one end of a link and writes it, later,
-at the other.
+"""The program that emulates the links: it makes the namespaces, reads each packet at one end of a link and writes it,
+later, at the other.
 
-Started by ``netns``, controlled by JSON lines on its standard input, and gone when that ends.  One thread and no
-framework: whatever is between a packet's instant and its delivery is the emulator's error, so the loop does nothing but
-wait for the next instant, for a packet or for a command.  It asks for a real-time priority, and says in its
-counts what it was given; how late it was stands there too.
+``netns`` starts it, JSON lines on its standard input control it, and it ends when its input does.  It has one thread
+and no framework: any time between a packet's due instant and its delivery is the emulator's error, so the loop only
+waits for the next instant, a packet or a command.  It requests a real-time priority; its counts show which one it got,
+and how late it was.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NICENESS = -10
 PR_SET_TIMERSLACK = 29
 IDLE_S = 1.0
 READS_IN_A_ROW = 16
-"""Packets taken from one device before others have their turn."""
+"""Packets read from one device before the others get a turn."""
 SITES_MAX = 200
 SYNCER = "syncer"
 COMMAND_BYTES_MAX = 1 << 20
 
 
 def changed_options(options: PipeOptions, changes: Mapping[str, object]) -> PipeOptions:
-    """``options`` with ``changes``, checked as a whole; ``ValueError`` names an unknown field."""
+    """Return ``options`` with ``changes``, checked as a whole; ``ValueError`` names an unknown or invalid field."""
     known = asdict(options)
     for name in changes:
         if name not in known:
@@ -51,22 +51,22 @@ def changed_options(options: PipeOptions, changes: Mapping[str, object]) -> Pipe
 
 @dataclass(slots=True)
 class Cable:
-    """One site's link: its devices at both ends and a pipe for each way."""
+    """One site's link: its devices at both ends and a pipe for each direction."""
 
     options: PipeOptions
     namespace: int
     device: str
-    """The device's name at the syncer's end; at the site's it is ``wan``."""
+    """The device's name at the syncer's end; at the site's end it is ``wan``."""
     tuns: dict[str, int]
-    """By the direction that begins there."""
+    """Descriptors of the devices, by the direction that begins there."""
     pipes: dict[str, Pipe]
     failed_writes: int = 0
-    """Packets that the receiving kernel would not take."""
+    """Packets that the receiving kernel refused."""
 
     def let_out(self, direction: str) -> int | None:
-        """Write at the far end what has come out of ``direction``; returns when there will be more."""
+        """Write at the far end what has come out of ``direction``; return the instant of the next packet, or None."""
         pipe, far = self.pipes[direction], self.tuns["down" if direction == "up" else "up"]
-        # The clock is read for each packet: what waits for the writing of others is late too, and counted so.
+        # The clock is read for each packet, so that the time to write earlier ones counts as lateness too.
         while (packet := pipe.take(time.monotonic_ns())) is not None:
             try:
                 os.write(far, packet)
@@ -85,7 +85,7 @@ class Delayer:
         self.ended = False
 
     def run(self) -> None:
-        """Carry packets and do as told until the input ends."""
+        """Carry packets and execute commands until the input ends."""
         commands = b""
         source = sys.stdin.fileno()
         while not self.ended:
@@ -102,12 +102,12 @@ class Delayer:
                     self._answer(json.loads(line))
 
     def end_the_rest(self, spare: int) -> None:
-        """Kill whatever still runs in the namespaces, but for the process ``spare``: there is no network left there."""
+        """Kill all processes in the namespaces except ``spare``: they have no network any more."""
         if self._cables:
             namespaces.end_all_in([self._syncer, *(cable.namespace for cable in self._cables.values())], spare)
 
     def _let_out(self) -> float:
-        """Deliver all that is due, and return how long until the next thing is."""
+        """Deliver all packets that are due, and return the seconds until the next one is, at most ``IDLE_S``."""
         while True:
             dues_ns = [cable.let_out(direction) for cable in self._cables.values() for direction in DIRECTIONS]
             soonest_ns = min((due_ns for due_ns in dues_ns if due_ns is not None), default=None)
@@ -160,13 +160,13 @@ class Delayer:
                 if direction in ("both", way):
                     pipe.blocked = what == "partition"
         else:
-            raise ValueError(f"do is {what!r}: one of cpu_s, heal, partition, set, start, stats")
+            raise ValueError(f"do is {what!r}: one of cpu_s, crossed, heal, partition, set, start, stats")
         return None
 
     def _start(
         self, links: dict[str, dict[str, object]], congestion: str, settings: dict[str, str], subnet: int
     ) -> dict[str, dict[str, str]]:
-        """Make the namespaces and the links; returns each one's place and addresses."""
+        """Make the namespaces and the links; return the path of each namespace and the addresses of its link."""
         if self._cables:
             raise ValueError("do is 'start': the links are there already")
         if not 1 <= len(links) <= SITES_MAX or SYNCER in links:
@@ -186,7 +186,7 @@ class Delayer:
             place = f"/proc/{os.getpid()}/fd/{cable.namespace}"
             found[name] = {"place": place, "site_address": at_site, "syncer_address": at_syncer}
         gc.freeze()
-        gc.disable()  # Nothing here makes cycles, and a collection would be late packets.
+        gc.disable()  # Nothing here makes reference cycles, and a collection would delay packets.
         return found
 
     def _lay(self, number: int, options: PipeOptions, ends: tuple[str, str], congestion: str) -> Cable:
@@ -229,7 +229,7 @@ def _scheduling() -> str:
 
 
 def _hurry() -> None:
-    """Take the best priority that this user may have, and timers that fire when they are due."""
+    """Get the highest priority that this user may have, and timers without slack."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(PRIORITY))
@@ -239,7 +239,7 @@ def _hurry() -> None:
 
 
 def main() -> None:
-    """Be the cable until standard input ends."""
+    """Emulate links until standard input ends."""
     _hurry()
     delayer = Delayer()
 

@@ -1,15 +1,15 @@
-"""The model of one WAN link: when does what was sent at one end come out at the other?
+"""The model of one WAN link: computes when what is sent at one end comes out at the other.
 
-Pure: no clock, no sockets, no loop.  Instants are integer nanoseconds and always an argument, so that a whole
-link can be tried in a test without waiting for it.
+Pure: no clock, no sockets, no loop.  Instants are integer nanoseconds and always an argument, so that a test can run a
+whole link without waiting.
 
-A byte that enters a direction is first serialised (the rate is shared by everything that goes the same way, first
-come first served), then travels for half the round-trip time plus the jitter of that moment, and then may wait for a
-stall to end.  Nothing overtakes anything.
+A byte that enters a direction is first serialised (all traffic of the direction shares the rate, first come first
+served), then travels for half the round-trip time plus the jitter of that moment, and then may wait for a stall to end.
+The order is kept.
 
-The weather (jitter and stalls) is a function of the seed, the direction and the time since the link was started, and
-of nothing else.  How a program cuts its writes, or how the kernel cuts our reads, does not change it, so two runs with
-one seed see the same weather even though no two runs read the same pieces.
+The weather (jitter and stalls) is a function only of the seed, the direction and the time since the link was started.
+How a program cuts its writes, or how the kernel cuts our reads, does not change it.  So two runs with one seed see the
+same weather, although no two runs read the same pieces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Item = TypeVar("Item")
 
 
 def check_number(field: str, value: object, low: float, high: float, wanted: str) -> None:
-    """Refuse, in words, a ``value`` of ``field`` that is no number from ``low`` to ``high``."""
+    """Raise ValueError with ``field`` and ``wanted`` unless ``value`` is a number from ``low`` to ``high``."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # NaN fails both comparisons and is refused with the rest.
     if not (is_number and low <= value <= high):  # type: ignore[operator]
@@ -51,7 +51,7 @@ def check_number(field: str, value: object, low: float, high: float, wanted: str
 
 @dataclass(kw_only=True, slots=True)
 class LinkOptions:
-    """What a link is like.  Both directions are alike; each draws its own weather.
+    """The properties of a link.  Both directions have the same; each draws its own weather.
 
     The measured round trip of an idle link lies between ``rtt_ms - jitter_ms`` and ``rtt_ms + jitter_ms``.
     """
@@ -63,11 +63,11 @@ class LinkOptions:
     mbps: float = 0.0
     """Payload rate of each direction in 10^6 bits a second, headers not counted; 0 for no bound."""
     queue_kib: float = 1024.0
-    """What may wait in front of the link, beyond what is under way on it."""
+    """Size of the queue in front of the link, beyond what is under way on it."""
     stall_percent: float = 0.0
-    """Chance in each second that a direction stalls, as it does while a lost segment is sent again."""
+    """Chance in each second that a direction stalls, as TCP does while it retransmits a lost segment."""
     stall_ms: float = 200.0
-    """How long one stall lasts (200 ms is the least retransmission time-out of Linux)."""
+    """Duration of one stall (200 ms is the minimum retransmission time-out of Linux)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,14 +90,14 @@ class LinkOptions:
 
     @property
     def read_bytes(self) -> int:
-        """The most to take from a socket at once: 2 ms of the link, so that no sender is served in lumps."""
+        """Most bytes to read from a socket at once: 2 ms of the link, so that senders share it in small turns."""
         if self.mbps == 0:
             return READ_BYTES_MAX
         return min(max(self._bytes_in(READ_SPAN_NS), READ_BYTES_MIN), READ_BYTES_MAX)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes one direction may hold before its senders must wait: rate x delay plus the queue."""
+        """Bytes that one direction may hold before its senders must wait: rate x delay plus the queue."""
         queue_bytes = max(int(self.queue_kib * 1024), 2 * self.read_bytes)
         if self.mbps == 0:
             return UNLIMITED_WINDOW_BYTES + queue_bytes
@@ -105,7 +105,7 @@ class LinkOptions:
         return self._bytes_in(longest_ns) + queue_bytes
 
     def serialise_ns(self, num_bytes: int) -> int:
-        """How long ``num_bytes`` occupy the link, in ns."""
+        """Return how long ``num_bytes`` occupy the link, in ns."""
         return int(num_bytes * 8000 / self.mbps) if self.mbps else 0
 
     def _bytes_in(self, span_ns: int) -> int:
@@ -114,10 +114,10 @@ class LinkOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Second:
-    """What the weather does in one second of a link's life."""
+    """The weather in one second of a link's life."""
 
     stall_chance: float
-    """In [0, 1): the second stalls if this is below ``stall_percent / 100``."""
+    """In [0, 1): the second has a stall if this is below ``stall_percent / 100``."""
     stall_offset_ns: int
     jitter: tuple[float, ...]
     """One draw in [-1, 1] for each slot of ``JITTER_SLOT_NS``."""
@@ -128,7 +128,7 @@ class Weather:
 
     Each second has a generator of its own, seeded by (seed, direction, second), which draws in this order: the chance
     of a stall, its offset in the second, one jitter for each of 100 slots.  All are drawn whether the options use them
-    or not, so a change of the options does not shift what comes later, and an idle hour costs nothing.
+    or not, so a change of the options does not change later draws.  An idle hour costs nothing.
     """
 
     def __init__(self, seed: int, direction: str) -> None:
@@ -136,12 +136,12 @@ class Weather:
         self._seconds: dict[int, _Second] = {}
 
     def jitter(self, at_ns: int) -> float:
-        """The draw in [-1, 1] that holds at ``at_ns`` since the start."""
+        """Return the draw in [-1, 1] for the instant ``at_ns`` since the start."""
         second, offset_ns = divmod(at_ns, SECOND_NS)
         return self._second(second).jitter[offset_ns // JITTER_SLOT_NS]
 
     def stall_at(self, at_ns: int, options: LinkOptions) -> tuple[int, int] | None:
-        """The (second, end in ns) of the latest-ending stall that covers ``at_ns``, or None."""
+        """Return (second, end in ns) of the latest-ending stall that covers ``at_ns``, or None."""
         stall_ns = int(options.stall_ms * MILLISECOND_NS)
         if options.stall_percent == 0 or stall_ns == 0:
             return None
@@ -173,22 +173,22 @@ class Weather:
 
 @dataclass(slots=True)
 class Passage(Generic[Item]):
-    """One thing on its way through a direction: from where it waits to when it comes out.  Instants in ns."""
+    """One item on its way through a direction, from the queue to the other end.  Instants in ns."""
 
     item: Item
     num_bytes: int
     start_ns: int = 0
-    """When the link begins to take it."""
+    """When the link begins to serialise it."""
     end_ns: int = 0
-    """When the link has taken all of it and is free for the next."""
+    """When the link has serialised all of it and is free for the next."""
     due_ns: int = 0
     """When it comes out at the other end."""
 
 
 class Path(Generic[Item]):
-    """One direction of a link: what is under way on it, and when each thing is due.
+    """One direction of a link: the items under way on it, and when each one is due.
 
-    First in, first out.  ``push`` plans, ``take_due`` lets out, ``change`` and ``heal`` plan again.
+    First in, first out.  ``push`` plans an item, ``take_due`` removes those due, ``change`` and ``heal`` plan again.
     """
 
     def __init__(self, options: LinkOptions, direction: str, started_ns: int) -> None:
@@ -197,11 +197,11 @@ class Path(Generic[Item]):
         self.options = options
         self.direction = direction
         self.blocked = False
-        """True in a partition: things go in, nothing comes out, and nothing is lost."""
+        """True in a partition: items go in, none come out, and none are lost."""
         self.in_flight_bytes = 0
         self.in_flight_bytes_peak = 0
         self.num_stalls = 0
-        """Stalls that held something up."""
+        """Stalls that delayed an item."""
         self._started_ns = started_ns
         self._weather = Weather(options.seed, direction)
         self._passages: deque[Passage[Item]] = deque()
@@ -211,11 +211,11 @@ class Path(Generic[Item]):
 
     @property
     def room_bytes(self) -> int:
-        """How much more may be read before the senders must wait; not above zero when they must."""
+        """Bytes that may still be read before the senders must wait; zero or less if they must wait now."""
         return self.options.window_bytes - self.in_flight_bytes
 
     def push(self, item: Item, num_bytes: int, now_ns: int) -> None:
-        """Put ``item`` at the end of the queue; 0 bytes for what only needs its turn (a close, a handshake)."""
+        """Append ``item`` to the queue; 0 bytes for an item that only keeps its place (a close, a handshake)."""
         passage = Passage(item, num_bytes)
         self._plan(passage, now_ns)
         self._passages.append(passage)
@@ -223,13 +223,13 @@ class Path(Generic[Item]):
         self.in_flight_bytes_peak = max(self.in_flight_bytes_peak, self.in_flight_bytes)
 
     def next_due_ns(self) -> int | None:
-        """When ``take_due`` next has something, or None while empty or blocked."""
+        """Return the instant at which ``take_due`` next has an item, or None while empty or blocked."""
         if self.blocked or not self._passages:
             return None
         return self._passages[0].due_ns
 
     def take_due(self, now_ns: int) -> list[Passage[Item]]:
-        """All that has come out by ``now_ns``, in order."""
+        """Remove and return all items that have come out by ``now_ns``, in order."""
         taken: list[Passage[Item]] = []
         while not self.blocked and self._passages and self._passages[0].due_ns <= now_ns:
             passage = self._passages.popleft()
@@ -238,7 +238,7 @@ class Path(Generic[Item]):
         return taken
 
     def change(self, options: LinkOptions, now_ns: int) -> None:
-        """Go on with other options.  What the link has taken keeps its instants; what still waits is planned anew."""
+        """Change the options.  Items whose serialisation has begun keep their instants; the rest is planned anew."""
         if options.seed != self.options.seed:
             self._weather = Weather(options.seed, self.direction)
         self.options = options
@@ -252,7 +252,7 @@ class Path(Generic[Item]):
                 self._plan(passage, now_ns)
 
     def heal(self, now_ns: int) -> None:
-        """End a partition.  All that was under way is sent again from the start, as TCP would have to."""
+        """End a partition.  All items under way are sent again from the start, as TCP would retransmit them."""
         if not self.blocked:
             return
         self.blocked = False
@@ -262,7 +262,7 @@ class Path(Generic[Item]):
             self._plan(passage, now_ns)
 
     def drop(self, is_gone: Callable[[Item], bool]) -> None:
-        """Forget all items for which ``is_gone``; the others keep their instants."""
+        """Remove all items for which ``is_gone`` is true; the others keep their instants."""
         self._passages = deque(passage for passage in self._passages if not is_gone(passage.item))
         self.in_flight_bytes = sum(passage.num_bytes for passage in self._passages)
 
@@ -279,7 +279,7 @@ class Path(Generic[Item]):
         self._last_due_ns = passage.due_ns
 
     def _after_stalls(self, due_ns: int) -> int:
-        """The first instant from ``due_ns`` on at which the direction is not stalled."""
+        """Return the first instant from ``due_ns`` on at which the direction is not stalled; count the stalls."""
         while (stall := self._weather.stall_at(due_ns - self._started_ns, self.options)) is not None:
             second, end_ns = stall
             if second > self._last_stall_second:

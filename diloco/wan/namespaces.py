@@ -1,8 +1,8 @@
-"""Network namespaces of Linux: made, entered, and each given a TUN device that a program of ours is the cable of.
+"""Network namespaces of Linux: make them, enter them, and give each a TUN device, which our program reads and writes.
 
-A namespace made here has no name.  It lives as long as somebody holds it open or runs in it, so nothing is to be swept
-up: when the program that made it dies, however it dies, the kernel takes the namespace away with its devices
-and addresses, as soon as the last process in it has ended.
+A namespace made here has no name.  It lives as long as a process holds it open or runs in it, so it needs no cleanup:
+however the program that made it dies, the kernel removes the namespace with its devices and addresses, as soon as the
+last process in it has ended.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 VIRTIO_HEADER_BYTES = 10
 MTU_BYTES = 1500
 DEVICE_QUEUE_PACKETS = 10_000
-"""What waits for the emulator to read it; drops here are its own fault and are counted."""
+"""Length of the queue that the emulator reads; drops here are the emulator's fault and are counted."""
 COMMAND_TIMEOUT_S = 20.0
 CONGESTIONS = ("bbr", "cubic", "reno")
 
 
 def unavailable() -> str | None:
-    """Return why namespaces with emulated links cannot be made here, in words, or None where they can."""
+    """Return why namespaces with emulated links cannot be made here, or None if they can."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's own, and this is {sys.platform}"
     if not TUN_DEVICE.exists():
@@ -51,14 +51,16 @@ def unavailable() -> str | None:
 
 
 def available_congestions() -> tuple[str, ...]:
-    """The congestion controls of this kernel, of those that ``CONGESTIONS`` names."""
+    """Return the congestion controls in ``CONGESTIONS`` that this kernel has."""
     listed = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text("ascii").split()
     return tuple(name for name in CONGESTIONS if name in listed)
 
 
 def enter(place: str | int) -> None:
-    """Move the calling thread, and all that it starts from now on, into the namespace at ``place``: a path or a
-    descriptor.  Threads that run already stay where they are, so a process enters before it starts any.
+    """Move the calling thread, and all threads and processes that it starts later, into the namespace at ``place``.
+
+    ``place`` is a path or a descriptor.  Other threads that already run stay where they are, so a process must enter
+    before it starts any.
     """
     handle = os.open(place, os.O_RDONLY | os.O_CLOEXEC) if isinstance(place, str) else place
     try:
@@ -69,11 +71,11 @@ def enter(place: str | int) -> None:
 
 
 def make() -> int:
-    """Make a namespace with its loopback device up and return a descriptor that holds it; the caller stays outside."""
+    """Make a namespace with its loopback device up; return a descriptor that holds it.  The caller stays outside."""
     with _returning():
         _call("unshare", CLONE_NEWNET)
         made = _open_own()
-        # No router is ever solicited on a link whose packets are counted.
+        # IPv6 would send router solicitations over a link whose packets are counted.
         write_setting("ipv6.conf.all.disable_ipv6", "1", must=False)
         write_setting("ipv6.conf.default.disable_ipv6", "1", must=False)
         ip("link", "set", "lo", "up")
@@ -89,11 +91,11 @@ def within(namespace: int) -> Iterator[None]:
 
 
 def open_tun(name: str) -> int:
-    """Make a TUN device in the present namespace and return its descriptor; the device goes when that is closed.
+    """Make a TUN device in the current namespace and return its descriptor; closing that removes the device.
 
-    Packets come with a virtio-net header and with TCP's segmentation left undone (see ``packets``).
+    Packets come with a virtio-net header and before TCP segmentation (see ``packets``).
     """
-    import fcntl  # Here, because Windows lacks it and its users may import every module.
+    import fcntl  # Imported here, so that the module can be imported on Windows, which lacks it.
 
     tun = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -108,37 +110,38 @@ def open_tun(name: str) -> int:
 
 
 def bring_up(name: str, address: str, peer: str) -> None:
-    """Give the device an ``address`` and bring it up; ``peer`` is at its other end, and nobody else yet."""
+    """Give the device an ``address`` and bring it up; ``peer`` is at its other end.  Adds no route."""
     ip("link", "set", name, "mtu", str(MTU_BYTES), "txqueuelen", str(DEVICE_QUEUE_PACKETS), "up")
     ip("addr", "add", address, "peer", peer, "dev", name, "noprefixroute")
 
 
 def route(to: str, device: str, congestion: str) -> None:
-    """Send what goes to ``to`` by ``device``, its TCP under the congestion control ``congestion``.
+    """Route packets for ``to`` over ``device``, with ``congestion`` as the congestion control of TCP.
 
-    It is a property of the route and not of the namespace: a new namespace may choose only among what the whole
-    machine allows to everybody, and nothing of the machine itself is ever changed here.
+    The congestion control is set on the route, not on the namespace: a namespace may choose only among those that the
+    machine allows for all users, and this module never changes settings of the machine.
     """
     ip("route", "replace", to, "dev", device, "congctl", congestion)
 
 
 def write_setting(name: str, value: str, *, must: bool = True) -> None:
-    """Set ``net.NAME`` of the present namespace; unless it ``must`` be there, one that is not is left."""
+    """Set ``net.NAME`` of the current namespace; if not ``must``, ignore a setting that does not exist."""
     path = Path("/proc/sys/net", *name.split("."))
     if must or path.exists():
         path.write_text(value, "ascii")
 
 
 def end_all_in(namespaces: Sequence[int], spare: int) -> list[int]:
-    """Kill every process whose first thread is in one of ``namespaces``, but for ``spare`` and the caller; returns
-    their ids.
+    """Kill every process whose first thread is in one of ``namespaces``, except ``spare`` and the caller.
+
+    Returns the ids of the killed processes.
     """
     ours = {(found.st_dev, found.st_ino) for found in map(os.fstat, namespaces)}
     ended = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) in (os.getpid(), spare):
             continue
-        # One that has just ended, and those of other users, are none of ours.
+        # A process that has just ended, or of another user, raises OSError and is not in our namespaces.
         with contextlib.suppress(OSError):
             found = (entry / "ns/net").stat()
             if (found.st_dev, found.st_ino) in ours:
@@ -148,16 +151,16 @@ def end_all_in(namespaces: Sequence[int], spare: int) -> list[int]:
 
 
 def device_drops(name: str) -> int:
-    """Packets that the device dropped before the emulator read them."""
+    """Return the number of packets that the device dropped before the emulator read them."""
     for line in Path("/proc/thread-self/net/dev").read_text("ascii").splitlines():
         device, colon, counts = line.partition(":")
         if colon and device.strip() == name:
-            return int(counts.split()[11])  # The fourth of transmission.
+            return int(counts.split()[11])  # The fourth column of transmission.
     raise ValueError(f"device is {name!r}: not in this namespace")
 
 
 def ip(*arguments: str) -> None:
-    """Run iproute2's ``ip`` in the present namespace; its words in an ``OSError`` if it fails."""
+    """Run iproute2's ``ip`` in the current namespace; if it fails, raise ``OSError`` with its standard error."""
     done = subprocess.run(["ip", *arguments], capture_output=True, timeout=COMMAND_TIMEOUT_S, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.decode(errors='replace').strip()}")
@@ -165,7 +168,7 @@ def ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def _returning() -> Iterator[None]:
-    """Come back to the present namespace at the block's end."""
+    """Return to the current namespace at the block's end."""
     here = _open_own()
     try:
         yield
@@ -177,7 +180,7 @@ def _returning() -> Iterator[None]:
 
 
 def _may_come_back() -> bool:
-    """Whether a thread that left the present namespace could enter it again, tried by entering it from within."""
+    """Whether a thread that left the current namespace could enter it again; tests it by entering it from inside."""
     try:
         enter("/proc/thread-self/ns/net")
     except OSError:
@@ -190,14 +193,14 @@ def _open_own() -> int:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """A call of the C library that answers 0, or leaves its reason in errno."""
+    """Call a function of the C library that returns 0 on success; otherwise raise OSError with its errno."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         reason = ctypes.get_errno()
         raise OSError(reason, f"{name}: {os.strerror(reason)}")
 
 
 def _capabilities() -> int:
-    """The effective capabilities of this process, a bit each."""
+    """Return the effective capabilities of this process, one bit each."""
     for line in Path("/proc/self/status").read_text("ascii").splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)

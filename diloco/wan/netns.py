@@ -6,17 +6,15 @@
         network.partition("site-a", "up")
         network.assert_faithful()
 
-Each site has one link, to the syncer, which forwards between sites.  What is real here and not in ``relay``: segments
-of 1500 bytes that are lost one by one, congestion control and its windows, slow start, the kernel's socket buffers and
-time-outs, and silence when a link is cut.  What it does not model: other people's traffic, queues that manage
-themselves, marks of congestion, reordering.  And what crosses is handed over in runs of up to 64 KiB, each of which
-comes out when its last segment would.
+Each site has one link, to the syncer, which forwards between sites.  Unlike in ``relay``, these are real: segments of
+1500 bytes that are lost one by one, congestion control and its windows, slow start, the kernel's socket buffers and
+time-outs, and silence when a link is cut.  It does not model cross traffic, active queue management, congestion marks
+(ECN) or reordering.  Packets cross in runs of up to 64 KiB, each of which comes out when its last segment would.
 
-It needs Linux and root, or the root of ``unshare -Urn`` (``unavailable`` says why not), and changes nothing of
-the machine: its namespaces have no names, and go when the program between them does (see ``namespaces``, ``delayer``).
+It needs Linux and root, or the root of ``unshare -Urn`` (``unavailable`` returns why not).  It changes no setting of
+the machine: its namespaces have no names and disappear with the program between them (see ``namespaces``, ``delayer``).
 
-Its figures are evidence only while the emulator keeps up: ``assert_faithful`` belongs at the end of
-whatever measures through it.
+Measurements are valid only while the emulator keeps up: call ``assert_faithful`` at the end of each.
 """
 
 from __future__ import annotations
@@ -55,19 +53,20 @@ DEVIATIONS_MAX = 5.0
 
 
 class NetnsDiedError(ChildDiedError):
-    """The program between the namespaces has ended, or does not answer."""
+    """The link emulator (``delayer``) has ended, or does not answer."""
 
 
 class UnfaithfulError(RuntimeError):
-    """The emulator did not do what it was configured to do: what was measured through it is no evidence."""
+    """The emulator did not behave as configured, so measurements through it are not valid."""
 
 
 class Netns(Child):
     """Namespaces, links and the processes in them; a context manager, safe for threads.
 
-    ``congestion`` (of ``available_congestions``) is that of all TCP over the links, both ways.  ``settings`` are
-    written below ``/proc/sys/net`` in every namespace, for example ``{"ipv4.tcp_wmem": "4096 16384 67108864"}``; what
-    is not among them is as on the machine.  A process that was started here is ended at ``close`` at the latest.
+    ``congestion`` (of ``available_congestions``) is the congestion control of all TCP over the links, both ways.
+    ``settings`` are written below ``/proc/sys/net`` in every namespace, for example
+    ``{"ipv4.tcp_wmem": "4096 16384 67108864"}``; other settings are as on the machine.  ``close`` ends all processes
+    started here that still run.
     """
 
     module = "diloco.wan.delayer"
@@ -104,20 +103,20 @@ class Netns(Child):
         self._places: dict[str, dict[str, str]] = started
 
     def place(self, who: str) -> str:
-        """The path of the namespace of a site, or of ``SYNCER``, for ``namespaces.enter`` and ``nsenter --net``."""
+        """Return the path of the namespace of a site or ``SYNCER``, for ``namespaces.enter`` and ``nsenter --net``."""
         return self._find(who)["place"]
 
     def syncer_address(self, site: str) -> str:
-        """The syncer's address at the other end of this site's link."""
+        """Return the syncer's address at the other end of this site's link."""
         return self._find(site)["syncer_address"]
 
     def site_address(self, site: str) -> str:
-        """The site's own address; other sites reach it through the syncer's namespace, over both links."""
+        """Return the site's own address; other sites reach it through the syncer's namespace, over both links."""
         return self._find(site)["site_address"]
 
     @contextlib.contextmanager
     def inside(self, who: str) -> Iterator[None]:
-        """Let the calling thread be in a namespace for the block; what sockets it makes there stay there."""
+        """Move the calling thread into a namespace for the block; sockets that it makes there stay there."""
         here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             namespaces.enter(self.place(who))
@@ -131,8 +130,8 @@ class Netns(Child):
     def popen(self, who: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program in a namespace; ``options`` are those of ``subprocess.Popen``.
 
-        It is there from its birth: one that entered later would be missed by whatever ends all that is in there, where
-        its owner is killed meanwhile.
+        The program starts inside.  If it entered later, and its owner were killed before that, the cleanup that kills
+        all processes in the namespace (``Delayer.end_the_rest``) would miss it.
         """
         with self.inside(who):
             process = subprocess.Popen(command, **options)
@@ -140,7 +139,7 @@ class Netns(Child):
         return process
 
     def set(self, site: str, **changes: object) -> None:
-        """Change options of a site's link; what is under way on it keeps its instants."""
+        """Change options of a site's link; packets under way on it keep their instants."""
         self._do("set", name=site, **changes)
 
     def partition(self, site: str, direction: str = "both") -> None:
@@ -152,21 +151,22 @@ class Netns(Child):
         self._do("heal", name=site)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By site: for ``up`` and ``down`` the counts of ``PipeCounts``, and what the emulator failed at."""
+        """Return by site the ``PipeCounts`` of ``up`` and ``down``, and counts of the emulator's own failures."""
         value = self._do("stats")
         assert isinstance(value, dict)
         return value
 
     def crossed(self) -> dict[str, tuple[int, int]]:
-        """By site: the bytes that have come out of its link up and down, headers counted; cheap enough to ask often."""
+        """Return by site the bytes that have come out of its link (up, down), headers counted; cheap to call often."""
         value = self._do("crossed")
         assert isinstance(value, dict)
         return {site: (up, down) for site, (up, down) in value.items()}
 
     def assert_faithful(self, late_ms_p99: float = LATE_MS_P99_MAX) -> None:
-        """Raise ``UnfaithfulError`` unless, since the start, every link did what it was configured to do: 99 of 100
-        packets came out at most ``late_ms_p99`` late, as many were lost by chance as the options meant (to five
-        standard deviations), and none by the emulator itself.
+        """Raise ``UnfaithfulError`` unless every link has behaved as configured since the start.
+
+        That means: 99 of 100 packets came out at most ``late_ms_p99`` late, the random losses are as many as the
+        options specify (within five standard deviations), and the emulator itself lost none.
         """
         for site, stats in self.stats().items():
             complaints = list(_complaints(stats, late_ms_p99))
@@ -176,7 +176,7 @@ class Netns(Child):
                 )
 
     def close(self) -> None:
-        """End the processes that were started here, then the links, each in bounded time."""
+        """End the processes started here, then the links, each in bounded time."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
@@ -195,7 +195,7 @@ class Netns(Child):
 
 
 def _complaints(stats: Mapping[str, Any], late_ms_p99: float) -> Iterator[str]:
-    """What was not as it should have been on one link."""
+    """Yield a message for each way in which one link did not behave as configured."""
     if stats["failed_writes"]:
         yield f"{stats['failed_writes']} packets could not be delivered"
     if stats["unread"]:

@@ -1,12 +1,12 @@
-"""What a TUN device hands over: an IP packet behind a virtio-net header, and often many TCP segments in one.
+"""Packets of a TUN device: an IP packet behind a virtio-net header, often with many TCP segments in one.
 
 Pure: bytes in, bytes out.  With offloads on, the kernel does not cut a stream into segments of the link's size itself:
-it hands over up to 64 KiB behind one set of headers and says how long a segment is.  That is what makes user space fast
-enough, and it must not change what the network does: a rate counts the headers of every segment, and loss
-strikes single segments.  ``measure`` counts them, ``keep`` takes some of them out.
+it passes up to 64 KiB behind one set of headers, with the length of a segment.  That makes user space fast enough, and
+must not change the emulated network: a rate counts the headers of every segment, and loss hits single segments.
+``measure`` counts the segments, ``keep`` removes some of them.
 
-The header is ``struct virtio_net_hdr`` of Linux, ten bytes in the machine's own order: flags, kind, length of all
-headers, payload of one segment, and where a checksum starts and stands.
+The header is ``struct virtio_net_hdr`` of Linux, ten bytes in the machine's own byte order: flags, kind, length of all
+headers, payload of one segment, and where the checksummed bytes start and the checksum stands.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ IP_LENGTH_AT, IP_ID_AT, IP_CHECKSUM_AT, IP_ADDRESSES_AT = 2, 4, 10, 12
 TCP_SEQUENCE_AT, TCP_FLAGS_AT, TCP_CHECKSUM_AT = 4, 13, 16
 TCP_PROTOCOL = 6
 LAST_ONLY_FLAGS = 0x09
-"""FIN and PSH: of a run of segments only the last one carries them."""
+"""FIN and PSH: only the last of a run of segments carries them."""
 FIRST_ONLY_FLAGS = 0x80
-"""CWR: only the first one carries it."""
+"""CWR: only the first of a run of segments carries it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """How much of a link a packet takes."""
+    """The size of a packet on a link."""
 
     segments: int
-    """Packets of the link's size that it stands for."""
+    """Number of packets on the link that it represents."""
     header_bytes: int
-    """Headers of each, IP and TCP; 0 where the packet is one and is never cut."""
+    """IP and TCP headers of each segment; 0 if the packet is never cut."""
     payload_bytes: int
-    """Payload of each segment but the last, which may be shorter."""
+    """Payload of each segment except the last, which may be shorter."""
     wire_bytes: int
-    """All of it on the link, with the headers of every segment."""
+    """Bytes of all segments on the link, with the headers of each."""
 
     def bytes_of(self, first: int, stop: int) -> int:
-        """What the segments ``first`` to ``stop`` (excluded) take."""
+        """Return the bytes on the link of the segments ``first`` to ``stop`` (excluded)."""
         if self.segments == 1:
             return self.wire_bytes
         whole = (self.header_bytes + self.payload_bytes) * (stop - first)
@@ -67,8 +67,9 @@ def measure(packet: bytes) -> Measure:
 
 
 def keep(packet: bytes, gone: Collection[int]) -> Iterator[tuple[bytes, int, int]]:
-    """Yield what is left of ``packet`` when the segments numbered in ``gone`` are not: each run of segments that stand
-    side by side as one packet, with the numbers of its first segment and of the one behind its last.
+    """Yield what is left of ``packet`` without the segments numbered in ``gone``, as (packet, first, stop).
+
+    Each run of adjacent segments is one packet, with the segments numbered ``first`` to ``stop`` (excluded).
     """
     size = measure(packet)
     first = 0
@@ -85,7 +86,7 @@ def keep(packet: bytes, gone: Collection[int]) -> Iterator[tuple[bytes, int, int
 
 
 def _run(packet: bytes, size: Measure, first: int, stop: int) -> bytes:
-    """The segments ``first`` to ``stop`` of a TCP packet as a packet of their own, its headers made right."""
+    """Return the segments ``first`` to ``stop`` (excluded) of a TCP packet as one packet with corrected headers."""
     flags, kind, header_bytes, payload_bytes, checksum_start, checksum_at = VIRTIO.unpack_from(packet)
     begin = IP_AT + header_bytes
     payload = packet[begin + first * payload_bytes : begin + stop * payload_bytes]
@@ -100,7 +101,7 @@ def _run(packet: bytes, size: Measure, first: int, stop: int) -> bytes:
         headers[tcp_at + TCP_FLAGS_AT] &= ~FIRST_ONLY_FLAGS & 0xFF
     struct.pack_into("!H", headers, IP_CHECKSUM_AT, 0)
     struct.pack_into("!H", headers, IP_CHECKSUM_AT, ~_sum_of_words(bytes(headers[:tcp_at])) & 0xFFFF)
-    # The kernel leaves the sum of the pseudo-header where the checksum will stand; nobody here sums the payload.
+    # As the kernel does, store the sum of the pseudo-header in the checksum field: the payload is not summed here.
     pseudo = bytes(headers[IP_ADDRESSES_AT:tcp_at][:8]) + struct.pack(
         "!HH", TCP_PROTOCOL, len(payload) + header_bytes - tcp_at
     )
@@ -115,7 +116,7 @@ def _word(content: bytearray, at: int) -> int:
 
 
 def _sum_of_words(content: bytes) -> int:
-    """The ones' complement sum that Internet checksums are the complement of (RFC 1071)."""
+    """Return the ones' complement sum, of which an Internet checksum is the complement (RFC 1071)."""
     total: int = sum(struct.unpack(f"!{len(content) // 2}H", content))
     while total > 0xFFFF:
         total = (total & 0xFFFF) + (total >> 16)

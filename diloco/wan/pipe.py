@@ -1,12 +1,12 @@
-"""The model of one direction of a link that carries packets: which are lost, and when do the others come out?
+"""The model of one direction of a link that carries packets: computes which are lost, and when the others come out.
 
-Pure: no clock, no devices.  Instants are integer nanoseconds and always an argument.  In the order of a real
-path: a segment may be lost (each one by a seeded draw of its own), then waits in a bounded queue, whose overflow is
-dropped at its tail, then is serialised at the rate, then travels for half the round-trip time plus the jitter of the
-moment.  Nothing overtakes anything.  In a partition whatever would come out is lost.
+Pure: no clock, no devices.  Instants are integer nanoseconds and always an argument.  As on a real path, a segment may
+be lost (each by a seeded draw of its own), then waits in a bounded queue, whose overflow is dropped at the tail, then
+is serialised at the rate, then travels for half the round-trip time plus the jitter of the moment.  The order is kept.
+In a partition, packets that would come out are lost.
 
-Unlike the relay's ``Path``, which holds its senders back, nothing here ever says "wait": what a sender does
-about loss and delay is up to its kernel's TCP.
+Unlike the relay's ``Path``, a pipe never makes its senders wait: how they react to loss and delay is up to the TCP of
+their kernel.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 QUEUE_BYTES_MIN = 256 * 1024
 HELD_BYTES_MAX = 1 << 30
-"""The most that one direction holds, whatever its options: a delay of a second at 8 Gbit/s."""
+"""Most bytes that one direction holds, under any options: a delay of a second at 8 Gbit/s."""
 LATENESS_BINS = 32
 
 
 @dataclass(kw_only=True, slots=True)
 class PipeOptions:
-    """What a link is like.  Both directions are alike; each draws its own losses and jitter."""
+    """The properties of a link.  Both directions have the same; each draws its own losses and jitter."""
 
     rtt_ms: float = 0.0
     """Round-trip time; each direction delays by half of it."""
@@ -40,9 +40,9 @@ class PipeOptions:
     mbps: float = 0.0
     """Rate of each direction in 10^6 bits a second, headers of IP and TCP counted; 0 for no bound."""
     loss_percent: float = 0.0
-    """Chance of each segment of the link's size to be lost, in each direction."""
+    """Chance of each segment (packet on the link) to be lost, in each direction."""
     queue_kib: float = 0.0
-    """What may wait in front of a link with a rate; 0 for what the link holds in a round trip, at least 256 KiB."""
+    """Size of the queue in front of a link with a rate; 0: the rate times the round trip, at least 256 KiB."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,26 +58,26 @@ class PipeOptions:
 
     @property
     def queue_bytes(self) -> int:
-        """What may wait."""
+        """Size of the queue, with the default resolved."""
         if self.queue_kib:
             return int(self.queue_kib * 1024)
         return max(QUEUE_BYTES_MIN, int(self.rtt_ms * self.mbps * 125))
 
     def serialise_ns(self, num_bytes: int) -> int:
-        """How long ``num_bytes`` occupy the link."""
+        """Return how long ``num_bytes`` occupy the link, in ns."""
         return int(num_bytes * 8000 / self.mbps) if self.mbps else 0
 
 
 @dataclass(slots=True)
 class PipeCounts:
-    """What has become of what came in, segment by segment: in = lost + overflowed + cut_off + out + held."""
+    """Counts of segments by what happened to them: in = lost + overflowed + cut_off + out + held."""
 
     segments_in: int = 0
     bytes_in: int = 0
     drawn: int = 0
     """Segments that were subject to loss: those that came in while ``loss_percent`` was not 0."""
     expected_lost: float = 0.0
-    """How many of them the options meant to lose."""
+    """Expected number of losses among ``drawn`` by the options."""
     lost: int = 0
     overflowed: int = 0
     """Dropped because the queue was full."""
@@ -89,7 +89,7 @@ class PipeCounts:
     late_us_sum: float = 0.0
     late_us_max: float = 0.0
     lateness: list[int] = field(default_factory=lambda: [0] * LATENESS_BINS)
-    """Packets by how late they came out: bin n counts those less than 2^n µs late, and not less than 2^(n-1)."""
+    """Packets by how late they came out: bin n counts those from 2^(n-1) to below 2^n µs; bin 0 those below 1 µs."""
 
     def came_out(self, late_ns: int) -> None:
         """Count one packet that came out ``late_ns`` after it was due: the emulator's own error."""
@@ -100,7 +100,7 @@ class PipeCounts:
         self.lateness[min((late_ns // 1000).bit_length(), LATENESS_BINS - 1)] += 1
 
     def late_us(self, percent: float) -> float:
-        """An upper bound (within a factor of two) of the lateness that ``percent`` of the packets kept."""
+        """Return an upper bound (within a factor of two) on the lateness of ``percent`` of the packets, in us."""
         wanted = self.packets_out * percent / 100
         seen = 0
         for power, count in enumerate(self.lateness):
@@ -110,7 +110,7 @@ class PipeCounts:
         return self.late_us_max
 
     def as_dict(self) -> dict[str, float]:
-        """All of it as numbers, with the percentiles in place of the bins."""
+        """Return all counts by name, with percentiles in place of the bins."""
         counts: dict[str, float] = {name: value for name, value in asdict(self).items() if name != "lateness"}
         return {**counts, "late_us_p50": self.late_us(50), "late_us_p99": self.late_us(99)}
 
@@ -124,7 +124,7 @@ class _Held:
 
 
 class Pipe:
-    """One direction of a link: ``push`` what its sender's kernel gives, ``take`` what its receiver's gets."""
+    """One direction of a link: ``push`` packets of the sender's kernel, ``take`` those for the receiver's kernel."""
 
     def __init__(self, options: PipeOptions, direction: str, started_ns: int) -> None:
         if direction not in DIRECTIONS:
@@ -143,17 +143,17 @@ class Pipe:
 
     @property
     def held_segments(self) -> int:
-        """Segments under way now."""
+        """Number of segments under way now."""
         return sum(each.segments for each in self._held)
 
     def change(self, options: PipeOptions) -> None:
-        """Go on with other options; what is under way keeps its instants."""
+        """Change the options; packets under way keep their instants."""
         if options.seed != self._options.seed:
             self._seed(options.seed)
         self._options = options
 
     def push(self, packet: bytes, now_ns: int) -> None:
-        """Take ``packet`` from its sender."""
+        """Accept ``packet`` from its sender; decide which of its segments are lost and when the others come out."""
         size = measure(packet)
         counts = self.counts
         counts.segments_in += size.segments
@@ -175,11 +175,11 @@ class Pipe:
             self._hold(run, stop - first, size.bytes_of(first, stop), now_ns)
 
     def next_due_ns(self) -> int | None:
-        """When ``take`` next has something, or None while nothing is under way."""
+        """Return the instant at which ``take`` next has a packet, or None while nothing is under way."""
         return self._held[0].due_ns if self._held else None
 
     def take(self, now_ns: int) -> bytes | None:
-        """The next packet that has come out by ``now_ns``; in a partition none, and what would have come is lost."""
+        """Return the next packet that has come out by ``now_ns``, or None; in a partition lose those that are due."""
         while self._held and self._held[0].due_ns <= now_ns:
             held = self._held.popleft()
             self._held_bytes -= held.wire_bytes
@@ -197,7 +197,7 @@ class Pipe:
         self._dice = random.Random(f"{seed}/{self._direction}/loss")
 
     def _draw(self, segments: int) -> Collection[int]:
-        """The numbers of those among ``segments`` that are lost: the gaps between them are geometric."""
+        """Draw the numbers of the lost ones among ``segments``: the gaps between them have a geometric distribution."""
         chance = self._options.loss_percent / 100
         self.counts.drawn += segments
         self.counts.expected_lost += segments * chance

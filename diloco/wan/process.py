@@ -1,4 +1,4 @@
-"""Links in a process of their own, so that what uses them cannot make them late by holding the interpreter."""
+"""Links in a process of their own, so that a program using them cannot delay them by holding the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RelayProcess(Child):
     def add(
         self, name: str, options: LinkOptions, target: str, *, listen: str = ANY_PORT, allow_remote: bool = False
     ) -> str:
-        """Make a link to ``target`` (``host:port``); returns the ``host:port`` to connect to instead."""
+        """Make a link to ``target`` (``host:port``); return the ``host:port`` to connect to instead."""
         return str(
             self._do(
                 "add",
@@ -50,7 +50,7 @@ class RelayProcess(Child):
         self._do("set", name=name, **changes)
 
     def partition(self, name: str, direction: str = "both") -> None:
-        """Let nothing come out in ``direction`` ("both", "up" or "down")."""
+        """Stop delivery in ``direction`` ("both", "up" or "down") until ``heal``."""
         self._do("partition", name=name, direction=direction)
 
     def heal(self, name: str) -> None:
@@ -58,7 +58,7 @@ class RelayProcess(Child):
         self._do("heal", name=name)
 
     def reset(self, name: str) -> None:
-        """Reset all present connections of a link at both sides."""
+        """Reset all open connections of a link at both sides."""
         self._do("reset", name=name)
 
     def refuse(self, name: str) -> None:
@@ -66,11 +66,11 @@ class RelayProcess(Child):
         self._do("refuse", name=name)
 
     def accept(self, name: str) -> None:
-        """Take new connections again."""
+        """Accept new connections again."""
         self._do("accept", name=name)
 
     def stats(self) -> dict[str, Stats]:
-        """The counts of each link, by name (see ``Relay.stats``)."""
+        """Return the counts of each link, by name (see ``Relay.stats``)."""
         value = self._do("stats")
         assert isinstance(value, dict)
         return value

@@ -1,17 +1,17 @@
 """A WAN link between two programs on one machine: a TCP relay in user space, for any user on any system.
 
-What it models, for each link and each direction: delay and jitter, a rate shared by all connections that go the same
-way, a bounded queue with back-pressure to the sender, stalls as a lost segment causes them, partition of both ways or
-of one (nothing moves, nothing is closed), reset, and refusal of new connections. All of it can change while it runs,
-and the weather is the same for the same seed (see ``link``).
+It models, for each link and each direction: delay and jitter, a rate shared by all connections of the direction, a
+bounded queue with back-pressure to the sender, stalls like those after a lost segment, partition of one or both
+directions (nothing moves, nothing is closed), reset, and refusal of new connections. All of it can change while it
+runs, and the weather is the same for the same seed (see ``link``).
 
-What it does not model: packet loss, reordering, congestion control and slow start. ``connect`` returns at once, because
-the relay's own kernel accepts; in its stead the far side is opened one round trip later and nothing is read before.
-TCP never notices a partition, because the kernel of the relay goes on acknowledging, as that of any proxy would: only
-pings of the application do. (Seen with grpcio 1.85: its pings time out by ``grpc.http2.ping_timeout_ms``, while
-``grpc.keepalive_timeout_ms`` worked by TCP_USER_TIMEOUT alone and so not through here.) The kernel's socket buffers,
-some 256 KiB at each socket of the relay, are a queue beside the one that is modelled. So: right for delay, rate,
-partition and reset as an application sees them, and never the ground for a claim about loss or congestion.
+It does not model packet loss, reordering, congestion control and slow start. ``connect`` returns at once, because the
+relay's own kernel accepts; instead the relay opens the far side one round trip later and reads nothing before.
+TCP never notices a partition, because the relay's kernel continues to acknowledge, as with any proxy: only pings of the
+application do. (Seen with grpcio 1.85: its pings time out by ``grpc.http2.ping_timeout_ms``, while
+``grpc.keepalive_timeout_ms`` relies on TCP_USER_TIMEOUT alone and so has no effect here.) The kernel's socket buffers,
+about 256 KiB at each socket of the relay, are a queue in addition to the modelled one. So use it for delay, rate,
+partition and reset as an application sees them, but never to support a claim about loss or congestion.
 
 Up is from the client (a site) to the target (the syncer). Run as a program, it hosts several links and is controlled by
 JSON lines on its standard input (see ``process``); it ends when that input does.
@@ -53,12 +53,12 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """Join what ``parse_address`` splits."""
+    """Return ``host:port``, as ``parse_address`` reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_loopback(field: str, host: str) -> None:
-    """Refuse, in words, a host that is not this machine by its loopback address."""
+    """Raise ValueError unless ``host`` is a loopback address of this machine; the message names ``field``."""
     is_loopback = host == "localhost"
     with contextlib.suppress(ValueError):
         is_loopback = is_loopback or ipaddress.ip_address(host).is_loopback
@@ -67,7 +67,7 @@ def require_loopback(field: str, host: str) -> None:
 
 
 def changed_options(options: LinkOptions, changes: Mapping[str, object]) -> LinkOptions:
-    """``options`` with ``changes``, checked as a whole; ``ValueError`` names an unknown field."""
+    """Return ``options`` with ``changes``, checked as a whole; ``ValueError`` names an unknown or invalid field."""
     known = [field.name for field in dataclasses.fields(LinkOptions)]
     for name in changes:
         if name not in known:
@@ -78,8 +78,8 @@ def changed_options(options: LinkOptions, changes: Mapping[str, object]) -> Link
 class Relay:
     """One link: listens at one address and carries each connection to one target.
 
-    To be used from within one running event loop. ``partition`` with ``direction="up"`` or ``"down"`` is half-open
-    silence: the other way still works.
+    Use it from one running event loop. ``partition`` with ``direction="up"`` or ``"down"`` silences one direction only;
+    the other one still works.
     """
 
     def __init__(self, options: LinkOptions, *, allow_remote: bool = False) -> None:
@@ -100,7 +100,7 @@ class Relay:
         return format_address(*self._listen)
 
     async def start(self, listen_host: str, listen_port: int, target_host: str, target_port: int) -> None:
-        """Listen, with port 0 at any free port (see ``address``). ``OSError`` if the address is taken."""
+        """Listen; port 0 means any free port (see ``address``). ``OSError`` if the address is taken."""
         assert not self._lanes, "a relay is started once"
         if not self._allow_remote:
             require_loopback("listen_host", listen_host)
@@ -116,13 +116,13 @@ class Relay:
             raise
 
     def set(self, **changes: object) -> None:
-        """Change options by name. What is on its way keeps its instant, what waits is planned anew."""
+        """Change options by name. Items whose serialisation has begun keep their instants; the rest is planned anew."""
         self.options = changed_options(self.options, changes)
         for lane in self._lanes.values():
             lane.change(self.options)
 
     def partition(self, direction: str = "both") -> None:
-        """Let nothing come out in ``direction`` ("both", "up" or "down") until ``heal``; nothing is closed or lost."""
+        """Stop delivery in ``direction`` ("both", "up" or "down") until ``heal``; nothing is closed or lost."""
         if direction not in ("both", *DIRECTIONS):
             raise ValueError(f"direction is {direction!r}: one of both, {', '.join(DIRECTIONS)}")
         for name, lane in self._lanes.items():
@@ -130,25 +130,25 @@ class Relay:
                 lane.partition()
 
     def heal(self) -> None:
-        """End the partition of both directions. What was held crosses the link from its start."""
+        """End the partition of both directions. Everything held crosses the link again from the start."""
         for lane in self._lanes.values():
             lane.heal()
 
     def reset(self) -> None:
-        """End all present connections with a TCP reset at both sides; what is under way is lost."""
+        """End all open connections with a TCP reset at both sides; data under way is lost."""
         for end in list(self._ends):
             end.reset()
         for lane in self._lanes.values():
             lane.forget_the_dead()
 
     def refuse(self) -> None:
-        """Refuse new connections (``ECONNREFUSED``); present ones go on."""
+        """Refuse new connections (``ECONNREFUSED``); open ones continue."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     async def accept(self) -> None:
-        """Take new connections again, at the same address."""
+        """Accept new connections again, at the same address."""
         if self._server is None:
             listener = _bind(*self._listen)
             prepare_socket(listener)
@@ -156,9 +156,9 @@ class Relay:
             self._server = await loop.create_server(self._accept_one, sock=listener, backlog=BACKLOG)
 
     def stats(self) -> dict[str, int | float]:
-        """Counts since the start; ``bytes_*`` are payload bytes that have come out, ``connections`` those open now.
+        """Return counts since the start; ``bytes_*`` are payload bytes delivered, ``connections`` those open now.
 
-        ``late_us_p95`` is the relay's own error: by how much the last parcels came out after they were due.
+        ``late_us_p95`` is the relay's own error: how long after they were due the latest parcels came out.
         """
         up, down = self._lanes["up"], self._lanes["down"]
         lateness_ns = sorted([*up.lateness_ns, *down.lateness_ns])
@@ -187,7 +187,7 @@ class Relay:
         if self._reservation is not None:
             self._reservation.close()
             self._reservation = None
-        # The transports close their sockets in the loop's next turn.
+        # The transports close their sockets in the loop's next iteration.
         await asyncio.sleep(0)
 
     def _accept_one(self) -> End:
@@ -208,7 +208,7 @@ class Relay:
         try:
             connecting = asyncio.get_running_loop().create_connection(lambda: target, *self._target)
             await asyncio.wait_for(connecting, OPEN_TIMEOUT_S)
-        except OSError:  # A time-out is one too.
+        except OSError:  # TimeoutError is an OSError too.
             target.reset()
             target.other.reset()
             return
@@ -216,10 +216,10 @@ class Relay:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket bound there, not listening.
+    """Return a socket that is bound to the address and does not listen.
 
-    One of these is kept for the life of a relay, so that nobody else is given its port while it refuses: with
-    SO_REUSEADDR a second one can be bound beside it as long as neither listens.
+    A relay keeps one open for its lifetime, so that the system gives its port to no other process while it refuses
+    connections: with SO_REUSEADDR a second socket can be bound beside it, as long as neither listens yet.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -234,13 +234,13 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class RelayHost:
-    """Several links by name, as one program hosts them."""
+    """Several links by name, hosted by one program."""
 
     def __init__(self) -> None:
         self._relays: dict[str, Relay] = {}
 
     async def do(self, command: Mapping[str, object]) -> object:
-        """Carry out one command: ``do`` names it, the other keys are its arguments. ``ValueError`` if it cannot be."""
+        """Execute one command: ``do`` names it, the other keys are its arguments. ``ValueError`` if it is invalid."""
         arguments = dict(command)
         what = str(arguments.pop("do", ""))
         if what == "add":
@@ -288,7 +288,7 @@ class RelayHost:
 
 
 async def serve_commands() -> None:
-    """Answer each JSON line of standard input with one on standard output, until the input ends or SIGTERM comes."""
+    """Answer each JSON line of standard input with one on standard output, until the input ends or on SIGTERM."""
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader(limit=COMMAND_BYTES_MAX)
     pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
@@ -309,8 +309,8 @@ async def serve_commands() -> None:
 
 def main() -> None:
     """Host links until standard input ends."""
-    # A relay that runs late makes the links slower than they were asked to be. Where the user may not raise
-    # its priority it runs as it is, and late_us_p95 says how late that was.
+    # A late relay makes the links slower than configured. If the user may not raise its priority, it runs without,
+    # and late_us_p95 shows how late it is.
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     asyncio.run(serve_commands())

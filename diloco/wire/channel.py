@@ -1,39 +1,52 @@
 """A site's connection to the syncer: retries, rate limits, stall detection, pacing, addresses, and calls in raw bytes.
 
-Back-off.  ``Backoff`` says how long to wait before a retry: capped exponential growth with full-range jitter.
+Back-off.  ``Backoff`` computes the wait before a retry: capped exponential growth with jitter.
 
-Rates.  ``Rates`` bounds how much of something one caller may have each second.  It is pure arithmetic but for one lock:
-time is an argument.
+Rate limits.  ``Rates`` is a token bucket per caller.  It is pure arithmetic except for one lock: time is an argument.
 
-Stalls.  ``StallWatch`` ends streams on which nothing moves.  gRPC's sync API waits for the next message without a
-bound, and a connection may be alive while its application is frozen, so every stream, at both ends, is guarded by its
-own clock of progress.
+Stalls.  ``StallWatch`` ends streams that make no progress.  gRPC's sync API waits for the next message without a
+timeout, and a connection may be alive while its application is frozen, so at both ends every stream has a stall
+timeout.
 
-Pace.  A site limits its own bulk traffic so that the link is left to others as well.  Of a link's rate as its operator
-gives it bulk gets all but ``CONTROL_SHARE``; heartbeats and events find that share free however long a transfer takes.
-A rate that was learned (``client.Learned``) leaves them less, and nothing in transfers that try for more.
+Pacing.  A site limits its own bulk traffic so that other traffic gets a part of the link.  Of a configured link rate
+bulk gets all but ``CONTROL_SHARE``, which stays free for heartbeats and events however long a transfer takes.  A
+learned rate (``client.Learned``) leaves them less, and a transfer that probes for a higher rate leaves them nothing.
 
-Line.  gRPC takes a client's certificate once, when a channel is made, and a site lives longer than its certificate.  So
-when a call fails because the syncer cannot be reached, and the files have changed since, the line makes a new channel;
-what was under way on the old one ends as on any lost connection.  A site may know several addresses, of the syncer and
-of the standby that may take its place; a line leads to one of them at a time.
+Line.  gRPC reads a client's certificate once, when a channel is made, and a site outlives its certificate.  So when a
+call fails because the syncer is unreachable, and the files have changed since, the line opens a new channel; calls on
+the old one end as on a lost connection.  A site may know several addresses, of the syncer and of the standbys that may
+replace it; a line leads to one of them at a time.
 
-Calls.  ``Calls`` makes calls over one channel, with raw bytes in and out, and turns gRPC's failures into ``WireError``.
+A line turns the failures of gRPC, and malformed answers, into ``WireError``.  ``Stream`` is a call with many answers.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
 from diloco.sync.events import Reason
-from diloco.wire.messages import CHUNK_BYTES_MIN, Refused, Status, Unreachable, WireError
+from diloco.sync.link import SPAN_MIN_NS, later_rate
+from diloco.wire.chunks import ChunkError, DamagedChunk
+from diloco.wire.messages import (
+    CHUNK_BYTES_MIN,
+    MIB,
+    Filler,
+    MalformedMessage,
+    Nonsense,
+    ProbeTaken,
+    Refused,
+    Status,
+    Unreachable,
+    WireError,
+)
 from diloco.wire.options import (
     PORT_MAX,
     SYSTEM_ROOTS,
@@ -49,132 +62,98 @@ from diloco.wire.v1 import admin_pb2, replication_pb2, sync_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
+    from typing import Self
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Delays between ``base_s / 2`` and ``cap_s``; pure arithmetic, the caller brings the chance.
+    """Back-off delays between ``base_s / 2`` and ``cap_s``; pure arithmetic, the caller supplies the random number.
 
-    The n-th delay is drawn evenly from the upper half of ``min(cap_s, base_s · 2ⁿ)``, so that many sites that lost the
-    syncer at one instant do not come back at one instant.
+    The n-th delay is uniform in the upper half of ``min(cap_s, base_s · 2ⁿ)``, so that sites that lost the syncer at
+    the same time do not all reconnect at the same time.
     """
 
-    base_s: float = 0.2
-    cap_s: float = 5.0
+    base_s: float
+    cap_s: float
     failures: int = 0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.base_s <= self.cap_s:
-            raise ValueError(f"base_s is {self.base_s!r}: positive and not above cap_s={self.cap_s!r}")
-
     def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
-        """The next delay in seconds; ``chance`` is in [0, 1), ``at_least_s`` what the other end asked for.
+        """Return the next delay in seconds; ``chance`` is in [0, 1), ``at_least_s`` the delay the other end asked for.
 
-        The other end asks all whom it refuses for the same, so that what it asked for is spread by half of it as well.
+        The other end asks the same delay of every caller that it refuses, so up to half of it is added as jitter.
         """
         span_s = min(self.cap_s, self.base_s * 2.0 ** min(self.failures, 60))
         self.failures += 1
         return max(at_least_s * (1.0 + 0.5 * chance), span_s * (0.5 + 0.5 * chance))
 
     def reset(self) -> None:
-        """Something worked: begin anew."""
+        """Start over after a success."""
         self.failures = 0
 
 
 class Rates:
-    """One bucket of credit for each caller: filled at its rate up to ``burst_s`` seconds' worth, spent at will.
+    """One token bucket per caller: filled at its rate, up to ``burst_s`` seconds' worth but at least 1.
 
-    What is larger than the bucket passes when that is full, and its debt is paid off before anything else passes.  At
-    most ``callers_max`` are remembered, the longest unused is forgotten.
+    An amount larger than the bucket passes when the bucket is full; the debt is paid off before anything else passes.
+    At most ``callers_max`` buckets are kept; the least recently used is dropped.
     """
 
-    def __init__(self, burst_s: float, least: float, callers_max: int = 4096) -> None:
-        """``least``: a full bucket holds so much however low the rate."""
+    def __init__(self, burst_s: float, callers_max: int = 4096) -> None:
         self._burst_s = burst_s
-        self._least = least
         self._callers_max = callers_max
         self._lock = threading.Lock()
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def spend(self, caller: str, amount: float, per_s: float, now_s: float) -> float:
-        """Take ``amount`` if there is credit for it; 0.0 when it was taken, else the seconds until there is."""
+    def take(self, caller: str, amount: float, per_s: float, now_s: float, wait_max_s: float = 0.0) -> float:
+        """Take ``amount`` and return the seconds until there is credit for it; takes nothing if that is more than
+        ``wait_max_s``.  ``per_s`` is the caller's rate, ``now_s`` the present time."""
+        full = max(1.0, per_s * self._burst_s)
         with self._lock:
-            credit = self._credit(caller, per_s, now_s)
-            wanted = min(amount, self._full(per_s)) - 1e-9
-            self._keep(caller, credit - amount if credit >= wanted else credit, now_s)
-        return max(0.0, (wanted - credit) / per_s)
-
-    def reserve(self, caller: str, amount: float, per_s: float, now_s: float, wait_max_s: float) -> float | None:
-        """Take ``amount`` now for later: the seconds to wait until it is due, or None (and nothing taken) when that is
-        more than ``wait_max_s``."""
-        with self._lock:
-            credit = self._credit(caller, per_s, now_s)
-            wait_s = max(0.0, (min(amount, self._full(per_s)) - 1e-9 - credit) / per_s)
-            if wait_s <= wait_max_s:
-                self._keep(caller, credit - amount, now_s)
-                return wait_s
-        return None
-
-    def charge(self, caller: str, amount: float, per_s: float, now_s: float) -> None:
-        """Take ``amount`` whatever is there."""
-        with self._lock:
-            self._keep(caller, self._credit(caller, per_s, now_s) - amount, now_s)
-
-    def _credit(self, caller: str, per_s: float, now_s: float) -> float:
-        full = self._full(per_s)
-        credit, at_s = self._buckets.get(caller, (full, now_s))
-        return min(full, credit + max(0.0, now_s - at_s) * per_s)
-
-    def _full(self, per_s: float) -> float:
-        return max(self._least, per_s * self._burst_s)
-
-    def _keep(self, caller: str, credit: float, now_s: float) -> None:
-        # Threads bring their instants in any order, and no second is paid for twice.
-        _, before_s = self._buckets.get(caller, (0.0, now_s))
-        self._buckets[caller] = (credit, max(before_s, now_s))
-        self._buckets.move_to_end(caller)
-        if len(self._buckets) > self._callers_max:
-            self._buckets.popitem(last=False)
+            credit, at_s = self._buckets.get(caller, (full, now_s))
+            credit = min(full, credit + max(0.0, now_s - at_s) * per_s)
+            wait_s = max(0.0, (min(amount, full) - 1e-9 - credit) / per_s)
+            taken = amount if wait_s <= wait_max_s else 0.0
+            # Threads pass their times in any order; max keeps any second from being credited twice.
+            self._buckets[caller] = (credit - taken, max(at_s, now_s))
+            self._buckets.move_to_end(caller)
+            if len(self._buckets) > self._callers_max:
+                self._buckets.popitem(last=False)
+        return wait_s
 
 
 _TICK_S = 0.25
 
 
 class Guard:
-    """One guarded stream.  ``touch`` it when something moved; after ``limit_s`` without that, ``cancel`` is called."""
+    """One guarded stream, while in ``with``: ``cancel`` is called after ``limit_s`` without a ``touch``."""
 
-    def __init__(self, watch: StallWatch, limit_s: float, cancel: Callable[[], object] | None) -> None:
+    def __init__(self, watch: StallWatch, limit_s: float, cancel: Callable[[], object] | None = None) -> None:
         self._watch = watch
-        self._cancel = cancel
-        self._limit_s: float | None = limit_s
+        self.cancel = cancel
+        """Ends the stream; None where it is not known yet."""
+        self.limit_s: float | None = limit_s
+        """The stall timeout now in force; None: none."""
         self._moved_at_s = time.monotonic()
         self.stalled = False
 
-    def arm(self, cancel: Callable[[], object]) -> None:
-        """Say what ends the stream, where that was not known at first."""
-        self._cancel = cancel
-
     def touch(self) -> None:
-        """Something moved."""
+        """Note progress."""
         self._moved_at_s = time.monotonic()
 
     def limit(self, limit_s: float | None) -> None:
-        """From now on wait so long for the next move; None: this end is at work itself, and the other one waits."""
+        """Set the stall timeout from now on; None: no timeout, because this end is busy and the other one waits."""
         self._moved_at_s = time.monotonic()
-        self._limit_s = limit_s
-
-    @property
-    def limit_s(self) -> float | None:
-        """The bound that holds now."""
-        return self._limit_s
+        self.limit_s = limit_s
 
     def check(self, now_s: float) -> None:
-        """Called by the watch's thread."""
-        limit_s = self._limit_s
-        if self._cancel is None or limit_s is None or self.stalled or now_s - self._moved_at_s < limit_s:
+        """Cancel the stream if it has stalled.  Called by the watch's thread."""
+        limit_s = self.limit_s
+        if self.cancel is None or limit_s is None or self.stalled or now_s - self._moved_at_s < limit_s:
             return
         self.stalled = True
-        self._cancel()
+        self.cancel()
 
     def __enter__(self) -> Guard:
         self._watch.add(self)
@@ -185,35 +164,31 @@ class Guard:
 
 
 class StallWatch:
-    """One thread for all guarded streams of a client or a server; it sleeps while there are none."""
+    """One thread that checks all guarded streams of a client or a server; it sleeps while there are none."""
 
     def __init__(self, name: str) -> None:
-        self._guards: dict[int, Guard] = {}
+        self._guards: set[Guard] = set()
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._name = name
 
-    def guard(self, limit_s: float, cancel: Callable[[], object] | None = None) -> Guard:
-        """A guard to be used as ``with watch.guard(...) as guard``."""
-        return Guard(self, limit_s, cancel)
-
     def add(self, guard: Guard) -> None:
-        """Called by ``Guard``."""
+        """Start to check ``guard``.  Called by ``Guard``."""
         with self._changed:
-            self._guards[id(guard)] = guard
+            self._guards.add(guard)
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify()
 
     def remove(self, guard: Guard) -> None:
-        """Called by ``Guard``."""
+        """Stop checking ``guard``.  Called by ``Guard``."""
         with self._changed:
-            self._guards.pop(id(guard), None)
+            self._guards.discard(guard)
 
     def close(self) -> None:
-        """End the thread; streams that are still open are guarded no more."""
+        """End the thread; streams that are still open lose their stall timeout."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -224,65 +199,106 @@ class StallWatch:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._guards and not self._closed:
-                    self._changed.wait()
-                elif not self._closed:
-                    self._changed.wait(_TICK_S)
-                if self._closed:
+                self._changed.wait_for(lambda: self._guards or self._closed)
+                if self._changed.wait_for(lambda: self._closed, _TICK_S):
                     return
             self._look()
 
     def _look(self) -> None:
-        # A call of its own, so that nothing of a stream that is over is held until the next look.
+        # A separate function, so that no local variable keeps a finished stream alive until the next check.
         with self._changed:
-            guards = list(self._guards.values())
+            guards = list(self._guards)
         now_s = time.monotonic()
         for guard in guards:
             guard.check(now_s)
 
 
 CONTROL_SHARE = 0.05
-"""Of a link, kept free of bulk."""
+"""Share of a link that is kept free of bulk."""
 BURST_S = 0.05
-"""So much of the rate may go at once: what is longer would stand in the link's queue before a heartbeat."""
+"""Longest burst, in seconds of the rate: a longer one would delay a heartbeat in the link's queue."""
 WAIT_MAX_S = 3600.0
 _LOOK_S = 0.5
 
 
 def bulk_bytes_per_s(mbps: float) -> int:
-    """What bulk may take of a link of ``mbps``; 0 where the link has no bound."""
+    """Return the bulk rate in bytes a second for a link of ``mbps`` (10^6 bits a second); 0 stays 0, no limit."""
     return int(mbps * 1e6 / 8 * (1.0 - CONTROL_SHARE))
 
 
 class Pacer:
-    """One bucket for everything that goes one way; used by many threads.  0 bytes a second: nothing is held back."""
+    """One token bucket for all traffic in one direction; thread-safe."""
 
     def __init__(self, bytes_per_s: int) -> None:
-        self._per_s = bytes_per_s
-        self._rates = Rates(burst_s=BURST_S, least=1.0, callers_max=1)
+        self.bytes_per_s = bytes_per_s
+        """The rate from now on; 0: no limit."""
+        self._rates = Rates(burst_s=BURST_S, callers_max=1)
         self._ended = threading.Event()
 
-    def keep_to(self, bytes_per_s: int) -> None:
-        """From now on."""
-        self._per_s = bytes_per_s
-
     def chunk_bytes(self, bytes_max: int) -> int:
-        """The longest chunk that goes at this rate without more of a burst than ``BURST_S`` allows."""
-        return max(CHUNK_BYTES_MIN, min(bytes_max, int(self._per_s * BURST_S))) if self._per_s else bytes_max
+        """Return the longest chunk whose burst at this rate stays within ``BURST_S``, at most ``bytes_max``."""
+        per_s = self.bytes_per_s
+        return max(CHUNK_BYTES_MIN, min(bytes_max, int(per_s * BURST_S))) if per_s else bytes_max
 
     def wait(self, count: int, guard: Guard) -> None:
-        """Until ``count`` bytes may go; ``guard`` is told that whoever waits here is not stuck."""
-        if not (per_s := self._per_s):
+        """Block until ``count`` bytes may be sent; touches ``guard`` meanwhile, because this wait is no stall."""
+        if not (per_s := self.bytes_per_s):
             return
-        wait_s = self._rates.reserve("", count, per_s, time.monotonic(), WAIT_MAX_S)
-        left_s = WAIT_MAX_S if wait_s is None else wait_s
+        left_s = min(WAIT_MAX_S, self._rates.take("", count, per_s, time.monotonic(), WAIT_MAX_S))
         while left_s > 0 and not self._ended.wait(min(left_s, _LOOK_S)):
             left_s -= _LOOK_S
             guard.touch()
 
     def close(self) -> None:
-        """Whoever waits goes on."""
+        """Release all waiting threads."""
         self._ended.set()
+
+
+BYTES_MIN = 2 * MIB
+"""Bytes from which on a transfer measures a link."""
+
+
+class Arrival:
+    """The progress of one transfer: bytes arrived over time.  Thread-safe."""
+
+    def __init__(self, sent_at: int = 0) -> None:
+        """``sent_at`` is the rate limit of the transfer in bytes a second; 0: none."""
+        self.sent_at = sent_at
+        self._lock = threading.Lock()
+        self._seen: list[tuple[int, int]] = []
+
+    def held(self, count: int) -> None:
+        """Record that ``count`` bytes in total have arrived at the other end by now."""
+        with self._lock:
+            self._seen.append((time.monotonic_ns(), max(count, self._seen[-1][1] if self._seen else 0)))
+
+    def more(self, count: int) -> None:
+        """Record that ``count`` more bytes have arrived."""
+        with self._lock:
+            self._seen.append((time.monotonic_ns(), count + (self._seen[-1][1] if self._seen else 0)))
+
+    def taken(self) -> ProbeTaken:
+        """Return how many bytes arrived, in what time, and how fast."""
+        with self._lock:
+            seen = list(self._seen)
+        return ProbeTaken(seen[-1][1], seen[-1][0] - seen[0][0], int(later_rate(seen))) if seen else ProbeTaken(0, 0, 0)
+
+    def rate(self) -> int:
+        """Return the steady rate in bytes a second (``later_rate``); 0 where the transfer was too short to measure."""
+        taken = self.taken()
+        if not taken.bytes or taken.duration_ns < SPAN_MIN_NS or taken.bytes - self._seen[0][1] < BYTES_MIN:
+            return 0
+        return taken.bytes_per_s
+
+
+def filler(count: int, limit_ns: int, pack: Callable[[Filler], bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield ``count`` random bytes as (length, packed message) pairs, for at most ``limit_ns``."""
+    block = os.urandom(min(CHUNK_BYTES_MIN, max(count, 1)))
+    whole, until = pack(Filler(block)), time.monotonic_ns() + limit_ns
+    while count and time.monotonic_ns() < until:
+        length = min(len(block), count)
+        yield length, whole if length == len(block) else pack(Filler(block[:length]))
+        count -= length
 
 
 _HOST_PORT = re.compile(r"[^\s,/:\[\]]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}|unix:[^\s,]+")
@@ -290,7 +306,7 @@ ADDRESSES_MAX = 8
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """The addresses in ``text``, which has commas between them; ``ValueError`` in words for what is none."""
+    """Split a comma-separated list of addresses; ``ValueError`` names the part that is not one."""
     found = tuple(part.strip() for part in text.split(","))
     for address in found:
         if not _HOST_PORT.fullmatch(address):
@@ -304,14 +320,14 @@ def split_addresses(text: str) -> tuple[str, ...]:
 
 
 def _check_port(address: str) -> None:
-    """gRPC takes a port modulo 65536, and would call whoever listens there."""
+    """Refuse an invalid port, which gRPC would take modulo 65536 and so call another server."""
     port = address.rpartition(":")[2]
     if not address.startswith("unix:") and port.isdecimal() and not 1 <= int(port) <= PORT_MAX:
         raise ValueError(f"address is {address!r}: a port of 1 to {PORT_MAX} wanted")
 
 
 def check_address(address: str, options: SecurityOptions) -> None:
-    """``ValueError`` in words for a port that is none, and when a token would go unencrypted to another machine."""
+    """Raise ``ValueError`` for an invalid port, or when a token would go unencrypted to another machine."""
     _check_port(address)
     has_token = bool(options.token or options.token_file)
     if has_token and not (options.tls_ca or is_loopback(address) or options.insecure_non_loopback):
@@ -321,100 +337,13 @@ def check_address(address: str, options: SecurityOptions) -> None:
         )
 
 
-class Line:
-    """One channel to ``address``, with TLS where ``tls_ca`` is given, and the metadata that goes with each call.
-
-    Raises ``ValueError`` in words when a token would be sent unencrypted to another machine, and for files that cannot
-    work.
-    """
-
-    def __init__(self, address: str, options: SecurityOptions, arguments: list[tuple[str, int]]) -> None:
-        check_address(address, options)
-        self._options = options
-        self._address = address
-        self._arguments = arguments
-        self._lock = threading.Lock()
-        self._closed = False
-        files = [options.tls_ca] if options.tls_ca != SYSTEM_ROOTS else []
-        files += [options.tls_cert, options.tls_key]
-        self._shown: Watched[Any] | None = None
-        if options.tls_ca:
-            names = [name for name in files if name]
-            self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(options))
-        self._token: Watched[str] | None = None
-        if options.token_file:
-            self._token = Watched("token_file", [options.token_file], lambda: read_token(options.token_file))
-        self._fixed_token = options.token
-        self._channel = self._open()
-
-    @property
-    def channel(self) -> Any:
-        """gRPC's channel, as it is now."""
-        return self._channel
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call: the token, where there is one, as its file has it now."""
-        token = self._fixed_token
-        if self._token is not None:
-            self._token.refresh()
-            token = self._token.value
-        return (("authorization", f"Bearer {token}"),) if token else ()
-
-    def lost(self) -> None:
-        """A call found nobody: show what the files have now, if it is something else than before."""
-        with self._lock:
-            if self._shown is None or self._closed:
-                return
-            before = self._shown.value
-            self._shown.refresh()
-            if self._shown.value is before:
-                return
-            old, self._channel = self._channel, self._open()
-        old.close()
-
-    def lead_to(self, address: str) -> None:
-        """Make the channel one to ``address``; what is under way on another one ends."""
-        check_address(address, self._options)
-        with self._lock:
-            if self._closed or address == self._address:
-                return
-            self._address = address
-            old, self._channel = self._channel, self._open()
-        old.close()
-
-    def renew(self) -> None:
-        """Make the channel anew: it leads where the address leads now; what is under way on the old one ends."""
-        with self._lock:
-            if self._closed:
-                return
-            old, self._channel = self._channel, self._open()
-        old.close()
-
-    def close(self) -> None:
-        """End every call under way."""
-        with self._lock:
-            self._closed = True
-        self._channel.close()
-
-    def _open(self) -> Any:
-        if self._shown is None:
-            return grpc.insecure_channel(self._address, self._arguments)
-        return grpc.secure_channel(self._address, self._shown.value, self._arguments)
-
-
-def _credentials(options: SecurityOptions) -> Any:
-    roots = None if options.tls_ca == SYSTEM_ROOTS else read_authority(options.tls_ca)
-    cert, key = read_pair(options.tls_cert, options.tls_key) if options.tls_cert else (None, None)
-    return grpc.ssl_channel_credentials(roots, key, cert)
-
-
 SYNC_SERVICE: str = sync_pb2.DESCRIPTOR.services_by_name["SyncService"].full_name
 ADMIN_SERVICE: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 REPLICATION_SERVICE: str = replication_pb2.DESCRIPTOR.services_by_name["ReplicationService"].full_name
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 REASON_KEY = "diloco-reason"
 
-# After these the same request may be sent again: no answer came, the bytes were damaged, or the other end had a defect.
+# After these the same request may be retried: no answer came, the bytes were damaged, or the other end had a bug.
 _AGAIN = frozenset(
     {
         Status.UNAVAILABLE,
@@ -428,80 +357,185 @@ _AGAIN = frozenset(
 )
 
 _FULL = "Concurrent RPC limit exceeded!"
-"""What gRPC says, without a time to come back, for a server that has more calls at once than it has threads.  Its other
-RESOURCE_EXHAUSTED are of messages too large, which no second attempt makes smaller."""
+"""gRPC's text, without a retry delay, when a server has more calls at once than threads.  Its other RESOURCE_EXHAUSTED
+errors are for too large messages, where a retry is no use."""
 
 
-class Calls:
-    """The methods of ``service`` on ``line``; messages are bytes."""
+class Line:
+    """One channel to ``address``, with TLS where ``tls_ca`` is given, for the methods of ``service``.
 
-    def __init__(self, line: Line, service: str) -> None:
-        self._line = line
+    Messages are bytes.  A method of another service is named in full, beginning with a slash.
+
+    Raises ``ValueError`` when a token would be sent unencrypted to another machine, and for unusable files.
+    """
+
+    def __init__(self, address: str, options: SecurityOptions, arguments: list[tuple[str, int]], service: str) -> None:
+        check_address(address, options)
+        self._options = options
         self._service = service
+        self._address = address
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._closed = False
+        authority = options.tls_ca if options.tls_ca != SYSTEM_ROOTS else ""
+        self._shown: Watched[Any] | None = None
+        if options.tls_ca:
+            names = [name for name in (authority, options.tls_cert, options.tls_key) if name]
+            self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(options))
+        self._token = Watched.where("token_file", options.token_file, read_token)
+        self.channel = self._open()
+        """gRPC's present channel."""
 
-    def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        """One message there, one back.  Raises ``Refused`` or ``Unreachable``."""
-        try:
-            reply: bytes = self._open("unary_unary", method)(request, timeout=timeout_s, metadata=self._line.metadata())
-        except grpc.RpcError as error:
-            raise self.failed(method, error) from error
-        except ValueError as error:
-            raise Unreachable(f"{method}: {error}") from error
-        return reply
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of every call: the token, if there is one, as its file now holds it."""
+        token = self._options.token
+        if self._token is not None:
+            self._token.refresh()
+            token = self._token.value
+        return (("authorization", f"Bearer {token}"),) if token else ()
 
-    def stream(self, method: str, request: bytes, timeout_s: float | None = None) -> Any:
-        """One message there, many back: gRPC's call, to be iterated and cancelled.
+    def lost(self) -> None:
+        """After a call found the syncer unreachable, open a new channel if the TLS files have changed."""
+        if self._shown is None:
+            return
+        with self._lock:  # Calls that fail together see one change and open one new channel.
+            before = self._shown.value
+            self._shown.refresh()
+            if self._closed or self._shown.value is before:
+                return
+            old = self._replaced()
+        old.close()
 
-        What moves is never cut because it is long: bulk has no deadline, and a guard ends what does not move.
-        """
-        try:
-            return self._open("unary_stream", method)(request, timeout=timeout_s, metadata=self._line.metadata())
-        except ValueError as error:
-            raise Unreachable(f"{method}: {error}") from error
+    def lead_to(self, address: str) -> None:
+        """Lead to ``address``; if that is another one, calls under way on the old channel end."""
+        check_address(address, self._options)
+        with self._lock:
+            if self._closed or address == self._address:
+                return
+            self._address = address
+            old = self._replaced()
+        old.close()
 
-    def exchange(self, method: str, requests: Iterator[bytes], timeout_s: float | None = None) -> Any:
-        """Many messages both ways: gRPC's call, to be iterated and cancelled; bulk has no deadline here either."""
-        try:
-            return self._open("stream_stream", method)(requests, timeout=timeout_s, metadata=self._line.metadata())
-        except ValueError as error:
-            raise Unreachable(f"{method}: {error}") from error
+    def renew(self) -> None:
+        """Open a new channel, which resolves the address again; calls under way on the old one end."""
+        with self._lock:
+            if self._closed:
+                return
+            old = self._replaced()
+        old.close()
 
     def close(self) -> None:
-        """End everything under way."""
-        self._line.close()
+        """End every call under way."""
+        with self._lock:
+            self._closed = True
+        self.channel.close()
 
-    def failed(self, method: str, error: Any, guard: Guard | None = None) -> WireError:
-        """What a failed call means to the caller (``wire_error``), after which this end may show something newer."""
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            self._line.lost()
-        return wire_error(method, error, guard)
+    def _replaced(self) -> Any:
+        """Open a new channel and return the old one.  The caller holds the lock, and closes the old one outside it."""
+        old, self.channel = self.channel, self._open()
+        return old
 
-    def _open(self, kind: str, method: str) -> Any:
-        # gRPC raises ValueError for a channel that was closed, here or at the call.
-        return getattr(self._line.channel, kind)(f"/{self._service}/{method}")
+    def _open(self) -> Any:
+        if self._shown is None:
+            return grpc.insecure_channel(self._address, self._arguments)
+        return grpc.secure_channel(self._address, self._shown.value, self._arguments)
+
+    def unary(self, method: str, request: bytes, unpack: Callable[[bytes], T], timeout_s: float) -> T:
+        """Send one message and return the unpacked answer.  Raises ``Refused`` or ``Unreachable``."""
+        try:
+            return unpack(self.call("unary_unary", method, request, timeout_s))
+        except (grpc.RpcError, MalformedMessage, ChunkError) as error:
+            raise self.failed(method, error) from error
+
+    def call(self, kind: str, method: str, requests: bytes | Iterator[bytes], timeout_s: float | None) -> Any:
+        """Begin gRPC's call of that ``kind``.  Raises ``Unreachable`` for a closed channel."""
+        path = method if method.startswith("/") else f"/{self._service}/{method}"
+        try:
+            return getattr(self.channel, kind)(path)(requests, timeout=timeout_s, metadata=self.metadata())
+        except ValueError as error:
+            raise self.failed(method, error) from error
+
+    def failed(self, method: str, error: Exception, guard: Guard | None = None) -> WireError:
+        """Return ``Refused`` or ``Unreachable`` for an ``error`` of a call or of its answer."""
+        name = method.rpartition("/")[2]
+        if isinstance(error, grpc.RpcError):
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self.lost()
+            return wire_error(name, error, guard)
+        if isinstance(error, MalformedMessage | ChunkError) and not isinstance(error, DamagedChunk):
+            return Nonsense(f"{name}: the syncer's answer cannot be: {error}")
+        return Unreachable(f"{name}: {error}")
+
+
+def _credentials(options: SecurityOptions) -> Any:
+    roots = None if options.tls_ca == SYSTEM_ROOTS else read_authority(options.tls_ca)
+    cert, key = read_pair(options.tls_cert, options.tls_key) if options.tls_cert else (None, None)
+    return grpc.ssl_channel_credentials(roots, key, cert)
+
+
+class Stream(Generic[T]):
+    """The answers of one call.  One thread iterates them; others may call ``cancel``.
+
+    Raises ``Refused`` or ``Unreachable`` unless it ends normally or by ``cancel``.  Use it in ``with``, or cancel it.
+    A transfer that progresses is never cut for its length: bulk has no deadline, and ``guard`` ends stalled streams.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        method: str,
+        requests: bytes | Iterator[bytes],
+        unpack: Callable[[bytes], T],
+        guard: Guard | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """``requests`` is one request message, or an iterator of several."""
+        self._line, self._method, self._unpack, self._guard = line, method, unpack, guard
+        self._cancelled = False
+        kind = "unary_stream" if isinstance(requests, bytes) else "stream_stream"
+        self._call = line.call(kind, method, requests, timeout_s)
+        if guard is not None:
+            guard.cancel = self._call.cancel
+            guard.__enter__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            raw = next(self._call)
+            if self._guard is not None:
+                self._guard.touch()
+            return self._unpack(raw)
+        except (grpc.RpcError, MalformedMessage, ChunkError) as error:
+            if self._cancelled:
+                raise StopIteration from error
+            raise self._line.failed(self._method, error, self._guard) from error
+
+    def cancel(self) -> None:
+        """End the stream and wake the iterating thread."""
+        self._cancelled = True
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+        self._call.cancel()
 
 
 def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError:
-    """What a failed call means to the caller: ``Refused`` or ``Unreachable``."""
+    """Return ``Refused`` or ``Unreachable`` for a failed call."""
     if guard is not None and guard.stalled:
         return Unreachable(f"{method}: nothing moved for {guard.limit_s:g} s")
     status = Status(error.code().name)
     text = error.details() or str(status)
-    metadata = error.trailing_metadata() or ()
-    retry_after_s = _pushback_s(metadata)
+    beside = dict(error.trailing_metadata() or ())
+    pushback = str(beside.get(PUSHBACK_KEY, ""))
+    retry_after_s = int(pushback) / 1000.0 if pushback.isdigit() and len(pushback) <= 8 else None
     if status in _AGAIN or retry_after_s is not None or (status is Status.RESOURCE_EXHAUSTED and text == _FULL):
         return Unreachable(f"{method}: {text} ({status})", retry_after_s)
-    return Refused(status, text, _reason(metadata))
-
-
-def _reason(metadata: Any) -> Reason | None:
-    """What the syncer gave with its refusal; None also for one that only a later release knows."""
-    told = [value for key, value in metadata if key == REASON_KEY]
-    return next((reason for reason in Reason if [reason.value] == told), None)
-
-
-def _pushback_s(metadata: Any) -> float | None:
-    for key, value in metadata:
-        if key == PUSHBACK_KEY and isinstance(value, str) and value.isdigit() and len(value) <= 8:
-            return int(value) / 1000.0
-    return None
+    # A later release may send reasons that this one does not know.
+    return Refused(status, text, next((each for each in Reason if each.value == beside.get(REASON_KEY)), None))

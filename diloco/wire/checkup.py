@@ -1,43 +1,31 @@
-"""Checks of the way to a syncer, for an operator: name, connection, TLS, and then a few calls that change nothing.
+"""Connectivity checks for an operator: name, connection, TLS, and a few calls to the syncer that change nothing.
 
-Knock.  ``speaks_tls`` says whether an address speaks TLS.  gRPC says of a plaintext call to a TLS port only that the
-socket was closed; this tells a user whose calls end there what is wrong.
+TLS.  ``speaks_tls`` finds out whether an address speaks TLS.  When a plaintext call reaches a TLS port, gRPC reports
+only that the socket was closed; with this the user learns the reason.
 
-Reach.  gRPC reports all that goes wrong before a call as UNAVAILABLE.  ``greet`` takes each step by itself with the
-system's own sockets and TLS, and with what this end would show: a name, a connection, a handshake, a first word.  Each
-step has a bound, and of an answer only the first bytes are looked at.
+Connection.  gRPC reports every failure before a call as UNAVAILABLE.  ``resolve`` and ``greet`` take each step
+separately with the system's own sockets and TLS, and with this end's certificate: name, connection, handshake, HTTP/2
+preface.  Each connection step has a timeout, and only the first bytes of an answer are read.
 
-Checkup.  ``Checkup`` asks a syncer how this end fits it.  None of its calls is part of a run, and none changes one.
+Checkup.  ``Checkup`` asks a syncer whether this end fits it.  None of its calls is part of a run, and none changes one.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from diloco.sync.link import later_rate
-from diloco.wire.channel import SYNC_SERVICE, Calls, Line
-from diloco.wire.convert import pack_probe, unpack_probe_reply
-from diloco.wire.messages import (
-    CHUNK_BYTES_MIN,
-    Filler,
-    MalformedMessage,
-    ProbeAnswer,
-    ProbeTaken,
-    Refused,
-    Status,
-    Unreachable,
-)
+from diloco.wire.channel import SYNC_SERVICE, Arrival, Line, Stream, filler
+from diloco.wire.convert import pack_probe, parse, unpack_probe_reply
+from diloco.wire.messages import REPLY_BYTES_MAX, ProbeAnswer, ProbeTaken, Refused, Status, Unreachable
 from diloco.wire.options import SYSTEM_ROOTS
 
 if TYPE_CHECKING:
@@ -51,29 +39,24 @@ KNOCK_S = 2.0
 
 
 def speaks_tls(address: str) -> bool | None:
-    """Whether whoever listens at ``host:port`` speaks TLS; None where that cannot be told within two seconds.
+    """Return whether the server at ``host:port`` speaks TLS; None where that is not known within ``KNOCK_S``.
 
-    Nothing is shown, and whom one talks to is not looked at.
+    Sends no certificate and does not verify the server's.
     """
     host, _, port = address.rpartition(":")
     if address.startswith("unix:") or not port.isdecimal():
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S) as line:
-            context.wrap_socket(line).close()
+        _certificate(host.strip("[]"), int(port), KNOCK_S)
     except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "")  # An alert is TLS too: it says why not.
-    except (OSError, OverflowError, UnicodeError):  # Nobody is there, or it is no address at all.
+        return "ALERT" in (error.reason or "")  # An alert is TLS too: the server refuses by it.
+    except (OSError, OverflowError, UnicodeError):  # Nothing listens there, or the address is invalid.
         return None
     return True
 
 
 ADDRESSES_MAX = 8
-"""Of one name, that are looked at."""
+"""Most addresses of one name that are checked."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
 _FRAME_HEAD = 9
@@ -81,7 +64,7 @@ _TLS_ALERT = 0x15
 
 
 class Heard(Enum):
-    """What answered the first word of HTTP/2."""
+    """What answered the HTTP/2 preface."""
 
     HTTP2 = "HTTP/2"
     HTTP1 = "HTTP/1"
@@ -93,8 +76,8 @@ class Heard(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """How a connection began.  ``alert`` is why TLS did not stand, in OpenSSL's words; ``shown`` the other end's
-    certificate, DER, also where it was not accepted."""
+    """How a connection began.  ``alert`` is OpenSSL's reason why TLS failed; ``shown`` is the server's certificate
+    (DER), even if it was not accepted."""
 
     connect_s: float
     handshake_s: float = 0.0
@@ -102,24 +85,24 @@ class Greeting:
     shown: bytes = b""
     alert: str = ""
     unverified: bool = False
-    """The certificate was looked at and refused, by ``alert``; otherwise the handshake itself failed."""
+    """The server's certificate was refused, for the reason ``alert``; otherwise the handshake itself failed."""
     heard: Heard | None = None
-    """None where TLS did not stand."""
+    """The answer to the HTTP/2 preface; None where TLS failed."""
 
 
 def resolve(host: str, port: int) -> tuple[str, ...]:
-    """The addresses of ``host``, at most ``ADDRESSES_MAX``, in the order in which the system would try them.
+    """Return the addresses of ``host``, at most ``ADDRESSES_MAX``, in the order in which the system would try them.
 
-    ``OSError`` or ``UnicodeError`` where there are none.  The system's resolver has a bound of its own, and no other.
+    ``OSError`` or ``UnicodeError`` where there are none.  The only timeout is that of the system's resolver.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))[:ADDRESSES_MAX]
 
 
 def greet(address: str, port: int, host: str, security: SecurityOptions, limit_s: float) -> Greeting:
-    """Connect to ``address``, begin TLS as for ``host`` where ``tls_ca`` is given, and say the first word of HTTP/2.
+    """Connect to ``address``, begin TLS for ``host`` if ``tls_ca`` is given, and send the HTTP/2 preface.
 
-    ``OSError`` where no connection can be made within ``limit_s``, which each later step is given as well.
+    ``OSError`` where no connection can be made within ``limit_s``, which is also the timeout of each later step.
     """
     began = time.monotonic()
     with socket.create_connection((address, port), timeout=limit_s) as plain:
@@ -131,9 +114,15 @@ def greet(address: str, port: int, host: str, security: SecurityOptions, limit_s
             with context.wrap_socket(plain, server_hostname=host) as line:
                 handshake_s = time.monotonic() - began - connect_s
                 shown, version = line.getpeercert(binary_form=True) or b"", line.version() or ""
-                return _encrypted(line, Greeting(connect_s, handshake_s, version, shown))
+                greeting = Greeting(connect_s, handshake_s, version, shown)
+                try:
+                    return replace(greeting, heard=_first_word(line))
+                except ssl.SSLError as error:  # In TLS 1.3 a server refuses our certificate only after the handshake.
+                    return replace(greeting, alert=error.reason or str(error))
         except ssl.SSLCertVerificationError as error:
-            shown = _certificate(address, port, limit_s)
+            shown = b""
+            with suppress(OSError):
+                shown = _certificate(address, port, limit_s)
             return Greeting(connect_s, shown=shown, alert=error.verify_message, unverified=True)
         except ssl.SSLError as error:
             return Greeting(connect_s, alert=error.reason or str(error))
@@ -154,34 +143,18 @@ def _context(security: SecurityOptions) -> ssl.SSLContext:
     return context
 
 
-def _encrypted(line: ssl.SSLSocket, greeting: Greeting) -> Greeting:
-    """What was heard over TLS 1.3, where the other end refuses a caller's certificate only after the handshake."""
-    try:
-        heard, alert = _first_word(line), ""
-    except ssl.SSLError as error:
-        heard, alert = None, error.reason or str(error)
-    return Greeting(
-        greeting.connect_s, greeting.handshake_s, greeting.tls_version, greeting.shown, alert=alert, heard=heard
-    )
-
-
 def _certificate(address: str, port: int, limit_s: float) -> bytes:
-    """What the other end shows, not looked at; empty where that cannot be had."""
+    """Return the server's certificate (DER), unverified.  ``OSError`` where that fails."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    try:
-        with (
-            socket.create_connection((address, port), timeout=limit_s) as plain,
-            context.wrap_socket(plain) as line,
-        ):
-            return line.getpeercert(binary_form=True) or b""
-    except OSError:
-        return b""
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection((address, port), timeout=limit_s) as plain, context.wrap_socket(plain) as line:
+        return line.getpeercert(binary_form=True) or b""
 
 
 def _first_word(line: socket.socket) -> Heard:
-    """Say it, and wait for the answer as long as the socket's own bound allows."""
+    """Send the HTTP/2 preface and classify the answer, within the socket's own timeout."""
     try:
         line.sendall(_PREFACE)
         told = b""
@@ -207,12 +180,12 @@ def _first_word(line: socket.socket) -> Heard:
     return Heard.HTTP2 if len(told) == _FRAME_HEAD and told[3] == _SETTINGS else Heard.OTHER
 
 
-HEALTH_SERVICE = "grpc.health.v1.Health"
+_CHECK, _LIST, _WATCH = (f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", "Watch"))
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe brought.  ``ahead_ns`` is how far the clock there is before ours, to half of ``round_s``."""
+    """The result of a probe.  ``ahead_ns`` is how far the syncer's clock is ahead of ours, to half of ``round_s``."""
 
     answer: ProbeAnswer
     round_s: float
@@ -222,109 +195,90 @@ class Probed:
 
 
 class Checkup:
-    """One connection to one address.  Each method raises ``Refused`` or ``Unreachable``, and has a bound."""
+    """One connection to one address.  Each method raises ``Refused`` or ``Unreachable``, and has a timeout."""
 
     def __init__(self, address: str, security: SecurityOptions, options: ClientOptions) -> None:
-        """``ValueError`` in words, or ``OSError``, for an address or files that cannot work."""
+        """``ValueError`` or ``OSError`` for an address or files that cannot work."""
         self._options = options
-        line = Line(address, security, options.channel_arguments())
-        self._health = Calls(line, HEALTH_SERVICE)
-        self._sync = Calls(line, SYNC_SERVICE)
+        self._line = Line(address, security, options.channel_arguments(), SYNC_SERVICE)
 
     def __enter__(self) -> Checkup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._health.close()
+        self._line.close()
 
     def serving(self, service: str) -> bool | None:
-        """Whether what goes by this name is served there ("": the process itself); None: there is no such thing."""
+        """Return whether ``service`` ("": the process itself) is SERVING there; None: it is unknown there."""
         try:
-            raw = self._health.unary("Check", _question(service), self._options.control_timeout_s)
-            return _is_serving(raw)
+            return self._line.unary(_CHECK, _question(service), _is_serving, self._options.control_timeout_s)
         except Refused as error:
             if error.status is Status.NOT_FOUND:
                 return None
             raise
 
     def names(self) -> tuple[str, ...]:
-        """All that is served there, by name; nothing from who does not tell."""
+        """Return the names of all services there; empty where the server refuses to list them."""
         try:
-            raw = self._health.unary("List", b"", self._options.control_timeout_s)
-            return tuple(sorted(health_pb2.HealthListResponse.FromString(raw).statuses))
-        except DecodeError as error:
-            raise Unreachable(f"List: the answer cannot be: {error}") from error
+            return self._line.unary(_LIST, b"", _names_of, self._options.control_timeout_s)
         except Refused:
             return ()
 
     def round_trips(self, count: int, limit_s: float) -> list[float]:
-        """Seconds that each of ``count`` small calls took, fewer where ``limit_s`` is over; the first is not told,
-        because it makes the connection."""
+        """Return the seconds that each of ``count`` small calls took, or of fewer when ``limit_s`` is over.  An extra
+        first call, which opens the connection, is not included."""
         until, taken = time.monotonic() + limit_s, []
         for index in range(count + 1):
             began = time.monotonic()
-            self._health.unary("Check", b"", self._options.control_timeout_s)
+            self._line.unary(_CHECK, b"", bytes, self._options.control_timeout_s)
             taken += [time.monotonic() - began] if index else []
             if time.monotonic() >= until:
                 break
         return taken
 
     def probe(self, ask: ProbeAsk) -> Probed:
-        """Ask, send the filler that ``ask`` promises, and take what it wants."""
+        """Ask, send ``ask.bytes_up`` of filler, and receive ``ask.bytes_down``."""
         answered, ended = threading.Event(), threading.Event()
         limit_s = self._options.control_timeout_s + 3 * ask.limit_ns / 1e9
         began_ns, asked_at = time.time_ns(), time.monotonic()
-        call = self._sync.exchange("Probe", _requests(ask, answered, ended), limit_s)
         answer: ProbeAnswer | None = None
         taken, here_ns, round_s = None, 0, 0.0
-        came: list[tuple[int, int]] = []
+        arrival = Arrival()
+
+        def requests() -> Iterator[bytes]:
+            """Yield the ask and, after its answer, the filler for at most ``ask.limit_ns``."""
+            yield pack_probe(ask)
+            answered.wait()
+            for _, raw in filler(ask.bytes_up, ask.limit_ns, pack_probe):
+                if ended.is_set():
+                    return
+                yield raw
+
         try:
-            for raw in call:
-                part = unpack_probe_reply(raw)
-                if isinstance(part, ProbeAnswer):
-                    answer, round_s = part, time.monotonic() - asked_at
-                    here_ns = (began_ns + time.time_ns()) // 2
-                    answered.set()
-                elif isinstance(part, ProbeTaken):
-                    taken = part
-                else:
-                    came.append((time.monotonic_ns(), (came[-1][1] if came else 0) + len(part.data)))
-        except MalformedMessage as error:
-            raise Unreachable(f"Probe: the syncer's answer cannot be: {error}") from error
-        except grpc.RpcError as error:
-            raise self._sync.failed("Probe", error) from error
+            with Stream(self._line, "Probe", requests(), unpack_probe_reply, timeout_s=limit_s) as stream:
+                for part in stream:
+                    if isinstance(part, ProbeAnswer):
+                        answer, round_s = part, time.monotonic() - asked_at
+                        here_ns = (began_ns + time.time_ns()) // 2
+                        answered.set()
+                    elif isinstance(part, ProbeTaken):
+                        taken = part
+                    else:
+                        arrival.more(len(part.data))
         finally:
             ended.set()
             answered.set()
-            call.cancel()
         if answer is None:
             raise Unreachable("Probe: the stream ended without an answer")
-        down = ProbeTaken(came[-1][1], came[-1][0] - came[0][0], int(later_rate(came))) if came else None
-        return Probed(answer, round_s, answer.time_ns - here_ns, taken, down)
+        down = arrival.taken()
+        return Probed(answer, round_s, answer.time_ns - here_ns, taken, down if down.bytes else None)
 
     def come_in(self) -> None:
-        """Ask for something that is open only to who is known; ``Refused`` says why one is not let in."""
-        call = self._health.stream("Watch", _question(""), self._options.control_timeout_s)
-        try:
-            _is_serving(next(call))
-        except StopIteration as error:
-            raise Unreachable("Watch: the stream ended without an answer") from error
-        except grpc.RpcError as error:
-            raise self._health.failed("Watch", error) from error
-        finally:
-            call.cancel()
-
-
-def _requests(ask: ProbeAsk, answered: threading.Event, ended: threading.Event) -> Iterator[bytes]:
-    """The ask, and when it was answered the filler, for no longer than it may take."""
-    yield pack_probe(ask)
-    answered.wait()
-    left, block = ask.bytes_up, os.urandom(min(CHUNK_BYTES_MIN, max(ask.bytes_up, 1)))
-    whole, until = pack_probe(Filler(block)), time.monotonic_ns() + ask.limit_ns
-    while left and not ended.is_set() and time.monotonic_ns() < until:
-        count = min(len(block), left)
-        yield whole if count == len(block) else pack_probe(Filler(block[:count]))
-        left -= count
+        """Make a call that needs authentication; ``Refused`` says why this end is not admitted."""
+        timeout_s = self._options.control_timeout_s
+        with Stream(self._line, _WATCH, _question(""), _is_serving, timeout_s=timeout_s) as stream:
+            if next(stream, None) is None:
+                raise Unreachable("Watch: the stream ended without an answer")
 
 
 def _question(service: str) -> bytes:
@@ -332,8 +286,9 @@ def _question(service: str) -> bytes:
 
 
 def _is_serving(raw: bytes) -> bool:
-    try:
-        answer = health_pb2.HealthCheckResponse.FromString(raw)
-    except DecodeError as error:
-        raise Unreachable(f"Check: the answer cannot be: {error}") from error
+    answer = parse(health_pb2.HealthCheckResponse, raw, REPLY_BYTES_MAX)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _names_of(raw: bytes) -> tuple[str, ...]:
+    return tuple(sorted(parse(health_pb2.HealthListResponse, raw, REPLY_BYTES_MAX).statuses))

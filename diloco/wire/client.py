@@ -1,53 +1,70 @@
-"""A site's end of the wire, and an operator's.
+"""The gRPC clients of a site, of an operator and of a standby.
 
-Every method of ``SyncClient`` and ``AdminClient`` blocks, has a bound, may be called from any thread, and ends in an
-answer, in ``Refused`` (a definite no) or in ``Unreachable`` (try again).  Nothing is retried in here: how long to wait
-is the caller's decision (``channel.Backoff``).
+Every method of ``SyncClient`` and ``AdminClient`` blocks, has a timeout, may be called from any thread, and ends in an
+answer, in ``Refused`` (a definite no) or in ``Unreachable`` (try again).  Nothing is retried here: the caller decides
+how long to back off (``channel.Backoff``).
 
-Learned rate.  Bulk keeps to a rate each way: what the operator told of the link, or what ``Learned`` has found.  Only
-a far link is learned: on a near one a queue is short, and the machines bound a transfer.  The learned rate may be too
-low: the link has become faster, or a busy machine held the bytes back and not the link.  So one transfer in
-``LOOK_AGAIN`` goes unheld, and where it arrives much faster the learning begins anew.
+Learned rate.  Bulk traffic is limited to a rate each way: the one that the operator configured for the link, or the one
+that ``Learned`` has measured.  Only a long-distance link is measured: on a short one the queue is short, and the
+machines limit a transfer.  The learned rate may be too low: the link has become faster, or a busy machine and not the
+link limited the transfer.  So one transfer in ``LOOK_AGAIN`` has no rate limit, and if it is much faster, learning
+starts over.
+
+Push.  One stream opens a push and commits it.  Where one TCP connection cannot fill the path, additional streams carry
+chunks as well.  Each stream takes the next unsent chunk whenever flow control permits, so a slow one takes fewer.
+gRPC's own threads make the messages (``requests``, ``beside``) while the caller's thread reads the answers.
 """
 
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import grpc
+from typing import TYPE_CHECKING
 
 from diloco.sync.events import Outcome
-from diloco.sync.link import ROUND_TRIPS_KEPT, SPAN_MIN_NS, Pace, later_rate
+from diloco.sync.link import ROUND_TRIPS_KEPT, Pace
 from diloco.wire import convert
 from diloco.wire.channel import (
     ADMIN_SERVICE,
+    REPLICATION_SERVICE,
     SYNC_SERVICE,
-    Calls,
+    Arrival,
     Guard,
     Line,
     Pacer,
     StallWatch,
+    Stream,
     bulk_bytes_per_s,
     check_address,
     split_addresses,
 )
-from diloco.wire.chunks import PIECE_BYTES_MIN
+from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkSize, bytes_at_risk, tail_chunk
 from diloco.wire.messages import (
-    FRAMES_SINCE,
-    MIB,
+    AGAINS_MAX,
+    CHUNK_BYTES_MIN,
     STREAMS_MAX,
     EvictAsk,
+    FollowAck,
+    FollowPart,
+    FollowRequest,
+    FollowStart,
+    Frame,
     JoinAsk,
     JoinReply,
     LeaveAsk,
     MalformedMessage,
+    Nonsense,
+    PromoteAsk,
     PullAsk,
+    PushAdmitted,
+    PushAgain,
+    PushCommit,
     PushHeader,
+    PushReply,
     PushResult,
     Refused,
     ReportInfo,
@@ -57,10 +74,10 @@ from diloco.wire.messages import (
     UpdateAsk,
     WatchAsk,
     WatchEvent,
+    WireError,
 )
 from diloco.wire.options import ClientOptions, SecurityOptions
 from diloco.wire.pulling import Patience, Pulling
-from diloco.wire.pushing import Pushing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,55 +86,33 @@ if TYPE_CHECKING:
     from diloco.wire.pulling import PulledVersion, PullSink
 
 FAR_S = 0.01
-BYTES_MIN = 2 * MIB
-"""Of a transfer by which a link is judged."""
 LOOK_AGAIN = 20
-"""Transfers that were held; the next one goes unheld, and so do those after it until one is long enough to judge by."""
+"""After so many rate-limited transfers, transfers have no limit until one is long enough to measure the link."""
 FASTER_PERCENT = 110
-"""Of the rate that was learned: whoever arrives faster unheld shows that it was too little."""
-
-
-class Arrival:
-    """When how many bytes of one transfer had arrived.  For any thread."""
-
-    def __init__(self, sent_at: int) -> None:
-        """It goes at ``sent_at`` bytes a second; 0: as fast as it can."""
-        self.sent_at = sent_at
-        self._lock = threading.Lock()
-        self._seen: list[tuple[int, int]] = []
-
-    def held(self, count: int) -> None:
-        """So many bytes are at the other end by now."""
-        with self._lock:
-            self._seen.append((time.monotonic_ns(), max(count, self._seen[-1][1] if self._seen else 0)))
-
-    def more(self, count: int) -> None:
-        """So many bytes more have come."""
-        with self._lock:
-            self._seen.append((time.monotonic_ns(), count + (self._seen[-1][1] if self._seen else 0)))
-
-    def rate(self) -> int:
-        """Bytes a second, once it is under way; 0 where it was too short to tell."""
-        with self._lock:
-            seen = list(self._seen)
-        if not seen or seen[-1][0] - seen[0][0] < SPAN_MIN_NS or seen[-1][1] - seen[0][1] < BYTES_MIN:
-            return 0
-        return int(later_rate(seen))
+"""An unlimited transfer faster than this percentage of the learned rate shows that the rate is too low."""
 
 
 class Learned:
-    """One way of a link; for any thread."""
+    """The rate of one direction of a link; thread-safe."""
 
     def __init__(self, mbps: float) -> None:
-        """``mbps`` is what was told of it; 0: nothing."""
+        """``mbps`` is the configured rate in 10^6 bits a second; 0: not configured, so measure it."""
         self._told = mbps > 0
         self._lock = threading.Lock()
         self._pace, self._held = Pace(), 0
         self.bytes_per_s = bulk_bytes_per_s(mbps)
+        self.bytes = 0
+        """Bytes sent or received in this direction since the start."""
+
+    def count(self, message_bytes: int) -> None:
+        """Add the bytes of one message to ``bytes``."""
+        with self._lock:
+            self.bytes += message_bytes
 
     def begin(self, rtt_s: float) -> Arrival | None:
-        """A transfer begins over ``rtt_s`` (0: not known), at ``bytes_per_s`` from now on; None where nothing is to be
-        learned from it."""
+        """Start a transfer over a round trip of ``rtt_s`` seconds (0: unknown); its rate limit is then ``bytes_per_s``.
+
+        Returns where to record its progress; None where the transfer does not measure the link."""
         if self._told or rtt_s <= 0:
             return None
         if rtt_s < FAR_S:
@@ -130,7 +125,7 @@ class Learned:
             return Arrival(self.bytes_per_s)
 
     def over(self, arrival: Arrival | None) -> None:
-        """It came to its end."""
+        """Learn from a transfer that has completed."""
         if arrival is None or not (rate := arrival.rate()):
             return
         with self._lock:
@@ -145,32 +140,263 @@ class Learned:
                 self.bytes_per_s = self._pace.bytes_per_s
 
     def forget(self) -> None:
-        """It is another link."""
+        """Drop the learned rate, because the link is another one."""
         if not self._told:
             with self._lock:
                 self._pace, self._held, self.bytes_per_s = Pace(), 0, 0
 
 
-T = TypeVar("T")
+class Pushing:
+    """One attempt at a push: the header, then chunks from the admitted offset, then the commit.
+
+    With ``at_once`` it does not wait for the admission and sends from byte 0; when the admission arrives it skips what
+    the syncer already holds.  Waiting would cost a round trip, and the syncer nearly always holds nothing yet.
+
+    gRPC asks for the next message when the last one has passed flow control, so each request for one is progress.
+    """
+
+    def __init__(
+        self,
+        bulk: Sequence[Line],
+        header: PushHeader,
+        payload: memoryview,
+        options: ClientOptions,
+        stalls: StallWatch,
+        sent: Callable[[int], None],
+        pacer: Pacer,
+        breaks: int = 0,
+        *,
+        at_once: bool = False,
+        arrived: Callable[[int], None] | None = None,
+    ) -> None:
+        """The push opens on the first of ``bulk``; the others carry additional streams.
+
+        ``breaks``: earlier attempts at this push that were interrupted.  ``at_once``: send without waiting for
+        admission.  ``sent`` is called with each message's length, ``arrived`` now and then with the number of bytes
+        that the syncer holds."""
+        self._bulk = bulk
+        others = min(len(bulk) - 1, header.payload_bytes // PIECE_BYTES_MIN)
+        progress = breaks > 0 or arrived is not None
+        self._header = replace(header, frames=True, progress=progress, others=others)
+        self._payload = payload
+        self._options = options
+        self._stalls = stalls
+        self._guard = Guard(stalls, options.stall_s)
+        self._sent = sent
+        self._pacer = pacer
+        self._breaks = breaks
+        self._arrived = arrived
+        self._at_once = at_once
+        self._changed = threading.Condition()
+        self._at: int | None = 0 if at_once else None
+        self._began = self._held = 0
+        self.admitted = False
+        """Whether the syncer has admitted the push; an attempt that breaks before that loses no bytes."""
+        self._again: deque[tuple[int, int]] = deque()
+        self._agains = 0
+        self._stopped = self._committed = False
+        self._streams = 1
+        self._others: list[tuple[Stream[PushReply], threading.Thread]] = []
+        self._carrying: set[Guard] = set()
+        self._broken: set[Guard] = set()
+        self._failed: WireError | None = None
+
+    def run(self) -> PushResult:
+        """Push, and return the syncer's result.  Raises ``Refused`` or ``Unreachable``; it always ends all streams."""
+        first = Stream(self._bulk[0], "Push", self.requests(), lambda raw: self._heard(raw, first), self._guard)
+        result: PushResult | None = None
+        try:
+            with first:
+                if self._at_once:
+                    self._open_others(first, 0)
+                for reply in first:
+                    if isinstance(reply, PushResult):
+                        result = reply
+                        self.stop()
+        except WireError as error:
+            if result is None:
+                raise self._failed or error from error
+        finally:
+            self.stop()
+            for other, thread in self._others:
+                other.cancel()
+                thread.join()
+        if result is None:
+            raise self._failed or Unreachable("Push: the stream ended without an answer")
+        return result
+
+    def _heard(self, raw: bytes, first: Stream[PushReply] | None) -> PushReply:
+        """Handle and return one reply, on the ``first`` stream, or on an additional one where ``first`` is None."""
+        reply = convert.unpack_push_reply(raw)
+        if isinstance(reply, PushAgain):
+            self.again(reply)
+        elif isinstance(reply, PushAdmitted) and (self.admitted or first is None):
+            self.held(reply.offset)  # Only the first reply on the first stream sets the offset to send from.
+        elif isinstance(reply, PushAdmitted):
+            self.admit(reply)
+            if not self._at_once and first is not None:
+                self._open_others(first, reply.offset)
+        return reply
+
+    def _open_others(self, first: Stream[PushReply], offset: int) -> None:
+        worth = (self._header.payload_bytes - offset) // PIECE_BYTES_MIN
+        for bulk in self._bulk[1 : 1 + worth]:
+            guard = Guard(self._stalls, self._options.stall_s)
+            self.join_in()
+            stream = Stream(bulk, "Push", self.beside(guard), lambda raw: self._heard(raw, None), guard)
+            thread = threading.Thread(target=self._listen, args=(stream, first, guard), name="push-beside", daemon=True)
+            thread.start()
+            self._others.append((stream, thread))
+
+    def _listen(self, stream: Stream[PushReply], first: Stream[PushReply], guard: Guard) -> None:
+        """Read the replies on an additional stream, in a thread of its own."""
+        try:
+            with stream:
+                for _ in stream:
+                    pass
+        except WireError as error:
+            if self.carries(guard) or isinstance(error, Nonsense):  # Otherwise the push continues without this stream.
+                self._failed = self._failed or error
+                first.cancel()
+        finally:
+            with self._changed:
+                self._streams -= 1
+
+    def admit(self, admitted: PushAdmitted) -> None:
+        """Note that the syncer holds ``admitted.offset`` bytes and wants the rest."""
+        if admitted.offset > len(self._payload):
+            raise MalformedMessage(f"offset is {admitted.offset}: the payload has {len(self._payload)} bytes")
+        with self._changed:
+            self._began = self._held = admitted.offset
+            self._at = max(self._at or 0, admitted.offset)
+            self.admitted = True
+            self._changed.notify_all()
+
+    def held(self, offset: int) -> None:
+        """Note that the syncer holds ``offset`` bytes by now."""
+        with self._changed:
+            self._held = max(self._held, offset)
+            if self._arrived is not None:
+                self._arrived(self._held)
+            self._changed.notify_all()
+
+    def again(self, wanted: PushAgain) -> None:
+        """Send the ``wanted`` bytes again.  ``MalformedMessage`` if they were never sent, or after ``AGAINS_MAX``."""
+        if self._at is None or wanted.offset + wanted.length > self._at:
+            raise MalformedMessage(f"offset is {wanted.offset}: bytes are wanted again that were not sent")
+        with self._changed:
+            self._agains += 1
+            if self._agains > AGAINS_MAX:
+                raise MalformedMessage(f"chunks are wanted again for the {self._agains}th time")
+            self._again.append((wanted.offset, wanted.length))
+            self._committed = False
+            self._guard.limit(self._options.stall_s)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def requests(self) -> Iterator[bytes]:
+        """Yield the messages of the stream that opens and commits the push, as gRPC asks for them."""
+        yield self._counted(convert.pack_push(self._header))
+        with self._changed:
+            # The caller's stall guard bounds this wait: however the call ends, ``run`` then calls ``stop``.
+            self._changed.wait_for(lambda: self._stopped or self._at is not None)
+        while not self._stopped:
+            yield from self._chunks(self._guard)
+            with self._changed:
+                if self._stopped:
+                    return
+                if self._again:
+                    continue
+                self._committed = True
+            yield self._counted(convert.pack_push(PushCommit(self._header.payload_bytes, self._header.digest)))
+            with self._changed:
+                if self._committed:
+                    self._guard.limit(self._options.answer_s)
+                self._changed.wait_for(lambda: self._stopped or self._again)
+
+    def beside(self, guard: Guard) -> Iterator[bytes]:
+        """Yield the messages of an additional stream; call ``join_in`` first."""
+        yield self._counted(convert.pack_push(replace(self._header, beside=True)))
+        yield from self._chunks(guard)
+
+    def carries(self, guard: Guard) -> bool:
+        """Mark the additional stream of ``guard`` as broken, so that it gets no more chunks.
+
+        Returns whether it was given any: those are lost, so the whole push is broken.
+        """
+        with self._changed:
+            self._broken.add(guard)
+            return guard in self._carrying
+
+    def join_in(self) -> None:
+        """Count one more additional stream."""
+        with self._changed:
+            self._streams += 1
+
+    def _chunks(self, guard: Guard) -> Iterator[bytes]:
+        longest = self._pacer.chunk_bytes(self._options.chunk_bytes)
+        size = ChunkSize(CHUNK_BYTES_MIN, longest, careful=self._began > 0)
+        while (place := self._next(size.bytes, guard)) is not None:
+            offset, length = place
+            self._pacer.wait(length, guard)
+            data = self._payload[offset : offset + length]
+            began_s = time.monotonic()
+            yield self._counted(convert.pack_push(Frame(offset, data)))
+            size.took(time.monotonic() - began_s)
+            guard.touch()
+
+    def _next(self, chunk_bytes: int, guard: Guard) -> tuple[int, int] | None:
+        with self._changed:
+            # Bytes in flight when a connection breaks are lost, so an unreliable one gets a bound on them.
+            self._changed.wait_for(lambda: self._stopped or self._again or self._spared(chunk_bytes))
+            if self._stopped or guard in self._broken:
+                return None
+            if self._again:
+                self._carrying.add(guard)
+                return self._again.popleft()
+            assert self._at is not None, "not admitted yet"
+            left = len(self._payload) - self._at
+            if not left:
+                return None
+            offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, self._streams))
+            self._at += length
+            self._carrying.add(guard)
+            return offset, length
+
+    def _spared(self, chunk_bytes: int) -> bool:
+        """Return whether one more chunk may be in flight; a single one always may, or the push would never progress."""
+        assert self._at is not None, "not admitted yet"
+        if not self._breaks or self._at <= self._held:
+            return True
+        return self._at + chunk_bytes <= self._held + bytes_at_risk(self._breaks, self._held - self._began)
+
+    def _counted(self, message: bytes) -> bytes:
+        self._sent(len(message))
+        return message
+
 
 _OF_ITS_FILES = frozenset({Status.PERMISSION_DENIED, Status.UNAUTHENTICATED})
 
 BREAKS_KEPT = 64
-"""Updates of which is remembered how often their push was broken off."""
+"""Updates for which the number of interrupted pushes is remembered."""
 CONFIRMATIONS_MAX = 3
-"""Times that a ticket is repeated in one join: each further one means that yet another process was taken in."""
+"""Most tickets repeated in one join; each further ticket means that yet another process of the site has joined."""
 
 
 class SyncClient:
-    """Speaks for ``site_id`` in run ``run_id``; ``site_id`` is empty for an observer that only pulls.
+    """The client of ``site_id`` in run ``run_id``; ``site_id`` is empty for an observer that only pulls.
 
-    Control (Join, Watch, Report, Leave) and bulk (Push, Pull) have connections of their own.  Nothing is connected
-    before the first call; a lost connection comes back by itself.  ``ValueError`` for an address or security that
-    cannot work.
+    Control calls (Join, Watch, Report, Leave) and bulk calls (Push, Pull) use separate connections.  Each connects at
+    its first call, and reconnects by itself.  ``ValueError`` for an address or security options that cannot work.
 
-    ``address`` may be several, with commas between them: of the syncer, and of each standby that may take its place.
-    ``join`` finds the one that takes the site in, and every other call goes there from then on.  An answer of a syncer
-    of an older epoch than that one's counts for nothing, whatever connection it came on: another has taken its place.
+    ``address`` may list several, separated by commas: that of the syncer, and those of the standbys that may replace
+    it.  ``join`` finds the one that admits the site, and all other calls go there from then on.  An answer from a
+    syncer of an older epoch is discarded, whatever connection it came on: that syncer has been replaced.
     """
 
     def __init__(
@@ -192,22 +418,18 @@ class SyncClient:
         self._at = 0
         self._epoch = 0  # Of the syncer that took the site in last.
         arguments = self._options.channel_arguments()
-        # The first is for control.  What a site has to send goes nowhere that has not taken the site in.
-        # Nothing is connected before it is used, so that more may be used later.
-        self._lines = [Line(self.address, security, arguments) for _ in range(1 + STREAMS_MAX)]
+        # The first is for control.  All lines lead to one address, so updates go only to a syncer that admitted the
+        # site.  A line connects at its first use, so spare ones cost nothing and can be used later.
+        self._lines = [Line(self.address, security, arguments, SYNC_SERVICE) for _ in range(1 + STREAMS_MAX)]
         self._streams = self._options.data_channels
-        self._control, *self._bulk = (Calls(line, SYNC_SERVICE) for line in self._lines)
+        self._control, *self._bulk = self._lines
         self._turn = itertools.count()
         self._breaks: dict[str, int] = {}
-        self._protocol = 0  # That both speak, as the join said.
-        self._welcome = False  # The last push was let in, as the next one will be.
-        self._lengths: dict[int, int] = {}  # Of the last payload that was pulled of each fragment.
+        self._welcome = False  # The last push was accepted, so expect the same of the next one.
+        self._lengths: dict[int, int] = {}  # By fragment, the length of the last payload pulled.
         self._up, self._down = Learned(self._options.up_mbps), Learned(self._options.down_mbps)
         self._pacer = Pacer(self._up.bytes_per_s)
         self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
-        self._bytes = threading.Lock()
-        self._bytes_up = 0
-        self._bytes_down = 0
 
     def __enter__(self) -> SyncClient:
         return self
@@ -217,7 +439,7 @@ class SyncClient:
 
     @property
     def address(self) -> str:
-        """The one that took the site in last, or is tried first."""
+        """The address that last admitted the site, or the first to try."""
         return self._addresses[self._at]
 
     @property
@@ -226,141 +448,129 @@ class SyncClient:
         return len(self._addresses) > 1
 
     @property
-    def has_patience(self) -> bool:
-        """Whether the syncer that took the site in lets a pull wait for what is not there yet."""
-        return self._protocol >= FRAMES_SINCE
-
-    @property
     def bytes_up(self) -> int:
         """Bytes of Push messages sent since the start, headers and re-sent chunks included."""
-        return self._bytes_up
+        return self._up.bytes
 
     @property
     def bytes_down(self) -> int:
         """Bytes of Pull messages received since the start, headers and re-sent chunks included."""
-        return self._bytes_down
+        return self._down.bytes
 
     @property
-    def taken_in(self) -> tuple[int, int, int]:
-        """The place of the address that took the site in last, its epoch, and the protocol: what ``follow`` takes."""
-        return self._at, self._epoch, self._protocol
+    def taken_in(self) -> tuple[int, int]:
+        """The index of the address that last admitted the site, and its syncer's epoch: the argument of ``follow``."""
+        return self._at, self._epoch
 
-    def follow(self, taken_in: tuple[int, int, int]) -> None:
-        """Another process of the site has joined: what is sent from here goes where that one was taken in."""
+    def follow(self, taken_in: tuple[int, int]) -> None:
+        """Send all further calls to the syncer that admitted another process of this site."""
         with self._joining:
-            at, epoch, protocol = taken_in
-            if at != self._at:
-                self._elsewhere()
-            self._at, self._epoch, self._protocol = at, epoch, protocol
-            for line in self._lines:
-                line.lead_to(self.address)
+            at, self._epoch = taken_in
+            self._go_to(at)
+
+    def _go_to(self, at: int) -> None:
+        """Switch to the address with index ``at``; if it is another one, drop everything measured of the link."""
+        if at != self._at:
+            self._round_trips_s.clear()
+            for way in (self._up, self._down):
+                way.forget()
+        self._at = at
+        for line in self._lines:
+            line.lead_to(self.address)
 
     def close(self) -> None:
         """End every call under way; they raise ``Unreachable``."""
-        for calls in (self._control, *self._bulk):
-            calls.close()
+        for line in self._lines:
+            line.close()
         self._pacer.close()
         self._stalls.close()
 
     def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
-        """Speak for the site from now on, at the first address that takes it in; each is asked once.
+        """Join at the first address that admits the site, trying each once; later calls go there.
 
-        A syncer older than (``ask.lineage``, ``epoch``) is one whose place another has taken: it does not count.
-        Where nobody takes the site in, a refusal says more than silence and is what is raised; but not one for what
-        a syncer's own files say, as long as another is away whose files may say otherwise.
+        A syncer older than (``ask.lineage``, ``epoch``) has been replaced by another and is ignored.  When no address
+        admits the site, a refusal is raised in preference to ``Unreachable``.  But a refusal that rests on a syncer's
+        own permission files is not raised while another address is away whose files may differ.
         """
         with self._joining:
             failures: list[Refused | Unreachable] = []
             for at in [*range(self._at, len(self._addresses)), *range(self._at)]:
-                self._lines[0].lead_to(self._addresses[at])
+                self._control.lead_to(self._addresses[at])
                 try:
                     reply = self._join(ask, epoch)
                 except (Refused, Unreachable) as error:
                     failures.append(error)
                     continue
-                if at != self._at:
-                    self._elsewhere()
-                self._at = at
-                self._epoch, self._protocol = reply.epoch, reply.protocol
-                for line in self._lines[1:]:
-                    line.lead_to(self.address)
+                self._epoch = reply.epoch
+                self._go_to(at)
                 return reply
-            self._lines[0].lead_to(self.address)
+            self._control.lead_to(self.address)
             raise _worst(failures)
 
-    def _elsewhere(self) -> None:
-        """Another address: nothing that was measured holds for the link to it."""
-        self._round_trips_s.clear()
-        for way in (self._up, self._down):
-            way.forget()
-
     def _join(self, ask: JoinAsk, epoch: int) -> JoinReply:
-        """One address; where another process speaks for the site, it is asked again with the ticket that it gives."""
+        """Join at the present address; repeat the ask with the ticket given while another process holds the site."""
         for _ in range(1 + CONFIRMATIONS_MAX):
-            reply = self._join_once(ask, epoch)
+            reply = self._control.unary(
+                "Join", convert.pack_join(ask), convert.unpack_join_reply, self._options.join_timeout_s
+            )
+            if (reply.lineage, reply.epoch) < (ask.lineage, epoch):
+                older = f"of lineage {reply.lineage}, epoch {reply.epoch}"
+                raise Unreachable(f"Join: the syncer is {older}, and another of epoch {epoch} has taken its place")
             if reply.ticket == 0:
                 return reply
             ask = replace(ask, ticket=reply.ticket)
         raise Unreachable("Join: other processes of this site join at the same time: is it started more than once?")
 
-    def _join_once(self, ask: JoinAsk, epoch: int) -> JoinReply:
-        raw = self._control.unary("Join", convert.pack_join(ask), self._options.join_timeout_s)
-        reply = _parsed("Join", convert.unpack_join_reply, raw)
-        if (reply.lineage, reply.epoch) < (ask.lineage, epoch):
-            older = f"of lineage {reply.lineage}, epoch {reply.epoch}"
-            raise Unreachable(f"Join: the syncer is {older}, and another of epoch {epoch} has taken its place")
-        return reply
-
     def report(self, report: ReportInfo) -> ReportReply:
-        """The heartbeat."""
+        """Send a heartbeat."""
         began_s = time.monotonic()
-        raw = self._control.unary("Report", convert.pack_report(report), self._options.control_timeout_s)
+        reply = self._control.unary(
+            "Report", convert.pack_report(report), convert.unpack_report_reply, self._options.control_timeout_s
+        )
         self._round_trips_s.append(time.monotonic() - began_s)
-        reply = _parsed("Report", convert.unpack_report_reply, raw)
         self._check_epoch("Report", reply.epoch)
         return reply
 
     def _check_epoch(self, method: str, epoch: int) -> None:
-        """``epoch`` came with an answer; 0: it was not told."""
+        """Raise ``Unreachable`` when an answer's ``epoch`` (0: not given) is older than that of the joined syncer."""
         if 0 < epoch < self._epoch:
-            for line in self._lines[1:]:  # One name may lead elsewhere now; a connection that stands never notices.
+            for line in self._lines[1:]:  # The name may resolve elsewhere now; an open connection never notices.
                 line.renew()
             older = f"the syncer that answers is of epoch {epoch}"
             raise Unreachable(f"{method}: {older}, and another of epoch {self._epoch} has taken its place")
 
     def leave(self, incarnation: int) -> None:
-        """Say goodbye."""
+        """Tell the syncer that this site leaves the run."""
         ask = LeaveAsk(self._run_id, self._site_id, incarnation)
-        self._control.unary("Leave", convert.pack_leave(ask), self._options.control_timeout_s)
+        self._control.unary("Leave", convert.pack_leave(ask), convert.unpack_empty, self._options.control_timeout_s)
 
-    def watch(self, incarnation: int) -> WatchStream:
-        """The events of this site as they happen.  The first is an ``Alive``: the stream stands."""
+    def watch(self, incarnation: int) -> Stream[WatchEvent]:
+        """Stream the events of this site as they happen.  The first is an ``Alive``: the stream is open."""
         ask = WatchAsk(self._run_id, self._site_id, incarnation)
-        guard = self._stalls.guard(self._options.stall_s)
-        return WatchStream(self._control.stream("Watch", convert.pack_watch(ask)), guard, self._control)
+        guard = Guard(self._stalls, self._options.stall_s)
+        return Stream(self._control, "Watch", convert.pack_watch(ask), convert.unpack_watch_event, guard)
 
     def push(self, header: PushHeader, payload: bytes | memoryview) -> PushResult:
-        """One attempt to send an update; the next one goes on where the syncer's bytes end.
+        """Make one attempt to send an update; the next attempt resumes from the bytes that the syncer holds.
 
-        ``payload`` is read by another thread until this returns, and must not change.
+        Other threads read ``payload`` until this returns, so it must not change.
         """
         view = memoryview(payload).cast("B")
         if len(view) != header.payload_bytes:
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
-        breaks, known = self._breaks.pop(header.digest, None), self._protocol >= FRAMES_SINCE
-        at_once, self._welcome = known and self._welcome and breaks is None, False
+        breaks = self._breaks.pop(header.digest, None)
+        at_once, self._welcome = self._welcome and breaks is None, False
         arrival = self._up.begin(self._rtt_s)
-        self._pacer.keep_to(self._up.bytes_per_s)
+        self._pacer.bytes_per_s = self._up.bytes_per_s
         pushing = Pushing(
             self._in_turn(),
             header,
             view,
             self._options,
             self._stalls,
-            self._count_up,
+            self._up.count,
             self._pacer,
             breaks or 0,
-            known=known,
             at_once=at_once,
             arrived=arrival.held if arrival is not None else None,
         )
@@ -377,111 +587,51 @@ class SyncClient:
         return result
 
     def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
-        """One attempt to get a version into ``sink``; the next one with the same sink asks for what is missing.
+        """Make one attempt to pull a version into ``sink``; the next with the same sink asks only for missing bytes.
 
-        With ``patience`` it may be one that is not there yet; a syncer of an earlier protocol has none.
+        With ``patience`` the call waits for a version that is not published yet.
         """
-        bulk, at_once = self._in_turn(), max(1, self._lengths.get(ask.fragment, 0) // PIECE_BYTES_MIN)
-        if not self.has_patience:
-            at_once, patience = 1, None
-        arrival, options = self._down.begin(self._rtt_s), self._options
+        at_once = max(1, self._lengths.get(ask.fragment, 0) // PIECE_BYTES_MIN)
+        arrival = self._down.begin(self._rtt_s)
 
         def received(count: int) -> None:
-            self._count_down(count)
+            self._down.count(count)
             if arrival is not None:
                 arrival.more(count)
 
-        held_to = arrival.sent_at if arrival is not None else self._down.bytes_per_s
-        by = (options, self._stalls, received, at_once, patience, held_to)
-        pulled = Pulling(bulk, ask, sink, *by).run()
+        ask = replace(ask, bytes_per_s=arrival.sent_at if arrival is not None else self._down.bytes_per_s)
+        pulled = Pulling(self._in_turn(), ask, sink, self._options, self._stalls, received, at_once, patience).run()
         self._down.over(arrival)
         self._check_epoch("Pull", pulled.header.epoch)
-        if pulled.parts:
+        if pulled.parts and pulled.header.frames:  # A syncer of protocol 2 supports one stream only.
             self._lengths[ask.fragment] = pulled.header.payload_bytes
         return pulled
 
     def use_channels(self, count: int) -> None:
-        """From the next transfer on go over ``count`` connections, as far as there may be so many."""
+        """Use ``count`` connections (clamped to 1 .. ``STREAMS_MAX``) from the next transfer on."""
         self._streams = max(1, min(count, STREAMS_MAX))
 
     @property
     def _rtt_s(self) -> float:
-        """The shortest round trip lately; 0: none was made yet."""
+        """The shortest recent round trip in seconds; 0: none measured yet."""
         return min(tuple(self._round_trips_s), default=0.0)
 
-    def _in_turn(self) -> Sequence[Calls]:
-        """The bulk channels in use, another one first each time."""
+    def _in_turn(self) -> Sequence[Line]:
+        """Return the bulk channels in use, rotated by one at each call."""
         bulk = self._bulk[: self._streams]
         first = next(self._turn) % len(bulk)
         return [*bulk[first:], *bulk[:first]]
 
-    def _count_up(self, message_bytes: int) -> None:
-        with self._bytes:
-            self._bytes_up += message_bytes
-
-    def _count_down(self, message_bytes: int) -> None:
-        with self._bytes:
-            self._bytes_down += message_bytes
-
-
-class WatchStream:
-    """Events of a site, to be iterated by one thread; ``cancel`` may come from another.
-
-    Ends after ``Dropped`` or ``cancel``; raises ``Unreachable`` or ``Refused`` otherwise.  Use it in ``with``, or
-    cancel it.
-    """
-
-    def __init__(self, call: Any, guard: Guard, calls: Calls) -> None:
-        self._call = call
-        self._calls = calls
-        self._guard = guard
-        self._cancelled = False
-        guard.arm(call.cancel)
-        guard.__enter__()
-
-    def __enter__(self) -> WatchStream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.cancel()
-
-    def __iter__(self) -> Iterator[WatchEvent]:
-        return self
-
-    def __next__(self) -> WatchEvent:
-        try:
-            event = convert.unpack_watch_event(next(self._call))
-        except StopIteration:
-            self.cancel()
-            raise
-        except grpc.RpcError as error:
-            cancelled = self._cancelled
-            self.cancel()
-            if cancelled:
-                raise StopIteration from error
-            raise self._calls.failed("Watch", error, self._guard) from error
-        except MalformedMessage as error:
-            self.cancel()
-            raise Unreachable(f"Watch: the syncer's answer cannot be: {error}") from error
-        self._guard.touch()
-        return event
-
-    def cancel(self) -> None:
-        """End the stream; the thread that iterates is woken."""
-        self._cancelled = True
-        self._guard.__exit__(None, None, None)
-        self._call.cancel()
-
 
 class AdminClient:
-    """An operator's end."""
+    """The client of an operator."""
 
     def __init__(
         self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
     ) -> None:
-        security = security or SecurityOptions()
         self._options = options or ClientOptions()
-        self._calls = Calls(Line(address, security, self._options.channel_arguments()), ADMIN_SERVICE)
+        arguments = self._options.channel_arguments()
+        self._line = Line(address, security or SecurityOptions(), arguments, ADMIN_SERVICE)
 
     def __enter__(self) -> AdminClient:
         return self
@@ -490,59 +640,100 @@ class AdminClient:
         self.close()
 
     def status(self) -> dict[str, object]:
-        """How the run stands."""
-        raw = self._calls.unary("Status", b"", self._options.control_timeout_s)
-        return _parsed("Status", convert.unpack_status, raw)
+        """Return the state of the run."""
+        return self._line.unary("Status", b"", convert.unpack_status, self._options.control_timeout_s)
 
     def drain(self) -> None:
         """Begin the last round."""
-        self._calls.unary("Drain", b"", self._options.control_timeout_s)
+        self._have("Drain")
 
     def evict(self, site_id: str) -> None:
-        """Put ``site_id`` out of the run."""
-        self._calls.unary("Evict", convert.pack_evict(EvictAsk(site_id)), self._options.control_timeout_s)
+        """Evict ``site_id`` from the run."""
+        self._have("Evict", convert.pack_evict(EvictAsk(site_id)))
 
     def readmit(self, site_id: str) -> None:
         """Let ``site_id`` join again."""
-        self._calls.unary("Readmit", convert.pack_evict(EvictAsk(site_id)), self._options.control_timeout_s)
+        self._have("Readmit", convert.pack_evict(EvictAsk(site_id)))
 
     def admit(self, site_id: str, fragment: int, sequence: int) -> None:
         """Let a held update be merged."""
-        self._update("Admit", UpdateAsk(site_id, fragment, sequence))
+        self._have("Admit", convert.pack_update(UpdateAsk(site_id, fragment, sequence)))
 
     def refuse(self, site_id: str, fragment: int, sequence: int) -> None:
-        """An accepted update is never merged."""
-        self._update("Refuse", UpdateAsk(site_id, fragment, sequence))
-
-    def _update(self, method: str, ask: UpdateAsk) -> None:
-        self._calls.unary(method, convert.pack_update(ask), self._options.control_timeout_s)
+        """Exclude an accepted update from every merge."""
+        self._have("Refuse", convert.pack_update(UpdateAsk(site_id, fragment, sequence)))
 
     def snapshot(self) -> None:
         """Write a snapshot now; returns when it is durable."""
-        self._calls.unary("Snapshot", b"", self._options.admin_timeout_s)
+        self._have("Snapshot", timeout_s=self._options.admin_timeout_s)
 
     def promote(self, *, lossy: bool = False) -> None:
-        """Have a standby take over."""
-        self._calls.unary("Promote", convert.pack_promote(lossy=lossy), self._options.admin_timeout_s)
+        """Make the standby at this address take over; ``lossy``: even if it may lack something acknowledged."""
+        self._have("Promote", convert.pack_promote(PromoteAsk(lossy)), self._options.admin_timeout_s)
 
     def detach(self) -> None:
-        """Have the syncer go on without a standby until one has caught up."""
-        self._calls.unary("Detach", b"", self._options.admin_timeout_s)
+        """Let the syncer continue without a standby until one has caught up."""
+        self._have("Detach", timeout_s=self._options.admin_timeout_s)
+
+    def _have(self, method: str, request: bytes = b"", timeout_s: float = 0.0) -> None:
+        self._line.unary(method, request, convert.unpack_empty, timeout_s or self._options.control_timeout_s)
 
     def close(self) -> None:
         """End every call under way."""
-        self._calls.close()
+        self._line.close()
 
 
-def _parsed(method: str, unpack: Callable[[bytes], T], raw: bytes) -> T:
-    try:
-        return unpack(raw)
-    except MalformedMessage as error:
-        raise Unreachable(f"{method}: the syncer's answer cannot be: {error}") from error
+class FollowClient:
+    """The client of a standby."""
+
+    def __init__(
+        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
+    ) -> None:
+        self._options = options or ClientOptions()
+        arguments = self._options.channel_arguments()
+        self._line = Line(address, security or SecurityOptions(), arguments, REPLICATION_SERVICE)
+        self._stalls = StallWatch("stalls-standby")
+
+    def follow(self, start: FollowStart) -> FollowStream:
+        """Stream everything that the syncer stores, as it becomes durable there."""
+        return FollowStream(self._line, start, Guard(self._stalls, self._options.stall_s))
+
+    def close(self) -> None:
+        """End every stream; they raise ``Unreachable``."""
+        self._line.close()
+        self._stalls.close()
+
+
+class FollowStream(Stream[FollowPart]):
+    """Parts to replicate.  One thread iterates; others may call ``ack`` and ``cancel``.  Use it in ``with``.
+
+    Raises ``Unreachable`` or ``Refused`` when it ends.
+    """
+
+    def __init__(self, line: Line, start: FollowStart, guard: Guard) -> None:
+        self._said: queue.SimpleQueue[FollowRequest | None] = queue.SimpleQueue()
+        self._said.put(start)
+        requests: Iterator[FollowRequest] = iter(self._said.get, None)
+        super().__init__(line, "Follow", map(convert.pack_follow, requests), convert.unpack_follow_part, guard)
+
+    def __next__(self) -> FollowPart:
+        try:
+            return super().__next__()
+        except StopIteration:
+            raise Unreachable("Follow: the stream ended") from None
+
+    def ack(self, ack: FollowAck) -> None:
+        """Acknowledge that everything up to ``ack`` is durable here."""
+        self._said.put(ack)
+
+    def cancel(self) -> None:
+        """End the stream and wake the iterating thread."""
+        self._said.put(None)
+        super().cancel()
 
 
 def _worst(failures: Sequence[Refused | Unreachable]) -> Refused | Unreachable:
-    """What to say when every address has failed."""
+    """Return the error to raise when every address has failed (see ``SyncClient.join``)."""
     if len(failures) == 1:
         return failures[0]
     refused = [failure for failure in failures if isinstance(failure, Refused)]

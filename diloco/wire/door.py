@@ -1,75 +1,93 @@
-"""Admission of calls: what every call passes before a byte of its message is looked at.
+"""Access control at the server: admit each call before reading it, and turn its errors into gRPC statuses.
 
-The door asks who calls, whether they may, how often, and how many at once.  A caller here is an identity, or a
-connection where callers are not told apart.  A caller can take up resources (threads, credits, the decision loop's
-attention) only behind the door, so this file bounds what one caller does to the others.
+``Door`` authenticates and authorizes a caller, limits its call rate and limits its concurrent calls.  A caller is an
+identity, or a connection where callers cannot be told apart.  A call uses resources (threads, credits, time of the
+decision loop) only after the door has admitted it, so this file bounds how far one caller can slow down the others.
 
-Places.  ``Gate`` bounds how many streams of a kind may be open, in all and for each site; ``WaitingRoom`` and
-``OneAtATime`` bound calls that wait and calls of which a caller may have one.  ``Counters`` counts what was done.
+Concurrency limits.  ``Gate`` bounds the open streams of one kind, in total and per site.  ``WaitingRoom`` bounds calls
+that wait for a first message, or for the push they belong to.  ``OneAtATime`` allows one stream per key.  ``Counters``
+counts events.
 
-Connections.  gRPC has one bound for all connections (``grpc.max_allowed_incoming_connections``), takes each without
-asking, and keeps one that answers pings for ever.  So a few hundred connections that never make a call would leave no
-place for a new site, and no descriptor for a file.  Here the bound is half of the files that this process may have
-open.  When three quarters of those places are taken, connections without a call under way are hung up on: first those
-on which no caller was ever let in, of the address that has most of them, the oldest first.  A connection with a call
-under way is never hung up on, and a site whose idle connection was comes back with its next call.
+First message.  The door admits a call before any of its bytes are read, and the first message must arrive within a
+timeout.  For a unary method, gRPC reads the one message in the handler's thread before it calls the handler, without a
+timeout: a few callers that open calls and send nothing, authenticated or not, would hold every thread.  So every method
+is registered as a stream of requests, which is the same on the wire, and its first message is read here.
 
-Not bounded is how often a caller is told that there is no room.  A caller that has all its places taken is refused at
-once, because a call that waits to be refused would take a thread from another caller.  That costs processor time: half
-a core for 1300 refusals a second, in which another site's rounds were no longer (``make flood``).  Nor are the health
-service's Check and List, which are open to strangers, held to a rate.  Only a bound on who may connect at all bounds
-both: client certificates, or a firewall.
+Statuses.  Only this file turns refusals and defects into statuses.  A refusal changes nothing but a counter.
+INTERNAL always means a bug of the syncer: it is logged with its traceback and counted.
+
+Connections.  gRPC has one limit for all connections (``grpc.max_allowed_incoming_connections``).  It accepts each
+connection unasked, and keeps one that answers pings for ever.  So a few hundred connections that never make a call
+would leave no place for a new site, and no file descriptor.  Here the limit is half of the files that this process may
+have open.  When three quarters of those places are taken, the server closes connections that have no call under way:
+first those on which no caller was ever admitted, from the address with the most such connections, oldest first.  A
+connection with a call under way is never closed.  A site whose idle connection was closed reconnects at its next call.
+
+Two rates are not limited.  The first is how often a caller is refused for lack of room: a caller at its limit is
+refused at once, because a call that waits to be refused would take a thread from another caller.  That costs processor
+time: half a core for 1300 refusals a second, during which the rounds of another site were no longer (``make flood``).
+The second is the rate of the health service's Check and List, which need no authentication.  Only restricting who may
+connect (client certificates, a firewall) bounds both.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import grpc
+
 from diloco import open_files
-from diloco.wire.channel import Rates
+from diloco.wire.channel import PUSHBACK_KEY, REASON_KEY, Guard, Rates
+from diloco.wire.chunks import ChunkError, DamagedChunk
 from diloco.wire.identity import Identity
-from diloco.wire.messages import PROBES_BURST_S, PROBES_PER_S, Refusal, Status
+from diloco.wire.messages import PROBES_BURST_S, PROBES_PER_S, TEXT_CHARS_MAX, MalformedMessage, Refusal, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from diloco.wire.channel import StallWatch
     from diloco.wire.identity import Authenticator
     from diloco.wire.messages import PushHeader
     from diloco.wire.options import ServerOptions
+
+_log = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 60.0
 _GATHER_S = 1.0
 
 
 class Counters:
-    """Named totals since the start; what a refused message may change, and nothing else."""
+    """Named totals since the start.  They are all that a refused message may change."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals: dict[str, int] = {}
+        self._totals: Counter[str] = Counter()
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count."""
+        """Add ``count`` to the total ``name``."""
         with self._lock:
-            self._totals[name] = self._totals.get(name, 0) + count
+            self._totals[name] += count
 
     def totals(self) -> dict[str, int]:
-        """A copy, by name."""
+        """Return a copy of all totals, sorted by name."""
         with self._lock:
             return dict(sorted(self._totals.items()))
 
 
 class TurnedAway:
-    """Counts who was turned away; tells of it a second after the first, and then once a minute while there are more."""
+    """Counts closed connections; reports a second after the first, then at most once a minute while there are more."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -79,7 +97,7 @@ class TurnedAway:
         self._told_s, self._due_s = -_TELL_EVERY_S, 0.0
 
     def add(self, why: str, count: int = 1) -> None:
-        """Count; ``why`` is the latest, and goes out with the next word."""
+        """Count ``count`` closed connections; the next report gives the latest ``why``."""
         with self._lock:
             if self._count == self._told:
                 self._due_s = max(time.monotonic() + _GATHER_S, self._told_s + _TELL_EVERY_S)
@@ -87,7 +105,7 @@ class TurnedAway:
             self._why = why
 
     def tell(self) -> None:
-        """To be called now and then, from one thread."""
+        """Send the report if one is due.  Call it regularly, from one thread."""
         with self._lock:
             count, why, now_s = self._count, self._why, time.monotonic()
             if count == self._told or now_s < self._due_s:
@@ -97,7 +115,7 @@ class TurnedAway:
 
 
 class Gate:
-    """At most ``total_max`` inside, and at most ``each_max`` for one site; nobody waits."""
+    """A concurrency limit of ``total_max``, and of ``each_max`` per site; a call over it is refused, never queued."""
 
     def __init__(self, what: str, total_max: int, each_max: int, pushback_ms: int) -> None:
         self._what = what
@@ -105,36 +123,39 @@ class Gate:
         self._each_max = each_max
         self._pushback_ms = pushback_ms
         self._lock = threading.Lock()
-        self._inside: dict[str, int] = {}
+        self._inside: Counter[str] = Counter()
+        self._total = 0
 
     @contextmanager
     def enter(self, site: str) -> Iterator[None]:
-        """Be inside.  RESOURCE_EXHAUSTED with a time to come back when there is no room."""
+        """Hold one place.  Raises RESOURCE_EXHAUSTED, with a retry delay, when there is no room."""
         with self._lock:
-            mine = self._inside.get(site, 0)
-            if mine >= self._each_max or sum(self._inside.values()) >= self._total_max:
-                whose = "of this site" if mine >= self._each_max else "in all"
-                raise Refusal(
-                    Status.RESOURCE_EXHAUSTED,
-                    f"no room for one more {self._what} {whose}: come back",
-                    self._pushback_ms,
-                )
-            self._inside[site] = mine + 1
+            full = self._inside[site] >= self._each_max
+            if full or self._total >= self._total_max:
+                text = f"no room for one more {self._what} {'of this caller' if full else 'in all'}: come back"
+                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self._pushback_ms)
+            self._inside[site] += 1
+            self._total += 1
         try:
             yield
         finally:
             with self._lock:
-                if self._inside[site] > 1:
-                    self._inside[site] -= 1
-                else:
-                    del self._inside[site]
+                self._total -= 1
+                _one_less(self._inside, site)
+
+
+def _one_less(counts: Counter[str], key: str) -> None:
+    """Decrement ``counts[key]``; delete the key when it reaches 0."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 class WaitingRoom:
-    """At most ``total_max`` wait inside.  One more always finds room: who has waited longest is sent away for it.
+    """At most ``total_max`` waiting calls.  When it is full, a new call evicts an old one and is always admitted.
 
-    It is sent away from among those of the caller who has most of them here, so that whoever fills the room loses its
-    own, and whoever waits for a moment only is never the one.
+    The evicted call is the longest-waiting one of the caller with the most calls here.  So a caller that fills the room
+    loses its own calls, and a caller that waits only briefly is never evicted.
     """
 
     def __init__(self, total_max: int) -> None:
@@ -144,10 +165,15 @@ class WaitingRoom:
 
     @contextmanager
     def enter(self, caller: str, cancel: Callable[[], object]) -> Iterator[None]:
-        """Be inside; ``cancel`` is called, from another thread, when the room is needed for somebody else."""
+        """Hold one place; when the call is evicted, another thread calls ``cancel``."""
         place = object()
         with self._lock:
-            sent_away = self._longest() if sum(map(len, self._inside.values())) >= self._total_max else None
+            sent_away = None
+            if sum(map(len, self._inside.values())) >= self._total_max:
+                # max takes the first of equals, and callers are in the order of their arrival.
+                most = max(self._inside, key=lambda each: len(self._inside[each]))
+                longest, sent_away = next(iter(self._inside[most].items()))
+                self._leave(most, longest)
             self._inside.setdefault(caller, {})[place] = cancel
         if sent_away is not None:
             sent_away()
@@ -156,13 +182,6 @@ class WaitingRoom:
         finally:
             with self._lock:
                 self._leave(caller, place)
-
-    def _longest(self) -> Callable[[], object]:
-        # max takes the first of equals, and callers stand in the order in which they came.
-        caller = max(self._inside, key=lambda each: len(self._inside[each]))
-        place, cancel = next(iter(self._inside[caller].items()))
-        self._leave(caller, place)
-        return cancel
 
     def _leave(self, caller: str, place: object) -> None:
         mine = self._inside.get(caller, {})
@@ -174,18 +193,18 @@ class WaitingRoom:
 _SUPERSEDE_S = 2.0
 
 
+@dataclass(eq=False, slots=True)
 class _UnderWay:
-    def __init__(self, incarnation: int, cancel: Callable[[], object]) -> None:
-        self.incarnation = incarnation
-        self.cancel = cancel
-        self.gone = threading.Event()
+    incarnation: int
+    cancel: Callable[[], object]
+    gone: threading.Event = field(default_factory=threading.Event)
 
 
 class OneAtATime:
-    """One stream for each key: a later one ends the one before it.
+    """One stream per key: a new stream ends the one before it.
 
-    A site whose connection broke comes back long before its old stream is known to be dead, and must find neither the
-    old stream's room taken nor what it held open.
+    A site whose connection broke reconnects long before the server knows that its old stream is dead.  The new stream
+    must not be blocked by the place and the resources that the old one holds.
     """
 
     def __init__(self, what: str, pushback_ms: int) -> None:
@@ -196,9 +215,10 @@ class OneAtATime:
 
     @contextmanager
     def enter(self, key: tuple[object, ...], incarnation: int, cancel: Callable[[], object]) -> Iterator[None]:
-        """Be the one stream of ``key``; ``cancel`` ends it when another takes over.
+        """Be the one stream of ``key``; ``cancel`` is called when another stream takes over.
 
-        FAILED_PRECONDITION when a newer incarnation is inside, RESOURCE_EXHAUSTED when the older one does not end soon.
+        Raises FAILED_PRECONDITION when a newer incarnation has the stream, and RESOURCE_EXHAUSTED when the older stream
+        does not end within ``_SUPERSEDE_S``.
         """
         mine = _UnderWay(incarnation, cancel)
         before = self._take(key, mine)
@@ -226,22 +246,22 @@ class OneAtATime:
 
 
 FOR_EACH_SITE = 256
-"""A site of many ranks has a few connections for each of its fragments."""
+"""Connections per site: a site of many ranks has a few connections for each of its fragments."""
 _LOOK_S = 0.5
 _CROWDED_LOOK_S = 0.05
 _SHARE = 0.1
-"""Of the time, at most, that looks take while the server is crowded."""
+"""Largest share of the time that ``Connections.look`` takes while the server is crowded."""
 _DESCRIPTORS = "/dev/fd"
 
 
 def places(options: ServerOptions) -> int:
-    """Connections that a server may have open at once; as many descriptors again stay for files."""
+    """Return how many connections a server may have open at once; as many descriptors again remain for files."""
     soft, _ = open_files.limits()
     return max(1, min(soft // 2, FOR_EACH_SITE * (options.sites_max + 4)))
 
 
 class Connections:
-    """A thread that looks at the connections of one server, and who has made a call on which."""
+    """Watches the connections of one server in a thread, and closes idle ones when they are too many."""
 
     def __init__(self, places: int, counters: Counters, tell: Callable[[str], None]) -> None:
         self._places = places
@@ -249,29 +269,27 @@ class Connections:
         self._counters = counters
         self._turned_away = TurnedAway(tell)
         self._lock = threading.Lock()
-        self._under_way: dict[str, int] = {}
+        self._under_way: Counter[str] = Counter()
         self._used_s: dict[str, float] = {}
-        """When the last call ended of a connection on which a caller was let in."""
+        """By peer, when the last call ended on a connection on which a caller was admitted."""
         self._seen_s: dict[str, float] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def calling(self, peer: str) -> Iterator[None]:
-        """A caller that was let in has a call under way on the connection of ``peer``, as gRPC names it."""
+        """Mark the connection of ``peer``, as gRPC names it, as having an admitted call under way."""
         with self._lock:
-            self._under_way[peer] = self._under_way.get(peer, 0) + 1
+            self._under_way[peer] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._under_way[peer] -= 1
-                if not self._under_way[peer]:
-                    del self._under_way[peer]
+                _one_less(self._under_way, peer)
                 self._used_s[peer] = time.monotonic()
 
     def watch(self, port: int) -> None:
-        """Begin to look after what comes in at ``port``."""
+        """Start the thread that watches the connections to ``port``."""
         self._thread = threading.Thread(target=self._run, args=(port,), name="connections", daemon=True)
         self._thread.start()
 
@@ -291,7 +309,7 @@ class Connections:
             self._turned_away.tell()
 
     def look(self, port: int) -> bool:
-        """Hang up on what is too much; whether anything was."""
+        """Close idle connections above the threshold; return whether any was closed."""
         descriptors = os.listdir(_DESCRIPTORS)
         if len(descriptors) <= self._room and len(self._used_s) <= self._places:
             return False
@@ -318,7 +336,7 @@ class Connections:
 
 
 def _chosen(peers: Sequence[str], count: int) -> list[str]:
-    """The first ``count`` of ``peers``, each from the address that has most of those that are left."""
+    """Choose ``count`` of ``peers`` in order, each from the address with the most peers not yet chosen."""
     by_host: dict[str, list[str]] = {}
     for peer in reversed(peers):
         by_host.setdefault(_host(peer), []).append(peer)
@@ -332,12 +350,12 @@ def _chosen(peers: Sequence[str], count: int) -> list[str]:
 
 
 def _host(peer: str) -> str:
-    """Of ``ipv4:10.0.0.1:5555``: ``10.0.0.1``."""
+    """Return the host of a peer: ``10.0.0.1`` for ``ipv4:10.0.0.1:5555``."""
     return peer.partition(":")[2].rpartition(":")[0]
 
 
 def _peer_at(fd: int, port: int) -> str:
-    """Whose connection to ``port`` the descriptor is, as gRPC names it before it quotes it; "" for any other."""
+    """Return the peer of a connection to ``port``, as gRPC names it before quoting; "" for any other descriptor."""
     with suppress(OSError):
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return ""
@@ -348,11 +366,11 @@ def _peer_at(fd: int, port: int) -> str:
             if connection.family == socket.AF_INET or host.startswith("::ffff:"):
                 return f"ipv4:{host.removeprefix('::ffff:')}:{peer_port}"
             return f"ipv6:[{host}]:{peer_port}"
-    return ""  # It is closed meanwhile, or listens.
+    return ""  # Closed meanwhile, or a listening socket.
 
 
 def _hang_up(fd: int, peer: str, port: int) -> None:
-    """As if ``peer`` had: gRPC reads the end of the connection, and closes its descriptor itself."""
+    """Close the connection as if ``peer`` had: gRPC reads end of file and closes its descriptor itself."""
     with suppress(OSError):
         if _peer_at(fd, port) == peer:
             with _borrowed(fd) as connection:
@@ -361,9 +379,9 @@ def _hang_up(fd: int, peer: str, port: int) -> None:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """The socket of a descriptor that is gRPC's to close.
+    """Wrap a descriptor that gRPC owns in a socket, and never close it.
 
-    There is no second descriptor of it: gRPC counts on the last one being closed when it closes its own.
+    The descriptor is not duplicated: gRPC relies on closing the last descriptor when it closes its own.
     """
     connection = socket.socket(fileno=fd)
     try:
@@ -373,146 +391,261 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 WAIT_MAX_S = 1.0
-"""Longest that a call is kept waiting for its turn."""
+"""Longest delay of a call by the rate limit; a call that would wait longer is refused."""
+
+
+_FOR_STRANGERS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
+Work = Callable[[Iterator[bytes], Any, Identity], Iterator[bytes]]
+"""A method for an admitted caller: from its requests, gRPC's context and its identity to the answers."""
 
 
 @dataclass(eq=False, slots=True)
 class _Inside:
     method: str
     cancel: Callable[[], object]
-    identity: Identity | None = None
-    """None: not let in yet, or on the way out."""
+    identity: Identity
 
 
 class Door:
-    """The one place that lets callers in, and the one that puts them out when what they showed is good no more."""
+    """Admits calls, and ends them when the caller's credentials are no longer valid."""
 
     def __init__(
-        self, authenticator: Authenticator, options: ServerOptions, counters: Counters, connections: Connections
+        self,
+        authenticator: Authenticator,
+        options: ServerOptions,
+        counters: Counters,
+        connections: Connections,
+        stalls: StallWatch,
     ) -> None:
         self._authenticator = authenticator
         self._options = options
-        self._counters = counters
+        self.counters = counters
         self._connections = connections
+        self.stalls = stalls
         self._lock = threading.Lock()
-        self._inside: dict[str, set[_Inside]] = {}
-        self._calls = Rates(burst_s=2.0, least=1.0)
-        self._pushes = Rates(burst_s=2.0, least=1.0)
-        self._bytes = Rates(burst_s=1.0, least=1.0)
-        self._pulled = Rates(burst_s=1.0, least=1.0)
-        self._probes = Rates(burst_s=PROBES_BURST_S, least=1.0)
+        self._inside: set[_Inside] = set()
+        self._places = Gate("call", options.calls_max, options.calls_per_caller_max, options.pushback_ms)
+        self._silent = WaitingRoom(options.calls_max // 2)
+        self._calls = Rates(burst_s=2.0)
+        self._probes = Rates(burst_s=PROBES_BURST_S)
+        self._granted = {
+            "pushes_per_s": Rates(burst_s=2.0),
+            "bytes_per_s": Rates(burst_s=1.0),
+            "pull_bytes_per_s": Rates(burst_s=1.0),
+        }
+
+    def handler(self, method: str, work: Work) -> Any:
+        """Return gRPC's handler of ``method``, whose stream of answers ``work`` yields."""
+        return grpc.stream_stream_rpc_method_handler(
+            lambda requests, context: self._answers(method, work, requests, context)
+        )
+
+    def single(self, method: str, work: Work) -> Any:
+        """As ``handler``, for a method of which ``work`` yields one answer.
+
+        gRPC sends that answer together with the status, which frees the thread.  After a message of a stream the thread
+        waits until the caller has read it, so callers that read nothing would hold every thread.
+        """
+
+        def answer(requests: Iterator[bytes], context: Any) -> bytes:
+            answers = list(self._answers(method, work, requests, context))
+            if not answers:
+                abort(context, Refusal(Status.CANCELLED, "the call is over"))
+            return answers[0]
+
+        return grpc.stream_unary_rpc_method_handler(answer)
+
+    def unary(
+        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False, gate: Gate | None = None
+    ) -> Any:
+        """As ``single``, for a method that also has one request message.
+
+        A ``gate`` bounds the calls in ``work`` at once, in total and per caller.
+        """
+
+        def answer(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+            raw = self.first(requests, context, identity, large=large)
+            with gate.enter(identity.caller(context)) if gate is not None else nullcontext():
+                told = work(raw, identity)
+            yield told
+
+        return self.single(method, answer)
+
+    def _answers(self, method: str, work: Work, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        try:
+            with self.enter(method, context) as identity:
+                yield from work(requests, context, identity)
+            return
+        except grpc.RpcError as error:  # The client is gone: no status can be sent.
+            self.counters.add("broken_off")
+            forget(error)
+            return
+        except Exception as error:
+            refusal = self.refusal_of(error, method)
+        abort(context, refusal)
 
     @contextmanager
     def enter(self, method: str, context: Any) -> Iterator[Identity]:
-        """Be inside.
+        """Admit one call and hold its place; yields the caller's identity.
 
-        Refuses with UNAUTHENTICATED somebody unknown, with RESOURCE_EXHAUSTED and a time to come back who is inside too
-        many times or calls far too often, and with PERMISSION_DENIED a method that is not theirs.  Who calls a little
-        too often is kept waiting, also for a refusal: that costs the syncer nearly as much as an answer, and whoever
-        waits does not ask again meanwhile.
+        Raises UNAUTHENTICATED for an unknown caller, RESOURCE_EXHAUSTED with a retry delay for one with too many calls
+        at once or far over its rate limit, and PERMISSION_DENIED for a method that its role does not allow.  A caller
+        slightly over its rate limit is delayed, even if it is then refused: a refusal costs the syncer nearly as much
+        as an answer, and a delayed caller does not retry meanwhile.
         """
+        if method in _FOR_STRANGERS:
+            yield Identity()
+            return
         try:
             identity = self._authenticator.identify(context)
         except Refusal:
-            # Strangers share one place among them: what they can take up is what one caller can.
-            with self._place("", _Inside(method, context.cancel)):
+            # All unauthenticated callers together get the places and the rate of one caller.
+            with self._places.enter(""):
                 self._wait_for_turn("", self._options.calls_per_s)
             raise
         caller = identity.caller(context)
-        entry = _Inside(method, context.cancel)
-        with self._connections.calling(context.peer()), self._place(caller, entry):
+        with self._connections.calling(context.peer()), self._places.enter(caller):
             self._wait_for_turn(caller, identity.grant.calls_per_s or self._options.calls_per_s)
             identity.check_role(method)
-            entry.identity = identity
-            yield identity
-
-    @contextmanager
-    def _place(self, caller: str, entry: _Inside) -> Iterator[None]:
-        with self._lock:
-            entries = self._inside.setdefault(caller, set())
-            if len(entries) >= self._options.calls_per_caller_max:
-                raise Refusal(
-                    Status.RESOURCE_EXHAUSTED,
-                    f"{len(entries)} calls of this caller are under way: come back",
-                    self._options.pushback_ms,
-                )
-            entries.add(entry)
-        try:
-            yield
-        finally:
+            entry = _Inside(method, context.cancel, identity)
             with self._lock:
-                entries.discard(entry)
-                if not entries and self._inside.get(caller) is entries:
-                    del self._inside[caller]
+                self._inside.add(entry)
+            try:
+                yield identity
+            finally:
+                with self._lock:
+                    self._inside.discard(entry)
+
+    def waiting(self, identity: Identity, context: Any) -> AbstractContextManager[None]:
+        """Hold a place in the waiting room while the call's first message is awaited."""
+        return self._silent.enter(identity.caller(context), context.cancel)
+
+    def first(self, requests: Iterator[bytes], context: Any, identity: Identity, *, large: bool = False) -> bytes:
+        """Return the first message of a call; a ``large`` one has the stall timeout instead of the header timeout.
+
+        Raises DEADLINE_EXCEEDED after that, and ``MalformedMessage`` when the call ends before its message.
+        """
+        limit_s = self._options.stall_s if large else self._options.header_timeout_s
+        with self.waiting(identity, context), Guard(self.stalls, limit_s, context.cancel) as guard:
+            try:
+                raw = next(requests, None)
+            except grpc.RpcError as error:
+                forget(error)
+                if not guard.stalled:
+                    raise
+        if guard.stalled:
+            raise Refusal(Status.DEADLINE_EXCEEDED, f"no message came within {limit_s:g} s")
+        if raw is None:
+            raise MalformedMessage("the call ended before its message")
+        return raw
 
     def check_push(self, header: PushHeader, identity: Identity) -> None:
-        """Refuse an update that its sender may not send, or not yet; called before a byte of it is read."""
-        grant = identity.grant
-        grant.check_push(header)
-        now_s = time.monotonic()
-        if grant.bytes_per_s is not None:
-            # What comes is charged as it comes (``received``); here it is only asked whether there is a debt.
-            self._come_back("bytes_per_s", self._bytes.spend(identity.name, 0.0, grant.bytes_per_s, now_s))
-        if grant.pushes_per_s is not None:
-            self._come_back("pushes_per_s", self._pushes.spend(identity.name, 1.0, grant.pushes_per_s, now_s))
+        """Refuse an update that its sender may not send, or not yet.  Called before its payload is read."""
+        identity.grant.check_push(header)
+        # ``received`` charges the bytes as they arrive; this only checks that the caller has no debt.
+        self._spend("bytes_per_s", 0.0, identity)
+        self._spend("pushes_per_s", 1.0, identity)
 
     def check_probe(self, bytes_up: int, bytes_down: int, identity: Identity) -> None:
-        """Refuse filler to who may not carry it, or not yet; called before a byte of it passes."""
-        if bytes_up == bytes_down == 0:
-            return
-        grant, now_s = identity.grant, time.monotonic()
-        if bytes_up and not grant.may_push:
+        """Refuse a probe's filler that the caller may not send or receive, or not yet.  Called before any is moved."""
+        if bytes_up and not identity.grant.may_push:
             raise Refusal(Status.PERMISSION_DENIED, f"{identity.name} may not push, nor send filler")
-        if bytes_up and grant.bytes_per_s is not None:
-            self._come_back("bytes_per_s", self._bytes.spend(identity.name, 0.0, grant.bytes_per_s, now_s))
+        if bytes_up:
+            self._spend("bytes_per_s", 0.0, identity)
         if bytes_down:
             self.check_pull(identity)
-        self._come_back("probes", self._probes.spend(identity.name, 1.0, PROBES_PER_S, now_s))
-
-    def received(self, count: int, identity: Identity, counter: str = "payload_bytes_in") -> None:
-        """``count`` bytes of an update, or of what ``counter`` names, have come."""
-        self._counters.add(counter, count)
-        if identity.grant.bytes_per_s is not None:
-            self._bytes.charge(identity.name, count, identity.grant.bytes_per_s, time.monotonic())
+        if bytes_up or bytes_down:
+            self._come_back("probes", self._probes.take(identity.name, 1.0, PROBES_PER_S, time.monotonic()))
 
     def check_pull(self, identity: Identity) -> None:
-        """Refuse a version to who may not have it yet; called before anything of it is read."""
-        per_s = identity.grant.pull_bytes_per_s
-        if per_s is not None:
-            self._come_back("pull_bytes_per_s", self._pulled.spend(identity.name, 0.0, per_s, time.monotonic()))
+        """Refuse a pull while the caller is over its byte rate.  Called before anything of the version is read."""
+        self._spend("pull_bytes_per_s", 0.0, identity)
+
+    def received(self, count: int, identity: Identity, counter: str = "payload_bytes_in") -> None:
+        """Count and charge ``count`` received bytes of an update, or of what ``counter`` names."""
+        self.counters.add(counter, count)
+        self._spend("bytes_per_s", count, identity, math.inf)
 
     def sends(self, count: int, identity: Identity, counter: str = "payload_bytes_out") -> None:
-        """``count`` bytes of a version, or of what ``counter`` names, are about to go out."""
-        self._counters.add(counter, count)
-        if identity.grant.pull_bytes_per_s is not None:
-            self._pulled.charge(identity.name, count, identity.grant.pull_bytes_per_s, time.monotonic())
+        """Count and charge ``count`` bytes about to be sent, of a version or of what ``counter`` names."""
+        self.counters.add(counter, count)
+        self._spend("pull_bytes_per_s", count, identity, math.inf)
+
+    def _spend(self, rate: str, amount: float, identity: Identity, wait_max_s: float = 0.0) -> None:
+        """Charge ``amount`` to the granted ``rate``; refuse where the credit is more than ``wait_max_s`` away."""
+        per_s = getattr(identity.grant, rate)
+        if per_s is not None:
+            wait_s = self._granted[rate].take(identity.name, amount, per_s, time.monotonic(), wait_max_s)
+            if wait_s > wait_max_s:
+                self._come_back(rate, wait_s)
 
     def put_out(self) -> list[str]:
-        """End every call of those who would not be let in any more; why, one text for each identity."""
+        """End the calls of all identities that would no longer be admitted; return one reason for each identity."""
         with self._lock:
-            entries = [(entry, entry.identity) for inside in self._inside.values() for entry in inside]
+            entries = list(self._inside)
         reasons: dict[str, str] = {}
-        for entry, identity in entries:
-            if identity is None:
-                continue
+        for entry in entries:
+            name = entry.identity.name
             try:
-                self._authenticator.check_still(identity, entry.method)
+                self._authenticator.check_still(entry.identity, entry.method)
             except Refusal as refusal:
-                reasons[identity.name] = f"calls of {identity.name} were ended: {refusal.text}"
+                reasons[name] = f"calls of {name} were ended: {refusal.text}"
                 entry.cancel()
         return [reasons[name] for name in sorted(reasons)]
 
     def _wait_for_turn(self, caller: str, per_s: float) -> None:
         if not per_s:
             return
-        wait_s = self._calls.reserve(caller, 1.0, per_s, time.monotonic(), WAIT_MAX_S)
-        if wait_s is None:
+        wait_s = self._calls.take(caller, 1.0, per_s, time.monotonic(), WAIT_MAX_S)
+        if wait_s > WAIT_MAX_S:
             self._come_back("calls_per_s", WAIT_MAX_S)
         elif wait_s > 0:
-            self._counters.add("kept_waiting")
+            self.counters.add("kept_waiting")
             time.sleep(wait_s)
 
     def _come_back(self, what: str, wait_s: float) -> None:
         if wait_s > 0:
             pushback_ms = max(self._options.pushback_ms, int(wait_s * 1000) + 1)
             raise Refusal(Status.RESOURCE_EXHAUSTED, f"{what} of this caller is used up: come back", pushback_ms)
+
+    def refusal_of(self, error: Exception, method: str) -> Refusal:
+        """Return the status that answers ``error``; a defect is logged and counted as ``internal``.
+
+        Drops the traceback of ``error`` (``forget``).
+        """
+        match error:
+            case Refusal():
+                refusal = Refusal(error.status, error.text, error.retry_ms, reason=error.reason)
+            case DamagedChunk():
+                refusal = Refusal(Status.DATA_LOSS, str(error))
+            case MalformedMessage() | ChunkError():
+                refusal = Refusal(Status.INVALID_ARGUMENT, str(error))
+            case _:
+                _log.exception("%s failed by a defect", method, exc_info=error)
+                refusal = Refusal(Status.INTERNAL, "the syncer hit a defect of its own; its log says which")
+        defect = refusal.status is Status.INTERNAL
+        self.counters.add("internal" if defect else f"refused_{refusal.status.value.lower()}")
+        forget(error)
+        return refusal
+
+
+def forget(error: BaseException) -> None:
+    """Drop the tracebacks of ``error`` and of its causes.
+
+    A traceback and the frames of the call refer to each other, so the call would live until the next garbage
+    collection.  As long as it lives, gRPC counts it among the few streams that a connection may have.
+    """
+    held: BaseException | None = error
+    while held is not None:
+        held.__traceback__ = None
+        held = held.__cause__ or held.__context__
+
+
+def abort(context: Any, refusal: Refusal) -> None:
+    """End the call with the status of ``refusal``; always raises gRPC's own exception."""
+    beside = [(PUSHBACK_KEY, str(refusal.retry_ms))] if refusal.retry_ms is not None else []
+    beside += [(REASON_KEY, refusal.reason.value)] if refusal.reason is not None else []
+    if beside:
+        context.set_trailing_metadata(tuple(beside))
+    text = " ".join(refusal.text.split())[:TEXT_CHARS_MAX]
+    context.abort(grpc.StatusCode[refusal.status.name], text)

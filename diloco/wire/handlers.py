@@ -1,40 +1,51 @@
-"""The syncer's end of ``SyncService``.
+"""The gRPC handlers of the syncer's services, on top of the API that its shell implements.
 
-Messages come as raw bytes and are parsed here, so that bytes which are not a message are the sender's fault
-(INVALID_ARGUMENT) and not ours.  Each call is checked in this order: who is it, have they called too often, may they
-call this method (``door``); is the message within its size and its bounds; may they speak for this site; is it this
-run; may they send this update; is there room.  Only then the shell is asked, and only then a byte of payload is read.
-``arrivals`` says why all methods are streams.
+Messages arrive as raw bytes and are parsed here, so that bytes that do not parse are the sender's error
+(INVALID_ARGUMENT) and not the syncer's.  Each call is checked in this order: the caller's identity, its call rate, its
+right to call this method (all in ``door``, which explains why all methods are streams); the message's size and bounds;
+whether the caller may speak for the site; the run id; whether it may send this update; the concurrency limits.  Only
+then is the shell called, and only then is payload read.
 
-Receiving.  ``Receiving`` takes the bytes of one push, over one stream or several, and hands them in order to a session.
+The shell.  ``SyncerApi`` and the protocols before it are what the syncer's shell must implement so that
+``server.RunningServer`` can put it on the network, in plain dataclasses.  Their methods are called from many threads at
+once, one per call of a client; none may block without a timeout.  Each may raise ``Refusal``, which ends that call with
+the given status and text.  Any other exception is a bug of the syncer: it is logged with its traceback and answered
+INTERNAL.  Before a method is called, the message was parsed and all its bounds checked, the caller was authenticated,
+and it was checked that the caller may speak for the message's site and that the run id is this syncer's (except for
+Join, where the shell's refusal names the difference).
 
-Deals.  ``Deal`` sends one payload over several streams: it gives each chunk to the stream that can take it next.  Parts
-of equal length would end when the slowest connection has brought its own.
+Push.  ``Receiving`` takes the bytes of one push, over one stream or several, and writes them in order to a session.
 
-Probe.  What a probe costs the syncer is bounded before a byte of it is parsed: the caller is known, it makes one at a
-time, and few are made at once.  With filler, a caller makes one every few seconds, and its bytes are charged to the
-rates that the caller is granted.
+Pull over several streams.  ``Deal`` gives each chunk of one payload to the stream that can send next.  With parts of
+equal length, the pull would take as long as the slowest connection needs for its part.
+
+Frame cache.  Sites pull a version at the same time, so the frames made for one site are what the next site needs.
+Making a frame reads its data, hashes it and copies it into newly allocated memory; ``Repeats`` caches the latest frames
+to save that work.
+
+Probe.  A probe tells a site whether its settings fit the syncer's, and how fast the link is, before it joins the run.
+It changes nothing of the run, and a standby answers it as well.  Its cost to the syncer is bounded before it is parsed:
+the caller is authenticated, has one probe at a time, and few run at once.  A caller may make a probe with filler only
+every few seconds, and the filler is charged to the byte rates granted to the caller.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
-from diloco.sync.link import later_rate
-from diloco.wire import convert, convert_bulk
-from diloco.wire.arrivals import streamed, unary
-from diloco.wire.channel import SYNC_SERVICE, Pacer
-from diloco.wire.chunks import Assembler, ChunkError, ChunkSize, DamagedChunk, Window, cut_as_asked, tail_chunk
-from diloco.wire.convert import pack_probe_reply, unpack_probe
-from diloco.wire.convert_bulk import Repeats
-from diloco.wire.door import Counters, Gate, OneAtATime
+from diloco.wire import convert
+from diloco.wire.channel import ADMIN_SERVICE, REPLICATION_SERVICE, SYNC_SERVICE, Arrival, Guard, Pacer, filler
+from diloco.wire.chunks import ChunkError, ChunkSize, DamagedChunk, Window, check_next, cut, tail_chunk
+from diloco.wire.convert import pack_frame, pack_probe_reply, pack_pull_part, pack_push_reply, unpack_probe, unpack_push
+from diloco.wire.door import Gate, OneAtATime
 from diloco.wire.messages import (
     AGAINS_MAX,
     CHUNK_BYTES_MIN,
@@ -42,45 +53,182 @@ from diloco.wire.messages import (
     FRAMES_SINCE,
     JOIN_BYTES_MAX,
     PROBES_MAX,
+    STOPS,
     STREAMS_MAX,
     WINDOW_BYTES,
     Alive,
     Chunk,
     Dropped,
     Filler,
+    FollowAck,
+    FollowStart,
     Frame,
+    JoinAsk,
+    JoinReply,
+    LeaveAsk,
     MalformedMessage,
     ProbeAsk,
     ProbeTaken,
+    PullAsk,
+    PullHeader,
     PushAdmitted,
     PushAgain,
     PushCommit,
     PushHeader,
     PushResult,
     Refusal,
+    ReportInfo,
+    ReportReply,
     Status,
+    WatchAsk,
+    WatchEvent,
 )
 from diloco.wire.options import FRAMES_KEPT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Hashable, Iterator
 
-    from diloco.wire.arrivals import Arrivals
-    from diloco.wire.channel import Guard, StallWatch
     from diloco.wire.chunks import Piece, Span
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
-    from diloco.wire.messages import PullAsk, PullHeader, WatchEvent
+    from diloco.wire.messages import FollowPart, ProbeAnswer
     from diloco.wire.options import ServerOptions
-    from diloco.wire.service import PullSource, PushSession, SyncerApi, WatchFeed
+
+
+class PushSession(Protocol):
+    """One admitted push.  Called by one thread at a time, in the order ``write`` ..., ``commit``, ``close``."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes already held from an earlier, interrupted push of the same id; 0 when there are none."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Store ``data`` at ``offset``, which is always the next missing byte.  Its checksum was verified."""
+
+    def commit(self, digest: str) -> PushResult:
+        """Verify ``digest`` over all bytes (Refusal DATA_LOSS), make the update durable, and return the result."""
+
+    def close(self) -> None:
+        """Release the session.  Always called once, last; without a ``commit`` before it the push is void."""
+
+
+class WatchFeed(Protocol):
+    """The events for one site, read by one thread."""
+
+    def get(self, timeout_s: float) -> WatchEvent | None:
+        """Return the next event, or None after ``timeout_s``.  After ``Dropped`` the stream ends.
+
+        A newer Watch of the same site ends this one; raise ``Refusal`` to end it for another reason.
+        """
+
+    def close(self) -> None:
+        """Release the feed after the client has gone.  Always called once, last."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullSource:
+    """A version ready to be sent: ``parts`` have the lengths ``header.part_bytes``."""
+
+    header: PullHeader
+    parts: Sequence[bytes | memoryview]
+
+
+class SyncerApi(Protocol):
+    """What the syncer's shell implements for sites, observers and operators."""
+
+    def join(self, request: JoinAsk) -> JoinReply:
+        """Admit a learner process to the run.  Raises FAILED_PRECONDITION (the text names the field), PERMISSION_DENIED
+        (evicted), ALREADY_EXISTS (superseded) or RESOURCE_EXHAUSTED (full); the last three with their reason."""
+
+    def open_push(self, header: PushHeader) -> PushSession | PushResult:
+        """Admit an update before its first payload byte, answer it at once (duplicate, refused), or raise ``Refusal``.
+
+        Any older push of the same (site, fragment, sequence) has ended already, and its session is closed.
+        """
+
+    def watch(self, site: str, incarnation: int) -> WatchFeed:
+        """Return the feed of the events for ``site`` from now on."""
+
+    def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
+        """Return the requested version.  The header and parts describe the whole payload, even if only a part of it is
+        requested; ``payload_crc32`` may be 0 for a client of protocol 3.
+
+        Raises NOT_FOUND for an unknown fragment, and when the same bytes of ``want_version`` are no longer available
+        (the client then starts over).
+        """
+
+    def has_newer(self, fragment: int, version: int, timeout_s: float) -> bool:
+        """Return whether ``pull`` has a version newer than ``version``, waiting at most ``timeout_s`` for one.
+
+        Raises NOT_FOUND for an unknown fragment."""
+
+    def report(self, report: ReportInfo) -> ReportReply:
+        """Take a heartbeat."""
+
+    def leave(self, site: str, incarnation: int) -> None:
+        """Let ``site`` leave the run."""
+
+    def probe(self, ask: ProbeAsk) -> ProbeAnswer:
+        """Return why a join with the settings in ``ask`` would be refused, and which syncer this is; changes nothing.
+
+        The handler fills in ``identity`` and ``time_ns`` of the answer.
+        """
+
+    def status(self) -> dict[str, object]:
+        """Return the state of the run, as values that JSON can carry."""
+
+    def drain(self) -> None:
+        """Begin the last round."""
+
+    def evict(self, site: str) -> None:
+        """Evict ``site`` from the run.  NOT_FOUND when there is no such site."""
+
+    def readmit(self, site: str) -> None:
+        """Let an evicted site join again.  NOT_FOUND when there is no such site."""
+
+    def admit(self, site: str, fragment: int, sequence: int) -> None:
+        """Let a held update be merged.  NOT_FOUND when there is none, FAILED_PRECONDITION when it is too late."""
+
+    def refuse(self, site: str, fragment: int, sequence: int) -> None:
+        """Exclude an accepted update from every merge.  Raises as ``admit`` does."""
+
+    def snapshot(self) -> None:
+        """Write a snapshot now; returns when it is durable."""
+
+    def promote(self, *, lossy: bool) -> None:
+        """Let a standby take over; ``lossy``: even if it may lack something that was acknowledged."""
+
+    def detach(self) -> None:
+        """Continue without a standby until one has caught up."""
+
+
+class Followed(Protocol):
+    """One standby being served.  One thread calls ``parts``; any thread may call the other methods."""
+
+    def parts(self) -> Iterator[FollowPart]:
+        """Yield everything to replicate until closed; ``Alive`` while there is nothing."""
+
+    def acknowledged(self, ack: FollowAck) -> None:
+        """Note that everything up to ``ack`` is durable at the standby."""
+
+    def close(self) -> None:
+        """Release it after the standby has gone.  Always called, last; perhaps twice."""
+
+
+class Following(Protocol):
+    """What the syncer's shell implements for standbys."""
+
+    def follow(self, start: FollowStart) -> Followed:
+        """Serve a standby from ``start`` on.  FAILED_PRECONDITION where its journal is not a prefix of this one."""
+
 
 LOOK_S = 0.25
 ROOM_WAIT_S = 5.0
-"""So long a stream waits for one that is behind it, before what it brought is let fall and asked for again."""
+"""How long an early frame waits for missing bytes of slower streams before it is dropped and requested again."""
 
 
 class Receiving:
-    """One push.  Its streams call from a thread each; the session is called by one of them at a time."""
+    """One push.  Each of its streams has its own thread; one of these at a time calls the session."""
 
     def __init__(self, header: PushHeader, session: PushSession) -> None:
         self.header = header
@@ -88,29 +236,26 @@ class Receiving:
         self._changed = threading.Condition()
         self._asked: set[int] = set()
         self.agains = 0
-        """Times that something was asked for once more."""
+        """How often a chunk was requested again."""
         self._streams = 1
         self._over = False
 
     @property
     def offset(self) -> int:
-        """Bytes that the session has."""
+        """Bytes that the session holds."""
         return self._window.offset
 
-    @property
-    def awaits(self) -> bool:
-        """Whether something was asked for again and has not come."""
-        with self._changed:
-            return bool(self._asked)
-
     def chunk(self, chunk: Chunk) -> None:
-        """Take a chunk, which must be the next one.  ``ChunkError`` when it is not, or was damaged."""
+        """Take a chunk, which must be the next one.  ``ChunkError`` when it is not, or is damaged."""
         with self._changed:
-            assembler = Assembler(self.header.payload_bytes, self._window.accept, self.offset)
-            assembler.accept(chunk.offset, chunk.data, chunk.crc32, chunk.xxh3)
+            check_next(chunk, self.offset, self.header.payload_bytes)
+            self._window.accept(chunk.offset, memoryview(chunk.data))
 
     def frame(self, frame: Frame) -> PushAgain | None:
-        """Take a frame.  What it was, when it has to be sent once more."""
+        """Take a frame; return the request to send it again when it was damaged or found no room, else None.
+
+        Raises ``ChunkError`` past the declared length, ``DamagedChunk`` when the push is over or has too many retries.
+        """
         end = frame.offset + len(frame.data)
         if end > self.header.payload_bytes:
             raise ChunkError(f"frame at offset {frame.offset} ends at {end} of {self.header.payload_bytes} bytes")
@@ -123,8 +268,8 @@ class Receiving:
                     self._asked.discard(frame.offset)
                     self._changed.notify_all()
                     return None
-                # Only another stream can be what everybody waits for, and not while it waits for a chunk once more:
-                # that may come behind this one.
+                # The missing bytes come on another stream, so waiting helps only if there is one.  If a chunk was
+                # requested again, it may come behind this frame on this very stream: do not wait then.
                 waits = self._streams > 1 and not self._asked
                 if not waits or not self._changed.wait(until_s - time.monotonic()):
                     return self._ask(frame, "found no room")
@@ -140,10 +285,11 @@ class Receiving:
         self._changed.notify_all()
         return PushAgain(frame.offset, len(frame.data))
 
-    def await_rest(self, moved: Callable[[], object], active: Callable[[], bool]) -> None:
-        """Behind the commit: until what streams beside it still bring is here, or something is wanted once more.
+    def await_rest(self, moved: Callable[[], object], active: Callable[[], bool]) -> bool:
+        """After the commit, wait until the other streams have brought the rest, or a chunk is requested again.
 
-        ``moved`` is told of what came; as soon as the sender is not ``active`` nothing more is expected.
+        Returns True when every byte has arrived, False when a requested chunk has not; otherwise ``DamagedChunk``.
+        ``moved`` is called when bytes have arrived; the wait ends when the sender is no longer ``active``.
         """
         with self._changed:
             while self.header.others and not (self._window.complete or self._asked) and active():
@@ -151,15 +297,15 @@ class Receiving:
                 self._changed.wait(LOOK_S)
                 if self.offset > before:
                     moved()
-
-    def finish(self) -> None:
-        """``DamagedChunk`` unless every byte is there."""
-        if not self._window.complete:
-            raise DamagedChunk(f"payload ends at {self.offset} of {self.header.payload_bytes} bytes")
+            if self._asked:
+                return False
+            if not self._window.complete:
+                raise DamagedChunk(f"payload ends at {self.offset} of {self.header.payload_bytes} bytes")
+            return True
 
     @contextmanager
     def stream_beside(self) -> Iterator[None]:
-        """One stream more brings chunks of this push."""
+        """Count one more stream that brings chunks of this push; ``MalformedMessage`` above ``STREAMS_MAX``."""
         with self._changed:
             if self._streams >= STREAMS_MAX:
                 raise MalformedMessage(f"a push has at most {STREAMS_MAX} streams")
@@ -171,96 +317,86 @@ class Receiving:
                 self._streams -= 1
 
     def close(self) -> None:
-        """The session takes nothing more."""
+        """End the push: the session takes nothing more."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
 
 class Receivings:
-    """The pushes under way, so that streams beside the first find theirs."""
+    """The pushes under way, by header, so that additional streams find the push they belong to."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._open: dict[tuple[str, int, int], Receiving] = {}
+        self._open: dict[PushHeader, Receiving] = {}
 
     @contextmanager
     def open(self, header: PushHeader, session: PushSession) -> Iterator[Receiving]:
-        """A push that was admitted, as long as it is."""
+        """Register an admitted push while the context lasts."""
         receiving = Receiving(header, session)
         with self._changed:
-            self._open[_key(header)] = receiving
+            self._open[header] = receiving
             self._changed.notify_all()
         try:
             yield receiving
         finally:
             receiving.close()
             with self._changed:
-                if self._open.get(_key(header)) is receiving:
-                    del self._open[_key(header)]
+                if self._open.get(header) is receiving:
+                    del self._open[header]
 
     def of(self, header: PushHeader, timeout_s: float, active: Callable[[], bool]) -> Receiving:
-        """The one that a stream beside it belongs to.
+        """Return the push that an additional stream belongs to.
 
-        One that may come before that was admitted waits for it, at most ``timeout_s`` and while ``active``.
-        ``DamagedChunk`` where it is over: what comes here is lost.
+        If the header allows streams to start before admission (``others``), waits for it at most ``timeout_s`` and
+        while ``active``.  ``DamagedChunk`` when there is no such push: the chunks of this stream are lost.
         """
         wanted, until_s = replace(header, beside=False), time.monotonic() + timeout_s
         with self._changed:
-            while True:
-                receiving = self._open.get(_key(header))
-                if receiving is not None and receiving.header == wanted:
-                    return receiving
+            while (receiving := self._open.get(wanted)) is None:
                 left_s = until_s - time.monotonic()
                 if not header.others or left_s <= 0 or not active():
                     raise DamagedChunk("the push that this stream belongs to is over")
                 self._changed.wait(min(left_s, LOOK_S))
-
-
-def _key(header: PushHeader) -> tuple[str, int, int]:
-    return header.site_id, header.fragment, header.sequence
+        return receiving
 
 
 DEALS_KEPT = 16
-"""Of each asker: a stream that comes when the others are through finds that nothing is left for it."""
+"""Deals remembered per client, so that a stream that starts after the others are done finds nothing left to send."""
 
 
 class Deal:
-    """A payload of ``payload_bytes`` for any number of streams, each in a thread of its own."""
+    """Distributes a payload of ``payload_bytes`` over any number of streams, each in its own thread."""
 
     def __init__(self, payload_bytes: int, bytes_per_s: int) -> None:
         self._payload_bytes = payload_bytes
         self.pacer = Pacer(bytes_per_s)
-        """Of all its streams together, so that what one does not take is another's."""
+        """The rate limit of all its streams together, so that one stream can use what another leaves."""
         self._lock = threading.Lock()
         self._at = 0
-        self._streams = 0
-
-    def join(self) -> None:
-        """One stream more."""
-        with self._lock:
-            self._streams += 1
+        self.streams = 0
+        """How many streams have joined; ``Deals`` counts them."""
 
     def next(self, chunk_bytes: int) -> Span | None:
-        """What a stream sends next, at most ``chunk_bytes`` of it; None when everything is dealt."""
+        """Return the next span to send, at most ``chunk_bytes`` long; None when everything is distributed."""
         with self._lock:
             left = self._payload_bytes - self._at
             if not left:
                 return None
             begin = self._at
-            self._at += min(left, tail_chunk(chunk_bytes, left, self._streams))
+            self._at += min(left, tail_chunk(chunk_bytes, left, self.streams))
             return begin, self._at
 
 
 class Deals:
-    """Those of all askers."""
+    """The deals of all clients."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._of: dict[str, dict[tuple[int, ...], Deal]] = {}
 
     def join(self, asker: str, ask: PullAsk, header: PullHeader) -> Deal:
-        """The one that ``asker`` calls ``ask.deal``; of another version than that of another stream it is another."""
+        """Join one more stream to the deal ``ask.deal`` of ``asker``; a different version makes a different deal."""
         key = (ask.deal, header.fragment, header.from_version, header.version, header.whole, header.payload_bytes)
         with self._lock:
             mine = self._of.setdefault(asker, {})
@@ -269,174 +405,133 @@ class Deals:
                 while len(mine) >= DEALS_KEPT:
                     del mine[next(iter(mine))]
                 deal = mine[key] = Deal(header.payload_bytes, ask.bytes_per_s)
-        deal.join()
+            deal.streams += 1
         return deal
 
 
-class ProbeHandler:
-    """One for all callers."""
+ASKERS_KEPT = 256
+"""How many (payload, client) pairs ``Repeats`` remembers as begun; the oldest is forgotten first."""
 
-    def __init__(
-        self, api: SyncerApi, options: ServerOptions, arrivals: Arrivals, door: Door, stalls: StallWatch
-    ) -> None:
-        self._api = api
-        self._options = options
-        self._arrivals = arrivals
-        self._door = door
-        self._stalls = stalls
-        self._gate = Gate("probe", PROBES_MAX, 1, options.pushback_ms)
 
-    def probe(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        """The method, for a caller who was let in."""
-        with self._gate.enter(identity.caller(context)):
-            ask = self._asked(self._arrivals.first(requests, context, identity, large=True))
-            self._door.check_probe(ask.bytes_up, ask.bytes_down, identity)
-            answer = self._api.probe(ask, identity)
-            with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
-                yield pack_probe_reply(replace(answer, identity=identity.name, time_ns=time.time_ns()))
-                if ask.bytes_up:
-                    yield pack_probe_reply(self._taken(ask, requests, guard, identity))
-                if ask.bytes_down:
-                    yield from self._filler(ask, guard, identity)
+class Repeats:
+    """A thread-safe cache of the latest frames, at most ``bytes_max`` in total."""
 
-    def _asked(self, raw: bytes) -> ProbeAsk:
-        if len(raw) > JOIN_BYTES_MAX:
-            raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
-        ask = unpack_probe(raw)
-        if not isinstance(ask, ProbeAsk):
-            raise MalformedMessage("the first message of a probe is not its ask")
-        if ask.run_id not in ("", self._options.run_id):
-            raise Refusal(Status.NOT_FOUND, f"run_id is {ask.run_id!r}: there is no such run here")
-        return ask
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[Hashable, int, int], bytes] = {}
+        self._bytes = 0
+        self._asked: dict[tuple[Hashable, str], int] = {}
 
-    def _taken(self, ask: ProbeAsk, requests: Iterator[bytes], guard: Guard, identity: Identity) -> ProbeTaken:
-        """Filler, as long as it comes, there is time, and it is no more than was said."""
-        seen: list[tuple[int, int]] = []
-        messages_max = ask.bytes_up // CHUNK_BYTES_MIN + 2
-        for count, raw in enumerate(requests):
-            part = unpack_probe(raw)
-            total = (seen[-1][1] if seen else 0) + (len(part.data) if isinstance(part, Filler) else 0)
-            if not isinstance(part, Filler) or total > ask.bytes_up or count >= messages_max:
-                raise MalformedMessage(
-                    f"filler wanted, {ask.bytes_up} bytes at most, in {messages_max} messages at most"
-                )
-            guard.touch()
-            self._door.received(len(part.data), identity, "probe_bytes_in")
-            seen.append((time.monotonic_ns(), total))
-            if total == ask.bytes_up or seen[-1][0] - seen[0][0] >= ask.limit_ns:
-                break
-        if not seen:
-            return ProbeTaken(0, 0, 0)
-        return ProbeTaken(seen[-1][1], seen[-1][0] - seen[0][0], int(later_rate(seen)))
+    def asked(self, payload: Hashable, asker: str, attempt: int) -> None:
+        """Note that ``asker`` starts to pull ``payload``; the streams of one pull share an ``attempt``, 0 if only one.
 
-    def _filler(self, ask: ProbeAsk, guard: Guard, identity: Identity) -> Iterator[bytes]:
-        block = os.urandom(min(CHUNK_BYTES_MIN, ask.bytes_down))
-        until, left = time.monotonic_ns() + ask.limit_ns, ask.bytes_down
-        whole = pack_probe_reply(Filler(block))
-        while left and time.monotonic_ns() < until:
-            count = min(len(block), left)
-            self._door.sends(count, identity, "probe_bytes_out")
-            yield whole if count == len(block) else pack_probe_reply(Filler(block[:count]))
-            guard.touch()
-            left -= count
+        A client that starts the same payload again may have received wrong bytes in intact frames, and the damage may
+        lie in this cache.  So the frames of this payload are dropped and made again for the next request.
+        """
+        with self._lock:
+            before = self._asked.pop((payload, asker), None)
+            self._asked[payload, asker] = attempt
+            if len(self._asked) > ASKERS_KEPT:
+                del self._asked[next(iter(self._asked))]
+            if before is None or before == attempt != 0:
+                return
+            for key in [key for key in self._kept if key[0] == payload]:
+                self._bytes -= len(self._kept.pop(key))
+
+    def frame(self, payload: Hashable, offset: int, data: bytes | memoryview) -> bytes:
+        """Return the frame of ``data`` at ``offset`` of ``payload``, a key that always stands for the same bytes."""
+        key = (payload, offset, len(data))
+        with self._lock:
+            found = self._kept.get(key)
+        if found is not None:
+            return found
+        frame = pack_frame(offset, data)
+        with self._lock:
+            if key not in self._kept:  # Another thread may have made it at the same time.
+                self._kept[key] = frame
+                self._bytes += len(frame)
+            while self._bytes > self._bytes_max:
+                self._bytes -= len(self._kept.pop(next(iter(self._kept))))
+        return frame
 
 
 _FEED_WAIT_S = 0.5
 _JOINS_EACH_MAX = 2
-"""Of one caller at once: its process, and the one that takes its place."""
+"""Joins of one caller at once: its process, and the one that replaces it."""
 SHORT_CHUNKS_MAX = 64
 """Chunks of one push that may be shorter than ``CHUNK_BYTES_MIN``."""
 
 
 class SyncHandlers:
-    """All methods of ``SyncService`` over one ``SyncerApi``."""
+    """All methods of ``SyncService``, on top of one ``SyncerApi``."""
 
     def __init__(
         self,
         api: SyncerApi,
         options: ServerOptions,
-        arrivals: Arrivals,
         door: Door,
-        stalls: StallWatch,
-        counters: Counters,
         stopping: threading.Event,
     ) -> None:
         self._api = api
         self._options = options
-        self._arrivals = arrivals
         self._door = door
-        self._stalls = stalls
-        self._counters = counters
         self._stopping = stopping
         pushback_ms = options.pushback_ms
         self._joins = Gate("join", options.sites_max, _JOINS_EACH_MAX, pushback_ms)
         self._pushes = Gate("push", options.push_credits, options.pushes_per_site_max, pushback_ms)
         self._pulls = Gate("pull", options.pull_credits, options.pulls_per_site_max, pushback_ms)
         self._watches = Gate("watch", options.watch_credits, options.watches_per_site_max, pushback_ms)
+        self._probes = Gate("probe", PROBES_MAX, 1, pushback_ms)
         self._pushing = OneAtATime("push", pushback_ms)
         self._watching = OneAtATime("watch", pushback_ms)
-        self._probing = ProbeHandler(api, options, arrivals, door, stalls)
         self._receivings = Receivings()
         self._deals = Deals()
         self._repeats = Repeats(FRAMES_KEPT * options.chunk_bytes)
 
     def generic_handler(self) -> Any:
-        """What gRPC's server takes."""
+        """Return the handlers in the form that gRPC's server takes."""
+        door = self._door
         handlers = {
-            "Join": grpc.stream_unary_rpc_method_handler(self._unary("Join", self._join, self._joins, large=True)),
-            "Report": grpc.stream_unary_rpc_method_handler(self._unary("Report", self._report)),
-            "Leave": grpc.stream_unary_rpc_method_handler(self._unary("Leave", self._leave)),
-            "Push": grpc.stream_stream_rpc_method_handler(self._streaming("Push", self._push)),
-            "Watch": grpc.stream_stream_rpc_method_handler(self._streaming("Watch", self._watch)),
-            "Pull": grpc.stream_stream_rpc_method_handler(self._streaming("Pull", self._pull)),
-            "Probe": grpc.stream_stream_rpc_method_handler(self._streaming("Probe", self._probing.probe)),
+            "Join": door.unary("Join", self._join, large=True, gate=self._joins),
+            "Report": door.unary("Report", self._report),
+            "Leave": door.unary("Leave", self._leave),
+            "Push": door.handler("Push", self._push),
+            "Watch": door.handler("Watch", self._watch),
+            "Pull": door.handler("Pull", self._pull),
+            "Probe": door.handler("Probe", self._probe),
         }
         return grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
-
-    def _unary(
-        self, method: str, work: Callable[[bytes, Identity], bytes], gate: Gate | None = None, *, large: bool = False
-    ) -> Callable[[Iterator[bytes], Any], bytes]:
-        return unary(self._arrivals, self._counters, method, work, large=large, gate=gate)
-
-    def _streaming(
-        self, method: str, work: Callable[[Iterator[bytes], Any, Identity], Iterator[bytes]]
-    ) -> Callable[[Iterator[bytes], Any], Iterator[bytes]]:
-        def let_in(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            with self._arrivals.enter(method, context) as identity:
-                yield from work(requests, context, identity)
-
-        def handler(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            return streamed(let_in(requests, context), context, method, self._counters)
-
-        return handler
 
     def _check_run(self, run_id: str) -> None:
         if run_id != self._options.run_id:
             raise Refusal(Status.NOT_FOUND, f"run_id is {run_id!r}: there is no such run here")
 
+    def _check_speaker(self, ask: PushHeader | WatchAsk | ReportInfo | LeaveAsk, identity: Identity) -> None:
+        identity.check_site(ask.site_id)
+        self._check_run(ask.run_id)
+
     def _join(self, raw: bytes, identity: Identity) -> bytes:
         ask = convert.unpack_join(raw)
         identity.check_site(ask.site_id)
-        return convert.pack_join_reply(self._api.join(ask, identity))
+        return convert.pack_join_reply(self._api.join(ask))
 
     def _report(self, raw: bytes, identity: Identity) -> bytes:
         report = convert.unpack_report(raw)
-        identity.check_site(report.site_id)
-        self._check_run(report.run_id)
-        return convert.pack_report_reply(self._api.report(report, identity))
+        self._check_speaker(report, identity)
+        return convert.pack_report_reply(self._api.report(report))
 
     def _leave(self, raw: bytes, identity: Identity) -> bytes:
         ask = convert.unpack_leave(raw)
-        identity.check_site(ask.site_id)
-        self._check_run(ask.run_id)
-        self._api.leave(ask.site_id, ask.incarnation, identity)
+        self._check_speaker(ask, identity)
+        self._api.leave(ask.site_id, ask.incarnation)
         return b""
 
     # --- Push --------------------------------------------------------------------------------------------------
 
     def _push(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        with self._stalls.guard(self._options.header_timeout_s, context.cancel) as guard:
-            with self._arrivals.waiting(identity, context):
+        with Guard(self._door.stalls, self._options.header_timeout_s, context.cancel) as guard:
+            with self._door.waiting(identity, context):
                 header = self._declared(requests, identity)
             if header.beside:
                 yield from self._push_beside(header, requests, context, guard, identity)
@@ -448,31 +543,26 @@ class SyncHandlers:
                 self._pushes.enter(header.site_id),
             ):
                 guard.limit(None)
-                opened = self._api.open_push(header, identity)
+                opened = self._api.open_push(header)
                 guard.limit(self._options.stall_s)
                 if isinstance(opened, PushResult):
                     result = opened
                 else:
                     with closing(opened), self._receivings.open(header, opened) as receiving:
-                        yield convert_bulk.pack_push_reply(PushAdmitted(opened.offset, header.frames))
+                        yield pack_push_reply(PushAdmitted(opened.offset, header.frames))
                         result = yield from self._received(receiving, opened, requests, context, guard, identity)
-            yield convert_bulk.pack_push_reply(result)
+            yield pack_push_reply(result)
 
     def _declared(self, requests: Iterator[bytes], identity: Identity) -> PushHeader:
         raw = next(requests, None)
         if raw is None:
             raise DamagedChunk("the stream ended before the header")
-        if len(raw) > CONTROL_BYTES_MAX:  # A chunk may be longer, and is nothing to be parsed before the header.
+        if len(raw) > CONTROL_BYTES_MAX:  # Only a chunk may be longer, and no chunk is parsed before the header.
             raise MalformedMessage(f"header is {len(raw)} bytes long: at most {CONTROL_BYTES_MAX} wanted")
-        header = convert_bulk.unpack_push(raw)
+        header = unpack_push(raw)
         if not isinstance(header, PushHeader):
             raise MalformedMessage("the first message of a push is not its header")
-        identity.check_site(header.site_id)
-        self._check_run(header.run_id)
-        if header.payload_bytes > self._options.payload_bytes_max:
-            raise MalformedMessage(
-                f"payload_bytes is {header.payload_bytes}: at most {self._options.payload_bytes_max} wanted"
-            )
+        self._check_speaker(header, identity)
         return header
 
     def _received(
@@ -489,25 +579,23 @@ class SyncHandlers:
             if isinstance(part, PushCommit):
                 if (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
                     raise MalformedMessage("the commit does not repeat what the header declared")
-                receiving.await_rest(guard.touch, context.is_active)
-                if receiving.awaits:
-                    continue  # It was on its way when a chunk was asked for again, and comes once more behind that.
-                receiving.finish()
+                if not receiving.await_rest(guard.touch, context.is_active):
+                    continue  # Sent before the request for a chunk arrived; the sender commits again after that chunk.
                 guard.limit(None)
                 result = session.commit(part.digest)
                 guard.limit(self._options.stall_s)
                 return result
             yield from self._taken(receiving, part, identity)
-        # A stream's end means nothing: a client that was killed looks like one that has finished.
-        self._counters.add("broken_off")
+        # The end of a stream is no commit: a killed client looks like one that has finished.
+        self._door.counters.add("broken_off")
         raise DamagedChunk(f"the stream ended at {receiving.offset} of {header.payload_bytes} bytes, before the commit")
 
     def _push_beside(
         self, header: PushHeader, requests: Iterator[bytes], context: Any, guard: Guard, identity: Identity
     ) -> Iterator[bytes]:
-        """A stream that brings chunks of a push which another one has begun: it has passed whatever that has passed."""
+        """Serve an additional stream of a push that another stream opened; that stream passed all admission checks."""
         guard.limit(None)
-        with self._arrivals.waiting(identity, context):
+        with self._door.waiting(identity, context):
             receiving = self._receivings.of(header, self._options.header_timeout_s, context.is_active)
         with receiving.stream_beside():
             guard.limit(self._options.stall_s)
@@ -519,14 +607,14 @@ class SyncHandlers:
     def _parts(
         self, receiving: Receiving, requests: Iterator[bytes], guard: Guard
     ) -> Iterator[Chunk | Frame | PushCommit]:
-        # A chunk costs the same work however short it is; only the last one has a reason to be short.
+        # A short chunk costs as much work as a long one, and only the last one needs to be short.
         payload_bytes = receiving.header.payload_bytes
         messages_max = payload_bytes // CHUNK_BYTES_MIN + SHORT_CHUNKS_MAX
         for count, raw in enumerate(requests):
             guard.touch()
-            if count > messages_max + 2 * receiving.agains:  # The chunk, and the commit that came before it.
+            if count > messages_max + 2 * receiving.agains:  # A chunk sent again, and the commit that precedes it.
                 raise MalformedMessage(f"chunks are too short: {payload_bytes} bytes take {messages_max} at most")
-            part = convert_bulk.unpack_push(raw)
+            part = unpack_push(raw)
             if isinstance(part, PushHeader):
                 raise MalformedMessage("a push has one header")
             yield part
@@ -539,23 +627,22 @@ class SyncHandlers:
         before = receiving.offset
         again = receiving.frame(part)
         if receiving.header.progress and receiving.offset > before:
-            yield convert_bulk.pack_push_reply(PushAdmitted(receiving.offset, frames=True))
+            yield pack_push_reply(PushAdmitted(receiving.offset, frames=True))
         if again is not None:
-            self._counters.add("chunks_again")
-            yield convert_bulk.pack_push_reply(again)
+            self._door.counters.add("chunks_again")
+            yield pack_push_reply(again)
 
     # --- Watch -------------------------------------------------------------------------------------------------
 
     def _watch(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        raw = self._arrivals.first(requests, context, identity)
+        raw = self._door.first(requests, context, identity)
         ask = convert.unpack_watch(raw)
-        identity.check_site(ask.site_id)
-        self._check_run(ask.run_id)
+        self._check_speaker(ask, identity)
         with (
             self._watching.enter((ask.site_id,), ask.incarnation, context.cancel),
             self._watches.enter(ask.site_id),
-            closing(self._api.watch(ask.site_id, ask.incarnation, identity)) as feed,
-            self._stalls.guard(self._options.stall_s, context.cancel) as guard,
+            closing(self._api.watch(ask.site_id, ask.incarnation)) as feed,
+            Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard,
         ):
             yield convert.pack_watch_event(Alive())
             until_s = time.monotonic() + self._options.connection_age_s
@@ -569,7 +656,7 @@ class SyncHandlers:
                 if isinstance(event, Dropped):
                     return
             if self._stopping.is_set():
-                raise Refusal(Status.UNAVAILABLE, "the syncer stops")
+                raise Refusal(Status.UNAVAILABLE, STOPS)
 
     def _next_event(self, feed: WatchFeed, context: Any) -> WatchEvent:
         silent_until_s = time.monotonic() + self._options.alive_s
@@ -581,70 +668,181 @@ class SyncHandlers:
             event = feed.get(wait_s)
             if event is not None:
                 return event
-            # A feed that was closed has nothing to wait for, and must not make this loop spin.
+            # A closed feed returns None at once and must not make this loop spin.
             self._stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
         return Alive()
 
     # --- Pull --------------------------------------------------------------------------------------------------
 
     def _pull(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        raw = self._arrivals.first(requests, context, identity)
-        ask = convert_bulk.unpack_pull(raw)
+        raw = self._door.first(requests, context, identity)
+        ask = convert.unpack_pull(raw)
         identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)
         self._door.check_pull(identity)
         self._await(ask, context)
-        # By who it is, and not by whom it reads as: one site must not take up the room of all observers.
+        # Counted by the caller's identity, not by the site it reads as: one site must not use up the observers' places.
         asker = identity.name or ask.site_id
         with self._pulls.enter(asker):
             source = self._api.pull(ask, identity)
-            try:
-                if ask.offset > source.header.payload_bytes:
-                    raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
-                size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes, careful=ask.want_version > 0)
-                deal = self._deals.join(asker, ask, source.header) if ask.deal else None
-                pacer = deal.pacer if deal is not None else Pacer(ask.bytes_per_s)
-                pieces = _pieces(ask, source, deal, lambda: pacer.chunk_bytes(size.bytes))
-                with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
-                    frames = ask.protocol >= FRAMES_SINCE
-                    yield convert_bulk.pack_pull_part(replace(source.header, frames=frames))
-                    # Bytes that are asked for once more are looked at once more: they were damaged, perhaps here.
-                    name = None if ask.want_version else replace(source.header, fates=(), epoch=0)
-                    if name is not None and not ask.offset:
-                        self._repeats.asked(name, asker, ask.deal)
-                    for offset, data in pieces:
-                        self._door.sends(len(data), identity)
-                        pacer.wait(len(data), guard)
-                        began_s = time.monotonic()
-                        yield self._part(name, offset, data, frames=frames)
-                        size.took(time.monotonic() - began_s)
-                        guard.touch()
-            finally:
-                source.close()
-
-    def _part(self, name: PullHeader | None, offset: int, data: memoryview, *, frames: bool) -> bytes:
-        """One piece of what ``name`` describes, which several sites are sent."""
-        if frames and name is not None:
-            return self._repeats.frame(name, offset, data)
-        return convert_bulk.pack_pull_part(Frame(offset, data) if frames else Chunk.of(offset, data))
+            if ask.offset > source.header.payload_bytes:
+                raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
+            size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes, careful=ask.want_version > 0)
+            deal = self._deals.join(asker, ask, source.header) if ask.deal else None
+            pacer = deal.pacer if deal is not None else Pacer(ask.bytes_per_s)
+            pieces = _pieces(ask, source, deal, lambda: pacer.chunk_bytes(size.bytes))
+            with Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard:
+                frames = ask.protocol >= FRAMES_SINCE
+                yield pack_pull_part(replace(source.header, frames=frames))
+                # A retry (``want_version``) bypasses the cache: the bytes were damaged, perhaps here.
+                name = None if ask.want_version else replace(source.header, fates=(), epoch=0)
+                if name is not None and not ask.offset:
+                    self._repeats.asked(name, asker, ask.deal)
+                for offset, data in pieces:
+                    self._door.sends(len(data), identity)
+                    pacer.wait(len(data), guard)
+                    began_s = time.monotonic()
+                    if not frames:
+                        yield pack_pull_part(Chunk.of(offset, data, as_in_2=True))
+                    elif name is None:
+                        yield pack_frame(offset, data)
+                    else:
+                        yield self._repeats.frame(name, offset, data)
+                    size.took(time.monotonic() - began_s)
+                    guard.touch()
 
     def _await(self, ask: PullAsk, context: Any) -> None:
-        """Where nothing is there yet that the asker does not have: until it is, or it is waited for no longer.
+        """Wait until there is a version newer than the client's, at most ``ask.wait_ns``.
 
-        Whoever waits takes up none of the room of those who are sent something.
+        A waiting call does not use up a place of the pull limit.
         """
         until_s = time.monotonic() + ask.wait_ns / 1e9
         while context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
             if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
                 return
 
+    # --- Probe -------------------------------------------------------------------------------------------------
+
+    def _probe(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+        with self._probes.enter(identity.caller(context)):
+            ask = self._asked(self._door.first(requests, context, identity, large=True))
+            self._door.check_probe(ask.bytes_up, ask.bytes_down, identity)
+            answer = self._api.probe(ask)
+            with Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard:
+                yield pack_probe_reply(replace(answer, identity=identity.name, time_ns=time.time_ns()))
+                if ask.bytes_up:
+                    yield pack_probe_reply(self._filler_taken(ask, requests, guard, identity))
+                for count, raw in filler(ask.bytes_down, ask.limit_ns, pack_probe_reply):
+                    self._door.sends(count, identity, "probe_bytes_out")
+                    yield raw
+                    guard.touch()
+
+    def _asked(self, raw: bytes) -> ProbeAsk:
+        if len(raw) > JOIN_BYTES_MAX:
+            raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
+        ask = unpack_probe(raw)
+        if not isinstance(ask, ProbeAsk):
+            raise MalformedMessage("the first message of a probe is not its ask")
+        if ask.run_id:
+            self._check_run(ask.run_id)
+        return ask
+
+    def _filler_taken(self, ask: ProbeAsk, requests: Iterator[bytes], guard: Guard, identity: Identity) -> ProbeTaken:
+        """Receive filler until it ends, until ``limit_ns`` after its first message, or until all announced bytes came.
+
+        ``MalformedMessage`` for more than was announced.
+        """
+        arrival, left, until_ns = Arrival(), ask.bytes_up, 0
+        messages_max = ask.bytes_up // CHUNK_BYTES_MIN + 2
+        for count, raw in enumerate(requests):
+            part = unpack_probe(raw)
+            if not isinstance(part, Filler) or len(part.data) > left or count >= messages_max:
+                raise MalformedMessage(
+                    f"filler wanted, {ask.bytes_up} bytes at most, in {messages_max} messages at most"
+                )
+            guard.touch()
+            self._door.received(len(part.data), identity, "probe_bytes_in")
+            arrival.more(len(part.data))
+            left -= len(part.data)
+            until_ns = until_ns or time.monotonic_ns() + ask.limit_ns
+            if not left or time.monotonic_ns() >= until_ns:
+                break
+        return arrival.taken()
+
 
 def _pieces(ask: PullAsk, source: PullSource, deal: Deal | None, chunk_bytes: Callable[[], int]) -> Iterator[Piece]:
-    """What one stream brings of a payload."""
+    """Yield the pieces of a payload that one stream sends."""
     if deal is None:
         payload_bytes = source.header.payload_bytes
         end = min(payload_bytes, ask.offset + ask.length) if ask.length else payload_bytes
-        yield from cut_as_asked(source.parts, ask.offset, end, chunk_bytes)
+        yield from cut(source.parts, ask.offset, end, chunk_bytes)
         return
     while (span := deal.next(chunk_bytes())) is not None:
-        yield from cut_as_asked(source.parts, *span, chunk_bytes)
+        yield from cut(source.parts, *span, chunk_bytes)
+
+
+_ADMIN: Mapping[str, tuple[Callable[[bytes], Any], Callable[[SyncerApi, Any], object]]] = MappingProxyType(
+    {
+        "Status": (convert.unpack_empty, lambda api, ask: api.status()),
+        "Drain": (convert.unpack_empty, lambda api, ask: api.drain()),
+        "Evict": (convert.unpack_evict, lambda api, ask: api.evict(ask.site_id)),
+        "Readmit": (convert.unpack_evict, lambda api, ask: api.readmit(ask.site_id)),
+        "Admit": (convert.unpack_update, lambda api, ask: api.admit(ask.site_id, ask.fragment, ask.sequence)),
+        "Refuse": (convert.unpack_update, lambda api, ask: api.refuse(ask.site_id, ask.fragment, ask.sequence)),
+        "Snapshot": (convert.unpack_empty, lambda api, ask: api.snapshot()),
+        "Promote": (convert.unpack_promote, lambda api, ask: api.promote(lossy=ask.lossy)),
+        "Detach": (convert.unpack_empty, lambda api, ask: api.detach()),
+    }
+)
+"""The operator's calls: how each request is parsed, and which API method it calls.  Only Status returns data."""
+
+
+def admin_handler(api: SyncerApi, door: Door) -> Any:
+    """Return the handlers of ``AdminService`` in the form that gRPC's server takes."""
+
+    def work_of(name: str) -> Callable[[bytes, Identity], bytes]:
+        unpack, act = _ADMIN[name]
+
+        def work(raw: bytes, identity: Identity) -> bytes:
+            del identity
+            told = act(api, unpack(raw))
+            return convert.pack_status(told) if isinstance(told, dict) else b""
+
+        return work
+
+    handlers = {name: door.unary(name, work_of(name)) for name in _ADMIN}
+    return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
+
+
+def follow_handler(api: Following, options: ServerOptions, door: Door, stopping: threading.Event) -> Any:
+    """Return the handlers of ``ReplicationService`` in the form that gRPC's server takes."""
+    one = OneAtATime("standby", options.pushback_ms)
+
+    def follow(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+        start = convert.unpack_follow(door.first(requests, context, identity))
+        if not isinstance(start, FollowStart):
+            raise MalformedMessage("the first message of a standby is not its start")
+        if start.run_id != options.run_id:
+            raise Refusal(Status.NOT_FOUND, f"run_id is {start.run_id!r}: there is no such run here")
+        with one.enter(("standby",), 0, context.cancel), closing(api.follow(start)) as followed:
+            listener = threading.Thread(target=listen, args=(requests, followed), name="standby-acks", daemon=True)
+            listener.start()
+            for part in followed.parts():
+                if stopping.is_set():
+                    raise Refusal(Status.UNAVAILABLE, STOPS)
+                yield convert.pack_follow_part(part)
+
+    def listen(requests: Iterator[bytes], followed: Followed) -> None:
+        """Read the standby's acknowledgements, in a separate thread, until it is gone."""
+        try:
+            for raw in requests:
+                ack = convert.unpack_follow(raw)
+                if not isinstance(ack, FollowAck):
+                    raise MalformedMessage("a standby starts once")
+                followed.acknowledged(ack)
+        except (grpc.RpcError, MalformedMessage):
+            door.counters.add("broken_off")
+        finally:
+            followed.close()
+
+    return grpc.method_handlers_generic_handler(REPLICATION_SERVICE, {"Follow": door.handler("Follow", follow)})

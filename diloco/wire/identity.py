@@ -1,7 +1,7 @@
-"""Who calls, and what each identity may do: roles, permissions, tokens, certificates and revocations.
+"""Authentication and authorization: roles, permissions, tokens, certificates and revocations.
 
-Permissions.  ``NEEDS`` is the one table of the roles that methods need; a method that is not in it is denied to all.
-The permissions file, JSON, says what a single site may do beyond that:
+Permissions.  ``NEEDS`` is the one table of the roles that methods require; a method not in it is denied to all callers.
+The permissions file (JSON) sets what each site may do beyond that:
 
     {"default": "deny",
      "sites": {"site-a": {},
@@ -9,16 +9,16 @@ The permissions file, JSON, says what a single site may do beyond that:
                "site-c": {"may_push": false, "pull_bytes_per_s": 2e7, "roles": ["observer"]}},
      "roles": ["observer", "admin"]}
 
-``default`` is for every site that is not listed: "deny", "allow", or what it may do, as for a site.  ``roles`` are
-those that identities without a site may have; without it all of them under "allow", none under "deny".  What the file
-does not say about a site is not limited.  ``bytes_per_s`` of updates and ``pull_bytes_per_s`` of versions have no
-default, because the syncer does not know what a link carries; without them a site sends and takes as fast as the
-network does, in a bounded number of streams.  A transfer under way is never slowed down; the next one waits for its
-debt.  A site that may not push still counts where a round waits for all sites.
+``default`` applies to every site that is not listed: "deny", "allow", or an object as for a site.  ``roles`` are the
+roles that identities without a site may have; if absent, all of them, or none when ``default`` is "deny".  A key that
+is absent from a site's object sets no limit.  ``bytes_per_s`` (updates) and ``pull_bytes_per_s`` (versions) have no
+default, because the syncer does not know the capacity of a link; without them a site sends and receives as fast as the
+network permits, in a bounded number of streams.  A transfer under way is never slowed down; the next one waits until
+its debt is paid.  A site that may not push still counts where a round waits for all sites.
 
-Identity.  ``Authenticator`` turns tokens and certificates into an identity, and takes an identity back.  It reads its
-files again when they change (``options.Watched``): ``refresh`` looks, and ``check_still`` says whether a caller that
-was let in earlier would still be let in.
+Identity.  ``Authenticator`` turns tokens and certificates into an identity, and can revoke it later.  Its files are
+read again when they change (``options.Watched.refresh``); ``check_still`` raises when a caller admitted earlier would
+no longer be admitted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import hashlib
 import hmac
 import re
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from diloco.sync.plain import parse_json
-from diloco.wire.messages import FRAGMENTS_MAX, PAYLOAD_BYTES_MAX, Refusal, Status
+from diloco.wire.messages import FRAGMENTS_MAX, PAYLOAD_BYTES_MAX, Flag, Refusal, Status, bound, bounds_of
 from diloco.wire.options import Watched, check_private, is_token
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ RATE_MAX = 1e15
 
 
 class Needs(Enum):
-    """Who may call a method."""
+    """Which callers may call a method."""
 
     SITE = "the site that it speaks for"
     READER = "the site that it speaks for, or an observer"
@@ -93,137 +93,105 @@ _OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType(
 )
 
 
+def _is_fragments(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < FRAGMENTS_MAX for each in value)
+
+
+def _is_roles(value: Any) -> bool:
+    return isinstance(value, list) and all(each in sorted(ROLES) for each in value)
+
+
+def _up_to(high: float, least: float = 5e-324) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and least <= value <= high
+
+
+_Rate = Annotated[float, bound(f"a positive number, at most {RATE_MAX:g},", _up_to(RATE_MAX))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """What one identity may do; None is no limit."""
+    """The permissions and limits of one identity; None is no limit."""
 
-    may_push: bool = True
-    fragments: frozenset[int] | None = None
-    update_bytes_max: int | None = None
-    bytes_per_s: float | None = None
-    pull_bytes_per_s: float | None = None
-    pushes_per_s: float | None = None
-    calls_per_s: float | None = None
-    roles: frozenset[str] = frozenset()
+    may_push: Flag = True
+    fragments: Annotated[frozenset[int], bound("a list of fragments' numbers", _is_fragments)] | None = None
+    update_bytes_max: Annotated[float, bound(f"1 to {PAYLOAD_BYTES_MAX}", _up_to(PAYLOAD_BYTES_MAX, 1))] | None = None
+    bytes_per_s: _Rate | None = None
+    pull_bytes_per_s: _Rate | None = None
+    pushes_per_s: _Rate | None = None
+    calls_per_s: _Rate | None = None
+    roles: Annotated[frozenset[str], bound("a list of observer, admin or standby", _is_roles)] = frozenset()
 
     def check_push(self, header: PushHeader) -> None:
-        """Refuse with PERMISSION_DENIED an update that this identity may never send."""
+        """Raise PERMISSION_DENIED for an update that this identity may never send."""
         who = f"site {header.site_id}"
         if not self.may_push:
             raise Refusal(Status.PERMISSION_DENIED, f"{who} may not push")
         if self.fragments is not None and header.fragment not in self.fragments:
             raise Refusal(Status.PERMISSION_DENIED, f"fragment is {header.fragment}: {who} may not push it")
         if self.update_bytes_max is not None and header.payload_bytes > self.update_bytes_max:
-            text = f"payload_bytes is {header.payload_bytes}: {who} may push at most {self.update_bytes_max}"
+            text = f"payload_bytes is {header.payload_bytes}: {who} may push at most {self.update_bytes_max:.0f}"
             raise Refusal(Status.PERMISSION_DENIED, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """The table.  ``default`` None: what is not listed is denied."""
+    """The permissions table.  ``default`` None: a site that is not listed is denied."""
 
     default: Grant | None
     sites: Mapping[str, Grant]
     roles: frozenset[str] = ROLES
 
-    def of_site(self, site: str) -> Grant | None:
-        """What ``site`` may do; None: nothing at all."""
-        return self.sites.get(site, self.default)
-
 
 EVERYTHING = Permissions(Grant(), MappingProxyType({}))
 
 
-def check_role(method: str, is_site: bool, roles: frozenset[str]) -> None:
-    """Refuse with PERMISSION_DENIED a caller whom the table does not let call ``method``."""
-    needs = NEEDS.get(method)
-    if needs is None:
-        raise Refusal(Status.PERMISSION_DENIED, f"{method} is open to nobody")
-    if is_site and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
-        return
-    if not roles & _OPEN_TO.get(needs, frozenset()):
-        raise Refusal(Status.PERMISSION_DENIED, f"only {needs.value} may do this")
-
-
 def read_permissions(path: str) -> Permissions:
-    """The table in the file at ``path``.  Raises ``ValueError`` naming the entry and what is wrong with it."""
-    raw = Path(path).read_bytes()
+    """Read the table in the file at ``path``.  Raises ``ValueError`` naming the entry and what is wrong with it."""
+    if Path(path).stat().st_size > FILE_BYTES_MAX:
+        raise ValueError(f"permissions {path}: it has more than {FILE_BYTES_MAX} bytes")
+    table = _read_object("permissions", path, "default", "sites", "roles")
     try:
-        if len(raw) > FILE_BYTES_MAX:
-            raise ValueError(f"it has {len(raw)} bytes: at most {FILE_BYTES_MAX}")
-        return _table(parse_json(raw.decode()))
+        return _permissions(table)
     except ValueError as error:
         raise ValueError(f"permissions {path}: {error}") from error
 
 
-def _table(table: Any) -> Permissions:
-    if not isinstance(table, dict) or not set(table) <= {"default", "sites", "roles"}:
-        raise ValueError('wanted an object with "default", "sites" and "roles" only')
-    said = table.get("default")
+def _read_object(field: str, path: str, *names: str) -> dict[str, Any]:
+    """Read the JSON object in the file at ``path``; ``ValueError`` for invalid JSON or keys other than ``names``."""
+    try:
+        table = parse_json(Path(path).read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{field} {path} is not JSON: {error}") from error
+    if not isinstance(table, dict) or not set(table) <= set(names):
+        raise ValueError(f"{field} {path}: wanted an object with {', '.join(names)} only")
+    return table
+
+
+def _permissions(table: dict[str, Any]) -> Permissions:
+    said, sites = table.get("default"), table.get("sites", {})
     if said not in ("allow", "deny") and not isinstance(said, dict):
         raise ValueError(f'default is {said!r}: "allow", "deny" or what a site that is not listed may do')
-    default = None if said == "deny" else Grant() if said == "allow" else _grant("default", said)
-    sites = table.get("sites", {})
+    default = None if said == "deny" else Grant() if said == "allow" else _grant("default.", said)
     if not isinstance(sites, dict) or len(sites) > SITES_MAX:
         raise ValueError(f"sites: wanted an object of at most {SITES_MAX} sites")
-    grants = {site: _grant(f"sites.{site}", grant) for site, grant in sites.items()}
-    roles = _roles("roles", table["roles"]) if "roles" in table else frozenset() if default is None else ROLES
+    grants = {site: _grant(f"sites.{site}.", grant) for site, grant in sites.items()}
+    roles = frozenset() if default is None else ROLES
+    if "roles" in table:
+        roles = _grant("", {"roles": table["roles"]}).roles
     return Permissions(default, MappingProxyType(grants), roles)
 
 
-def _grant(where: str, said: Any) -> Grant:
-    names = {field.name for field in fields(Grant)}
-    if not isinstance(said, dict) or not set(said) <= names:
-        extra = sorted(set(said) - names) if isinstance(said, dict) else said
-        raise ValueError(f"{where} has {extra!r}: wanted an object of {', '.join(sorted(names))}")
-    checked: dict[str, Any] = {}
+def _grant(prefix: str, said: Any) -> Grant:
+    bounds = bounds_of(Grant)
+    if not isinstance(said, dict) or not set(said) <= set(bounds):
+        extra = sorted(set(said) - set(bounds)) if isinstance(said, dict) else said
+        raise ValueError(f"{prefix[:-1]} has {extra!r}: wanted an object of {', '.join(sorted(bounds))}")
     for name, value in said.items():
-        checked[name] = _CHECKS[name](f"{where}.{name}", value)
-    return Grant(**checked)
-
-
-def _flag(where: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{where} is {value!r}: true or false")
-    return value
-
-
-def _fragments(where: str, value: Any) -> frozenset[int]:
-    if not isinstance(value, list) or not all(type(each) is int and 0 <= each < FRAGMENTS_MAX for each in value):
-        raise ValueError(f"{where} is {value!r}: a list of fragments' numbers")
-    return frozenset(value)
-
-
-def _bytes(where: str, value: Any) -> int:
-    if type(value) not in (int, float) or not 1 <= value <= PAYLOAD_BYTES_MAX:
-        raise ValueError(f"{where} is {value!r}: 1 to {PAYLOAD_BYTES_MAX}")
-    return int(value)
-
-
-def _rate(where: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value <= RATE_MAX:
-        raise ValueError(f"{where} is {value!r}: a positive number, at most {RATE_MAX:g}")
-    return float(value)
-
-
-def _roles(where: str, value: Any) -> frozenset[str]:
-    if not isinstance(value, list) or not all(isinstance(each, str) and each in ROLES for each in value):
-        raise ValueError(f"{where} is {value!r}: a list of {', '.join(sorted(ROLES))}")
-    return frozenset(value)
-
-
-_CHECKS: Mapping[str, Any] = MappingProxyType(
-    {
-        "may_push": _flag,
-        "fragments": _fragments,
-        "update_bytes_max": _bytes,
-        "bytes_per_s": _rate,
-        "pull_bytes_per_s": _rate,
-        "pushes_per_s": _rate,
-        "calls_per_s": _rate,
-        "roles": _roles,
-    }
-)
+        if value is None:
+            raise ValueError(f"{prefix}{name} is None: leave it out where there is no limit")
+        bounds[name](f"{prefix}{name}", value)
+    values: dict[str, Any] = {name: frozenset(each) if isinstance(each, list) else each for name, each in said.items()}
+    return Grant(**values)
 
 
 TOKEN_CHARS_MIN = 16
@@ -237,36 +205,42 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller.  ``site`` None and ``anyone`` True: nobody is told apart (loopback without tokens)."""
+    """A caller.  ``site`` None and ``anyone`` True: callers are not told apart (loopback without tokens)."""
 
     site: str | None = None
     roles: frozenset[str] = frozenset()
     anyone: bool = False
     grant: Grant = field(default=Grant(), compare=False)
     certificate: bytes = field(default=b"", compare=False, repr=False)
-    """What it showed, PEM; empty where no certificates are asked for."""
+    """The client certificate, PEM; empty where none are required."""
     token_digest: bytes = field(default=b"", compare=False, repr=False)
 
     @property
     def name(self) -> str:
-        """``site/a``, ``admin`` ...; empty for anyone."""
+        """``site/a``, ``admin`` ...; empty where ``anyone``."""
         return f"site/{self.site}" if self.site is not None else "".join(sorted(self.roles)[:1] * (not self.anyone))
 
     def caller(self, context: Any) -> str:
-        """By whom calls are counted: by connection where callers cannot be told apart."""
+        """Return the key by which calls are counted: the name, or the connection where callers cannot be told apart."""
         return self.name or f"peer {context.peer()}"
 
     def check_role(self, method: str) -> None:
-        """Refuse with PERMISSION_DENIED unless the table lets this caller call ``method``."""
-        check_role(method, self.anyone or self.site is not None, self.roles | self.grant.roles)
+        """Raise PERMISSION_DENIED unless the table lets this caller call ``method``."""
+        needs = NEEDS.get(method)
+        if needs is None:
+            raise Refusal(Status.PERMISSION_DENIED, f"{method} is open to nobody")
+        if (self.anyone or self.site is not None) and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
+            return
+        if not (self.roles | self.grant.roles) & _OPEN_TO.get(needs, frozenset()):
+            raise Refusal(Status.PERMISSION_DENIED, f"only {needs.value} may do this")
 
     def check_site(self, site_id: str) -> None:
-        """Refuse with PERMISSION_DENIED unless this caller is ``site_id``."""
+        """Raise PERMISSION_DENIED unless this caller is ``site_id``."""
         if not self.anyone and site_id != self.site:
             raise Refusal(Status.PERMISSION_DENIED, f"this caller may not speak for site_id {site_id!r}")
 
     def check_reader(self, site_id: str) -> None:
-        """Refuse with PERMISSION_DENIED unless this caller may read the run as ``site_id``: '' is for roles."""
+        """Raise PERMISSION_DENIED unless this caller may read the run as ``site_id``: '' is for roles."""
         if site_id:
             self.check_site(site_id)
         elif not (self.anyone or self.roles | self.grant.roles):
@@ -276,26 +250,24 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """Who is let in no more, whatever they show: certificates by fingerprint, and whole identities."""
+    """Callers refused despite valid credentials: certificates by SHA-256 fingerprint, and whole identities."""
 
     certificates: frozenset[str] = frozenset()
     ids: frozenset[str] = frozenset()
 
 
 def read_tokens(path: str) -> tuple[tuple[str, Identity], ...]:
-    """The tokens of a syncer, each with the identity that it proves; up to four are good for one identity at a time,
-    so that one can follow another.
+    """Read the tokens of a syncer, each with the identity that it proves.  An identity may have up to four valid tokens
+    at a time, so that tokens can be rotated.
 
-    Raises ``ValueError`` in words for a file that others can read, a token that is short, odd or given twice.
+    Raises ``ValueError`` for a file that others can read, or a token that is too short, unprintable or given twice.
     """
     check_private("tokens_file", path)
-    try:
-        table = parse_json(Path(path).read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"tokens_file {path} is not JSON: {error}") from error
-    if not isinstance(table, dict) or not set(table) <= {"sites", *ROLES} or not _is_table(table.get("sites", {})):
-        raise ValueError(f'tokens_file {path}: wanted an object with "sites", "observer", "admin" and "standby" only')
-    holders = [(Identity(site=site), said) for site, said in sorted(table.get("sites", {}).items())]
+    table = _read_object("tokens_file", path, "sites", *sorted(ROLES))
+    sites = table.get("sites", {})
+    if not isinstance(sites, dict) or not all(re.fullmatch(_SITE, site) for site in sites):
+        raise ValueError(f"tokens_file {path}: sites: wanted an object with a token for each site's name")
+    holders = [(Identity(site=site), said) for site, said in sorted(sites.items())]
     holders += [(Identity(roles=frozenset({role})), table[role]) for role in sorted(ROLES & set(table))]
     pairs: list[tuple[str, Identity]] = []
     for identity, said in holders:
@@ -313,52 +285,40 @@ def read_tokens(path: str) -> tuple[tuple[str, Identity], ...]:
     return tuple(pairs)
 
 
-def _is_table(sites: object) -> bool:
-    return isinstance(sites, dict) and all(re.fullmatch(_SITE, site) for site in sites)
-
-
 def read_revoked(path: str) -> Revoked:
-    """The revocation list; ``diloco certs revoke`` writes it.  Raises ``ValueError`` in words."""
-    try:
-        table = parse_json(Path(path).read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"revoked_file {path} is not JSON: {error}") from error
-    found: dict[str, frozenset[str]] = {}
+    """Read the revocation list, which ``diloco certs revoke`` writes.  Raises ``ValueError`` naming the wrong entry."""
+    table = _read_object("revoked_file", path, "certificates", "ids")
     for name, pattern in (("certificates", _FINGERPRINT), ("ids", _ID)):
-        listed = table.get(name, []) if isinstance(table, dict) else None
-        if not isinstance(listed, list) or len(listed) > REVOKED_MAX or set(table) - {"certificates", "ids"}:
-            raise ValueError(f'revoked_file {path}: wanted an object with lists "certificates" and "ids" only')
+        listed = table.get(name, [])
+        if not isinstance(listed, list) or len(listed) > REVOKED_MAX:
+            raise ValueError(f"revoked_file {path}: {name}: wanted a list of at most {REVOKED_MAX}")
         for each in listed:
             if not isinstance(each, str) or not pattern.fullmatch(each):
                 raise ValueError(f"revoked_file {path}: {name} has {each!r}")
-        found[name] = frozenset(listed)
-    return Revoked(**found)
+    return Revoked(**{name: frozenset(listed) for name, listed in table.items()})
 
 
 class Authenticator:
-    """Turns a call into an ``Identity``, before any message of it is looked at."""
+    """Determines the ``Identity`` of a call before any of its messages is read."""
 
     def __init__(self, options: SecurityOptions) -> None:
         self._domain = options.trust_domain
         self._certificates = options.require_client_cert
-        tokens, permissions, revoked = options.tokens_file, options.permissions, options.revoked_file
-        self._tokens = Watched("tokens_file", [tokens], lambda: read_tokens(tokens)) if tokens else None
-        self._permissions = (
-            Watched("permissions", [permissions], lambda: read_permissions(permissions)) if permissions else None
-        )
-        self._revoked = Watched("revoked_file", [revoked], lambda: read_revoked(revoked)) if revoked else None
-        self._open = not (tokens or self._certificates)
+        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens)
+        self._permissions = Watched.where("permissions", options.permissions, read_permissions)
+        self._revoked = Watched.where("revoked_file", options.revoked_file, read_revoked)
+        self._open = not (options.tokens_file or self._certificates)
 
     @property
     def watched(self) -> tuple[Watched[Any], ...]:
-        """The files behind it."""
+        """The files that it reads."""
         return tuple(each for each in (self._tokens, self._permissions, self._revoked) if each is not None)
 
     def identify(self, context: Any) -> Identity:
-        """Who calls, with what is granted to them.
+        """Return the caller's identity with its grant.
 
-        Refuses with UNAUTHENTICATED when that cannot be told or was revoked, or when TLS is older than 1.3; with
-        PERMISSION_DENIED when the permissions do not list them.
+        Raises UNAUTHENTICATED for missing, unknown or revoked credentials and for TLS older than 1.3; PERMISSION_DENIED
+        when the permissions file denies the caller.
         """
         transport = context.auth_context()
         for version in transport.get("ssl_tls_version", ()):
@@ -382,7 +342,7 @@ class Authenticator:
         return self._granted(caller)
 
     def check_still(self, identity: Identity, method: str) -> None:
-        """Refuse as ``identify`` would if this caller came again now, and as the table would for ``method``."""
+        """Raise as ``identify`` would if this caller called now, and as the permissions would for ``method``."""
         known = self._tokens.value if self._tokens is not None else ()
         if self._tokens is not None and not any(
             identity.token_digest == each.token_digest and identity == each for _, each in known
@@ -411,7 +371,7 @@ class Authenticator:
             if not identity.roles <= table.roles:
                 raise Refusal(Status.PERMISSION_DENIED, f"{identity.name} is not in the permissions of this run")
             return identity
-        grant = table.of_site(identity.site)
+        grant = table.sites.get(identity.site, table.default)
         if grant is None:
             raise Refusal(Status.PERMISSION_DENIED, f"site {identity.site} is not in the permissions of this run")
         return identity if grant is identity.grant else replace(identity, grant=grant)
@@ -433,7 +393,7 @@ class Authenticator:
             raise Refusal(Status.UNAUTHENTICATED, "a token is needed: authorization: Bearer <token>")
         given = values[0].removeprefix("Bearer ").encode()
         found: Identity | None = None
-        for token, identity in self._tokens.value:  # all of them, so that the time taken tells nothing
+        for token, identity in self._tokens.value:  # Compare with all of them, so that timing reveals nothing.
             if hmac.compare_digest(token.encode(), given):
                 found = identity
         if found is None:

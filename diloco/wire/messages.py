@@ -1,13 +1,8 @@
-"""What a site and the syncer say to each other, as plain dataclasses whose fields state their bounds.
+"""The messages between a site and the syncer, as plain dataclasses whose fields state their bounds.
 
 A field's annotation holds its bound: ``Number``, ``Id`` and the other names below are a type and a ``Rule`` together.
-Both ends check the bounds: the sender before a byte leaves, the receiver before anything else looks at the message.
-``convert`` and ``convert_bulk`` make bytes of the messages.  ``protos/diloco/wire/v1`` states the same contract in
-protobuf.
-
-Probe.  A probe tells a site whether it fits a syncer, and how fast the link is, before anything of a run is exchanged.
-It reads and changes nothing of the run.  It is bounded in bytes and in time, one caller makes one at a time, and its
-bytes count against the caller's rates.  A standby answers it as well.
+Both ends check the bounds: the sender before it sends a byte, the receiver before it uses the message.
+``convert`` turns the messages into bytes.  ``protos/diloco/wire/v1`` states the same contract in protobuf.
 """
 
 from __future__ import annotations
@@ -22,13 +17,15 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
+from xxhash import xxh3_64_intdigest
+
 from diloco.codec.base import digits
 from diloco.sync.agreement import PROTOCOL
 from diloco.sync.data_units import SKIPPED, Piece, Span
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
 from diloco.sync.fates import PIECES_TOLD_MAX
 from diloco.sync.options import FATES_KEPT_LIMIT
-from diloco.sync.site_units import SPANS_MAX, UnitAsk
+from diloco.sync.progress import SPANS_MAX, UnitAsk
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -39,42 +36,41 @@ LAYOUT_BYTES_MAX = MIB
 CHUNK_BYTES_MIN = 64 * KIB
 CHUNK_BYTES_MAX = 2 * MIB
 MESSAGE_BYTES_MAX = CHUNK_BYTES_MAX + 64 * KIB
-"""No message towards the syncer is longer: the largest chunk and its frame."""
+"""Longest message to the syncer: the largest chunk and its frame."""
 REPLY_BYTES_MAX = 16 * MIB
-"""No control message towards a site is longer: Join's answer holds every fragment's recent fates."""
+"""Longest control message to a site: Join's answer holds every fragment's recent fates."""
 PAYLOAD_BYTES_MAX = 1 << 36
 NUMEL_MAX = 1 << 36
 NUMBER_MAX = 1 << 62
 FRAGMENTS_MAX = 4096
-FATES_MAX = FATES_KEPT_LIMIT
 UNDECIDED_MAX = 1024
 PARTS_MAX = 1024
 SHARED_CONFIG_MAX = 1024
 STREAMS_MAX = 6
-"""Streams of one push or pull; those of a push, of a pull and of one that waits, a Watch and a heartbeat fit in the
-calls that one caller may have."""
+"""Streams of one push or pull; the streams of a push, of a pull and of a waiting pull, a Watch and a heartbeat together
+fit in the calls that one caller may have."""
 WINDOW_BYTES = 8 * MIB
-"""Of one push, so much that came before its turn is in memory."""
+"""Most bytes of one push that are buffered because they arrived ahead of earlier ones."""
 FRAMES_SINCE = 3
-"""The protocol in which a chunk may be a frame, a push need not wait to be admitted, and a pull may wait."""
+"""First protocol in which a chunk may be a frame, a push may start before its admission, and a pull may wait."""
 PULL_WAIT_NS_MAX = 60_000_000_000
-"""How long one may wait for a version that is not there yet."""
+"""Longest wait of a pull for a version that is not published yet."""
 AGAINS_MAX = 64
-"""Times that chunks of one push or pull are asked for once more; beyond that the path is not worth it."""
+"""Retries of chunks in one push or pull, after which it fails: the path is too bad."""
 TEXT_CHARS_MAX = 1024
 PROBE_BYTES_MAX = 64 * MIB
-"""Of filler, each way."""
+"""Most filler of a probe, each way."""
 PROBE_NS_MAX = 10_000_000_000
-"""That filler takes, each way."""
+"""Longest time for a probe's filler, each way."""
 PROBES_PER_S = 0.1
 PROBES_BURST_S = 30.0
-"""With filler, of one caller: three at once, and then one in ten seconds."""
+"""Rate limit of one caller's probes with filler: three at once, then one in ten seconds."""
 PROBES_MAX = 2
-"""At once, of all callers."""
+"""Concurrent probes of all callers."""
 
 
 def short_digest(digest: str) -> int:
-    """The first 8 bytes of a digest as a number, as a heartbeat carries it; 0 there means that there is none."""
+    """Return the first 8 bytes of a digest as a number, the form in a heartbeat, where 0 means that there is none."""
     return int(digits(digest)[:16], 16)
 
 
@@ -83,7 +79,7 @@ class MalformedMessage(ValueError):
 
 
 class Status(StrEnum):
-    """Why a call failed, in gRPC's words; the values are the names of gRPC's status codes."""
+    """Why a call failed; the values are the names of gRPC's status codes."""
 
     CANCELLED = "CANCELLED"
     UNKNOWN = "UNKNOWN"
@@ -104,11 +100,11 @@ class Status(StrEnum):
 
 
 class Refusal(Exception):
-    """Raised on the syncer's side to end a call with ``status`` and a ``text`` for the other end's user.
+    """Raised on the syncer's side to end a call with ``status`` and a ``text`` for the user at the other end.
 
-    With ``retry_ms`` the caller is told to come back after that time; without it the refusal is definite, except for
-    UNAVAILABLE and DATA_LOSS, after which the same request may be sent again.  ``reason`` goes with it where the same
-    status has several.
+    ``retry_ms`` asks the caller to retry after that delay.  Without it the refusal is definite, except for UNAVAILABLE
+    and DATA_LOSS, after which the same request may be sent again.  ``reason`` is sent along where one status has
+    several causes.
     """
 
     def __init__(self, status: Status, text: str, retry_ms: int | None = None, *, reason: Reason | None = None) -> None:
@@ -120,13 +116,13 @@ class Refusal(Exception):
 
 
 class WireError(Exception):
-    """A call from a site or an operator did not end well."""
+    """A call from a site or an operator failed."""
 
 
 class Unreachable(WireError):
-    """No definite answer came; the same call may be made again, not before ``retry_after_s`` where that is given.
+    """No definite answer came; the same call may be retried, after ``retry_after_s`` seconds if given.
 
-    ``refused`` is what one of several addresses said while another was away.
+    ``refused`` is the refusal of one of several addresses while another was away.
     """
 
     def __init__(self, why: str, retry_after_s: float | None = None, *, refused: str = "") -> None:
@@ -136,8 +132,12 @@ class Unreachable(WireError):
         self.refused = refused
 
 
+class Nonsense(Unreachable):
+    """The answer breaks the contract (malformed message or impossible chunk)."""
+
+
 class Refused(WireError):
-    """The syncer's definite no; the same call would be answered so again."""
+    """The syncer's definite refusal; the same call would be refused again."""
 
     def __init__(self, status: Status, text: str, reason: Reason | None = None) -> None:
         super().__init__(text)
@@ -147,9 +147,9 @@ class Refused(WireError):
 
     @property
     def final(self) -> bool:
-        """Whether the run has decided that this process speaks for its site no more.
+        """Whether the syncer has decided that this process may no longer act for its site.
 
-        Any other refusal may be an operator's slip, in a file that is read again once it is mended.
+        Any other refusal may come from an operator's mistake in a file that is read again once corrected.
         """
         return self.status is Status.ALREADY_EXISTS or self.reason in (Reason.EVICTED, Reason.SUPERSEDED)
 
@@ -157,122 +157,86 @@ class Refused(WireError):
 # --- bounds ----------------------------------------------------------------------------------------------------
 
 Rule = Callable[[str, object], None]
-"""Raises ``MalformedMessage`` where the value of the field of that name breaks its bound."""
+"""Called with a field's name and value; raises ``MalformedMessage`` where the value breaks the bound."""
 
 
 class AtMost(NamedTuple):
-    """The bound of a tuple that has at most ``items_max`` items; each item's own bound is in the tuple's type."""
+    """The bound of a tuple of at most ``items_max`` items; each item's own bound is in the tuple's type."""
 
     items_max: int
 
 
 def refuse(field: str, value: object, wanted: str) -> None:
-    """Raise ``MalformedMessage``; a long value is shortened."""
-    shown = repr(value)
-    raise MalformedMessage(f"{field} is {shown[:80] + '...' if len(shown) > 80 else shown}: {wanted}")
+    """Raise ``MalformedMessage``; its text shortens a long value, and gives only the length of bytes."""
+    shown = f"{len(value)} bytes long" if isinstance(value, _BYTES) else repr(value)
+    raise MalformedMessage(f"{field} is {shown[:80] + '...' if len(shown) > 80 else shown}: {wanted} wanted")
+
+
+def bound(wanted: str, holds: Callable[[Any], bool]) -> Rule:
+    """Return the rule that refuses values for which ``holds`` is false; ``wanted`` describes a valid value."""
+
+    def rule(field: str, value: object) -> None:
+        if not holds(value):
+            refuse(field, value, wanted)
+
+    return rule
+
+
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def in_range(low: int = 0, high: int = NUMBER_MAX) -> Rule:
-    """A whole number, both ends included."""
-
-    def rule(field: str, value: object) -> None:
-        if type(value) is not int or not low <= value <= high:  # True is no number here.
-            refuse(field, value, f"a number from {low} to {high} wanted")
-
-    return rule
+    """Return the rule for an integer from ``low`` to ``high``, both included; bools are refused."""
+    return bound(f"a number from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
-def _matches(pattern: str, wanted: str, *, or_empty: bool = False) -> Rule:
+def _long(low: int, high: int) -> Rule:
+    return bound(f"{low} to {high} bytes", lambda value: isinstance(value, _BYTES) and low <= len(value) <= high)
+
+
+def _text(low: int, high: int) -> Rule:
+    wanted = f"a text of {low} to {high} characters"
+    return bound(wanted, lambda value: isinstance(value, str) and low <= len(value) <= high)
+
+
+def _matches(pattern: str, wanted: str) -> Rule:
     whole = re.compile(pattern)
-
-    def rule(field: str, value: object) -> None:
-        if or_empty and value == "":
-            return
-        if not isinstance(value, str) or not whole.fullmatch(value):
-            refuse(field, value, f"{wanted} wanted")
-
-    return rule
+    return bound(wanted, lambda value: isinstance(value, str) and whole.fullmatch(value) is not None)
 
 
-def _flag(field: str, value: object) -> None:
-    if not isinstance(value, bool):
-        refuse(field, value, "true or false wanted")
+def _or_empty(pattern: str, wanted: str) -> Rule:
+    return _matches(f"({pattern})?", f"{wanted} or nothing")
 
 
-def _text(field: str, value: object) -> None:
-    if not isinstance(value, str) or len(value) > TEXT_CHARS_MAX:
-        refuse(field, value, f"a text of at most {TEXT_CHARS_MAX} characters wanted")
+def _pair(wanted: str, holds: Callable[[int, int], bool]) -> Rule:
+    """Return the rule for a pair of integers for which ``holds`` is true."""
+
+    def fits(value: object) -> bool:
+        if not isinstance(value, tuple) or len(value) != 2:
+            return False
+        return all(type(number) is int and number <= NUMBER_MAX for number in value) and holds(*value)
+
+    return bound(wanted, fits)
 
 
-def _finite(field: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        refuse(field, value, "a finite number, not negative, wanted")
-
-
-def _loss(field: str, value: object) -> None:
-    # One that is not finite becomes unknown on the way (``convert``), so that a site in trouble can still report.
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-        refuse(field, value, "a number or nothing wanted")
-
-
-def _at_most_bytes(bytes_max: int) -> Rule:
-    def rule(field: str, value: object) -> None:
-        if not isinstance(value, bytes) or len(value) > bytes_max:
-            refuse(field, value, f"at most {bytes_max} bytes wanted")
-
-    return rule
-
-
-def check_chunk_data(field: str, value: object) -> None:
-    """The data of a chunk or a frame."""
-    size = len(value) if isinstance(value, bytes | bytearray | memoryview) else 0
-    if not 1 <= size <= CHUNK_BYTES_MAX:
-        raise MalformedMessage(f"{field} is {size} bytes long: 1 to {CHUNK_BYTES_MAX} wanted")
-
-
-def check_chunk_offset(field: str, value: object) -> None:
-    """The place of a chunk or a frame."""
-    if not isinstance(value, int) or not 0 <= value <= PAYLOAD_BYTES_MAX:
-        refuse(field, value, f"at most {PAYLOAD_BYTES_MAX} wanted")
-
-
-def _checksum_or_none(field: str, value: object) -> None:
-    if value is not None:
-        in_range(0, 0xFFFFFFFFFFFFFFFF)(field, value)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _shared_config(field: str, value: object) -> None:
     if not isinstance(value, Mapping) or len(value) > SHARED_CONFIG_MAX:
-        refuse(field, value, f"a mapping of at most {SHARED_CONFIG_MAX} names wanted")
+        refuse(field, value, f"a mapping of at most {SHARED_CONFIG_MAX} names")
         return
     for name, text in value.items():
-        if not isinstance(name, str) or not 1 <= len(name) <= 200:
-            refuse(f"{field} name", name, "1 to 200 characters wanted")
-        if not isinstance(text, str) or len(text) > 4096:
-            refuse(f"{field}.{name}", text, "at most 4096 characters wanted")
+        _text(1, 200)(f"{field} name", name)
+        _text(0, 4096)(f"{field}.{name}", text)
 
 
-def _pair(wanted: str, **rules: Rule) -> Rule:
-    """Two values, each with its name and its own bound."""
-
-    def rule(field: str, value: object) -> None:
-        if not isinstance(value, tuple) or len(value) != 2:
-            refuse(field, value, f"{wanted} wanted")
-            return
-        for (name, each), item in zip(rules.items(), value, strict=True):
-            each(f"{field}.{name}", item)
-
-    return rule
-
-
-def _span(field: str, value: object) -> None:
-    if not isinstance(value, tuple) or len(value) != 2:
-        refuse(field, value, "a first and an end wanted")
-        return
-    in_range()(f"{field}.first", value[0])
-    in_range(value[0] + 1)(f"{field}.end", value[1])
-
-
+Flag = Annotated[bool, bound("true or false", lambda value: isinstance(value, bool))]
+Loss = Annotated[float, bound("a number", _is_number)]
+Speed = Annotated[
+    float, bound("a finite number, not negative,", lambda value: _is_number(value) and 0 <= value < math.inf)
+]
 Number = Annotated[int, in_range()]
 Positive = Annotated[int, in_range(1)]
 Fragment = Annotated[int, in_range(0, FRAGMENTS_MAX - 1)]
@@ -282,26 +246,35 @@ Numel = Annotated[int, in_range(1, NUMEL_MAX)]
 Millionths = Annotated[int, in_range(0, 1_000_000)]
 ProtocolNumber = Annotated[int, in_range(0, 0x7FFFFFFF)]
 Crc32 = Annotated[int, in_range(0, 0xFFFFFFFF)]
+Word64 = Annotated[int, in_range(0, 0xFFFFFFFFFFFFFFFF)]
 ProbeBytes = Annotated[int, in_range(0, PROBE_BYTES_MAX)]
 _ID = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "1 to 64 letters, digits, '.', '_' or '-'"
 _SHA256 = "[0-9a-f]{64}", "64 hexadecimal digits"
 _DIGEST = "xxh3:[0-9a-f]{32}|[0-9a-f]{64}", "xxh3: and 32 hexadecimal digits, or 64 of them,"
 _CODEC = "[a-z0-9][a-z0-9:+._-]{0,63}", "a codec's name"
+_FILE = (
+    r"(?=.{1,300}$)(?!.*\.\.)"
+    r"(snapshots/[0-9]{8}|lineages/[0-9]{1,19}|spool/(\.above|[A-Za-z0-9][A-Za-z0-9._-]*)|above/outbox)"
+    r"/[A-Za-z0-9][A-Za-z0-9._-]*",
+    "a file of a data folder",
+)
 Id = Annotated[str, _matches(*_ID)]
-IdOrEmpty = Annotated[str, _matches(*_ID, or_empty=True)]
+IdOrEmpty = Annotated[str, _or_empty(*_ID)]
 Process = Annotated[str, _matches("[0-9a-f]{8,64}", "8 to 64 hexadecimal digits")]
 Sha256 = Annotated[str, _matches(*_SHA256)]
-Sha256OrEmpty = Annotated[str, _matches(*_SHA256, or_empty=True)]
+Sha256OrEmpty = Annotated[str, _or_empty(*_SHA256)]
 Digest = Annotated[str, _matches(*_DIGEST)]
-DigestOrEmpty = Annotated[str, _matches(*_DIGEST, or_empty=True)]
+DigestOrEmpty = Annotated[str, _or_empty(*_DIGEST)]
 Codec = Annotated[str, _matches(*_CODEC)]
-CodecOrEmpty = Annotated[str, _matches(*_CODEC, or_empty=True)]
-Text = Annotated[str, _text]
-LayoutJson = Annotated[bytes, _at_most_bytes(LAYOUT_BYTES_MAX)]
+CodecOrEmpty = Annotated[str, _or_empty(*_CODEC)]
+Text = Annotated[str, _text(0, TEXT_CHARS_MAX)]
+LayoutJson = Annotated[bytes, _long(0, LAYOUT_BYTES_MAX)]
+ChunkData = Annotated[bytes | memoryview, _long(1, CHUNK_BYTES_MAX)]
 SharedConfig = Annotated[Mapping[str, str], _shared_config]
-Fates = Annotated[tuple[Fate, ...], AtMost(FATES_MAX)]
-_Undecided = Annotated[tuple[int, int], _pair("a sequence and its tokens", sequence=in_range(), tokens=in_range())]
-_Piece = Annotated[Piece, _pair("a unit and a count", unit=in_range(SKIPPED), count=in_range(1))]
+Fates = Annotated[tuple[Fate, ...], AtMost(FATES_KEPT_LIMIT)]
+_Span = Annotated[Span, _pair("a first and an end above it", lambda first, end: 0 <= first < end)]
+_Undecided = Annotated[tuple[int, int], _pair("a sequence and its tokens", lambda *numbers: min(numbers) >= 0)]
+_Piece = Annotated[Piece, _pair("a unit and a count", lambda unit, count: unit >= SKIPPED and count >= 1)]
 
 _RECORDS: Mapping[type, Mapping[str, Any]] = {
     Fate: {
@@ -326,48 +299,52 @@ _RECORDS: Mapping[type, Mapping[str, Any]] = {
     UnitAsk: {"known": Number, "begin": Number, "upto": Number, "floor": Number, "again": Number},
     UnitsTold: {"first": Number, "pieces": Annotated[tuple[_Piece, ...], AtMost(PIECES_TOLD_MAX)]},
 }
-"""The bounds of records that ``sync`` has, in the place of their own annotations, which state none."""
+"""The bounds of records defined in ``sync``, whose own annotations state none."""
 
 
 @cache
 def annotations_of(kind: type) -> Mapping[str, Any]:
-    """The annotation of each field of ``kind``, with its bound."""
+    """Return the annotation of each field of ``kind``, with its bound."""
     return _RECORDS.get(kind) or get_type_hints(kind, include_extras=True)
 
 
 @cache
 def bounds_of(kind: type) -> Mapping[str, Rule]:
-    """The bound of each field of ``kind``; ``TypeError`` where a field states none."""
+    """Return the bound of each field of ``kind``; ``TypeError`` where a field states none."""
     return {name: _rule_of(name, annotation) for name, annotation in annotations_of(kind).items()}
 
 
 def without_bound(annotation: Any) -> tuple[Any, bool]:
-    """The type that ``annotation`` states, and whether None may stand in its place."""
-    kind = annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
-    several = get_args(kind)
-    return (several[0], True) if NoneType in several else (kind, False)
+    """Return the type in ``annotation`` without its bound, and whether None is allowed."""
+    stated, optional = _without_none(annotation)
+    return (stated.__origin__ if hasattr(stated, "__metadata__") else stated), optional
+
+
+def _without_none(annotation: Any) -> tuple[Any, bool]:
+    several = get_args(annotation)
+    return (several[0], True) if NoneType in several else (annotation, False)
 
 
 def _rule_of(name: str, annotation: Any) -> Rule:
-    kind, optional = without_bound(annotation)
-    for bound in getattr(annotation, "__metadata__", ()):
-        return _many(_rule_of(name, get_args(kind)[0]), bound.items_max) if isinstance(bound, AtMost) else bound
-    if kind is bool:
-        return _flag
+    stated, optional = _without_none(annotation)
+    if optional:
+        rule = _rule_of(name, stated)
+        return lambda field, value: None if value is None else rule(field, value)
+    kind, _ = without_bound(stated)
+    for limit in getattr(stated, "__metadata__", ()):
+        return _many(_rule_of(name, get_args(kind)[0]), limit.items_max) if isinstance(limit, AtMost) else limit
     if not is_dataclass(kind) and not issubclass(kind, Enum):
         raise TypeError(f"{name} has no bound")
-    return _one_of(kind, optional)
+    return _one_of(kind)
 
 
-def _one_of(kind: type, optional: bool) -> Rule:
-    """A member of an enum, or another record whose own bounds hold."""
+def _one_of(kind: type) -> Rule:
+    """Return the rule for a member of an enum, or for a record whose own bounds hold."""
     nested = is_dataclass(kind)
 
     def rule(field: str, value: object) -> None:
-        if optional and value is None:
-            return
         if not isinstance(value, kind):
-            refuse(field, value, f"a {kind.__name__} wanted")
+            refuse(field, value, f"a {kind.__name__}")
         if nested:
             check(value, f"{field}.")
 
@@ -377,7 +354,7 @@ def _one_of(kind: type, optional: bool) -> Rule:
 def _many(each: Rule, count_max: int) -> Rule:
     def rule(field: str, value: object) -> None:
         if not isinstance(value, tuple) or len(value) > count_max:
-            refuse(field, value, f"at most {count_max} wanted")
+            refuse(field, value, f"at most {count_max}")
             return
         for index, item in enumerate(value):
             each(f"{field}[{index}]", item)
@@ -386,28 +363,15 @@ def _many(each: Rule, count_max: int) -> Rule:
 
 
 def check(message: object, prefix: str = "") -> None:
-    """``MalformedMessage`` naming the first field of ``message`` that breaks its bound."""
+    """Raise ``MalformedMessage`` naming the first field of ``message`` that breaks its bound.
+
+    Bounds between fields are checked by the message's method ``check_together``, if it has one.
+    """
     kind: Any = type(message)
     for name, rule in bounds_of(kind).items():
         rule(prefix + name, getattr(message, name))
-    if isinstance(message, PullHeader):
-        _check_parts(message)
-    if isinstance(message, ReportInfo) and len(message.digests) not in (0, len(message.versions)):
-        refuse(
-            "digests", len(message.digests), f"none, or one for each of the {len(message.versions)} versions, wanted"
-        )
-
-
-def _check_parts(header: PullHeader) -> None:
-    if header.from_version > header.version:
-        refuse("from_version", header.from_version, f"not above version={header.version} wanted")
-    wanted = 1 if header.whole else header.version - header.from_version
-    if len(header.part_bytes) != wanted:
-        refuse("part_bytes", len(header.part_bytes), f"{wanted} parts wanted")
-    if sum(header.part_bytes) != header.payload_bytes:
-        refuse("payload_bytes", header.payload_bytes, f"the sum of part_bytes, {sum(header.part_bytes)}, wanted")
-    if header.whole and header.payload_bytes != 4 * header.numel:
-        refuse("payload_bytes", header.payload_bytes, f"4 * numel = {4 * header.numel} wanted for a whole fragment")
+    if hasattr(kind, "check_together"):
+        kind.check_together(message)
 
 
 # --- Join ------------------------------------------------------------------------------------------------------
@@ -415,25 +379,25 @@ def _check_parts(header: PullHeader) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LearnerSettings:
-    """What the syncer asks of a learner.  ``chunk_bytes`` lies in CHUNK_BYTES_MIN..CHUNK_BYTES_MAX.
+    """The settings that the syncer gives a learner.  ``chunk_bytes`` lies in CHUNK_BYTES_MIN..CHUNK_BYTES_MAX.
 
-    ``keep_until_decided``: an update's encoded bytes are kept until its fate is known, and not only until its ack.
+    ``keep_until_decided``: keep an update's encoded bytes until its fate is known, not only until its ack.
     """
 
     heartbeat_ns: Positive
     chunk_bytes: Annotated[int, in_range(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)]
     updates_in_flight_max: Annotated[int, in_range(1, UNDECIDED_MAX)]
     site_timeout_ns: Positive
-    keep_until_decided: bool = False
+    keep_until_decided: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
 class JoinAsk:
-    """A learner process speaks for ``site_id``.
+    """A learner process asks to join as ``site_id``.
 
-    ``process`` is 8 to 64 random hexadecimal digits, one for each process; ``lineage`` is 0 when not known yet;
+    ``process`` is a random id of the process, 8 to 64 hexadecimal digits; ``lineage`` is 0 when not known yet;
     ``layout_json`` (at most 1 MiB) lets a refusal name the first difference; ``shared_config`` maps dotted names of the
-    shared configuration to their values as text; ``ticket`` is what an earlier answer asked to be repeated.
+    shared configuration to their values as text; ``ticket`` repeats the ticket of an earlier answer.
     """
 
     protocol: ProtocolNumber
@@ -449,10 +413,10 @@ class JoinAsk:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The site is taken in as ``incarnation``.  ``progress_ppm`` is the run's progress in millionths.
+    """The site has joined as ``incarnation``.  ``progress_ppm`` is the run's progress in millionths.
 
-    Where ``ticket`` is not 0 another process speaks for the site, and this one is taken in when it joins again with it.
-    ``protocol`` is what both speak from now on.
+    A ``ticket`` other than 0 means that another process holds the site; joining again with the ticket replaces it.
+    ``protocol`` is the version that both ends use from now on.
     """
 
     epoch: Number
@@ -475,12 +439,12 @@ class PushHeader:
     """One update, declared before its first payload byte.
 
     ``payload_bytes`` and ``digest`` (``codec.base``) are those of the encoded payload, ``numel`` the fragment's
-    number of values, ``encoding`` the codec's name.  ``values_digest`` is that of the fp32 values which the payload
-    decodes to, as the site has computed it; empty where it says nothing of it.  ``frames``: the sender can send frames,
-    and chunks once more; ``beside``: this stream brings some chunks of a push that another stream has begun and will
-    commit; ``progress``: the sender wants to be told, time and again, how much is held; ``others``:
-    so many streams may be beside it, which need not wait for its admission, nor it for their end; ``lineage``: that of
-    the run, as the sender knows it, 0 where it does not say.  The others are those of ``sync.events.UpdateArrived``.
+    number of values, ``encoding`` the codec's name.  ``values_digest`` is the site's digest of the fp32 values that the
+    payload decodes to; empty where not given.  ``frames``: the sender can send frames, and can send chunks again.
+    ``beside``: this is an additional stream, with chunks of a push that another stream opened and will commit.
+    ``progress``: the sender wants regular replies with the number of bytes held.  ``others``: number of additional
+    streams, which need not wait for the admission; the commit need not wait for their end.  ``lineage``: the run's, as
+    the sender knows it, 0 where not given.  The other fields are those of ``sync.events.UpdateArrived``.
     """
 
     run_id: Id
@@ -493,42 +457,49 @@ class PushHeader:
     steps: Number
     step_ns: Number
     cursor: Number
-    final: bool
+    final: Flag
     encoding: Codec
     payload_bytes: PayloadBytes
     numel: Numel
     digest: Digest
     values_digest: DigestOrEmpty = ""
-    frames: bool = False
-    beside: bool = False
-    progress: bool = False
+    frames: Flag = False
+    beside: Flag = False
+    progress: Flag = False
     others: Annotated[int, in_range(0, STREAMS_MAX - 1)] = 0
-    spans: Annotated[tuple[Annotated[Span, _span], ...], AtMost(SPANS_MAX)] = ()
+    spans: Annotated[tuple[_Span, ...], AtMost(SPANS_MAX)] = ()
     lineage: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``data`` stands at ``offset`` of the payload; ``xxh3`` is its checksum, or else ``crc32`` is (``chunks.cut``)."""
+    """``data`` at ``offset`` of the payload; its checksum is ``xxh3``, or ``crc32`` where that is None."""
 
-    offset: Annotated[int, check_chunk_offset]
-    data: Annotated[bytes | memoryview, check_chunk_data]
+    offset: Offset
+    data: ChunkData
     crc32: Crc32
-    xxh3: Annotated[int | None, _checksum_or_none] = None
+    xxh3: Word64 | None = None
 
     @classmethod
-    def of(cls, offset: int, data: bytes | memoryview) -> Chunk:
-        """``data`` with its checksum."""
-        return cls(offset, data, zlib.crc32(data))
+    def of(cls, offset: int, data: bytes | memoryview, *, as_in_2: bool = False) -> Chunk:
+        """Make a chunk of ``data`` with its checksum: CRC-32 if ``as_in_2`` (protocol 2), else XXH3-64."""
+        return cls(offset, data, zlib.crc32(data)) if as_in_2 else cls(offset, data, 0, xxh3_64_intdigest(data))
+
+    @property
+    def intact(self) -> bool:
+        """Whether ``data`` matches the checksum."""
+        if self.xxh3 is None:
+            return zlib.crc32(self.data) == self.crc32
+        return xxh3_64_intdigest(self.data) == self.xxh3
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """``data`` stands at ``offset`` of the payload (protocol 3); not ``intact``: it was damaged on the way."""
+    """``data`` at ``offset`` of the payload (protocol 3); not ``intact``: it was damaged in transit."""
 
     offset: int
     data: memoryview
-    intact: bool = True
+    intact: Flag = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,15 +515,15 @@ PushPart = PushHeader | Chunk | Frame | PushCommit
 
 @dataclass(frozen=True, slots=True)
 class PushAdmitted:
-    """The push is let in; the syncer holds the first ``offset`` bytes already, and takes ``frames`` for chunks."""
+    """The push is admitted: the syncer holds the first ``offset`` bytes, and accepts frames if ``frames``."""
 
     offset: Offset
-    frames: bool = False
+    frames: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
 class PushAgain:
-    """These bytes of the payload are wanted once more: they were damaged on the way, or found no room."""
+    """The syncer asks for these bytes of the payload again: they were damaged in transit, or found no room."""
 
     offset: Offset
     length: Annotated[int, in_range(1, CHUNK_BYTES_MAX)]
@@ -560,8 +531,8 @@ class PushAgain:
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """The one answer to a push.  ``version`` is the fragment's at that moment; a known ``fate`` comes along, and
-    the syncer's ``epoch``.
+    """The final answer to a push, with the fragment's present ``version``, the update's ``fate`` if known, and the
+    syncer's ``epoch``.
     """
 
     outcome: Outcome
@@ -580,7 +551,7 @@ PushReply = PushAdmitted | PushAgain | PushResult
 
 @dataclass(frozen=True, slots=True)
 class WatchAsk:
-    """The events of ``site_id``, asked by the process that joined as ``incarnation``."""
+    """A request for the events of ``site_id``, from the process that joined as ``incarnation``."""
 
     run_id: Id
     site_id: Id
@@ -589,7 +560,7 @@ class WatchAsk:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """``version`` of ``fragment`` is visible; ``digest`` is that of its fp32 values."""
+    """``version`` of ``fragment`` is published; ``digest`` is that of its fp32 values."""
 
     epoch: Number
     fragment: Fragment
@@ -603,7 +574,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The stream ends here: the site was evicted, or a newer process speaks for it."""
+    """The stream ends here: the site was evicted, or a newer process has joined for it."""
 
     reason: Reason
 
@@ -621,13 +592,13 @@ WatchEvent = Published | FateTold | FinalAnnounced | Dropped | Alive
 
 @dataclass(frozen=True, slots=True)
 class PullAsk:
-    """A version of ``fragment`` newer than ``have_version`` (-1: the whole fragment is wanted).
+    """A request for a version of ``fragment`` newer than ``have_version`` (-1: the whole fragment).
 
-    ``site_id`` is empty for an observer.  ``want_version`` 0 means the newest; otherwise it names the one that an
-    earlier pull began, so that this one goes on from ``offset``.  ``protocol`` is what the asker speaks.  ``length``
-    bytes are wanted from there (0: all that follow).  Streams with the same ``deal`` (not 0) bring a payload together,
-    each chunk once, a fast one more of them.  ``bytes_per_s``: not faster than this (0: as fast as it goes).  Where
-    there is nothing newer yet, ``wait_ns`` long it is waited for.
+    ``site_id`` is empty for an observer.  ``want_version`` 0 means the newest; otherwise it is the version of an
+    earlier pull, which this one resumes at ``offset``.  ``protocol`` is the client's.  ``length`` is the number of
+    bytes wanted from ``offset`` (0: all the rest).  Streams with the same ``deal`` (not 0) share one payload: each
+    chunk is sent once, and a faster stream gets more of them.  ``bytes_per_s`` is a rate limit (0: none).  ``wait_ns``
+    is how long to wait when there is nothing newer yet.
     """
 
     run_id: Id
@@ -645,20 +616,20 @@ class PullAsk:
 
 @dataclass(frozen=True, slots=True)
 class PullHeader:
-    """What a pull brings.
+    """Describes the payload of a pull.
 
     ``part_bytes`` are the lengths of the encoded down-links of ``from_version + 1`` .. ``version`` in order, or of the
-    one fp32 payload when ``whole``; together they are ``payload_bytes``.  With nothing newer, ``from_version ==
-    version`` and there are no parts.  ``digest`` is that of the fp32 values of ``version``, ``payload_crc32`` a
-    checksum of the payload (``chunks.checksum``), 0 where it is not told.  ``fates`` are this site's, read at the same
-    instant.  ``epoch`` is the syncer's.  ``frames``: chunks come as frames, and spans of the payload can be asked for.
-    ``sites`` is of how many sites ``version`` holds updates that the version before it lacks; 0: none, or not told.
+    one fp32 payload when ``whole``; their sum is ``payload_bytes``.  With nothing newer, ``from_version == version``
+    and there are no parts.  ``digest`` is that of the fp32 values of ``version``, ``payload_crc32`` a checksum of the
+    payload (``chunks.checksum``), 0 where not given.  ``fates`` are this site's, read at the same instant.  ``epoch``
+    is the syncer's.  ``frames``: chunks come as frames, and spans of the payload can be requested.  ``sites`` is the
+    number of sites with updates in ``version`` that are not in the version before it; 0: none, or not given.
     """
 
     fragment: Fragment
     from_version: Number
     version: Number
-    whole: bool
+    whole: Flag
     encoding: Codec
     numel: Numel
     payload_bytes: Offset
@@ -667,8 +638,20 @@ class PullHeader:
     payload_crc32: Crc32
     fates: Fates
     epoch: Number = 0
-    frames: bool = field(default=False, compare=False)
+    frames: Flag = field(default=False, compare=False)
     sites: Number = field(default=0, compare=False)
+
+    def check_together(self) -> None:
+        """Called by ``check``."""
+        if self.from_version > self.version:
+            refuse("from_version", self.from_version, f"not above version={self.version}")
+        parts = 1 if self.whole else self.version - self.from_version
+        if len(self.part_bytes) != parts:
+            refuse("part_bytes", len(self.part_bytes), f"{parts} parts")
+        if sum(self.part_bytes) != self.payload_bytes:
+            refuse("payload_bytes", self.payload_bytes, f"the sum of part_bytes, {sum(self.part_bytes)},")
+        if self.whole and self.payload_bytes != 4 * self.numel:
+            refuse("payload_bytes", self.payload_bytes, f"4 * numel = {4 * self.numel} for a whole fragment")
 
 
 PullPart = PullHeader | Chunk | Frame
@@ -679,13 +662,12 @@ PullPart = PullHeader | Chunk | Frame
 
 @dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """What a site has measured of its link, and how it uses it.
+    """A site's measurements of its link, and how it uses the link.
 
-    ``rtt_ns`` (of control calls, smoothed) and the rates at which updates and versions were carried lately are 0 before
-    anything was measured.  ``up_codec`` and ``channels`` are those of the next update, ``why`` says what they were
-    chosen for ("": as configured); ``exchange_steps`` is how many inner steps pass while an update goes up, waits
-    ``round_ns`` at the syncer, and its version comes down; ``overlap_steps`` how many the site lets pass before it
-    adopts one.
+    ``rtt_ns`` (of control calls, smoothed) and the recent rates of updates and versions are 0 until measured.
+    ``up_codec`` and ``channels`` are those of the next update, ``why`` the reason for the choice ("": as configured).
+    ``exchange_steps`` is the number of inner steps while an update goes up, waits ``round_ns`` at the syncer, and its
+    version comes down; ``overlap_steps`` the number that the site lets pass before it adopts a version.
     """
 
     rtt_ns: Number = 0
@@ -703,11 +685,11 @@ class LinkInfo:
 class ReportInfo:
     """The heartbeat.
 
-    ``loss`` is in nats per token, over recent steps; one that is None or not finite travels as unknown.  ``train_ns``,
-    ``stall_ns`` (spent for the outer world in the training thread), ``bytes_up`` and ``bytes_down`` are totals since
-    the process started; ``versions`` is the base version of each fragment.  ``digests`` has for each of these
-    ``short_digest`` of the values that the site holds for it, computed from the tensor itself; 0 where it was not
-    computed for this version yet.  ``link`` is None from a site that does not tell, ``units`` where none are leased.
+    ``loss`` is in nats per token, over recent steps; None or a non-finite one is sent as unknown.  ``train_ns``,
+    ``stall_ns`` (time that exchange takes in the training thread), ``bytes_up`` and ``bytes_down`` are totals since
+    the process started; ``versions`` is the base version of each fragment.  ``digests`` has for each base the
+    ``short_digest`` of the values that the site holds, computed from the tensor itself; 0 where not computed for this
+    version yet.  ``link`` is None from a site that does not report it, ``units`` where none are leased.
     """
 
     run_id: Id
@@ -719,30 +701,35 @@ class ReportInfo:
     tokens_in_flight: Number
     tokens_overwritten: Number
     tokens_lost: Number
-    loss: Annotated[float | None, _loss]
-    tokens_per_s: Annotated[float, _finite]
+    loss: Loss | None
+    tokens_per_s: Speed
     step_ns: Number
     train_ns: Number
     stall_ns: Number
     bytes_up: Number
     bytes_down: Number
     versions: Annotated[tuple[Number, ...], AtMost(FRAGMENTS_MAX)]
-    digests: Annotated[tuple[Annotated[int, in_range(0, 0xFFFFFFFFFFFFFFFF)], ...], AtMost(FRAGMENTS_MAX)] = ()
+    digests: Annotated[tuple[Word64, ...], AtMost(FRAGMENTS_MAX)] = ()
     link: LinkInfo | None = None
     units: UnitAsk | None = None
+
+    def check_together(self) -> None:
+        """Called by ``check``."""
+        if len(self.digests) not in (0, len(self.versions)):
+            refuse("digests", len(self.digests), f"none, or one for each of the {len(self.versions)} versions,")
 
 
 @dataclass(frozen=True, slots=True)
 class ReportReply:
-    """How the run stands; ``known`` is False when the syncer does not know this incarnation: please join again.
+    """The state of the run; ``known`` is False when the syncer does not know this incarnation, which must join again.
 
-    ``retake`` names fragments whose values at the site are not those of the version that it holds them for.
+    ``retake`` lists the fragments whose values at the site differ from those of the version that the site reported.
     """
 
     epoch: Number
     run_tokens: Number
     progress_ppm: Millionths
-    known: bool
+    known: Flag
     ending: Ending | None
     retake: Annotated[tuple[Fragment, ...], AtMost(FRAGMENTS_MAX)] = ()
     units: UnitsTold | None = None
@@ -750,7 +737,7 @@ class ReportReply:
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsk:
-    """The site says goodbye."""
+    """The site leaves the run."""
 
     run_id: Id
     site_id: Id
@@ -762,18 +749,30 @@ class LeaveAsk:
 
 @dataclass(frozen=True, slots=True)
 class EvictAsk:
-    """Put ``site_id`` out of the run, or (Readmit) let it in again."""
+    """Evict ``site_id`` from the run, or (Readmit) let it join again."""
 
     site_id: Id
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateAsk:
-    """An operator's word (Admit, Refuse) on one accepted update."""
+    """An operator's decision (Admit, Refuse) on one accepted update."""
 
     site_id: Id
     fragment: Fragment
     sequence: Number
+
+
+@dataclass(frozen=True, slots=True)
+class PromoteAsk:
+    """Let a standby take over; ``lossy``: even if it may lack something that was acknowledged."""
+
+    lossy: Flag
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """A request or an answer without fields."""
 
 
 # --- Probe -----------------------------------------------------------------------------------------------------
@@ -781,7 +780,7 @@ class UpdateAsk:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAsk:
-    """``run_id`` and ``layout_fingerprint`` may be empty: they are not compared then."""
+    """A probe's request.  ``run_id`` and ``layout_fingerprint`` are not compared where they are empty."""
 
     protocol: ProtocolNumber
     run_id: IdOrEmpty = ""
@@ -795,9 +794,9 @@ class ProbeAsk:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """``identity`` is whom the caller is taken for, ``time_ns`` the clock there, ``difference`` what a join would be
-    refused for; ``standby_of`` is the syncer whose place this one would take, empty from the syncer itself;
-    ``shared_config`` is what a join must say of the run, empty where it is not told."""
+    """``identity`` is the caller's as authenticated, ``time_ns`` the syncer's clock, ``difference`` the reason for
+    which a join would be refused.  ``standby_of`` is the syncer that this standby would replace, empty from the syncer
+    itself; ``shared_config`` is what a join must send, empty where not given."""
 
     protocol: ProtocolNumber
     protocol_oldest: ProtocolNumber
@@ -811,7 +810,7 @@ class ProbeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTaken:
-    """Filler that came to the syncer; ``bytes_per_s`` is over the later half of the time."""
+    """The filler that the syncer received; ``bytes_per_s`` is over the later half of the time."""
 
     bytes: ProbeBytes
     duration_ns: Number
@@ -820,10 +819,77 @@ class ProbeTaken:
 
 @dataclass(frozen=True, slots=True)
 class Filler:
-    """Bytes that mean nothing."""
+    """Random bytes that measure the link."""
 
-    data: Annotated[bytes, _at_most_bytes(CHUNK_BYTES_MAX)]
+    data: Annotated[bytes, _long(0, CHUNK_BYTES_MAX)]
 
 
 ProbePart = ProbeAsk | Filler
 ProbeReply = ProbeAnswer | ProbeTaken | Filler
+
+
+# --- Follow ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FollowStart:
+    """Where the standby's journal ends: after the unit of ``segment`` with chain value ``chain``; 0: it has none."""
+
+    run_id: Id
+    standby: Id
+    layout_fingerprint: Sha256
+    shared_digest: Id
+    segment: Number
+    chain: Sha256OrEmpty
+
+    def check_together(self) -> None:
+        """Called by ``check``."""
+        if bool(self.segment) != bool(self.chain):
+            refuse("chain" if self.segment else "segment", self.chain or self.segment, "a segment and its chain value")
+
+
+@dataclass(frozen=True, slots=True)
+class FollowAck:
+    """Everything up to byte ``offset`` of the syncer's ``segment`` is durable at the standby."""
+
+    segment: Number
+    offset: Number
+
+
+FollowRequest = FollowStart | FollowAck
+
+
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """The stream continues the standby's journal; ``anew``: it is a snapshot, then the journal from ``segment`` on.
+
+    ``chain`` is the chain value before that segment; ``lineage`` the run's.  ``waits``: the syncer announces nothing
+    before the standby has it (synchronous replication), until an operator orders otherwise.
+    """
+
+    anew: Flag
+    segment: Number
+    chain: Sha256OrEmpty
+    lineage: Number
+    waits: Flag = False
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A file ``name`` of the data folder, or (without a name) a unit of the journal; its bytes follow in chunks."""
+
+    name: Annotated[str, _or_empty(*_FILE)]
+    segment: Number
+    offset: Number
+    item_bytes: Offset
+    digest: Sha256
+
+    def check_together(self) -> None:
+        """Called by ``check``."""
+        if not (self.name or self.item_bytes):
+            refuse("item_bytes", self.item_bytes, "at least 1 byte of a unit")
+
+
+FollowPart = Follows | Item | Chunk | Alive
+STOPS = "the syncer stops"
+"""The last text that a standby or a site gets from a syncer that shuts down in order."""

@@ -1,258 +1,218 @@
-"""Puts a syncer's shell on the network: the gRPC server, the admin calls, and the files that say who may come in.
+"""Puts a syncer's shell on the network: the gRPC server, and the files that control access.
 
-``Keeper`` reads those files again while the syncer runs.  ``AdminHandlers`` is the syncer's end of ``AdminService``: an
-operator's calls, each open to the roles that ``identity.NEEDS`` names.  ``serve`` listens, and ``RunningServer`` is
-what it returns.
+``RunningServer`` listens, and reloads those files while the syncer runs.
+
+Standard services.  Health and reflection obey the same rules as our own services.  Their stock handlers answer INTERNAL
+to bytes that do not parse, do not authenticate callers, hold a thread for each stream, and remember every name ever
+requested.  Here they are behind the ``Door`` like our own: unauthenticated callers may call only Check and List of the
+health service, and the number of streams is bounded.
 """
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from diloco.wire import convert
-from diloco.wire.arrivals import Arrivals, StandardServices, StrictHandlers, unary
-from diloco.wire.channel import ADMIN_SERVICE, StallWatch
-from diloco.wire.door import Connections, Counters, Door, OneAtATime, places
-from diloco.wire.handlers import SyncHandlers
+from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE, Guard, StallWatch
+from diloco.wire.convert import parse
+from diloco.wire.door import Connections, Counters, Door, Gate, places
+from diloco.wire.handlers import SyncHandlers, admin_handler, follow_handler
 from diloco.wire.identity import Authenticator
-from diloco.wire.options import SecurityOptions, ServingCertificate, check_bind
-from diloco.wire.replication import FollowHandlers
+from diloco.wire.messages import CONTROL_BYTES_MAX, Refusal, Status
+from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, ServingCertificate, check_bind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
 
+    from diloco.wire.handlers import Following, SyncerApi
     from diloco.wire.identity import Identity
-    from diloco.wire.options import ServerOptions, Watched
-    from diloco.wire.replication import Following
-    from diloco.wire.service import SyncerApi
+    from diloco.wire.options import ServerOptions
 
 _LOOK_S = 0.5
+_EACH_MAX = 2
+"""Streams of the standard services that one caller may have open."""
 
 
-class Keeper:
-    """A thread: a change is in force for new calls, and for those under way, within a second.
+class _Health(health.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """The stock health service, with access to all statuses, which List needs."""
 
-    ``note`` is told of each change, of each file that cannot be used, and of everybody who was put out.
+    def statuses(self) -> list[tuple[str, Any]]:
+        """Return every name with its status."""
+        with self._lock:
+            return list(self._server_status.items())
+
+
+class _StandardServices:
+    """Health (of the server, of each service and of the run by its id) and reflection, behind ``door``."""
+
+    def __init__(self, door: Door, options: ServerOptions) -> None:
+        self._door, self._stall_s = door, options.stall_s
+        self._names = "", SYNC_SERVICE, ADMIN_SERVICE, options.run_id
+        self._health = _Health()
+        listed = SYNC_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME
+        self._reflection = reflection.ReflectionServicer(listed)
+        self._streams = Gate("standard stream", STANDARD_STREAMS_MAX, _EACH_MAX, options.pushback_ms)
+
+    def generic_handlers(self) -> list[Any]:
+        """Return the handlers in the form that gRPC's server takes."""
+        door, asked = self._door, f"/{health.SERVICE_NAME}/"
+        services = {
+            health.SERVICE_NAME: {
+                "Check": door.single(f"{asked}Check", self._check),
+                "List": door.single(f"{asked}List", self._list),
+                "Watch": door.handler(f"{asked}Watch", self._watch),
+            },
+            reflection.SERVICE_NAME: {
+                "ServerReflectionInfo": door.handler(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo", self._reflect)
+            },
+        }
+        return [grpc.method_handlers_generic_handler(service, methods) for service, methods in services.items()]
+
+    def _check(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+        yield self._health.Check(self._asked(requests, context, identity), context).SerializeToString()
+
+    def _list(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+        parse(health_pb2.HealthListRequest, self._door.first(requests, context, identity), CONTROL_BYTES_MAX)
+        answers = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._health.statuses()}
+        yield health_pb2.HealthListResponse(statuses=answers).SerializeToString()
+
+    def _watch(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+        request = self._asked(requests, context, identity)
+        if request.service not in self._names:
+            # The stock handler would remember the requested name for ever.
+            raise Refusal(Status.NOT_FOUND, "service is not one that is watched here")
+        with self._streams.enter(identity.caller(context)):
+            for answer in self._health.Watch(request, context):
+                yield answer.SerializeToString()
+
+    def _reflect(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+        first = self._door.first(requests, context, identity)
+        with (
+            self._streams.enter(identity.caller(context)),
+            Guard(self._door.stalls, self._stall_s, context.cancel) as guard,
+        ):
+
+            def asked() -> Iterator[Any]:
+                for raw in chain((first,), requests):
+                    guard.touch()
+                    yield parse(reflection_pb2.ServerReflectionRequest, raw, CONTROL_BYTES_MAX)
+
+            for answer in self._reflection.ServerReflectionInfo(asked(), context):
+                yield answer.SerializeToString()
+
+    def _asked(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Any:
+        return parse(health_pb2.HealthCheckRequest, self._door.first(requests, context, identity), CONTROL_BYTES_MAX)
+
+    def serving(self, ready: bool) -> None:
+        """Answer SERVING from now on; when not ``ready``, NOT_SERVING for the run and for SyncService.
+
+        The server itself and its admin service stay SERVING, so that no orchestrator kills a process that is waiting.
+        """
+        response = health_pb2.HealthCheckResponse
+        for name in self._names:
+            serves = ready or name in ("", ADMIN_SERVICE)
+            self._health.set(name, response.SERVING if serves else response.NOT_SERVING)
+
+    def stopping(self) -> None:
+        """Answer NOT_SERVING for good."""
+        self._health.enter_graceful_shutdown()
+
+
+class RunningServer:
+    """A listening syncer.  ``address`` is ``host:port`` with the port that the system chose.
+
+    A thread reloads the access-control files: a change takes effect, for new calls and for those under way, within a
+    second.
     """
 
     def __init__(
         self,
-        watched: Sequence[Watched[Any]],
-        door: Door,
-        note: Callable[[str], None],
-        stopping: threading.Event,
+        api: SyncerApi,
+        options: ServerOptions,
+        security: SecurityOptions,
+        note: Callable[[str, str], None],
+        following: Following | None = None,
     ) -> None:
-        self._watched = watched
-        self._door = door
+        """Listen at ``options.address``; ``ValueError`` when it cannot be bound, or must not be bound without TLS and
+        identities.
+
+        ``note`` is called with ``identity`` for each reload, each unusable file and each identity whose calls were
+        ended, and with ``crowded``, at most once a minute, when idle connections were closed.  Standbys are served if
+        ``following`` is given.
+        """
+        check_bind(options.address, security)
+        authenticator = Authenticator(security)
+        certificate = ServingCertificate(security) if security.tls_cert else None
+        self._watched = [*authenticator.watched, *([certificate.watched] if certificate is not None else [])]
         self._note = note
-        self._stopping = stopping
-        self._thread = threading.Thread(target=self._run, name="identity-files", daemon=True)
-        if watched:
-            self._thread.start()
+        counters = Counters()
+        self._stopping = threading.Event()
+        connections_max = places(options)
+        self._connections = Connections(connections_max, counters, lambda why: note("crowded", why))
+        self._door = Door(authenticator, options, counters, self._connections, StallWatch("stalls-syncer"))
+        self._threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
+        arguments = [*options.channel_arguments(), ("grpc.max_allowed_incoming_connections", connections_max)]
+        if security.require_client_cert:
+            arguments.append(("grpc.max_connection_age_ms", int(options.connection_age_s * 1000)))
+        self._server = grpc.server(
+            self._threads,
+            options=arguments,
+            maximum_concurrent_rpcs=options.calls_max,
+        )
+        sync = SyncHandlers(api, options, self._door, self._stopping)
+        self._standard = _StandardServices(self._door, options)
+        handlers = [sync.generic_handler(), admin_handler(api, self._door), *self._standard.generic_handlers()]
+        if following is not None:
+            handlers.append(follow_handler(following, options, self._door, self._stopping))
+        self._server.add_generic_rpc_handlers(handlers)
+        credentials = certificate.credentials() if certificate is not None else None
+        self.address = _bind(self._server, options.address, credentials)
+        self._thread = threading.Thread(target=self._look, name="identity-files", daemon=True)
 
-    def complaints(self) -> list[str]:
-        """What is wrong with the files now."""
-        return [each.complaint for each in self._watched if each.complaint]
-
-    def close(self) -> None:
-        """End the thread; ``stopping`` is set."""
+    def start(self, *, ready: bool) -> None:
+        """Answer from now on.  The health service reports ``ready`` for the run until method ``ready`` is called."""
+        self._server.start()
+        self._standard.serving(ready)
         if self._watched:
-            self._thread.join(timeout=5.0)
+            self._thread.start()
+        if not self.address.startswith("unix:"):
+            self._connections.watch(int(self.address.rpartition(":")[2]))
 
-    def _run(self) -> None:
+    def _look(self) -> None:
         while not self._stopping.wait(_LOOK_S):
             said = [text for each in self._watched if (text := each.refresh()) is not None]
-            # Looked at each time, and not only after a change: a call may have come in on what was read before it.
+            # Checked each time, not only after a change: a call may have been admitted on the content before it.
             for text in [*said, *self._door.put_out()]:
-                self._note(text)
-
-
-class AdminHandlers:
-    """All methods of ``AdminService`` over one ``SyncerApi``."""
-
-    def __init__(self, api: SyncerApi, arrivals: Arrivals, counters: Counters) -> None:
-        self._api = api
-        self._arrivals = arrivals
-        self._counters = counters
-
-    def generic_handler(self) -> Any:
-        """What gRPC's server takes."""
-        methods = {
-            "Status": self._status,
-            "Drain": self._drain,
-            "Evict": self._evict,
-            "Readmit": self._readmit,
-            "Admit": self._admit,
-            "Refuse": self._refuse,
-            "Snapshot": self._snapshot,
-            "Promote": self._promote,
-            "Detach": self._detach,
-        }
-        handlers = {
-            name: grpc.stream_unary_rpc_method_handler(unary(self._arrivals, self._counters, name, work))
-            for name, work in methods.items()
-        }
-        return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
-
-    def _status(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        convert.unpack_empty(raw)
-        return convert.pack_status(self._api.status())
-
-    def _drain(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        convert.unpack_empty(raw)
-        self._api.drain()
-        return b""
-
-    def _evict(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        self._api.evict(convert.unpack_evict(raw).site_id)
-        return b""
-
-    def _readmit(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        self._api.readmit(convert.unpack_evict(raw).site_id)
-        return b""
-
-    def _admit(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        ask = convert.unpack_update(raw)
-        self._api.admit(ask.site_id, ask.fragment, ask.sequence)
-        return b""
-
-    def _refuse(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        ask = convert.unpack_update(raw)
-        self._api.refuse(ask.site_id, ask.fragment, ask.sequence)
-        return b""
-
-    def _snapshot(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        convert.unpack_empty(raw)
-        self._api.snapshot()
-        return b""
-
-    def _promote(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        self._api.promote(lossy=convert.unpack_promote(raw))
-        return b""
-
-    def _detach(self, raw: bytes, identity: Identity) -> bytes:
-        del identity
-        convert.unpack_empty(raw)
-        self._api.detach()
-        return b""
-
-
-class RunningServer:
-    """A syncer that answers.  ``address`` is ``host:port`` with the port that the system chose."""
-
-    def __init__(
-        self,
-        server: Any,
-        threads: ThreadPoolExecutor,
-        address: str,
-        standard: StandardServices,
-        stalls: StallWatch,
-        counters: Counters,
-        stopping: threading.Event,
-        keeper: Keeper,
-        connections: Connections,
-    ) -> None:
-        self.address = address
-        self._server = server
-        self._threads = threads
-        self._standard = standard
-        self._stalls = stalls
-        self._counters = counters
-        self._stopping = stopping
-        self._keeper = keeper
-        self._connections = connections
+                self._note("identity", text)
 
     def counters(self) -> dict[str, int]:
         """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
-        return self._counters.totals()
+        return self._door.counters.totals()
 
     def complaints(self) -> list[str]:
-        """What is wrong with the files of identities and certificates; nothing where all of them are in force."""
-        return self._keeper.complaints()
+        """Return the problems of the identity and certificate files; empty when all of them are in force."""
+        return [each.complaint for each in self._watched if each.complaint]
 
     def ready(self, ready: bool) -> None:
-        """Whether updates are taken in at present, for the health service; everything is answered all the same."""
+        """Set whether updates are accepted at present, for the health service only; all calls are still answered."""
         self._standard.serving(ready)
 
     def stop(self, grace_s: float) -> None:
-        """Take no new calls, end every Watch at once, and give what is under way ``grace_s`` to finish."""
+        """Accept no new calls, end every Watch at once, and give other calls ``grace_s`` seconds to finish."""
         self._standard.stopping()
         self._stopping.set()
         self._server.stop(grace_s).wait(grace_s + 5.0)
         self._threads.shutdown(wait=False)
-        self._stalls.close()
-        self._keeper.close()
+        self._door.stalls.close()
+        if self._watched:
+            self._thread.join(timeout=5.0)
         self._connections.close()
-
-
-def serve(
-    api: SyncerApi,
-    options: ServerOptions,
-    security: SecurityOptions | None = None,
-    note: Callable[[str, str], None] = lambda what, why: None,
-    following: Following | None = None,
-    *,
-    ready: bool = True,
-) -> RunningServer:
-    """Listen at ``options.address`` and answer from now on.
-
-    ``note`` is told, as ``identity``, what changes about who may come in, and, as ``crowded``, that connections were
-    hung up on, once a minute at most.
-
-    ``ready`` is what the health service says of the run until ``RunningServer.ready`` says otherwise.  Standbys are
-    served where ``following`` is given.
-
-    ``ValueError`` in words when the address cannot be bound, or must not be without TLS and identities.
-    """
-    security = security or SecurityOptions()
-    check_bind(options.address, security)
-    authenticator = Authenticator(security)
-    certificate = ServingCertificate(security) if security.tls_cert else None
-    counters = Counters()
-    stopping = threading.Event()
-    stalls = StallWatch("stalls-syncer")
-    connections_max = places(options)
-    connections = Connections(connections_max, counters, lambda why: note("crowded", why))
-    door = Door(authenticator, options, counters, connections)
-    arrivals = Arrivals(door, stalls, options)
-    threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
-    arguments = [*options.channel_arguments(), ("grpc.max_allowed_incoming_connections", connections_max)]
-    if security.require_client_cert:
-        arguments.append(("grpc.max_connection_age_ms", int(options.connection_age_s * 1000)))
-    server = grpc.server(
-        threads,
-        interceptors=(StrictHandlers(arrivals, stalls, counters, options),),
-        options=arguments,
-        maximum_concurrent_rpcs=options.calls_max,
-    )
-    sync = SyncHandlers(api, options, arrivals, door, stalls, counters, stopping)
-    admin = AdminHandlers(api, arrivals, counters)
-    server.add_generic_rpc_handlers((sync.generic_handler(), admin.generic_handler()))
-    if following is not None:
-        one = OneAtATime("standby", options.pushback_ms)
-        follow = FollowHandlers(following, options, arrivals, one, counters, stopping)
-        server.add_generic_rpc_handlers((follow.generic_handler(),))
-    standard = StandardServices(server, options.run_id)
-    address = _bind(server, options.address, certificate.credentials() if certificate is not None else None)
-    server.start()
-    standard.serving(ready)
-    watched = [*authenticator.watched, *([certificate.watched] if certificate is not None else [])]
-    keeper = Keeper(watched, door, lambda why: note("identity", why), stopping)
-    if not address.startswith("unix:"):
-        connections.watch(int(address.rpartition(":")[2]))
-    return RunningServer(server, threads, address, standard, stalls, counters, stopping, keeper, connections)
 
 
 def _bind(server: Any, address: str, credentials: Any) -> str:

@@ -28,4 +28,4 @@ def test_a_launch_is_taken_as_given() -> None:
     for name in ("int4", "int2", "topk"):
         passes = accelerated(make_codec(name), Launch(8192, 2))
         assert passes is not None
-        assert passes.launch == Launch(8192, 2)  # type: ignore[attr-defined]
+        assert passes.launch == Launch(8192, 2)

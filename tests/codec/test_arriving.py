@@ -11,7 +11,7 @@ from diloco.codec.base import DecodeError, digest
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import AT_ONCE, Arriving, follow_into, publish
 
-CODECS = ["fp32", "bf16", "int8", "int4:32", "int4:32+zstd1", "e3m0", "int2", "sign", "topk"]
+CODECS = ["fp32", "bf16", "int8", "int8:96", "int4:32", "int4:32+zstd1", "e3m0", "int2", "sign", "topk"]
 NUMEL = 3 * AT_ONCE + 1501
 
 

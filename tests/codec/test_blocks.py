@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from diloco.codec.base import DecodeError
-from diloco.codec.blocks import BlockCodec
+from diloco.codec.blocks import Int4Codec, Int8Codec
 
-INT8 = BlockCodec("int8:4", bits=8, block=4)
-INT4 = BlockCodec("int4:4", bits=4, block=4)
+INT8, INT4 = Int8Codec("int8:4", 4), Int4Codec("int4:4", 4)
 
 
 def fp32(value: float) -> float:
@@ -45,7 +44,7 @@ def slow_encode(values: list[float], bits: int, block: int) -> bytes:
 
 @pytest.mark.parametrize(("bits", "block"), [(8, 4), (8, 128), (4, 4), (4, 32)])
 def test_against_the_format_written_slowly(bits: int, block: int) -> None:
-    codec = BlockCodec("x", bits=bits, block=block)
+    codec = Int8Codec("x", block) if bits == 8 else Int4Codec("x", block)
     for seed in range(40):
         rng = random.Random(seed)
         spread = rng.choice([0, 3, 120])
@@ -58,7 +57,7 @@ def test_against_the_format_written_slowly(bits: int, block: int) -> None:
 
 def test_values_beside_a_tie_go_to_their_own_side() -> None:
     """For every mantissa that a scale can have and every tie: the two neighbours of the tie, and the tie itself."""
-    codec = BlockCodec("int8:2", bits=8, block=2)
+    codec = Int8Codec("int8:2", 2)
     scales = (1 + torch.arange(128) / 128)[:, None]
     ties = scales * (torch.arange(127) + 0.5)
     below, above = (torch.nextafter(ties, torch.tensor(end)) for end in (0.0, float("inf")))
@@ -95,8 +94,8 @@ def test_scale_is_rounded_up() -> None:
 
 def test_bits_a_value() -> None:
     numel = 128 * 1000
-    assert 8 * BlockCodec("x", bits=8, block=128).payload_bytes(numel) / numel == 8.125
-    assert 8 * BlockCodec("x", bits=4, block=32).payload_bytes(numel) / numel == 4.5
+    assert 8 * Int8Codec("x", 128).payload_bytes(numel) / numel == 8.125
+    assert 8 * Int4Codec("x", 32).payload_bytes(numel) / numel == 4.5
 
 
 def test_a_product_is_exact_so_every_kernel_has_the_same_bits() -> None:
@@ -144,4 +143,4 @@ def test_filling_that_is_not_zero_is_refused() -> None:
 @pytest.mark.parametrize("block", [0, 1, 3, 65538])
 def test_block_is_checked(block: int) -> None:
     with pytest.raises(ValueError, match="even number from 2 to 65536"):
-        BlockCodec("int4:x", bits=4, block=block)
+        Int4Codec("int4:x", block)

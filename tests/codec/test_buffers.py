@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.codec.buffers import ALIGNMENT, Buffers
+from diloco.codec.base import ALIGNMENT, Buffers
 
 NUMEL = 5000
 

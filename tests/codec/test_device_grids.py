@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.codec.base import NON_FINITE, NonFiniteError
-from diloco.codec.gpu import DeviceGrid, Launch, new_fault
-from diloco.codec.grids import GridCodec
+from diloco.codec.base import NonFiniteError
+from diloco.codec.blocks import BlockCodec
+from diloco.codec.gpu import DeviceBlocks, Launch, new_fault
 from diloco.codec.registry import make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.test_device import assert_same, payload_bytes
@@ -15,10 +15,10 @@ from tests.codec.test_device import assert_same, payload_bytes
 LAUNCH = Launch(program_values=2048, num_warps=4)
 
 
-def grid(name: str) -> DeviceGrid:
+def grid(name: str) -> DeviceBlocks:
     codec = make_codec(name)
-    assert isinstance(codec, GridCodec)
-    return DeviceGrid(codec, LAUNCH)
+    assert isinstance(codec, BlockCodec)
+    return DeviceBlocks(codec, LAUNCH)
 
 
 @pytest.mark.parametrize("name", ["e3m0", "int2:40", "sign"])
@@ -30,24 +30,10 @@ def test_the_difference_is_that_of_the_plain_pass(name: str, num_sent: int, kern
     payload, fault = there.payload(numel, kernel_device), new_fault(kernel_device)
     decoded = torch.empty(numel, device=kernel_device)
     base, local, *sent = (each.to(kernel_device, copy=True) for each in parts)
-    there.encode_difference(base, local, sent, payload, fault, decoded)
+    there.encode((base, local, *sent), payload, fault, decoded)
     there.check(int(fault))
     assert payload_bytes(payload) == expected
     assert_same(decoded, there.codec.decode(expected, numel), "decoded")
-
-
-@pytest.mark.parametrize("name", ["e3m0", "int2", "sign"])
-def test_residual(name: str, kernel_device: torch.device) -> None:
-    there, numel, decay = grid(name), 700, 0.95
-    base, local, residual = torch.randn(3, numel, generator=torch.Generator().manual_seed(7)).unbind()
-    x = torch.sub(base, local) + residual * torch.tensor(decay)
-    expected = there.codec.encode(x)
-    kept, payload = residual.to(kernel_device, copy=True), there.payload(numel, kernel_device)
-    fault = new_fault(kernel_device)
-    there.encode_with_residual(base.to(kernel_device), local.to(kernel_device), kept, decay, payload, fault)
-    there.check(int(fault))
-    assert payload_bytes(payload) == expected
-    assert_same(kept, x - there.codec.decode(expected, numel), "residual")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, warns of what the fault tells
@@ -58,8 +44,7 @@ def test_what_is_not_finite_is_told(name: str, bad: float, kernel_device: torch.
     values[299] = bad
     with pytest.raises(NonFiniteError) as plain:
         there.codec.encode(values)
-    there.encode(values.to(kernel_device), there.payload(300, kernel_device), fault)
-    assert int(fault) == NON_FINITE
+    there.encode((values.to(kernel_device),), there.payload(300, kernel_device), fault)
     with pytest.raises(NonFiniteError) as told:
         there.check(int(fault))
     assert str(told.value) == str(plain.value)

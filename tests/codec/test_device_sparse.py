@@ -27,24 +27,10 @@ def test_the_difference_is_that_of_the_plain_pass(num_sent: int, kernel_device: 
     payload, fault = there.payload(numel, kernel_device), new_fault(kernel_device)
     decoded = torch.empty(numel, device=kernel_device)
     base, local, *sent = (each.to(kernel_device, copy=True) for each in parts)
-    there.encode_difference(base, local, sent, payload, fault, decoded)
+    there.encode((base, local, *sent), payload, fault, decoded)
     there.check(int(fault))
     assert payload_bytes(payload) == expected
     assert_same(decoded, there.codec.decode(expected, numel), "decoded")
-
-
-def test_residual(kernel_device: torch.device) -> None:
-    """What is not kept stays whole."""
-    there, numel, decay = topk("topk"), 5000, 0.95
-    base, local, residual = torch.randn(3, numel, generator=torch.Generator().manual_seed(7)).unbind()
-    x = torch.sub(base, local) + residual * torch.tensor(decay)
-    expected = there.codec.encode(x)
-    kept, payload = residual.to(kernel_device, copy=True), there.payload(numel, kernel_device)
-    fault = new_fault(kernel_device)
-    there.encode_with_residual(base.to(kernel_device), local.to(kernel_device), kept, decay, payload, fault)
-    there.check(int(fault))
-    assert payload_bytes(payload) == expected
-    assert_same(kept, x - there.codec.decode(expected, numel), "residual")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, warns of what the fault tells
@@ -52,6 +38,6 @@ def test_residual(kernel_device: torch.device) -> None:
 def test_what_is_not_finite_is_told(bad: float, kernel_device: torch.device) -> None:
     there, values, fault = topk("topk:256x16"), torch.ones(300), new_fault(kernel_device)
     values[299] = bad
-    there.encode(values.to(kernel_device), there.payload(300, kernel_device), fault)
+    there.encode((values.to(kernel_device),), there.payload(300, kernel_device), fault)
     with pytest.raises(NonFiniteError, match="topk:256x16 was to encode a NaN or an infinity"):
         there.check(int(fault))

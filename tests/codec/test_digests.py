@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from diloco.codec.base import digest_of, digits, hasher, is_sha256, shorter
+from diloco.codec.base import Hasher, digest_of, digits, is_sha256, shorter
 
 DATA = random.Random(4).randbytes(100_003)
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -22,7 +22,7 @@ def test_the_form_of_today_is_known_to_the_bit() -> None:
 @pytest.mark.parametrize("piece", [1, 240, 241, 65_536, 100_003])
 def test_pieces_make_the_same_as_the_whole_in_either_form(like: str, piece: int) -> None:
     data = DATA[: 50 * piece]
-    found = hasher(like)
+    found = Hasher(like)
     for begin in range(0, len(data), piece):
         found.update(memoryview(data)[begin : begin + piece])
     assert found.text() == digest_of(data, like)

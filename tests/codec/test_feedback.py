@@ -9,6 +9,7 @@ from diloco.codec.base import DecodeError, NonFiniteError, digest
 from diloco.codec.merging import RANGE_VALUES
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import follow, follow_into, publish
+from tests.codec.bounds import error_bound
 
 CODECS = ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "e3m0", "int2", "sign", "topk"]
 
@@ -30,7 +31,7 @@ def test_followers_hold_what_was_published_bit_for_bit(name: str) -> None:
         # One step's bound, never a sum of them: the codec's on this difference, and the roundings of the difference
         # and of the sum, each at most half a step of fp32.
         steps = 2.0**-24 * (difference.abs() + published.abs() + theta.abs())
-        bound = codec.error_bound(difference) + steps if not codec.lossless else torch.zeros_like(theta)
+        bound = error_bound(codec, difference) + steps if not codec.lossless else torch.zeros_like(theta)
         assert bool(((theta - published).abs() <= bound).all()), f"seed 9, version {version}"
 
 

@@ -9,12 +9,13 @@ import torch
 
 from diloco.codec import merging
 from diloco.codec.base import DecodeError, NonFiniteError, digest
+from diloco.codec.kernel_library import PLAIN
 from diloco.codec.merging import RANGE_VALUES, State, outer_pass, ranges, sum_of_products
-from diloco.codec.native import Kernels, at_level, kernels
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
+from tests.codec.levels import ALL, running
 from tests.codec.test_contract import samples
 from tests.codec.test_ranged import same
 
@@ -28,8 +29,6 @@ WITHOUT_KERNELS = (
     OuterOptimizerOptions(kind="schedule_free", lr=1.0, weight_decay=0.01),
     OuterOptimizerOptions(kind="gpa", lr=1.0),
 )
-BEST = kernels()
-LEVELS: list[Kernels | None] = [] if BEST is None else [at_level(level) for level in range(BEST.level + 1)]
 Contributions = list[tuple[float, list[tuple[str, torch.Tensor]]]]
 
 
@@ -49,10 +48,9 @@ def check(
     before = [each.clone() for each in tensors(state)]
     norms = set()
     with ThreadPoolExecutor(3) as pool:
-        for spread, fast in ((map, None), (pool.map, None), *((pool.map, each) for each in LEVELS)):
-            stepped = outer_pass(
-                sent, state, optimizer, make_codec(down), spread, lambda fast=fast: fast, like="", share=share
-            )
+        for spread, level in ((map, PLAIN), *((pool.map, each) for each in ALL)):
+            with running(level):
+                stepped = outer_pass(sent, state, optimizer, make_codec(down), spread, like="", share=share)
             assert stepped.digest == digest(published)
             assert same(stepped.state.theta, theta)
             assert same(stepped.state.published, published)

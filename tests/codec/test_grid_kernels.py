@@ -17,7 +17,7 @@ def assert_encodes(name: str, values: torch.Tensor, device: torch.device, why: s
     there, numel = grid(name), values.numel()
     payload, fault = there.payload(numel, device).fill_(0xA5), new_fault(device)
     decoded = torch.full((numel,), torch.nan, device=device)
-    there.encode(values.to(device), payload, fault, decoded)
+    there.encode((values.to(device),), payload, fault, decoded)
     there.check(int(fault))
     expected = there.codec.encode(values)
     assert payload_bytes(payload) == expected, f"{name}: {why}"

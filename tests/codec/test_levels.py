@@ -16,8 +16,7 @@ INT2 = make_codec("int2:8")
 def levels_of(values: list[float], is_big: list[bool]) -> list[float]:
     rows = torch.tensor([values])
     found, top = units(magnitudes(rows, "x"))
-    counts = torch.tensor([len(values)])
-    levels, fields = two_levels(found.to(torch.int64), top, torch.tensor([is_big]), counts, rows < 0)
+    levels, fields = two_levels(found.to(torch.int64), top, torch.tensor([is_big]), rows < 0)
     return [float(x) for x in level_values(levels, fields)[0]]
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from diloco.codec.base import NonFiniteError
 from diloco.codec.merging import Merging, State, outer_pass, sum_of_products
-from diloco.codec.native import kernels
 from diloco.codec.registry import make_codec
 from diloco.outer.merge import (
     MEAN,
@@ -27,6 +26,7 @@ from diloco.outer.merge import (
     trimmed_mean,
 )
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
+from tests.codec.levels import ALL, running
 
 PLAIN = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
 EMA = OuterOptimizerOptions(kind="nesterov_ema", lr=0.5, momentum=0.5)
@@ -101,8 +101,9 @@ def test_by_ranges_it_is_the_definition(kind: str, correction: Correction, monke
     state, found = State(theta, theta.clone(), before), []
     with ThreadPoolExecutor(3) as pool:
         for spread in (map, pool.map):
-            for fast in (lambda: None, kernels):
-                each = outer_pass(sent, state, EMA, make_codec("fp32"), spread, fast, merging=merging)
+            for level in ALL:
+                with running(level):
+                    each = outer_pass(sent, state, EMA, make_codec("fp32"), spread, merging=merging)
                 found.append(each.state.theta)
         monkeypatch.setattr("diloco.codec.merging.RANGE_VALUES", 1024)
         cut = outer_pass(sent, state, EMA, make_codec("fp32"), merging=merging)

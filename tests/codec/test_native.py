@@ -8,29 +8,27 @@ import random
 import pytest
 import torch
 
-from diloco.codec import kernel_library, native
-from diloco.codec.base import Add, Carry, DecodeError, NonFiniteError, Towards, digest, payload_view
-from diloco.codec.merging import sum_plain
-from diloco.codec.native import Kernels, at_level, kernel_digest, kernels, refuse
-from diloco.codec.ranged import RangedCodec
+from diloco.codec import native
+from diloco.codec.base import Add, Carry, DecodeError, NonFiniteError, PlainCodec, Towards, bytes_of, digest
+from diloco.codec.kernel_library import SUM_BLOCK
+from diloco.codec.merging import Reading, Sums, sum_of_products, sum_plain
+from diloco.codec.native import kernels, torch_fuses
 from diloco.codec.registry import make_codec
-from diloco.codec.structures import SUM_BLOCK, MeasureJob, Status
+from tests.codec.levels import NATIVE, running
 from tests.codec.pseudo_gradients import trained
 from tests.codec.test_contract import samples
 from tests.codec.test_ranged import same
 
-BEST = kernels()
-LEVELS = [at_level(level) for level in range(BEST.level + 1)] if BEST is not None else []
 NAMES = ["fp32", "bf16", "int8", "int8:256", "int8:6", "int4", "int4:64", "int4:128", "int4:256", "int4:2", "int4:4094"]
 NAMES += ["topk", "topk:256x8", "topk:4096x1024", "e3m0", "e3m0:8", "int2", "int2:24", "int2:4096", "sign", "sign:8"]
 FED = ["bf16", "int8", "int4", "int4:256", "topk", "topk:256x64", "e3m0", "int2", "sign"]
-pytestmark = pytest.mark.skipif(BEST is None, reason="no compiled kernels here: " + native.description())
-every_level = pytest.mark.parametrize("fast", LEVELS, ids=[kernel_library.LEVELS[fast.level] for fast in LEVELS])
+pytestmark = pytest.mark.skipif(not NATIVE, reason="no compiled kernels here: " + native.description())
+every_level = pytest.mark.parametrize("level", NATIVE)
 
 
-def codec_of(name: str) -> RangedCodec:
+def codec_of(name: str) -> PlainCodec:
     codec = make_codec(name)
-    assert isinstance(codec, RangedCodec)
+    assert isinstance(codec, PlainCodec)
     return codec
 
 
@@ -56,27 +54,27 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_encoding_and_decoding(name: str) -> None:
     codec = codec_of(name)
-    layout = codec.layout
-    assert layout is not None
     for kind, terms in inputs().items():
         numel = terms[0].numel()
         plain, told = torch.full((codec.payload_bytes(numel),), 0xA5, dtype=torch.uint8), torch.empty(numel)
         codec.encode_plain(terms, None, plain, told, 0, numel)
-        for fast in LEVELS:
+        for level in NATIVE:
             found, said = torch.full_like(plain, 0xA5), torch.empty(numel)
-            assert fast.encode(layout, numel, 0, terms, None, found, said) is Status.DONE, (kind, fast.level)
-            assert torch.equal(plain, found), (kind, fast.level)
-            assert same(told, said), (kind, fast.level)
-            assert fast.encode(layout, numel, 0, terms, None, found, None) is Status.DONE, (kind, fast.level)
-            assert torch.equal(plain, found), (kind, fast.level)
+            with running(level):
+                codec.encode_into(terms, found, said)
+                assert torch.equal(plain, found), (kind, level)
+                assert same(told, said), (kind, level)
+                codec.encode_into(terms, found)
+                assert torch.equal(plain, found), (kind, level)
         held = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
         for accumulate in (None, Add(), Towards(0.3)):
             expected = held.clone()
-            codec.decode_plain(payload_view(plain), numel, expected, 0, accumulate)
-            for fast in LEVELS:
-                out, where = held.clone(), (kind, accumulate, fast.level)
-                assert fast.decode(layout, numel, 0, payload_view(plain), out, accumulate) is Status.DONE, where
-                assert same(out, expected), where
+            codec.decode_plain(bytes_of(plain), numel, expected, 0, accumulate)
+            for level in NATIVE:
+                out = held.clone()
+                with running(level):
+                    codec.decode_into(bytes_of(plain), numel, out, accumulate=accumulate)
+                assert same(out, expected), (kind, accumulate, level)
 
 
 @every_level
@@ -85,11 +83,9 @@ def test_encoding_and_decoding(name: str) -> None:
     [(name, 0.0) for name in FED]
     + [(name, 3e37 if name in ("e3m0", "int2", "sign") else 3e38) for name in FED],  # what is left adds up, to 3e38
 )
-def test_error_feedback(fast: Kernels, name: str, largest: float) -> None:
+def test_error_feedback(level: str, name: str, largest: float) -> None:
     """Also where codes have to be held in the midst of others."""
     codec = codec_of(name)
-    layout = codec.layout
-    assert layout is not None
     base, local = trained(10, seed=4)
     base[3000] += largest
     numel = base.numel()
@@ -98,7 +94,8 @@ def test_error_feedback(fast: Kernels, name: str, largest: float) -> None:
         payloads = [torch.empty(codec.payload_bytes(numel), dtype=torch.uint8) for _ in range(2)]
         told, said = torch.empty(numel), torch.empty(numel)
         codec.encode_plain((base, local), Carry(plain, 0.95), payloads[0], told, 0, numel)
-        assert fast.encode(layout, numel, 0, (base, local), Carry(found, 0.95), payloads[1], said) is Status.DONE
+        with running(level):
+            codec.encode_into((base, local), payloads[1], said, carry=Carry(found, 0.95))
         assert torch.equal(*payloads)
         assert same(told, said)
         assert same(plain, found)
@@ -107,23 +104,21 @@ def test_error_feedback(fast: Kernels, name: str, largest: float) -> None:
 
 @every_level
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_finite_is_refused(fast: Kernels, name: str) -> None:
-    layout = codec_of(name).layout
-    assert layout is not None
+def test_what_is_not_finite_is_refused(level: str, name: str) -> None:
+    codec = codec_of(name)
     for numel, at in ((1, 0), (5000, 0), (5000, 2047), (5000, 4999)):
         for bad in (float("nan"), float("inf"), -float("inf")):
             values = torch.zeros(numel)
             values[at] = bad
-            payload = torch.empty(codec_of(name).payload_bytes(numel), dtype=torch.uint8)
-            assert fast.encode(layout, numel, 0, (values,), None, payload, None) is Status.NOT_FINITE
-            assert fast.encode(layout, numel, 0, (torch.zeros(numel), values), None, payload, None) is Status.NOT_FINITE
+            payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
+            for terms in ((values,), (torch.zeros(numel), values)):
+                with running(level), pytest.raises(NonFiniteError):
+                    codec.encode_into(terms, payload)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_payloads_are_refused_as_the_definition_does(name: str) -> None:
     codec = codec_of(name)
-    layout = codec.layout
-    assert layout is not None
     outcomes = set()
     for seed in range(60):
         rng = random.Random(seed)
@@ -136,65 +131,58 @@ def test_hostile_payloads_are_refused_as_the_definition_does(name: str) -> None:
             codec.decode_plain(bytes(good), numel, expected, 0, None)
         except DecodeError as error:
             why = str(error)
-        for fast in LEVELS:
-            where, out = f"seed {seed}, level {fast.level}", torch.empty(numel)
-            status = fast.decode(layout, numel, 0, bytes(good), out, None)
-            outcomes.add(status)
-            assert (status is Status.DONE) == (not why), f"{where}: {status!r}, {why}"
-            if why:
-                with pytest.raises(DecodeError) as caught:
-                    refuse(status, codec.name, layout)
-                # Of several faults either may be named.
-                assert str(caught.value).startswith(f"{codec.name} payload holds"), where
+        for level in NATIVE:
+            where, out, found = f"seed {seed}, level {level}", torch.empty(numel), ""
+            with running(level):
+                try:
+                    codec.decode_into(bytes(good), numel, out)
+                except DecodeError as error:
+                    found = str(error)
+            outcomes.add(found)
+            assert bool(found) == bool(why), f"{where}: {found!r}, {why!r}"
+            if found:  # Of several faults either may be named.
+                assert found.startswith(f"{codec.name} payload holds"), where
             else:
                 assert same(out, expected), where
-    assert Status.DONE in outcomes
-    assert len(outcomes) > 1 or layout.block > 2000
+    assert "" in outcomes
+    assert len(outcomes) > 1 or codec.granule > 2000
 
 
 @every_level
 @pytest.mark.parametrize("name", ["fp32", "int4", "int8:96", "topk", "int2"])
-def test_sums(fast: Kernels, name: str) -> None:
+def test_sums(level: str, name: str) -> None:
     codec = codec_of(name)
-    layout = codec.layout
-    assert layout is not None
     for numel in (1, 15, 17, 1023, 1025, 3 * SUM_BLOCK, 10_001):
         generator = torch.Generator().manual_seed(numel)
         values, against = (torch.randn(numel, generator=generator) for _ in range(2))
         payload = codec.encode(values)
-        expected, out = codec.decode(payload, numel), torch.empty(numel)
-        assert fast.sum_of_products(values, against).hex() == sum_plain(values, against).hex()
-        made = kernel_digest(4 * numel)
-        job = MeasureJob(out=out.data_ptr(), digest=None if made is None else made.address)
-        assert fast.measure(layout, numel, 0, payload, numel, against, job) is Status.DONE
-        assert same(out, expected)
-        assert made is None or made.text() == digest(expected)
-        assert job.largest == float(expected.abs().max())
-        assert float(job.squares).hex() == sum_plain(expected, expected).hex()
-        assert float(job.products).hex() == sum_plain(expected, against).hex()
-        assert float(job.against_squares).hex() == sum_plain(against, against).hex()
+        expected = codec.decode(payload, numel)
+        pairs = [(expected, expected), (expected, against), (against, against)]
+        with running(level):
+            assert sum_of_products(values, against) == sum_plain(values, against)
+            reading = Reading(codec, numel)
+            found = reading.read(payload, numel, 0, numel, against)
+            assert found == Sums(float(expected.abs().max()), *(sum_plain(*pair) for pair in pairs))
+            assert reading.digest() == digest(expected)
 
 
 def test_blocks_larger_than_a_tile_stay_on_torch() -> None:
-    assert BEST is not None
     codec = codec_of("int4:65536")
-    assert not BEST.fits(codec.layout)
-    assert BEST.fits(codec_of("int4:4096").layout)
-    assert not BEST.fits(codec_of("int4:6").layout, codec_of("int4:4094").layout)
-    assert not BEST.fits(codec_of("int4").layout, None)
+    assert kernels(codec.granule) is None
+    assert kernels(4096) is not None
+    assert kernels(6, 4094) is None
     values = torch.randn(70_000, generator=torch.Generator().manual_seed(0))
     assert codec.decode(codec.encode(values), 70_000).shape == values.shape
 
 
 def test_the_kernels_round_as_torch_does() -> None:
     """Their additions with a factor are told how; both ways exist on machines that torch runs on."""
-    assert BEST is not None
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-(2**13), 2**13, (1001,), generator=generator) / 2**12 for _ in range(2))
     alpha = 1 + 2.0**-12  # so that the exact sum fits into fp64
     once, twice = (a.double() + b.double() * alpha).float(), a + b * alpha
     assert not torch.equal(once, twice)
-    assert torch.equal(torch.add(a, b, alpha=alpha), once if BEST.fused else twice)
+    assert torch.equal(torch.add(a, b, alpha=alpha), once if torch_fuses() else twice)
 
 
 def test_errors_reach_those_who_encode() -> None:

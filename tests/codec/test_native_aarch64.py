@@ -18,10 +18,8 @@ import numpy as np
 import pytest
 
 from diloco.codec import kernel_library, native
-from diloco.codec.native import BYTES_MIN, kernels, tile
-from diloco.codec.ranged import RangedCodec
-from diloco.codec.registry import make_codec
-from diloco.codec.structures import (
+from diloco.codec.base import BYTES_MIN, PlainCodec
+from diloco.codec.kernel_library import (
     SUM_BLOCK,
     DecodeJob,
     DigestState,
@@ -38,6 +36,8 @@ from diloco.codec.structures import (
     TakeJob,
     Update,
 )
+from diloco.codec.native import kernels, tile
+from diloco.codec.registry import make_codec
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -179,8 +179,7 @@ class Case:
     def __init__(self, memory: Memory, name: str, numel: int, giant: float = 0.0) -> None:
         """``giant`` is added to the value in the middle."""
         codec = make_codec(name)
-        assert isinstance(codec, RangedCodec)
-        assert codec.layout is not None
+        assert isinstance(codec, PlainCodec)
         self.memory, self.codec, self.layout, self.numel = memory, codec, codec.layout, numel
         self.format = codec.layout.format(numel)
         self.random = np.random.default_rng([numel, len(name), codec.layout.block])

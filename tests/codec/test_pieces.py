@@ -9,15 +9,13 @@ import torch
 
 from diloco.codec.base import DecodeError, NonFiniteError, digest
 from diloco.codec.merging import RANGE_VALUES
-from diloco.codec.native import Kernels, at_level, kernels
 from diloco.codec.registry import Coded, make_codec
 from diloco.codec.site_pass import rebase_pieces, seal_pieces
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
+from tests.codec.levels import ALL, running
 from tests.codec.test_contract import samples
 from tests.codec.test_ranged import same
 
-BEST = kernels()
-LEVELS: list[Kernels | None] = [None] if BEST is None else [None, *(at_level(each) for each in range(BEST.level + 1))]
 SIZES = [[1], [0, 17], [4096], [1, 1, 4095, 0, 3], [2048, 2048, 2049], [5000, 1, 333, 7000]]
 SENT = [[], ["int4:32"], ["int8", "fp32", "topk:256x8"]]
 
@@ -47,10 +45,11 @@ def test_what_is_sealed_is_the_pseudo_gradient(codec_name: str, sent: list[str])
         pieces = cut(local, sizes)
         wanted = codec.encode(pseudo_gradient(base, local, [each.values() for each in held]))
         decoded, norms = codec.decode(wanted, numel), set()
-        for fast in LEVELS:
+        for level in ALL:
             payload = torch.full((codec.payload_bytes(numel),), 0xA5, dtype=torch.uint8)
-            found = seal_pieces(pieces, base, held, codec, payload, lambda fast=fast: fast)
-            assert payload.numpy().tobytes() == wanted, (sizes, fast)
+            with running(level):
+                found = seal_pieces(pieces, base, held, codec, payload)
+            assert payload.numpy().tobytes() == wanted, (sizes, level)
             assert found.digest == digest(decoded)
             norms.add(found.norm)
         assert norms.pop() == pytest.approx(float(decoded.double().norm()), rel=1e-9, abs=1e-12)
@@ -64,9 +63,10 @@ def test_values_of_every_kind_are_sealed_as_they_are_encoded() -> None:
         if not numel:
             continue
         wanted = codec.encode(values)
-        for fast in LEVELS:
+        for level in ALL:
             payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
-            seal_pieces([torch.zeros(numel)], values, [], codec, payload, lambda fast=fast: fast)
+            with running(level):
+                seal_pieces([torch.zeros(numel)], values, [], codec, payload)
             assert payload.numpy().tobytes() == wanted, kind
 
 
@@ -74,10 +74,10 @@ def test_values_of_every_kind_are_sealed_as_they_are_encoded() -> None:
 def test_what_is_not_finite_is_not_sealed(bad: float) -> None:
     codec, local = make_codec("int4"), torch.zeros(5000)
     local[4321] = bad
-    for fast in LEVELS:
+    for level in ALL:
         payload = torch.empty(codec.payload_bytes(5000), dtype=torch.uint8)
-        with pytest.raises(NonFiniteError):
-            seal_pieces([local], torch.zeros(5000), [], codec, payload, lambda fast=fast: fast)
+        with running(level), pytest.raises(NonFiniteError):
+            seal_pieces([local], torch.zeros(5000), [], codec, payload)
 
 
 @pytest.mark.parametrize("merged", SENT, ids=len)
@@ -88,19 +88,21 @@ def test_a_version_is_taken_as_rebase_defines(merged: list[str]) -> None:
         local = old - draw(numel, 5, 1e-3)
         wanted = rebase(local, old, new, [each.values() for each in held])
         before = [old.clone(), new.clone()]
-        for fast in LEVELS:
+        for level in ALL:
             pieces = cut(local, sizes)
-            rebase_pieces(pieces, old, new, held, lambda fast=fast: fast)
-            assert same(torch.cat(pieces), wanted), (sizes, fast)
+            with running(level):
+                rebase_pieces(pieces, old, new, held)
+            assert same(torch.cat(pieces), wanted), (sizes, level)
         assert same(old, before[0])
         assert same(new, before[1])
 
 
 def test_nothing_trained_is_the_new_base_with_its_zeros() -> None:
     old, new = torch.tensor([1.0, 2.0, -3.0]), torch.tensor([-0.0, 0.0, -0.0])
-    for fast in LEVELS:
+    for level in ALL:
         local = old.clone()
-        rebase_pieces([local], old, new, [], lambda fast=fast: fast)
+        with running(level):
+            rebase_pieces([local], old, new, [])
         assert same(local, new)
 
 
@@ -109,6 +111,6 @@ def test_a_payload_that_nobody_made_is_refused() -> None:
     payload = bytearray(codec.encode(torch.ones(64)))
     payload[1] |= 0x80  # A negative scale.
     ruined = Coded(codec, memoryview(payload), 64)
-    for fast in LEVELS:
-        with pytest.raises(DecodeError):
-            rebase_pieces([torch.zeros(64)], torch.zeros(64), torch.zeros(64), [ruined], lambda fast=fast: fast)
+    for level in ALL:
+        with running(level), pytest.raises(DecodeError):
+            rebase_pieces([torch.zeros(64)], torch.zeros(64), torch.zeros(64), [ruined])

@@ -9,27 +9,26 @@ import torch
 
 from diloco.codec.base import DecodeError, NonFinitePayload, digest
 from diloco.codec.merging import READ_VALUES, Reading, Sums, sum_of_products
-from diloco.codec.native import Kernels, at_level, kernels
 from diloco.codec.registry import make_codec
-
-BEST = kernels()
-LEVELS: list[Kernels | None] = [None] if BEST is None else [None, *(at_level(each) for each in range(BEST.level + 1))]
+from tests.codec.levels import ALL, running
 
 
 @pytest.mark.parametrize("name", ["int4:32", "int8", "fp32", "topk", "e3m0"])
 @pytest.mark.parametrize("like", ["", "0" * 64])
 def test_what_is_found_is_what_is_in_it(name: str, like: str) -> None:
-    codec = make_codec(name)
+    codec = make_codec(name).plain
     for numel in (1, 60, 61, 4099, READ_VALUES + 1500):
         values, against = torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
         payload = codec.encode(values)
         decoded = codec.decode(payload, numel)
-        for fast in LEVELS:
-            reading = Reading(codec, numel, like, lambda fast=fast: fast)
+        for level in ALL:
+            with running(level):
+                reading = Reading(codec, numel, like)
             found = []
             for start, stop in reading.ranges():
                 part = against[start:stop] if start else None
-                found.append(reading.read(payload, numel, start, stop - start, part))
+                with running(level):
+                    found.append(reading.read(payload, numel, start, stop - start, part))
                 own = decoded[start:stop]
                 assert found[-1].largest == float(own.abs().max())
                 assert found[-1].squares == sum_of_products(own, own)
@@ -41,11 +40,12 @@ def test_what_is_found_is_what_is_in_it(name: str, like: str) -> None:
 
 def test_a_piece_of_a_payload_is_read_by_itself() -> None:
     """As it is taken out of a file that is still growing."""
-    codec, numel = make_codec("int4:32"), READ_VALUES + 3000
+    codec, numel = make_codec("int4:32").plain, READ_VALUES + 3000
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     payload, decoded = codec.encode(values), codec.decode(codec.encode(values), numel)
-    for fast in LEVELS:
-        reading = Reading(codec, numel, fast=lambda fast=fast: fast)
+    for level in ALL:
+        with running(level):
+            reading = Reading(codec, numel)
         for start, stop in reading.ranges():
             piece = b"".join(payload[at : at + length] for at, length in codec.sections(numel, start, stop))
             own = decoded[start:stop]
@@ -57,11 +57,12 @@ def test_a_piece_of_a_payload_is_read_by_itself() -> None:
 def test_it_refuses_what_decoding_refuses(numel: int) -> None:
     values = torch.zeros(numel)
     values[7] = nan
-    for fast in LEVELS:
-        reading = Reading(make_codec("fp32"), numel, fast=lambda fast=fast: fast)
+    for level in ALL:
+        with running(level):
+            reading = Reading(make_codec("fp32").plain, numel)
+            short = Reading(make_codec("int4").plain, numel)
         with pytest.raises(NonFinitePayload):
             reading.read(values.numpy().tobytes(), numel, 0, numel)
-        short = Reading(make_codec("int4"), numel, fast=lambda fast=fast: fast)
         with pytest.raises(DecodeError):
             short.read(b"abc", numel, 0, numel)
         assert isinstance(short.read(make_codec("int4").encode(torch.ones(numel)), numel, 0, numel), Sums)

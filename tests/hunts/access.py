@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from diloco.wire.convert_bulk import unpack_push_reply
+from diloco.wire.convert import unpack_push_reply
 from diloco.wire.messages import MalformedMessage, PushResult
 from tests.hunts import statuses
 from tests.hunts.asking import STREAMS, Call

@@ -19,7 +19,7 @@ from diloco.sync.agreement import PROTOCOL
 from diloco.wire import convert, v1
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import checksum
-from diloco.wire.convert_bulk import pack_pull, pack_push
+from diloco.wire.convert import pack_pull, pack_push
 from diloco.wire.messages import Chunk, EvictAsk, JoinAsk, LeaveAsk, PullAsk, PushCommit, PushHeader, WatchAsk
 from diloco.wire.v1 import admin_pb2, sync_pb2
 from tests.loopback.test_hostile import report

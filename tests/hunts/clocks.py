@@ -30,7 +30,8 @@ from pathlib import Path
 
 from diloco.durable import locked
 from diloco.syncer.backups import BackupError, BackupFacts, Vault
-from diloco.syncer.restoring import Kept, Known, Rules, restore_backup
+from diloco.syncer.replaying import Rules
+from diloco.syncer.restoring import Kept, Known, restore_backup
 from diloco.syncer.store import RunCard
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import WireError

@@ -22,9 +22,8 @@ from diloco.wire.client import SyncClient
 from diloco.wire.messages import MIB, PullAsk, PushHeader, PushResult, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.pulling import PullSink
-from diloco.wire.server import serve
 from tests.hunts.reporting import Hunt
-from tests.wire.fake_syncer import RUN, FakeSyncer, push_header
+from tests.wire.fake_syncer import RUN, FakeSyncer, push_header, serve
 from tests.wire.relay import Relay
 
 EXTRA_SHARE_MAX = 0.05
@@ -61,7 +60,7 @@ class SpoolingSyncer(FakeSyncer):
         super().__init__()
         self._spool_on_disk = Spool(folder)
 
-    def open_push(self, header: PushHeader, identity: object) -> Any:
+    def open_push(self, header: PushHeader) -> Any:
         return SpoolSession(self._spool_on_disk.open_partial(header))
 
 

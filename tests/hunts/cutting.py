@@ -18,7 +18,7 @@ from diloco.codec.base import digest
 from diloco.durable import Step
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError
-from diloco.learner.outbox import Outbox
+from diloco.learner.seal import Outbox
 from diloco.sync.effects import OuterEffect
 from diloco.sync.events import JoinRequested, OuterEvent
 from diloco.syncer.snapshots import FragmentValues
@@ -37,7 +37,7 @@ from tests.power import (
     told_at,
     without_syncs,
 )
-from tests.syncer.building import update
+from tests.syncer.building import stored, update
 from tests.syncer.desk import Desk
 
 State = tuple[str, ...]
@@ -156,7 +156,7 @@ def _wrong_syncer(folder: Path, told: int, levels: dict[State, int], *, goes_on:
         if level < told:
             return f"{told} records were acknowledged, and {level} are left"
         for reference, whole in payloads_in(desk.machine.snapshot()).items():
-            desk.store.spool.read(reference, whole)
+            stored(desk.store.spool, reference, whole)
         if not goes_on:
             return ""
         desk.begin()

@@ -10,8 +10,8 @@ from diloco.durable import Step
 from diloco.sync.events import JoinRequested
 from diloco.sync.journal import JournalError
 from diloco.syncer.backups import Vault, back_up
-from diloco.syncer.images import Image
 from diloco.syncer.restoring import Kept, KeptError, Known, RestoreError, restore_backup, restore_in_place
+from diloco.syncer.snapshots import Image
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import StoreError
 from tests.hunts.cutting import GOES_ON_EVERY, Recording

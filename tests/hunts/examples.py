@@ -13,7 +13,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from diloco.inner.data import DataOptions, prepare_corpus, validation_batches
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import validation_batches
 from diloco.inner.evaluate import evaluate
 from diloco.inner.llama import from_llama
 from diloco.inner.model import ModelOptions, Transformer

@@ -21,7 +21,7 @@ from diloco.syncer.store import StoreError, payloads_in, verify
 from tests.hunts.cutting import State, quick_folder, record_syncer, state_of
 from tests.hunts.reporting import Hunt
 from tests.power import QuietDisk
-from tests.syncer.building import update
+from tests.syncer.building import stored, update
 from tests.syncer.desk import Desk
 
 START_EVERY = 10
@@ -62,7 +62,7 @@ def started(folder: Path, copy: Path, wanted: State) -> tuple[str, bool]:
     except StoreError as error:
         return str(error), True
     desk.close()
-    said = "; ".join(desk.recovered.notes) if desk.recovered is not None else ""
+    said = "; ".join(desk.notes)
     return said, state_of(desk) == wanted and not unmergeable(desk)
 
 
@@ -70,7 +70,7 @@ def unmergeable(desk: Desk) -> str:
     """What an outer step would find that is still to come; nothing if it can be computed."""
     try:
         for reference, whole in payloads_in(desk.machine.snapshot()).items():
-            desk.store.spool.read(reference, whole)
+            stored(desk.store.spool, reference, whole)
     except SpoolError as error:
         return str(error)
     return ""

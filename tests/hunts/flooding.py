@@ -22,8 +22,15 @@ import grpc
 from diloco.sync.agreement import PROTOCOL
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import cut
-from diloco.wire.convert import pack_join, pack_report, pack_watch, unpack_join_reply
-from diloco.wire.convert_bulk import pack_pull, pack_push, unpack_push_reply
+from diloco.wire.convert import (
+    pack_join,
+    pack_pull,
+    pack_push,
+    pack_report,
+    pack_watch,
+    unpack_join_reply,
+    unpack_push_reply,
+)
 from diloco.wire.messages import Chunk, JoinAsk, PullAsk, PushCommit, PushHeader, PushResult, ReportInfo, WatchAsk
 from tests.loopback.toy import RUN, Toy
 
@@ -108,8 +115,8 @@ class Flood:
 
     def push(self, digest: str) -> PushResult | None:
         header = self.header(digest)
-        cuts = cut((self.payload,), CHUNK_BYTES)
-        messages = [pack_push(header), *(pack_push(Chunk(*each)) for each in cuts)]
+        cuts = cut((self.payload,), 0, len(self.payload), lambda: CHUNK_BYTES)
+        messages = [pack_push(header), *(pack_push(Chunk.of(*each)) for each in cuts)]
         messages.append(pack_push(PushCommit(len(self.payload), digest)))
         last = [unpack_push_reply(raw) for raw in self.ask("Push", *messages)][-1]
         return last if isinstance(last, PushResult) else None

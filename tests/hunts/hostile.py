@@ -28,7 +28,7 @@ from pathlib import Path
 
 from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.client import AdminClient
-from diloco.wire.convert_bulk import pack_push
+from diloco.wire.convert import pack_push
 from diloco.wire.messages import Unreachable
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.hunts import http2
@@ -281,6 +281,25 @@ def checks(siege: Siege) -> None:
         siege.hunt.violated(f"checks: the honest site has adopted nothing in {seconds:g} s")
 
 
+def takers_of_nothing(siege: Siege) -> None:
+    """Strangers who ask, in more calls than there are threads, and take no byte of an answer."""
+    asking, connections = http2.headers("/grpc.health.v1.Health/Check"), []
+    for _ in range(siege.count(100)):
+        connections.append(http2.hello(siege.address, http2.TAKES_NOTHING))
+        for stream in range(1, 16, 2):
+            with suppress(OSError):
+                connections[-1].sendall(http2.frame(http2.HEADERS, http2.END_HEADERS, stream, asking))
+                connections[-1].sendall(http2.frame(http2.DATA, http2.END_STREAM, stream, http2.message(b"")))
+    adopted = siege.adopted()
+    time.sleep(max(2.0, FLOOD_S * siege.scale))
+    if siege.adopted() == adopted:
+        siege.hunt.violated("takers of nothing: the honest site has adopted nothing meanwhile")
+    siege.answered()
+    for each in connections:
+        each.close()
+    siege.facts["takers_of_nothing"] = len(connections)
+
+
 def reconnects(siege: Siege) -> None:
     """One call on each connection; every one is answered."""
     call = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/grpc.health.v1.Health/Check"))
@@ -300,7 +319,7 @@ def reconnects(siege: Siege) -> None:
 SCENARIOS: Mapping[int, tuple[Callable[[Siege], None], ...]] = {
     256: (half_open, many, trickle, abandoned),
     1024: (silent, many, resets, reconnects),
-    65_536: (many, frames, checks),
+    65_536: (many, frames, checks, takers_of_nothing),
 }
 """By the files that the syncer may open."""
 

@@ -40,11 +40,15 @@ def dial(address: str, timeout_s: float = 30.0) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=timeout_s)
 
 
-def hello(address: str) -> socket.socket:
+def hello(address: str, settings: bytes = b"") -> socket.socket:
     """A connection that has introduced itself."""
     connection = dial(address)
-    connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(SETTINGS, ACK, 0, b""))
+    connection.sendall(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(SETTINGS, ACK, 0, b""))
     return connection
+
+
+TAKES_NOTHING = struct.pack(">HI", 4, 0)
+"""SETTINGS_INITIAL_WINDOW_SIZE=0 (RFC 9113, 6.5.2): the other end may send no byte of an answer."""
 
 
 def is_over(connection: socket.socket) -> bool:

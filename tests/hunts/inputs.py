@@ -19,7 +19,7 @@ import zstandard
 
 from diloco.codec.base import DecodeError
 from diloco.codec.registry import CODEC_NAMES, make_codec
-from diloco.learner.outbox import Outbox, OutboxError
+from diloco.learner.seal import Outbox, OutboxError
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.sync.journal import (
     FRAME,
@@ -33,20 +33,20 @@ from diloco.sync.journal import (
     encode_frame,
     encode_header,
     encode_mark,
-    encode_record,
     encode_records,
     read_records,
     read_segment,
 )
 from diloco.syncer.snapshots import SnapshotError, Snapshots
 from diloco.syncer.store import RunCard, Store, StoreError
-from diloco.wire import convert_bulk
+from diloco.wire import convert
 from diloco.wire.chunks import DamagedChunk
-from diloco.wire.convert_bulk import FRAME_HEAD_BYTES
+from diloco.wire.convert import FRAME_HEAD_BYTES
 from diloco.wire.identity import Authenticator, read_permissions, read_revoked, read_tokens
 from diloco.wire.messages import CHUNK_BYTES_MAX, PAYLOAD_BYTES_MAX, Frame, MalformedMessage, Refusal
 from diloco.wire.options import SecurityOptions
 from tests.hunts.mutating import drawn, edited, json_spoiled, spoiled
+from tests.sync.format_1 import encode_record
 from tests.sync.test_journal import a_run
 from tests.syncer.building import update
 from tests.syncer.test_snapshots import assert_equal, snapshot
@@ -227,7 +227,7 @@ def messages() -> Iterator[tuple[str, Reader]]:
 
         spoil = None if kind is None else message_spoiled(kind)
         # Only a frame says by itself that it was damaged, wherever one can come.
-        bulk = unpack in (convert_bulk.unpack_push, convert_bulk.unpack_pull_part)
+        bulk = unpack in (convert.unpack_push, convert.unpack_pull_part)
         words = (MalformedMessage, DamagedChunk) if bulk else (MalformedMessage,)
         spoil = frame_spoiled if isinstance(message, Frame) else spoil
         name = kind.DESCRIPTOR.name if kind is not None else unpack.__name__
@@ -236,22 +236,20 @@ def messages() -> Iterator[tuple[str, Reader]]:
 
 def proto_of(unpack: Callable[[bytes], object]) -> Any:
     """The generated class that ``unpack`` parses, found by letting it: ``parse`` is told the class first."""
-    from diloco.wire import convert, convert_bulk
-
     seen: list[Any] = []
 
     def parse(kind: Any, raw: bytes, bytes_max: int) -> Any:
         seen.append(kind)
         raise MalformedMessage("that is all we wanted to know")
 
-    originals = convert.parse, convert_bulk.parse
-    convert.parse = convert_bulk.parse = parse  # type: ignore[assignment]
+    original = convert.parse
+    convert.parse = parse  # type: ignore[assignment]
     try:
         unpack(b"")
     except MalformedMessage:
         pass
     finally:
-        convert.parse, convert_bulk.parse = originals
+        convert.parse = original
     return seen[0] if seen else None
 
 

@@ -17,12 +17,20 @@ from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError
 from diloco.sync.journal import JournalError
 from diloco.sync.leadership import Claim
-from diloco.syncer.images import Image, ImageError, read_image, write_image
 from diloco.syncer.journal_files import read_file
-from diloco.syncer.lease import LeaseError, LeaseRefusedError
-from diloco.syncer.lease_file import FileLease
-from diloco.syncer.restoring import Kept, KeptError, Rules
-from diloco.syncer.snapshots import Choice, SnapshotError, Snapshots, same_values
+from diloco.syncer.lease import FileLease, LeaseError, LeaseRefusedError
+from diloco.syncer.replaying import Rules
+from diloco.syncer.restoring import Kept, KeptError
+from diloco.syncer.snapshots import (
+    Choice,
+    Image,
+    ImageError,
+    SnapshotError,
+    Snapshots,
+    read_image,
+    same_values,
+    write_image,
+)
 from diloco.syncer.store import Store, StoreError
 from tests.hunts.inputs import Reader
 from tests.hunts.mutating import json_spoiled

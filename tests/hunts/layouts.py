@@ -29,8 +29,8 @@ from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent
-from diloco.learner.channel import deal
-from diloco.learner.owner import Follower, Owner
+from diloco.learner.exchange import Follower, Owner
+from diloco.learner.ranks import deal
 from diloco.outer.fragments import named_parameters_once
 from tests.hunts.reporting import Hunt, why
 from tests.layouts import LAYOUTS, SHAPES, Odd, fill, part_of, ranks, whole

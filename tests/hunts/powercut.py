@@ -23,6 +23,7 @@ import torch
 
 from diloco.learner.agent import Finished
 from diloco.sync.syncer import OuterSync
+from diloco.syncer.replaying import Rules
 from diloco.syncer.store import RunCard, Store, StoreError
 from tests.hunts.cutting import Recording, quick_folder, record_site, record_syncer
 from tests.hunts.cutting_restores import record_backup, record_in_place
@@ -117,7 +118,7 @@ class CutRun:
         rules, rule = self.toy.rules()
         store = Store(copy, RunCard(RUN, self.toy.layout().fingerprint, "shared"))
         try:
-            found = store.recover(rules, rule, self.toy.codec)
+            found = store.recover(Rules(rules, rule, self.toy.codec))
         except StoreError as error:
             raise AssertionError(f"no start: {error}") from error
         finally:

@@ -31,9 +31,9 @@ from diloco.codec.base import digest
 from diloco.durable import Disk, KillingDisk, Step, locked
 from diloco.launch import build, build_syncer, restore_main
 from diloco.launch import config as configs
-from diloco.launch.arming import KILL_VARIABLE
 from diloco.launch.cli import main as verb
 from diloco.launch.past import past_of
+from diloco.launch.process import KILL_VARIABLE
 from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.syncer.backups import BackupError, Vault, back_up
 from diloco.syncer.restoring import Kept
@@ -44,6 +44,7 @@ from tests.forked import forkserver
 from tests.hunts.reporting import Hunt, why
 from tests.launch.pasts import Hand, with_a_past
 from tests.launch.test_warm_site import checkpointed
+from tests.syncer.building import stored
 
 BOUND_S = 120.0
 IMAGE, BACKUP, SITE = "image", "vault", "site"
@@ -116,7 +117,7 @@ def _gives_back(folder: Path, step: str, passage: int) -> None:
     partial = spool.open_partial(HEADER)
     partial.write(memoryview(PAYLOAD))
     partial.digest()
-    spool.settle(spool.keep(partial, HEADER), Settled.GIVEN_BACK, partial)
+    spool.settle(spool.keep(partial), Settled.GIVEN_BACK, partial)
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ class ShortLives:
         self.kills += 1
         spool = Spool(folder)
         if passage == 1:
-            assert spool.read(spool.reference(HEADER), HEADER.digest) == PAYLOAD
+            assert stored(spool, spool.reference("a", 0, 1, HEADER.digest), HEADER.digest) == PAYLOAD
             assert spool.sweep(set()) == 1
         else:
             partial = spool.open_partial(HEADER)
@@ -289,7 +290,7 @@ class ShortLives:
         with locked(data):
             store = Store(data, card)
             try:
-                state = store.recover(rules.outer, rules.rule, rules.down_codec).machine.state
+                state = store.recover(rules).machine.state
             finally:
                 store.journal.close()
         fragments = state.fragments

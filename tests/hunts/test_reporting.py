@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from diloco.sim.several import Trainer
-from diloco.sync import ending
+from diloco.sim.site_process import Trainer
+from diloco.sync import fates
 from tests.hunts.reporting import Hunt
 from tests.hunts.swarm import main, pieces
 
@@ -22,7 +22,7 @@ def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) ->
 def test_a_violation_is_one_line_with_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "all_final", lambda turn, index: False)
+    monkeypatch.setattr(fates, "all_final", lambda turn, index: False)
     # The processes of the hunt are forked, so that they have what was put in here.
     assert main(["--seeds", "1", "--seed", "3", "--jobs", "1"]) == 1
     line, last = capsys.readouterr().out.splitlines()

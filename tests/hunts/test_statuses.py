@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 
 from diloco.wire import convert
 from diloco.wire.channel import PUSHBACK_KEY
-from diloco.wire.convert_bulk import pack_push
+from diloco.wire.convert import pack_push
 from diloco.wire.messages import WatchAsk
 from tests.hunts import http2, statuses
 from tests.hunts.access import Access, due

@@ -23,7 +23,7 @@ from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import run_dir_of
 from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Agent, Finished
-from diloco.learner.channel import Orders
+from diloco.learner.ranks import Orders
 from diloco.learner.seal import SealJob
 from diloco.learner.tensors import SealInputs
 from diloco.outer.fragments import named_parameters_once

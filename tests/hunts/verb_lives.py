@@ -1,7 +1,7 @@
 """``diloco syncer`` and ``diloco site``, as a user starts them, killed at durable steps and started again.
 
 The processes, the configuration and the training are the real ones, with the smallest model; all that is not is the
-variable that says where to die (``diloco/launch/arming.py``).  The same command starts each of them again.  When the
+variable that says where to die (``diloco/launch/process.py``).  The same command starts each of them again.  When the
 run has been drained the same audit is made of it as of the toy runs, from its own journal and its events.
 """
 
@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from diloco.launch import config as configs
 from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Finished
 from diloco.outer.fragments import Layout
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import OuterRule
 from diloco.sync.options import OuterOptions
 from tests.hunts.reporting import why
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
+from tests.loopback.archive import link
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, free_port
 
@@ -127,6 +129,7 @@ class VerbLives:
             name = "syncer" if role == "syncer" else self.dice.choice(SITES)
             step = self._wanted(role)
             self._end(lives[name], None)
+            self._archive(place)
             death = f"{step}:{self.dice.randint(1, DEATHS[role][step])}"
             self._end(self._start(place, name, death), f"diloco {role}: {step}")
             lives[name] = self._start(place, name, "")
@@ -165,6 +168,7 @@ class VerbLives:
         began = len(place.events("killed"))
 
         def goes_on() -> bool:
+            self._archive(place)
             ended = [name for name, verb in lives.items() if verb.process.poll() is not None]
             assert not ended, f"{ended} ended before the run was drained"
             new = [event for event in place.events("killed")[began:] if event["what"] == "published"]
@@ -172,6 +176,13 @@ class VerbLives:
             return len(new) >= VERSIONS and merged == set(SITES)
 
         wait_for(goes_on, "both sites to merge again", bound_s=BOUND_S)
+
+    def _archive(self, place: Place) -> None:
+        """Keep a second name for what the syncer has written: it prunes what is older than 256 outer steps."""
+        run = place.folder / RUN
+        for path in (*run.glob("syncer/journal/journal-*.log"), *run.glob("syncer/spool/[!.]*/*.update")):
+            with suppress(FileNotFoundError):
+                link(path, run / "archive" / path.relative_to(run / "syncer"))
 
     def _audited(self, place: Place) -> int:
         events = place.events("killed")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.inner.data import CorpusManifest, DataOptions, prepare_corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import CorpusManifest
 
 
 def write_text(folder: Path, num_files: int = 12, seed: int = 5) -> Path:

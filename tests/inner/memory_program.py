@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from diloco.durable import PLAIN_DISK, Disk, Step
-from diloco.inner import memory, saving
+from diloco.inner import memory
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup, local
-from diloco.inner.trainer import StepInfo, Trainer, Verdict
+from diloco.inner.trainer import StepInfo, Trainer, Verdict, capture_state
 from tests.inner.spread_program import CASES, build
 
 Facts = list[tuple[str, dict[str, object]]]
@@ -59,7 +59,7 @@ def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copies of all that a rank holds."""
-    tensors, _ = saving.capture(trainer.model, trainer.optimizers)
+    tensors, _ = capture_state(trainer.model, trainer.optimizers)
     return {name: local(tensor).clone() for name, tensor in tensors.items()}
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.inner.corpus import DataError, read_corpus, read_text, source_files
+from diloco.inner.corpus import read_corpus, read_text, source_files
+from diloco.inner.data import DataError
 
 
 def write(folder: Path, **files: bytes) -> list[Path]:

@@ -14,16 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.inner import data
-from diloco.inner.corpus import DataError, read_corpus, read_text, source_files
-from diloco.inner.data import (
-    CorpusManifest,
-    DataOptions,
-    TokenStream,
-    load_manifest,
-    prepare_corpus,
-    validation_batches,
-)
+from diloco.inner import corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus, read_corpus, read_text, source_files
+from diloco.inner.data import CorpusManifest, DataError, TokenStream, load_manifest, validation_batches
 from diloco.inner.tokenizer import ByteTokenizer
 from tests.forked import forkserver
 from tests.inner.conftest import write_text
@@ -141,10 +134,10 @@ def test_who_waits_is_patient_as_long_as_something_is_written(tmp_path: Path, mo
         if looks[0] <= 10:
             notes.write_bytes(b"x" * looks[0])
 
-    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(corpus, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with (tmp_path / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="over 1 s"), data._lock(tmp_path / "lock", 1.0, notes):
+        with pytest.raises(DataError, match="over 1 s"), corpus._lock(tmp_path / "lock", 1.0, notes):
             raise AssertionError("it is held")
     assert looks[0] == 12
 
@@ -286,10 +279,16 @@ def test_a_wrong_option_is_named(field: str, value: object) -> None:
         DataOptions(**{"kind": "text", "path": "somewhere", field: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("field", ["path", "pattern"])
+def test_files_that_the_built_in_text_would_not_read_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"{field} is 'mine\.txt': kind=stdlib reads.*kind=text\|jsonl"):
+        DataOptions(**{field: "mine.txt"})
+
+
 def test_who_goes_on_after_a_process_that_died_encodes_only_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "ENCODE_BYTES", 1000)
+    monkeypatch.setattr(corpus, "ENCODE_BYTES", 1000)
     options = DataOptions(kind="text", path=str(write_text(tmp_path / "text")), tokenizer="bytes", shard_tokens=1024)
     whole, heard, encoded = prepare_corpus(options, tmp_path / "whole"), list[tuple[str, int, int]](), list[int]()
     right = ByteTokenizer.encode_batch

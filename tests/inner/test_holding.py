@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from diloco.inner.holding import Holding, HoldingError
-from diloco.inner.parallel import SiteGroup
+from diloco.inner.holding import Holding
+from diloco.inner.parallel import HoldingError, SiteGroup, box_of, local
 from diloco.outer.fragments import Piece, named_parameters_once
 from tests.layouts import LAYOUTS, SHAPES, Odd, dice, fill, heard, ranks, same, whole
 
@@ -98,10 +101,11 @@ def check_errors(group: SiteGroup) -> dict[str, object]:
     found: dict[str, object] = {}
     mesh = init_device_mesh("cpu", (group.world,))
     nowhere = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    gaps = DTensor.from_local(torch.ones(2), mesh, [_StridedShard(0, split_factor=2)], shape=(8,), stride=(1,))
     other = {"a": torch.ones(3), ("c" if group.rank == 2 else "b"): torch.ones(2)}
     missing = {"a": torch.ones(3)} | ({} if group.rank == 1 else {"z": torch.ones(1)})
     typed = {"a": torch.ones(3, dtype=torch.bfloat16 if group.rank == 3 else torch.float32)}
-    given = {"partial": {"a": nowhere}, "other": other, "missing": missing, "typed": typed}
+    given = {"partial": {"a": nowhere}, "gaps": {"a": gaps}, "other": other, "missing": missing, "typed": typed}
     for what, parameters in given.items():
         try:
             Holding(parameters, group)
@@ -142,6 +146,26 @@ def check_stages(group: SiteGroup) -> dict[str, object]:
 def program(group: SiteGroup, tell: Callable[[Any], None]) -> None:
     found = {name: check_layout(name, group) for name in LAYOUTS}
     tell(found | {"errors": check_errors(group), "stages": check_stages(group)})
+
+
+def uneven(group: SiteGroup, tell: Callable[[Any], None]) -> None:
+    """Rows that tensor parallel cuts in 4 and 3, and ``fully_shard`` each of these in three."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("shard", "tensor"))
+    model, values = nn.Sequential(nn.Linear(2, 7)), torch.arange(14.0).view(7, 2)
+    with torch.no_grad():
+        model[0].weight.copy_(values)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    weight, into = model[0].weight, torch.empty(14) if group.is_first else None
+    held = torch.equal(local(weight), values[box_of(weight).slices])
+    holding = Holding({"weight": weight}, group)
+    holding.gather([Piece("weight", 0, 14)], into)
+    tell((held, into is None or torch.equal(into, values.flatten()), len(local(weight))))
+
+
+def test_rows_that_two_kinds_of_cut_do_not_divide_are_where_torch_has_put_them() -> None:
+    with ranks(uneven, 6) as ends:
+        assert [heard(end) for end in ends] == [(True, True, rows) for rows in (2, 1, 2, 1, 0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +216,7 @@ def test_what_does_not_fit_is_said_by_every_rank(said: list[Any]) -> None:
     for each in said:
         found = each["errors"]
         assert "parameter a is" in found["partial"]
+        assert found["gaps"].endswith(" on (4,) ranks: a rank has no one part of it")
         assert found["other"] == "rank 2 has the parameter ['c', [2]] where rank 0 has ['b', [2]]"
         assert found["typed"] == "parameter a is bfloat16 on rank 3 and float32 on another"
         assert found["missing"] == "rank 1 has the parameter None where rank 0 has ['z', [1]]"

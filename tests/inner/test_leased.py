@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.inner.data import PIECES_MAX, CorpusManifest, DataOptions, LeasedStream, TokenStream, prepare_corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import PIECES_MAX, CorpusManifest, LeasedStream, TokenStream
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.streamed import prepare_stream, prepare_tokens
 
 UNIT = 8
 
@@ -55,7 +55,7 @@ def of_kind(kind: str, root: Path, text: Path) -> CorpusManifest:
     cache, rows = root / "cache", root / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": file.read_text()}) + "\n" for file in sorted(text.iterdir())))
     if kind == "hf":
-        return prepare_stream(DataOptions(kind=kind, path=str(rows), tokenizer="bytes"), cache)
+        return prepare_corpus(DataOptions(kind=kind, path=str(rows), tokenizer="bytes"), cache)
     path = rows if kind == "jsonl" else text
     made = prepare_corpus(
         DataOptions(kind="text" if kind == "tokens" else kind, path=str(path), tokenizer="bytes"), cache
@@ -65,7 +65,7 @@ def of_kind(kind: str, root: Path, text: Path) -> CorpusManifest:
     for split in ("train", "validation"):
         (file,) = made.split(split).shards
         shutil.copy(made.directory / file.file, root / f"{split[:5]}.bin")
-    return prepare_tokens(DataOptions(kind=kind, path=str(root), pattern="*.bin", tokenizer="bytes"), cache)
+    return prepare_corpus(DataOptions(kind=kind, path=str(root), pattern="*.bin", tokenizer="bytes"), cache)
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "tokens", "hf"])

@@ -22,9 +22,13 @@ def small(**changes: object) -> ModelOptions:
     return ModelOptions(**{**sizes, **changes})  # type: ignore[arg-type]
 
 
+def num_parameters(model: Transformer) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_the_demo_model_has_the_size_that_is_told() -> None:
     model = Transformer(ModelOptions())
-    assert model.num_parameters() == 1_066_112
+    assert num_parameters(model) == 1_066_112
     assert flops_per_token(ModelOptions()) == 6 * (1_066_112 - 1024 * 128 - 9 * 128) + 12 * 4 * 128 * 128
 
 
@@ -32,8 +36,8 @@ def test_tied_and_grouped_models_have_fewer_parameters_and_still_run() -> None:
     plain = Transformer(small())
     tied = Transformer(small(tied=True))
     grouped = Transformer(small(kv_heads=2))
-    assert plain.num_parameters() - tied.num_parameters() == 50 * 16
-    assert plain.num_parameters() - grouped.num_parameters() == 2 * 2 * 16 * 8
+    assert num_parameters(plain) - num_parameters(tied) == 50 * 16
+    assert num_parameters(plain) - num_parameters(grouped) == 2 * 2 * 16 * 8
     assert tied.head.weight is tied.embedding.weight
     for model in (plain, tied, grouped):
         assert model(torch.zeros(3, 12, dtype=torch.int64)).shape == (3, 12, 50)

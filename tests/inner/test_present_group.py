@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.inner.parallel import GroupError, PresentGroup
+from diloco.inner.checks import GroupError
+from diloco.inner.parallel import PresentGroup
 
 
 def test_alone_where_there_is_no_group() -> None:
     group = PresentGroup()
     assert (group.rank, group.world, group.is_first) == (0, 1, True)
-    assert group.broadcast_bytes(b"told") == b"told"
+    assert group.all_gather_bytes(b"told") == [b"told"]
     group.close()
 
 

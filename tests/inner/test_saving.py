@@ -13,8 +13,8 @@ from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.saving import Captured, Saving
 from diloco.inner.sharding import Spread
+from diloco.inner.trainer import Captured, Saving, TrainerOptions
 
 Facts = list[tuple[str, dict[str, object]]]
 
@@ -24,7 +24,11 @@ def make(root: Path | None, facts: Facts, every_steps: int = 2) -> Saving:
         facts.append((what, fields))
 
     spread = Spread(torch.nn.Linear(2, 2), SiteGroup(device="cpu"))
-    return Saving(root, every_steps, 3, 20.0, True, spread, log, PLAIN_DISK)
+    return Saving(root, every_steps, options(20.0, deterministic=True), spread, log, PLAIN_DISK)
+
+
+def options(wait_s: float, *, deterministic: bool) -> TrainerOptions:
+    return TrainerOptions(checkpoint_wait_s=wait_s, deterministic=deterministic)
 
 
 def step(saving: Saving, number: int, model: torch.nn.Module, sound: bool = True) -> None:
@@ -44,7 +48,7 @@ def test_what_is_due_waits_for_a_sound_step(tmp_path: Path) -> None:
     for number, sound in ((1, True), (2, False), (3, True), (4, True), (5, True)):
         step(saving, number, model, sound)
     assert names(tmp_path) == ["step-0000000003", "step-0000000004"]
-    found = saving.newest()
+    found, _ = saving.newest(None, lambda _: set())
     assert found is not None
     assert found.tensors["model/x"].tolist() == [4.0, 4.0]
 
@@ -63,7 +67,7 @@ def test_no_folder_means_no_checkpoints_and_a_fresh_start_wants_an_empty_one(tmp
     saving, model = make(None, []), torch.nn.Linear(2, 2)
     saving.refuse_leftovers()
     step(saving, 2, model)
-    assert saving.newest() is None
+    assert saving.newest(None, lambda _: set()) == (None, [])
     saving = make(tmp_path, [])
     saving.refuse_leftovers()
     step(saving, 2, model)
@@ -103,7 +107,7 @@ def test_where_one_rank_still_writes_at_the_end_all_ranks_say_so(
     def run(rank: int) -> None:
         group, model = Rank(rank, shared, barrier), torch.nn.Linear(2, 2)
         spread: Any = SimpleNamespace(is_sharded=True, group=group, place={"shard": rank})
-        saving = Saving(tmp_path, 2, 3, 0.2, False, spread, lambda what, fields: None, PLAIN_DISK)
+        saving = Saving(tmp_path, 2, options(0.2, deterministic=False), spread, lambda what, fields: None, PLAIN_DISK)
 
         def capture(in_parts: bool, after_step_done: bool) -> Captured:
             return {}, {f"extra/{rank}": torch.ones(2)}, {}

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco.inner.corpus import NOTES, Notes, Shard, ShardWriter
+from diloco.inner.corpus import NOTES, Notes, ShardWriter
+from diloco.inner.data import Shard
+from diloco.inner.tokenizer import ByteTokenizer
 
 DOCUMENTS = [np.arange(first, first + 3 + first % 9, dtype=np.uint16) for first in range(40)]
 SHARD = 16
@@ -15,7 +17,7 @@ SHARD = 16
 
 def written(folder: Path, upto: int | None = None, text: str = "this") -> tuple[list[Shard], int]:
     """The shards after the documents before ``upto``, and with how many of them there were already."""
-    writer = ShardWriter(folder, "train", SHARD, np.dtype("<u2"), Notes(folder, text, 2))
+    writer = ShardWriter(folder, "train", SHARD, ByteTokenizer(False), Notes(folder, text, 2))
     begun = writer.documents
     for ids in DOCUMENTS[begun:upto]:
         writer.write(ids)
@@ -74,7 +76,7 @@ def test_a_note_with_a_flipped_bit_is_not_believed(tmp_path: Path) -> None:
 def test_what_is_behind_the_last_mark_is_written_again(tmp_path: Path) -> None:
     notes = Notes(tmp_path, "this", 2, marked=True)
     assert notes.mark is None
-    writer = ShardWriter(tmp_path, "train", 1000, np.dtype("<u2"), notes)
+    writer = ShardWriter(tmp_path, "train", 1000, ByteTokenizer(False), notes)
     for number, ids in enumerate(DOCUMENTS[:9]):
         writer.write(ids)
         if number in (3, 6):

@@ -10,7 +10,7 @@ from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.saving import capture, first_nonfinite, gather_random, load_parameters, model_tensors, restore
+from diloco.inner.trainer import capture_state, first_nonfinite, gather_random, load_parameters, model_tensors, restore
 
 
 def tiny(dim: int = 16, seed: int = 1, tied: bool = True) -> Transformer:
@@ -22,7 +22,7 @@ def test_tied_parameters_are_there_once_and_tables_are_not() -> None:
     named = model_tensors(model)
     assert "head.weight" not in named
     assert not any("sines" in name for name in named)
-    assert sum(tensor.numel() for tensor in named.values()) == model.num_parameters()
+    assert sum(tensor.numel() for tensor in named.values()) == sum(each.numel() for each in model.parameters())
     assert named["embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
 
 
@@ -39,7 +39,7 @@ def test_what_is_captured_is_restored_in_place_and_only_into_its_like(tmp_path: 
     model = tiny()
     optimizers = build_optimizers(model, InnerOptions())
     torch.manual_seed(12)
-    tensors, values = capture(model, optimizers)
+    tensors, values = capture_state(model, optimizers)
     saved = checkpoint.save(tmp_path, "step-1", {**tensors, **gather_random(group)}, {"optimizer": values})
     wanted = torch.rand(3)
 

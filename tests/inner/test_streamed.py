@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from diloco.inner import streamed
-from diloco.inner.corpus import DataError
-from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, validation_batches
-from diloco.inner.streamed import prepare_stream
+from diloco.inner import corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import CorpusManifest, DataError, TokenStream, validation_batches
 from diloco.inner.tokenizer import ByteTokenizer
 from tests.sooner import sooner
 
@@ -72,7 +71,7 @@ def is_validation(text: str) -> bool:
 @pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet, as_arrow], as_parquet))
 def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path: Path, write: Write) -> None:
     heard: list[tuple[str, int, int]] = []
-    made = prepare_stream(
+    made = prepare_corpus(
         options(folder(tmp_path / "set", write)), tmp_path / "cache", lambda *told: heard.append(told)
     )
     assert ids(made, "train") == as_ids([text for text in TEXTS if not is_validation(text)])
@@ -81,7 +80,7 @@ def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path:
     assert made.train.text_bytes + made.validation.text_bytes == len("".join(TEXTS))
     assert heard[-1] == ("the stream", len("".join(TEXTS)), len("".join(TEXTS)))
     made.verify()
-    assert made.identity == prepare_stream(options(folder(tmp_path / "as-jsonl")), tmp_path / "other").identity
+    assert made.identity == prepare_corpus(options(folder(tmp_path / "as-jsonl")), tmp_path / "other").identity
     assert TokenStream(made, "train", 16, 4).batch(0)[0].shape == (4, 16)
     assert validation_batches(made, 16, 4)
     assert sorted(file.name for file in made.directory.iterdir()) == [
@@ -93,10 +92,10 @@ def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path:
 
 def test_one_file_or_some_of_a_folder(tmp_path: Path) -> None:
     root, cache = folder(tmp_path / "set"), tmp_path / "cache"
-    one = prepare_stream(options(root / "part-1.jsonl"), cache)
+    one = prepare_corpus(options(root / "part-1.jsonl"), cache)
     assert ids(one, "train") == as_ids([text for text in TEXTS[40:80] if not is_validation(text)])
-    assert prepare_stream(options(root, pattern="part-1.*"), cache).identity == one.identity
-    front = prepare_stream(options(root, documents_max=75), cache)
+    assert prepare_corpus(options(root, pattern="part-1.*"), cache).identity == one.identity
+    front = prepare_corpus(options(root, documents_max=75), cache)
     assert front.train.documents + front.validation.documents == 75
     assert ids(front, "train") == as_ids([text for text in TEXTS[:75] if not is_validation(text)])
 
@@ -106,30 +105,30 @@ def test_a_split_of_its_own_is_validation(tmp_path: Path) -> None:
     root.mkdir()
     as_jsonl(root / "train", TEXTS[:100])
     as_jsonl(root / "test", TEXTS[100:])
-    made = prepare_stream(options(root, validation_split="test", documents_max=15), tmp_path / "cache")
+    made = prepare_corpus(options(root, validation_split="test", documents_max=15), tmp_path / "cache")
     assert ids(made, "train") == as_ids(TEXTS[:15])
     assert ids(made, "validation") == as_ids(TEXTS[100:115])
     with pytest.raises(DataError, match=r"validation_split is 'dev': .*set has train, test"):
-        prepare_stream(options(root, validation_split="dev"), tmp_path / "cache")
+        prepare_corpus(options(root, validation_split="dev"), tmp_path / "cache")
     with pytest.raises(DataError, match=r"^split is 'trains': .*set has train, test"):
-        prepare_stream(options(root, split="trains"), tmp_path / "cache")
+        prepare_corpus(options(root, split="trains"), tmp_path / "cache")
 
 
 def test_what_holds_no_text_is_left_out(tmp_path: Path) -> None:
     root = folder(tmp_path / "set", texts=[None, "", *TEXTS, None])
-    made = prepare_stream(options(root), tmp_path / "cache")
+    made = prepare_corpus(options(root), tmp_path / "cache")
     assert made.num_not_text == 3
     assert ids(made, "train") == as_ids([text for text in TEXTS if not is_validation(text)])
 
 
 def test_it_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, cache = folder(tmp_path / "set"), tmp_path / "cache"
-    first = prepare_stream(options(root), cache)
+    first = prepare_corpus(options(root), cache)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert prepare_stream(options(root), cache) == first
+    assert prepare_corpus(options(root), cache) == first
     as_jsonl(root / "part-2", ["changed"])
     with pytest.raises(DataError, match=r"kind 'hf' needs the library datasets .*: pip install 'diloco\[datasets\]'"):
-        prepare_stream(options(root), cache)
+        prepare_corpus(options(root), cache)
 
 
 class Counting(ByteTokenizer):
@@ -151,20 +150,20 @@ class Counting(ByteTokenizer):
 def test_who_goes_on_after_a_process_that_died_reads_behind_its_last_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
 ) -> None:
-    monkeypatch.setattr(streamed, "BATCH_BYTES", 150)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 150)
     root = folder(tmp_path / "set", write)
     wanted = options(root, shard_tokens=1024)
-    whole = prepare_stream(wanted, tmp_path / "whole")
+    whole = prepare_corpus(wanted, tmp_path / "whole")
     assert len(whole.train.shards) >= 5
     assert len(whole.validation.shards) >= 2
     most = 0
     for last in (2, 16, 30):
         cache, died, after = tmp_path / str(last), Counting(last), Counting()
-        monkeypatch.setattr(streamed, "make_tokenizer", lambda name, end, mine=died: mine)
+        monkeypatch.setattr(corpus, "make_tokenizer", lambda name, end, mine=died: mine)
         with pytest.raises(KeyboardInterrupt):
-            prepare_stream(wanted, cache)
-        monkeypatch.setattr(streamed, "make_tokenizer", lambda name, end, mine=after: mine)
-        again = prepare_stream(wanted, cache)
+            prepare_corpus(wanted, cache)
+        monkeypatch.setattr(corpus, "make_tokenizer", lambda name, end, mine=after: mine)
+        again = prepare_corpus(wanted, cache)
         assert (again.identity, again.train, again.validation) == (whole.identity, whole.train, whole.validation)
         assert after.texts == TEXTS[len(TEXTS) - len(after.texts) :], "from one place to the end, each once"
         assert len(died.texts) + len(after.texts) < len(TEXTS) + 40, "what was marked is not read again"
@@ -174,19 +173,19 @@ def test_who_goes_on_after_a_process_that_died_reads_behind_its_last_mark(
 
 def test_what_another_state_of_the_data_left_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a branch on the hub has moved: the settings are the same, and what they name is not."""
-    monkeypatch.setattr(streamed, "BATCH_BYTES", 150)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 150)
     root, cache, died, after = folder(tmp_path / "set"), tmp_path / "cache", Counting(30), Counting()
-    wanted, opened = options(root, shard_tokens=1024), streamed._opened
-    monkeypatch.setattr(streamed, "make_tokenizer", lambda name, end: died)
+    wanted, opened = options(root, shard_tokens=1024), corpus._opened
+    monkeypatch.setattr(corpus, "make_tokenizer", lambda name, end: died)
     with pytest.raises(KeyboardInterrupt):
-        prepare_stream(wanted, cache)
+        prepare_corpus(wanted, cache)
 
-    def elsewhere(*given: Any) -> streamed._Opened:
-        return streamed._Opened("another commit", opened(*given).streams)
+    def elsewhere(*given: Any) -> corpus._Opened:
+        return corpus._Opened("another commit", opened(*given).streams)
 
-    monkeypatch.setattr(streamed, "_opened", elsewhere)
-    monkeypatch.setattr(streamed, "make_tokenizer", lambda name, end: after)
-    prepare_stream(wanted, cache)
+    monkeypatch.setattr(corpus, "_opened", elsewhere)
+    monkeypatch.setattr(corpus, "make_tokenizer", lambda name, end: after)
+    prepare_corpus(wanted, cache)
     assert after.texts == TEXTS
 
 
@@ -196,23 +195,23 @@ def test_what_another_release_of_the_library_left_is_thrown_away(
     """It may not understand where the other one says that the stream stood."""
     import datasets
 
-    monkeypatch.setattr(streamed, "BATCH_BYTES", 150)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 150)
     wanted, died, after = options(folder(tmp_path / "set"), shard_tokens=1024), Counting(30), Counting()
-    monkeypatch.setattr(streamed, "make_tokenizer", lambda name, end: died)
+    monkeypatch.setattr(corpus, "make_tokenizer", lambda name, end: died)
     with pytest.raises(KeyboardInterrupt):
-        prepare_stream(wanted, tmp_path / "cache")
+        prepare_corpus(wanted, tmp_path / "cache")
     monkeypatch.setattr(datasets, "__version__", "99.0.0")
-    monkeypatch.setattr(streamed, "make_tokenizer", lambda name, end: after)
-    prepare_stream(wanted, tmp_path / "cache")
+    monkeypatch.setattr(corpus, "make_tokenizer", lambda name, end: after)
+    prepare_corpus(wanted, tmp_path / "cache")
     assert after.texts == TEXTS
 
 
 def test_a_stream_that_breaks_off_says_where_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "BATCH_BYTES", 150)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 150)
     root, cache = folder(tmp_path / "set"), tmp_path / "cache"
     wanted, mended = options(root, shard_tokens=1024), tmp_path / "mended"
     shutil.copytree(root, mended)
-    whole = prepare_stream(options(mended, shard_tokens=1024), tmp_path / "whole")
+    whole = prepare_corpus(options(mended, shard_tokens=1024), tmp_path / "whole")
     import datasets
 
     right, left = datasets.IterableDataset.__iter__, 70
@@ -225,11 +224,11 @@ def test_a_stream_that_breaks_off_says_where_and_goes_on(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(datasets.IterableDataset, "__iter__", breaking)
     with pytest.raises(DataError, match=r"broke off behind 70 documents: the hub is gone; the next start"):
-        prepare_stream(wanted, cache)
+        prepare_corpus(wanted, cache)
     monkeypatch.setattr(datasets.IterableDataset, "__iter__", right)
     after = Counting()
-    monkeypatch.setattr(streamed, "make_tokenizer", lambda name, end: after)
-    assert prepare_stream(wanted, cache).identity == whole.identity
+    monkeypatch.setattr(corpus, "make_tokenizer", lambda name, end: after)
+    assert prepare_corpus(wanted, cache).identity == whole.identity
     assert len(after.texts) < 100
 
 
@@ -246,8 +245,8 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
     ]
     for changes, words in cases:
         with pytest.raises(DataError, match=words) as raised:
-            prepare_stream(options(**{"path": root, **changes}), cache)
+            prepare_corpus(options(**{"path": root, **changes}), cache)
         assert "\n" not in str(raised.value)
     (root / "part-1.jsonl").write_text('{"text": "a"}\nnot json\n')
     with pytest.raises(DataError, match=r"broke off behind 40 documents: .*JSON"):
-        prepare_stream(options(root), cache)
+        prepare_corpus(options(root), cache)

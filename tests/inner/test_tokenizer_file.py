@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 
 from diloco.inner import tokenizer
-from diloco.inner.data import DataOptions, TokenStream, load_manifest, prepare_corpus
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import TokenStream, load_manifest
 from diloco.inner.tokenizer import END, make_tokenizer
 from tests.inner.conftest import write_text
 

@@ -161,7 +161,7 @@ def test_a_checkpoint_comes_before_after_step_and_a_resume_calls_it_again(
     resumed = make(manifest, tmp_path, deterministic=True)
     found = resumed.resume()
     assert found is not None
-    assert (found.step, found.tokens, found.cursor) == (4, 4 * 64, 16)
+    assert (found.step, resumed.tokens, resumed.cursor) == (4, 4 * 64, 16)
     assert found.meta == {"calls": 5}
     assert found.tensors["agent/d"].tolist() == [5.0]
     again: list[StepInfo] = []

@@ -21,7 +21,6 @@ from diloco.sync.events import Outcome
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import JoinAsk, PushHeader, PushResult
 from tests.launch.processes import TINY
-from tests.syncer.building import ANYONE
 
 SETTINGS = (
     "outer.num_fragments=2",
@@ -66,7 +65,7 @@ class Hand:
         agreed = build.agreement(self.config, self.layout)
         fingerprint, layout = agreed.layout_fingerprint, self.layout.to_json().encode()
         ask = JoinAsk(agreed.protocol, agreed.run_id, 0, site, process, fingerprint, layout, agreed.shared)
-        return self.syncer.api.join(ask, ANYONE).incarnation
+        return self.syncer.api.join(ask).incarnation
 
     def push(self, site: str, fragment: int, incarnation: int = 1) -> None:
         """One more update, and the version that it makes."""
@@ -83,7 +82,7 @@ class Hand:
             str(self.config.run.name), site, incarnation, fragment, sequence, version, 100, 10, 10**6, 10 * sequence,
             final=False, encoding="fp32", payload_bytes=len(payload), numel=numel, digest=digest,
         )  # fmt: skip
-        reception = self.syncer.api.open_push(header, ANYONE)
+        reception = self.syncer.api.open_push(header)
         assert not isinstance(reception, PushResult), reception
         try:
             reception.write(0, memoryview(payload))

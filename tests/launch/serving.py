@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import diloco
 from diloco.launch import build, build_syncer, connecting
 from diloco.launch.config import compose
-from diloco.launch.model_file import save_version0
 from diloco.launch.run_dir import RunDir
+from diloco.launch.values import save_version0
 from diloco.learner.agent import Agent
 from diloco.syncer.server import Syncer
 from tests.launch.processes import wait_for
@@ -75,12 +75,22 @@ def cold_model() -> nn.Sequential:
     return model
 
 
+def batch_loss(model: nn.Module, step: int) -> Tensor:
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+    return (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
+
+
 def backward(model: nn.Module, step: int) -> float:
     """The gradient of one batch; its loss."""
-    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-    loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
+    loss = batch_loss(model, step)
     loss.backward()
     return float(loss.detach())
+
+
+def mean_loss(model: nn.Module) -> float:
+    """The loss over 64 batches that no step sees: over one batch of 16 examples it is mostly noise."""
+    with torch.no_grad():
+        return float(torch.stack([batch_loss(model, 100_000 + number) for number in range(64)]).mean())
 
 
 def until_stop(step: Callable[[int], bool], bound: int = 20_000) -> int:

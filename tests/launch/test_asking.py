@@ -10,7 +10,7 @@ import pytest
 
 from diloco.launch import asking
 from diloco.launch.config import compose, shared_config
-from diloco.learner.options import JoinFailed
+from diloco.learner.transfer import JoinFailed
 from diloco.sync.agreement import PROTOCOL
 from diloco.wire.messages import ProbeAnswer, Refused, Status, Unreachable
 from diloco.wire.options import SecurityOptions

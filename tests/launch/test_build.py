@@ -1,28 +1,51 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
+from diloco.codec.registry import make_codec
 from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.saving import model_tensors
+from diloco.inner.trainer import model_tensors
 from diloco.launch import build, build_syncer
-from diloco.launch.config import choices, compose, from_shared, shared_config
-from diloco.launch.errors import ConfigError
+from diloco.launch.build import (
+    WINDOW_BYTES,
+    Preparing,
+    adapt_options,
+    check_codec,
+    check_kernels,
+    check_spreading,
+    feedback,
+    spread,
+    to_ns,
+    up_codecs,
+)
+from diloco.launch.config import choices, compose, from_shared, quorum, shared_config
+from diloco.launch.errors import ConfigError, section
 from diloco.launch.placing import at
+from diloco.launch.run_dir import RunDir
 from diloco.launch.schema import RunConfig
 from diloco.launch.site_rank import in_words
 from diloco.outer.fragments import named_parameters_once
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import CORPUS
-from diloco.syncer.images import full_parameters
+from diloco.syncer.snapshots import full_parameters
+from diloco.wire.messages import STREAMS_MAX
+from tests.launch.processes import TINY
 from tests.sooner import sooner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 SMALL = ["model.layers=2", "model.dim=16", "model.heads=2", "run.name=x"]
 
@@ -34,7 +57,7 @@ def small(*settings: str) -> RunConfig:
 @pytest.mark.parametrize("model", sooner(sorted({*choices()["model"]} - {"imported"}), "tiny", "1b"))
 def test_every_model_has_a_layout_without_being_allocated(model: str) -> None:
     layout = build.layout_of(compose([f"model={model}", "outer.num_fragments=4"]))
-    wanted = {"tiny": 1e6, "small": 5e6, "15m": 15e6, "60m": 60e6, "150m": 150e6, "1b": 1e9}[model]
+    wanted = {"tiny": 7e5, "small": 5e6, "15m": 15e6, "60m": 60e6, "150m": 150e6, "1b": 1e9}[model]
     assert wanted * 0.7 < layout.numel < wanted * 1.3
     assert len(layout.fragments) == 4
 
@@ -62,7 +85,7 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("inner.checkpoint_every_steps=-1", "inner.checkpoint_every_steps is -1: 0 (none) or more"),
         ("site.slowdown=0.5", "site.slowdown is 0.5: 1 (full speed) or more"),
         ("site.join_timeout_s=0", "site.join_timeout_s is 0.0: positive"),
-        ("outer.lr=0", "outer.lr is 0.0: must be above 0"),
+        ("outer.lr=0", "outer.lr is 0.0: positive and finite"),
         ("outer.grace_s=-1", "outer.grace_s is -1.0: seconds, not negative"),
         ("outer.site_timeout_s=0", "outer.site_timeout_s is 0.0: seconds, at least 0.001"),
         ("outer.quorum=most", "outer.quorum is 'most': a number of sites, or all"),
@@ -271,3 +294,268 @@ def test_who_cuts_no_model_does_not_pay_for_what_does() -> None:
     """torch's DTensor is a third of the start of a syncer, a region and every command."""
     asked = "import sys, diloco.launch.build; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False, timeout=120).returncode == 0
+
+
+def test_an_options_class_says_its_field_and_the_section_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"^inner\.lr is -1: positive$"), section("inner"):
+        raise ValueError("lr is -1: positive")
+    with pytest.raises(ConfigError, match=r"^run\.name is null$"), section("inner"):
+        raise ConfigError("run.name is null")
+
+
+def test_a_quorum_is_a_number_or_all() -> None:
+    assert (quorum("all"), quorum("3")) == ("all", 3)
+    with pytest.raises(ConfigError, match=r"outer\.quorum is '-1': a number of sites, or all"):
+        quorum("-1")
+
+
+def test_seconds_become_nanoseconds() -> None:
+    assert to_ns("outer.grace_s", 1.5) == 1_500_000_000
+    for seconds, least_s, words in (
+        (-1.0, 0.0, "not negative"),
+        (0.0, 0.1, "at least 0.1"),
+        (float("nan"), 0.0, "not"),
+    ):
+        with pytest.raises(ConfigError, match=f"outer.grace_s is .*: seconds, {words}"):
+            to_ns("outer.grace_s", seconds, least_s)
+
+
+ALLOWED = ["codec.up=int8", "codec.up_allowed=[int4,'topk']"]
+
+
+def test_without_it_there_is_one_way_and_the_syncer_takes_what_is_allowed(tmp_path: Path) -> None:
+    config = compose([*TINY, *ALLOWED])
+    layout = build.layout_of(config)
+    assert [way.codec for way in adapt_options(config, layout).ways] == ["int8"]
+    fixed = adapt_options(compose([*TINY, "site.data_channels=3"]), layout)
+    assert (fixed.channels, fixed.channels_max) == (3, 3)
+    assert up_codecs(config) == ["int8", "int4", "topk"]
+    assert build_syncer.syncer_options(config, RunDir(tmp_path)).up_codecs == ["int8", "int4", "topk"]
+    assert build.agent_options(config, tmp_path).choices().ways[0].codec == "int8"
+
+
+def test_with_it_a_way_has_the_bytes_of_all_fragments(tmp_path: Path) -> None:
+    config = compose([*TINY, *ALLOWED, "site.adapt=true", "outer.num_fragments=2", "outer.inner_steps=7"])
+    layout = build.layout_of(config)
+    options = adapt_options(config, layout, tmp_path / "nowhere")
+    numels = [fragment.numel for fragment in layout.fragments]
+    for way in options.ways:
+        assert way.update_bytes == sum(make_codec(way.codec).payload_bytes_max(numel) for numel in numels)
+    assert (options.num_fragments, options.inner_steps, options.window_bytes) == (2, 7, WINDOW_BYTES)
+    assert (options.channels, options.channels_max) == (1, STREAMS_MAX)
+    assert build.agent_options(config, tmp_path).choices() == adapt_options(config, layout)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ([], (0, 0)),
+        (["site.overlap_steps=2"], (2, 2)),
+        (["site.adapt=true"], (0, 3)),
+        (["site.adapt=true", "site.overlap_steps=4"], (4, 4)),
+        (["site.adapt=true", "site.overlap_steps=1", "site.overlap_steps_max=29"], (1, 29)),
+        (["site.adapt=true", "site.overlap_steps_max=0"], (0, 0)),
+    ],
+)
+def test_the_overlap_is_fixed_or_has_a_range(settings: list[str], steps: tuple[int, int]) -> None:
+    config = compose([*TINY, "outer.inner_steps=30", *settings])
+    options = adapt_options(config, build.layout_of(config))
+    assert (options.overlap_steps, options.overlap_steps_max) == steps
+
+
+@pytest.mark.parametrize(
+    ("told", "window"), [("4096\t16384\t4194304\n", 4194304), ("", WINDOW_BYTES), ("a b c", WINDOW_BYTES)]
+)
+def test_the_window_is_what_the_kernel_says(tmp_path: Path, told: str, window: int) -> None:
+    (tmp_path / "tcp_wmem").write_text(told)
+    config = compose(TINY)
+    assert adapt_options(config, build.layout_of(config), tmp_path / "tcp_wmem").window_bytes == window
+
+
+def test_what_is_allowed_is_shared_and_what_a_site_does_with_it_is_not() -> None:
+    plain, allowed = shared_config(compose(TINY)), shared_config(compose([*TINY, "codec.up_allowed=[int8]"]))
+    assert "codec.up_allowed" not in plain
+    assert allowed["codec.up_allowed"] == '["int8"]'
+    assert shared_config(compose([*TINY, "site.adapt=true"])) == plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["codec.up_allowed=[int5]"], "codec.up_allowed has 'int5': one of"),
+        (["codec.up=int8", "codec.up_allowed=[int8]"], "codec.up_allowed has 'int8' twice, or again what codec.up is"),
+        (["codec.up_allowed=[fp32,fp32]"], "codec.up_allowed has 'fp32' twice"),
+        (["site.adapt=true", "outer.lock_step=true"], "site.adapt is True: under outer.lock_step"),
+        (["site.adapt=true", "outer.adopt=overwrite"], "site.adapt is True: with outer.adopt=overwrite"),
+        (["site.overlap_steps=-1"], "site.overlap_steps is -1: from 0 to less than outer.inner_steps="),
+        (["site.overlap_steps=30", "outer.inner_steps=30"], "site.overlap_steps is 30: from 0 to less than"),
+        (["site.overlap_steps=1", "outer.lock_step=true"], "site.overlap_steps is 1: under outer.lock_step"),
+        (
+            ["site.adapt=true", "site.overlap_steps=3", "site.overlap_steps_max=2", "outer.inner_steps=30"],
+            "site.overlap_steps_max is 2: from site.overlap_steps=3 to less than outer.inner_steps=30",
+        ),
+        (
+            ["site.adapt=true", "site.overlap_steps_max=30", "outer.inner_steps=30"],
+            "site.overlap_steps_max is 30: from",
+        ),
+        (["site.overlap_steps_max=9"], "site.overlap_steps_max is 9: only under site.adapt=true"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_syncer.check(compose([*TINY, *settings]))
+    assert words in str(error.value)
+
+
+def test_a_codec_that_is_none_is_named_by_its_setting() -> None:
+    check_codec("codec.up", "int4:32")
+    with pytest.raises(ConfigError, match=r"codec\.up is 'int3'"):
+        check_codec("codec.up", "int3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        (["codec.up=int4:32"], 0.0),
+        (["codec.up=topk:4096x64", "outer.adopt=overwrite"], 0.95),
+        (["codec.up=int4:32", "outer.adopt=overwrite", "codec.feedback=0.5"], 0.5),
+    ],
+)
+def test_what_is_rounded_off_goes_out_again_as_configured(settings: list[str], share: float) -> None:
+    assert feedback(compose(settings)) == share
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["codec.feedback=2"], "codec.feedback is 2.0: from 0 to 1"),
+        (["codec.feedback=0.5"], "codec.feedback is 0.5: with outer.adopt=rebase"),
+        (["codec.feedback=0.5", "outer.adopt=overwrite", "codec.up=fp32"], "codec.up=fp32 rounds nothing off"),
+    ],
+)
+def test_a_feedback_that_cannot_be_is_named(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        feedback(compose(settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["site.parallel=zero"], "site.parallel is 'zero': one of ddp, fsdp, hsdp, tp, tp+fsdp"),
+        (["site.parallel=hsdp", "site.nproc=4"], "site.shard_ranks is 0: to be said for hsdp"),
+        (["site.parallel=hsdp", "site.shard_ranks=3", "site.nproc=4"], "site.shard_ranks is 3: a divisor of 4"),
+        (["site.parallel=tp", "site.nproc=4"], "site.tensor_ranks is 4: a divisor of the model's heads=2"),
+        (
+            ["site.parallel=tp", "site.nproc=2", "inner.compile=true"],
+            "inner.compile is true: not with site.parallel=tp,",
+        ),
+        (["site.parallel=tp", "site.nproc=2", "inner.kernels=liger"], "inner.kernels is 'liger': torch with site.para"),
+        (["site.parallel=tp+fsdp", "site.tensor_ranks=2"], "site.tensor_ranks is 2: a divisor of the site's 1 rank"),
+        (
+            ["site.parallel=hsdp", "site.nodes=2", "site.rendezvous=a:1"],
+            "site.shard_ranks is 1: at least 2; copies alone are ddp",
+        ),
+        (
+            ["site.parallel=tp", "site.nodes=2", "site.nproc=1", "site.rendezvous=a:1"],
+            r"site.tensor_ranks is 2: a divisor of the 1 rank\(s\) of one machine",
+        ),
+        (["cluster.sites.a.parallel=tp", "cluster.sites.a.nproc=3"], "cluster.sites.a.tensor_ranks is 3: a divisor of"),
+    ],
+)
+def test_what_does_not_come_out_even_is_refused_before_anything_starts(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match="^" + words.replace("+", r"\+")):
+        build_syncer.check(small(*settings))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("site.peak_tflops=0", "site.peak_tflops is 0.0: positive and finite, or null"),
+        ("inner.activation_checkpoint=some", "inner.activation_checkpoint is 'some': one of none, full, selective"),
+        ("inner.loss_chunk=-1", "inner.loss_chunk is -1: 0"),
+        ("inner.kernels=cuda", "inner.kernels is 'cuda': one of torch, liger"),
+    ],
+)
+def test_how_it_is_computed_is_refused_in_words(setting: str, words: str) -> None:
+    with pytest.raises(ConfigError, match="^" + words):
+        build_syncer.check(small(setting))
+
+
+def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small("inner.compile=true", "site.peak_tflops=989")
+    build_syncer.check(config)
+    assert build.trainer_options(config).peak_tflops == 989
+
+    def lacking(function: object) -> object:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("torch.compile", lacking)
+    with pytest.raises(
+        ConfigError, match=r"^inner\.compile is true: torch\.compile does not work here on cpu: no comp"
+    ):
+        spread(config, build.build_model(config), SiteGroup(device="cpu"))
+
+
+def test_kernels_for_an_accelerator_are_refused_on_a_cpu() -> None:
+    config = small("inner.kernels=liger")
+    build_syncer.check(config)  # A site may be started elsewhere.
+    words = r"^inner\.kernels is 'liger': its kernels are for accelerators, and this is"
+    with pytest.raises(ConfigError, match=words):
+        spread(config, build.build_model(config), SiteGroup(device="cpu"))
+    config.site.device = "cpu"
+    with pytest.raises(ConfigError, match=words):
+        check_kernels(config)
+    config.site.device = "tpu"
+    with pytest.raises(ConfigError, match=r"^site\.device is 'tpu': one of auto, cpu, cuda"):
+        check_kernels(config)
+    config.inner.kernels = "torch"
+    check_kernels(config)  # What nobody asks for may be missing.
+
+
+def test_kernels_that_are_not_installed_are_refused_where_there_is_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ConfigError, match=r"^inner\.kernels is 'liger': liger-kernel is not there"):
+        check_kernels(small("inner.kernels=liger"))
+
+
+def test_what_fits_is_taken() -> None:
+    for settings in ([], ["site.parallel=tp+fsdp", "site.tensor_ranks=2", "site.nproc=4"], ["site.parallel=fsdp"]):
+        config = small(*settings)
+        check_spreading(config, build.model_options(config))
+    several = ["site.nodes=3", "site.nproc=2", "site.parallel=hsdp"]
+    assert build._parallel_options(small(*several).site).sizes(6) == (3, 2, 1), "a copy for each machine"
+    assert build._parallel_options(small(*several, "site.shard_ranks=6").site).sizes(6) == (1, 6, 1)
+    config = small("site.parallel=fsdp")
+    model = build.build_model(config)
+    assert spread(config, model, SiteGroup(device="cpu")).module is model
+    config.site.shard_ranks = -1
+    with pytest.raises(ConfigError, match=r"site\.shard_ranks is -1"):
+        spread(config, model, SiteGroup(device="cpu"))
+
+
+def shown(terminal: bool, *told: tuple[str, int, int]) -> str:
+    out = io.StringIO()
+    with Preparing(Console(file=out, force_terminal=terminal, width=100)) as preparing:
+        for each in told:
+            preparing.told(*each)
+    return out.getvalue()
+
+
+def test_each_split_has_a_bar_at_a_terminal() -> None:
+    text = shown(True, ("train", 0, 4_000_000), ("train", 4_000_000, 4_000_000), ("validation", 10, 20))
+    assert "tokens of train" in text
+    assert "4.0/4.0 MB" in text
+    assert "tokens of validation" in text
+
+
+def test_nobody_knows_how_long_a_stream_is_before_its_end() -> None:
+    assert "3.0/? MB" in shown(True, ("the stream", 3_000_000, 0))
+    assert "5.0/5.0 MB" in shown(True, ("the stream", 3_000_000, 0), ("the stream", 5_000_000, 5_000_000))
+
+
+def test_nothing_is_shown_where_nothing_is_done_or_nobody_looks() -> None:
+    assert shown(True) == ""
+    assert shown(False, ("train", 1, 2)).strip() == ""

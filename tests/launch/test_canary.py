@@ -17,7 +17,7 @@ from diloco.launch import build
 from diloco.launch.canary import Canaries, command, digest_after, recorded, repeatable
 from diloco.launch.config import compose, write
 from diloco.launch.errors import ConfigError
-from diloco.launch.tether import PARENT_VARIABLE
+from diloco.launch.process import PARENT_VARIABLE
 from tests.launch.processes import TINY, Place
 from tests.syncer.building import Events
 

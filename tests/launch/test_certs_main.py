@@ -13,8 +13,7 @@ from diloco.launch.config import compose
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from diloco.wire.server import serve
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask
+from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -151,8 +151,7 @@ with contextlib.suppress(SystemExit):
     main(["status", "--help"])
 import grpc
 from diloco.wire.options import ServerOptions
-from diloco.wire.server import serve
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import FakeSyncer, RUN, serve
 server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
 with grpc.insecure_channel(server.address) as channel:
     for _ in range(3):

@@ -15,10 +15,9 @@ from diloco.launch.doctor_link import own_files, way_to
 from diloco.launch.findings import Level
 from diloco.wire.checkup import Greeting, Heard
 from diloco.wire.options import SecurityOptions, ServerOptions
-from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, Authority
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

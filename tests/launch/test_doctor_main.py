@@ -12,10 +12,9 @@ from diloco.launch import doctor_link
 from diloco.launch.cli import main
 from diloco.wire.checkup import Greeting, greet
 from diloco.wire.options import ServerOptions
-from diloco.wire.server import serve
 from tests.launch.processes import TINY, place_in, wait_for
 from tests.loopback.cluster import free_port
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,9 +136,9 @@ def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(
     asked: list[str] = []
 
     class Telling(FakeSyncer):
-        def probe(self, ask: Any, identity: Any) -> Any:
+        def probe(self, ask: Any) -> Any:
             asked.extend([ask.shared_config["cluster.syncer.index"]] if ask.shared_config else [])
-            return super().probe(ask, identity)
+            return super().probe(ask)
 
     servers = [serve(Telling(), ServerOptions(run_id=RUN)) for _ in range(2)]
     try:

@@ -10,9 +10,8 @@ from diloco.launch.doctor_syncer import Visitor, visit
 from diloco.wire.checkup import Checkup, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,7 +123,7 @@ class Telling(FakeSyncer):
         super().__init__()
         self.answer = ProbeAnswer(**({"protocol": 3, "protocol_oldest": 2, "run_id": RUN} | changes))
 
-    def probe(self, ask: ProbeAsk, identity: object) -> ProbeAnswer:
+    def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         return self.answer
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from diloco.launch.cli import main
 from diloco.sync.events import SyncerStarted
-from diloco.sync.journal import Record, encode_record
+from diloco.sync.journal import Record
+from tests.sync.format_1 import encode_record
 from tests.syncer.test_store import told
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from diloco.launch.errors import ConfigError
 from diloco.launch.keys import default_text, leaves, meanings, nearest, type_of, unknown, wanted
-from diloco.sim import planning
+from diloco.plan import estimate
 
 
 def test_every_leaf_has_a_type_that_can_be_put_in_words() -> None:
@@ -43,7 +43,7 @@ def test_meanings_and_defaults_are_read_from_the_source() -> None:
     told = meanings()
     assert told["OuterSection", "inner_steps"] == "H: inner steps between two updates of one fragment."
     assert told["OuterSection", ""] == "How sites and the syncer come together."
-    assert meanings([planning])["Question", "layers"].startswith("No more fragments")
+    assert meanings(estimate)["Question", "layers"].startswith("No more fragments")
     defaults = {key: default_text(item) for key, _, item in leaves()}
     assert defaults["run.name"] == "null"
     assert defaults["outer.lock_step"] == "false"

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
 from prometheus_client.metrics_core import Metric
@@ -46,7 +47,7 @@ def test_a_page_is_what_prometheus_reads_and_escapes_what_it_must() -> None:
         assert [(sample.name, sample.value) for sample in page["diloco_b"].samples] == [("diloco_b_total", 3.0)]
         buckets = {s.labels.get("le"): s.value for s in page["diloco_c_seconds"].samples if s.name.endswith("bucket")}
         assert buckets == {"1.0": 2.0, "2.0": 3.0, "+Inf": 4.0}
-        assert page["diloco_run_info"].samples[0].labels == {"run": "otter", "model": "3x128", "mode": "rebase"}
+        assert page["diloco_run_info"].samples[0].labels == {"run": "otter", "model": "2x128", "mode": "rebase"}
         assert page["diloco_build_info"].samples[0].labels["proto"] == str(PROTOCOL)
         assert not [name for name in page if not name.startswith("diloco_")], "nothing of the process is on it"
     with pytest.raises(OSError):  # noqa: PT011 — whichever way the system says that nobody listens
@@ -68,21 +69,28 @@ def is_over(connection: socket.socket, timeout_s: float) -> bool:
         return True
 
 
+def scraped(address: str) -> dict[str, Metric]:
+    """A page; asked for again where the scrape was itself taken for a silent connection before its request was read."""
+    for _ in range(10):
+        with suppress(OSError):
+            return read(address)
+    raise AssertionError("a crowd of silent connections keeps every scrape out")
+
+
 def test_silent_connections_make_room_and_a_scrape_is_answered_all_the_same() -> None:
     told: list[dict[str, object]] = []
-    with page_at("site.metrics", "0", some, lambda what, fields: told.append({"what": what, **fields})) as address:
-        silent = dialled(address, 3 * metrics.CONNECTIONS_MAX)
-        assert "diloco_a" in read(address)
+    page = page_at("site.metrics", "0", some, lambda what, fields: told.append({"what": what, **fields}))
+    with page as address, ExitStack() as open_sockets:
+        silent = [open_sockets.enter_context(each) for each in dialled(address, 3 * metrics.CONNECTIONS_MAX)]
+        assert "diloco_a" in scraped(address)
         left = [each for each in silent if not is_over(each, 0.05)]
         assert len(left) <= metrics.SILENT_MAX
-        assert "diloco_a" in read(address)
+        assert "diloco_a" in scraped(address)
         wait_for(lambda: told, "a word of it")
         (note,) = told
         assert (note["what"], note["note"]) == ("note", "crowded")
         assert "site.metrics: " in str(note["why"])
         assert "connections hung up on so far" in str(note["why"])
-        for each in silent:
-            each.close()
 
 
 def test_who_sends_a_byte_now_and_then_is_hung_up_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

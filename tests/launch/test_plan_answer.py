@@ -7,8 +7,8 @@ import pytest
 from diloco.launch import build, build_syncer, placing, plan_answer
 from diloco.launch.config import compose
 from diloco.launch.plan_answer import answer, memory
-from diloco.sim import studies
-from diloco.sim.planning import PRESETS, Question
+from diloco.plan import studies
+from diloco.plan.estimate import PRESETS, Question
 
 ASKED = Question(parameters=8e9, step_s=2.0, fragments=8, syncer="sharded", codec_down="fp32", up_gbps=(20.0,))
 

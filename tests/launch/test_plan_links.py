@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco.launch.cli import main
-from diloco.sim import studies
+from diloco.plan import studies
 from diloco.wire.options import ServerOptions
-from diloco.wire.server import serve
 from tests.launch.processes import TINY
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from pathlib import Path

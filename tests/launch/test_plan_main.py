@@ -15,8 +15,8 @@ import pytest
 
 from diloco.launch.cli import main
 from diloco.launch.plan_main import question_of
-from diloco.sim import studies
-from diloco.sim.planning import PRESETS, Question
+from diloco.plan import studies
+from diloco.plan.estimate import PRESETS, Question
 from tests.sooner import sooner
 
 SMALL = ["parameters=1e9", "step_s=2", "fragments=4"]

@@ -7,9 +7,9 @@ import pytest
 
 from diloco.launch.plan_answer import answer
 from diloco.launch.plan_text import advice_line, first_line, picture, round_lines, show, values
-from diloco.sim import studies
-from diloco.sim.planning import PRESETS, Question
-from diloco.sim.studies import JOB, LAYOUTS
+from diloco.plan import studies
+from diloco.plan.estimate import PRESETS, Question
+from diloco.plan.studies import JOB, LAYOUTS
 
 ASKED = Question(parameters=1e9, step_s=1.0, chips=0, fragments=8)
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import diloco
 from diloco.launch import rendering
 from diloco.launch.config import compose
 from diloco.launch.errors import ConfigError
@@ -138,6 +137,6 @@ def test_every_hole_of_a_template_is_filled() -> None:
 
 def test_an_installed_program_is_no_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (source_tree() / "diloco" / "__init__.py").is_file()
-    monkeypatch.setattr(diloco, "__file__", str(tmp_path / "site-packages/diloco/__init__.py"))
+    monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/launch/rendering.py"))
     with pytest.raises(ConfigError, match="is no source tree of diloco"):
         rendering.source_tree()

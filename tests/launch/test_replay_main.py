@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from diloco.launch.cli import main
-from diloco.syncer.images import read_image
+from diloco.syncer.snapshots import read_image
 from tests.launch.pasts import with_a_past
 from tests.syncer.building import files
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.config import compose
+from diloco.launch.config import compose, is_name
 from diloco.launch.errors import ConfigError
-from diloco.launch.run_dir import RunDir, existing_run, name_run, point_latest, run_dir_of
+from diloco.launch.run_dir import HOW, WHO, RunDir, existing_run, name_run, new_name, point_latest, run_dir_of
 
 
 def test_a_run_has_one_folder_by_its_name() -> None:
@@ -56,3 +56,28 @@ def test_a_run_has_lost_its_data_when_it_published_and_no_snapshot_is_left(tmp_p
     (run_dir.syncer / "snapshots" / "00000001").rename(run_dir.syncer / "snapshots" / "damaged-00000001")
     assert run_dir.has_lost(run_dir.syncer)
     assert run_dir.has_lost(tmp_path / "elsewhere")
+
+
+def test_a_name_is_two_words_fit_for_a_folder() -> None:
+    name = new_name(lambda name: False)
+    how, _, who = name.partition("-")
+    assert how in HOW.split()
+    assert who in WHO.split()
+    assert is_name(name)
+
+
+def test_a_taken_name_is_not_given_again() -> None:
+    taken: set[str] = set()
+    for _ in range(200):
+        name = new_name(taken.__contains__)
+        assert name not in taken
+        taken.add(name)
+
+
+def test_there_is_always_a_name() -> None:
+    assert is_name(new_name(lambda name: True))
+
+
+def test_what_a_name_may_be() -> None:
+    assert is_name("site-a")
+    assert not any(is_name(name) for name in ("", "-a", "a/b", "a b", "é", "x" * 65, ".."))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from diloco.launch.cli import main
-from diloco.sim import studies
+from diloco.plan import studies
 from tests.launch.processes import TINY
 
 

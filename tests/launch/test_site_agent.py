@@ -19,8 +19,8 @@ from diloco.launch.run_dir import SiteDir
 from diloco.launch.schema import RunConfig
 from diloco.launch.site_agent import _client, agent_of, follower_of, owning_follower_of
 from diloco.learner.agent import Agent
-from diloco.learner.channel import Dealt
-from diloco.learner.owner import Follower
+from diloco.learner.exchange import Follower
+from diloco.learner.ranks import Dealt
 from diloco.learner.several_syncers import Agents
 from diloco.outer.fragments import Layout, named_parameters_once
 from diloco.wire.options import MBPS_MIN
@@ -50,7 +50,7 @@ def test_where_every_rank_has_all_no_rank_but_the_first_owns_anything(tmp_path: 
     follower = owning_follower_of(config, SiteDir(tmp_path), held(config), None, PLAIN_DISK)
     assert follower.state() == ({}, {})
     two = compose([*SMALL, "outer.num_syncers=2", "site.syncer=127.0.0.1:1/127.0.0.1:2"])
-    restored = Resumed(1, 1, 1, {}, {"parts": [{}, {}]}, (), None)
+    restored = Resumed(1, {}, {"parts": [{}, {}]}, (), None)
     assert len(owning_follower_of(two, SiteDir(tmp_path), held(two), restored, PLAIN_DISK)._layouts) == 2
 
 
@@ -68,7 +68,7 @@ def test_what_a_rank_owns_is_of_the_syncer_that_has_it_also_where_it_owns_nothin
 
     monkeypatch.setattr(site_agent, "deal", deal)
     monkeypatch.setattr(site_agent, "Owner", Owned)
-    sizes = ["model=tiny", "run.name=x", "outer.num_fragments=3", "outer.num_syncers=2"]
+    sizes = ["model=tiny", "run.name=x", "outer.num_fragments=3", "outer.num_syncers=2", "model.layers=3"]
     config = compose([*sizes, "site.syncer=127.0.0.1:1/127.0.0.1:2"])
     follower = owning_follower_of(config, SiteDir(tmp_path), held(config), None, PLAIN_DISK)
     assert [len(layout.fragments) for layout in follower._layouts] == [1, 2]

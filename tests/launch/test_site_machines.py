@@ -245,7 +245,7 @@ def test_a_machine_with_another_folder_or_other_settings_is_told(
     how = made(1, "site.nproc=3").ended()
     assert isinstance(how, ConfigError)
     assert str(how).startswith("site.nproc is 3 here and 2 on machine 0")
-    monkeypatch.setattr(site_machines, "FOLDER_S", 0.0)
+    monkeypatch.setattr(site_machines, "SEEN_S", 0.0)
     port = json.loads((tmp_path / "machines.json").read_text())["port"]
     (tmp_path / "there").mkdir()
     elsewhere = Machine(config("site.node_rank=1", f"site.rendezvous=127.0.0.1:{port}"), tmp_path / "there")

@@ -12,9 +12,9 @@ from diloco.launch import run_dir, site_main
 from diloco.launch.cli import main
 from diloco.launch.config import compose, read, write
 from diloco.launch.errors import ConfigError, ExitCode
-from diloco.launch.ranks import Ranks
 from diloco.launch.run_dir import SiteDir
 from diloco.launch.schema import RunConfig
+from diloco.launch.site_machines import Ranks
 from diloco.launch.site_main import check_identity
 from tests.launch.processes import TINY
 

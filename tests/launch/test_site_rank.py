@@ -13,8 +13,8 @@ import pytest
 
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.corpus import DataError
-from diloco.inner.parallel import GroupError
+from diloco.inner.checks import GroupError
+from diloco.inner.data import DataError
 from diloco.launch import site_rank
 from diloco.launch.config import compose, write
 from diloco.launch.errors import ConfigError, ExitCode, RankLost, VerbError

@@ -9,7 +9,8 @@ import pytest
 
 from diloco.launch.arguments import settings_parser
 from diloco.launch.errors import ConfigError, VerbError
-from diloco.launch.sources import Kind, add_source, kind_of, taken_from, version_of
+from diloco.launch.past import Kind, kind_of
+from diloco.launch.sources import add_source, taken_from, version_of
 from tests.launch.pasts import with_a_past
 
 

@@ -79,8 +79,8 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(tmp_path: Path, caps
             assert f"this is the standby of {first}: ask there" in capsys.readouterr().err
             eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
             assert main(["standby", "promote", address, "--lossy"]) == 0
-            assert standing.api.promoted.is_set()
-            assert standing.api.lossy
+            assert standing.promoted.is_set()
+            assert standing.lossy
             assert main(["standby", "detach", first]) == 0
             assert "goes on without a standby" in capsys.readouterr().out
         finally:

@@ -38,7 +38,7 @@ def test_the_page_of_one_that_follows(tmp_path: Path) -> None:
     toy = a_toy(tmp_path)
     with serving(toy) as (_, first, log):
         standing = standing_by(toy, first, 0)
-        metrics = StandbyMetrics(compose(["run.name=x"]), standing.api.status)
+        metrics = StandbyMetrics(compose(["run.name=x"]), standing.status)
         standing.start()
         try:
             log.wait_for("standby_follows", 1, BOUND_S)

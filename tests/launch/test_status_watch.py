@@ -9,8 +9,7 @@ import pytest
 from diloco.launch.status_watch import StatusWatch, StatusWatches, together
 from diloco.wire.messages import Refusal, Status
 from diloco.wire.options import SecurityOptions, ServerOptions
-from diloco.wire.server import serve
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 
 def until(done: Callable[[], object], seconds: float = 10.0) -> None:

@@ -118,7 +118,7 @@ def test_children_die_with_the_process_that_started_them(tmp_path: Path) -> None
 import os, sys, time
 from pathlib import Path
 from diloco.launch.supervise import Child, child_environment
-inner = "import os; from diloco.launch.tether import *; die_with_parent(int(os.environ[PARENT_VARIABLE])); "
+inner = "import os; from diloco.launch.process import *; die_with_parent(int(os.environ[PARENT_VARIABLE])); "
 child = Child("a", [sys.executable, "-c", inner + {SLEEPER!r}], Path({str(tmp_path / "log")!r}))
 child.start(child_environment(os.environ))
 while child.last_words() != "up": time.sleep(0.01)

@@ -12,7 +12,7 @@ from diloco.launch.config import compose
 from diloco.launch.syncer_metrics import SyncerMetrics
 from diloco.sync.events import Reason
 from diloco.syncer.core import CoreStopped
-from tests.syncer.building import ANYONE, eventually, join, new_syncer, push, report, update
+from tests.syncer.building import eventually, join, new_syncer, push, report, update
 
 OUTER_STEP = {"what": "outer_step", "sites": {"a": 0.75, "b": 0.25}, "staleness": {"a": 0, "b": 4}, "norm": 2.5}
 UNITS = {"processed": 9, "merged": 5, "partly": 1, "in_hand": 2, "given_back": 0, "reissued": 4, "repeated": 3}
@@ -39,8 +39,8 @@ def page_of_a_run(folder: Path) -> tuple[list[Metric], list[Metric]]:
         push(syncer, *update())
         eventually(lambda: syncer.holdings.values[0].version == 1, "a version")
         push(syncer, *update(sequence=2, base_version=7))
-        syncer.api.report(report("a", tokens_processed=500, step=50, versions=(0, 0)), ANYONE)
-        syncer.snapshot_now()
+        syncer.api.report(report("a", tokens_processed=500, step=50, versions=(0, 0)))
+        syncer.api.snapshot()
         eventually(lambda: any(event["what"] == "snapshot" for event in told), "a snapshot's event")
         for event in [*told, {**OUTER_STEP, "at": 1.0, "seconds": 0.02}, SNAPSHOT]:
             metrics.take(event)
@@ -175,8 +175,8 @@ def test_of_a_site_that_is_gone_nothing_is_said_in_the_present(tmp_path: Path) -
     try:
         for name in "abc":
             join(syncer, name)
-            syncer.api.report(report(name, tokens_processed=500, step=50, versions=(0, 0)), ANYONE)
-        syncer.api.leave("a", 1, ANYONE)
+            syncer.api.report(report(name, tokens_processed=500, step=50, versions=(0, 0)))
+        syncer.api.leave("a", 1)
         syncer.api.evict("b")
         found = values(list(metrics.families()))
     finally:

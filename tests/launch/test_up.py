@@ -15,9 +15,10 @@ from rich.console import Console
 from diloco.launch.errors import ExitCode, VerbError
 from diloco.launch.eventlog import EventLog, read_events
 from diloco.launch.history import RunHistory
+from diloco.launch.process import SAME_REQUEST_S
 from diloco.launch.run_dir import RunDir
 from diloco.launch.scenario import Step
-from diloco.launch.supervise import SAME_REQUEST_S, Child, Interrupts, child_environment
+from diloco.launch.supervise import Child, Interrupts, child_environment
 from diloco.launch.up import Outcome, Up, UpOptions, children_of, not_played
 from diloco.launch.up_main import missed
 from diloco.launch.view import Facts, PlainView

@@ -19,8 +19,8 @@ from torch import Tensor
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.agent import Agent
-from diloco.learner.channel import Orders
-from diloco.learner.options import AgentOptions
+from diloco.learner.exchange import AgentOptions
+from diloco.learner.ranks import Orders
 from diloco.outer.fragments import gather
 from diloco.sync.agreement import Agreement
 from diloco.sync.options import LearnerOptions
@@ -41,7 +41,7 @@ from diloco.wire.messages import (
     Unreachable,
     WatchEvent,
 )
-from diloco.wire.pulling import PulledVersion, PullSink
+from diloco.wire.pulling import Patience, PulledVersion, PullSink
 from tests.learner.held import held
 from tests.syncer.building import ANYONE, LAYOUT, Events, agreement
 
@@ -63,7 +63,7 @@ class DirectClient:
         self.before_push: Callable[[PushHeader, memoryview], tuple[PushHeader, memoryview]] = lambda *update: update
         self.after_pull: Callable[[PulledVersion], PulledVersion] = lambda pulled: pulled
         self.streams: list[DirectStream] = []
-        self.has_choice = self.has_patience = False
+        self.has_choice = False
         self.address = "direct"
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
@@ -80,20 +80,20 @@ class DirectClient:
             raise Refused(refusal.status, refusal.text, refusal.reason) from refusal
 
     def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
-        reply = self._ask("join", lambda: self.syncer.api.join(ask, ANYONE))
+        reply = self._ask("join", lambda: self.syncer.api.join(ask))
         return self.join(replace(ask, ticket=reply.ticket), epoch) if reply.ticket else reply
 
     def report(self, report: ReportInfo) -> ReportReply:
         from diloco.wire.convert import pack_report, unpack_report
 
         checked = unpack_report(pack_report(report))  # What does not go over the wire fails here as it does there.
-        return self._ask("report", lambda: self.syncer.api.report(checked, ANYONE))
+        return self._ask("report", lambda: self.syncer.api.report(checked))
 
     def leave(self, incarnation: int) -> None:
-        self._ask("leave", lambda: self.syncer.api.leave(self.site, incarnation, ANYONE))
+        self._ask("leave", lambda: self.syncer.api.leave(self.site, incarnation))
 
     def watch(self, incarnation: int) -> DirectStream:
-        feed = self._ask("watch", lambda: self.syncer.api.watch(self.site, incarnation, ANYONE))
+        feed = self._ask("watch", lambda: self.syncer.api.watch(self.site, incarnation))
         self.streams.append(DirectStream(self, feed))
         return self.streams[-1]
 
@@ -101,7 +101,7 @@ class DirectClient:
         header, payload = self.before_push(header, payload)
 
         def send() -> PushResult:
-            opened = self.syncer.api.open_push(header, ANYONE)
+            opened = self.syncer.api.open_push(header)
             if isinstance(opened, PushResult):
                 return opened
             try:
@@ -116,7 +116,9 @@ class DirectClient:
             raise Unreachable("the line was cut before the answer")
         return result
 
-    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
+    def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
+        if patience is not None:
+            raise Unreachable("here one asks for what is there")
         source = self._ask("pull", lambda: self.syncer.api.pull(ask, ANYONE))
         self.bytes_down += source.header.payload_bytes
         return self.after_pull(PulledVersion(source.header, tuple(memoryview(part).cast("B") for part in source.parts)))

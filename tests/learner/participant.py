@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from torch import Tensor
 
-from diloco.learner.seal import SealedUpdate
+from diloco.learner.seal import SealedUpdate, SealJob
 from diloco.sync.events import VersionFetched
 from diloco.wire.messages import PullHeader
 from tests.syncer.building import RUN, Events
@@ -16,6 +17,7 @@ class Recorder:
     run_id, site_id = RUN, "a"
     incarnation = epoch = lineage = 1
     left = False
+    known: Any = property(lambda self: self)
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
@@ -30,6 +32,9 @@ class Recorder:
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
         return self.updates.get((fragment, sequence))
+
+    def was_read(self, job: SealJob) -> None:
+        pass
 
     def keep_sealed(self, sealed: SealedUpdate) -> None:
         self.sealed.append(sealed)

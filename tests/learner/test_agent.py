@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from diloco.codec import native
-from diloco.learner.agent import JoinFailed
+from diloco.learner.transfer import JoinFailed
 from diloco.sync.events import Ending
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.server import Syncer

@@ -17,7 +17,7 @@ def test_a_model_that_lies_elsewhere_is_trained_and_told_of_as_one_that_lies_her
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
     """What an accelerator does, on the CPU: updates by the kernels, which the syncer compares with what they say."""
-    monkeypatch.setattr("diloco.learner.tensors.place_of", lambda parameters: Elsewhere())
+    monkeypatch.setattr("diloco.learner.exchange.place_of", lambda parameters: Elsewhere())
     settings: dict[str, Any] = {"down_codec": "int8", "up_codecs": ["int4"], **ALONE}
     with (
         serving(tmp_path / "syncer", **settings) as syncer,

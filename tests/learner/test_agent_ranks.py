@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.inner.parallel import GroupError
+from diloco.inner.checks import GroupError
 from tests.learner.direct import DirectClient, Site, started
 from tests.learner.test_agent import ALONE
 from tests.syncer.building import serving

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule
 from diloco.sync.events import LineageBegan, PushAnswered, Reason
 from diloco.sync.options import OuterOptions
 from diloco.sync.progress import SentState, site_ledger
+from diloco.syncer.replaying import Rules
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.store import RunCard, Store
 from tests.learner.direct import DirectClient, Site
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def begin_lineage(folder: Path) -> None:
     """What an operator's restore leaves in a syncer's folder: the newest values again, as versions of a new lineage."""
     store = Store(folder, RunCard(RUN, LAYOUT.fingerprint, "shared"))
-    found = store.recover(OuterOptions(**NO_WAIT), OuterRule(OuterOptimizerOptions()), "fp32")  # type: ignore[arg-type]
+    found = store.recover(Rules(OuterOptions(**NO_WAIT), OuterRule(OuterOptimizerOptions()), "fp32"))  # type: ignore[arg-type]
     values = found.holdings.values
     found.machine.handle(LineageBegan(2, tuple(each.digest for each in values), "a test"), found.machine.state.now_ns)
     again = [FragmentValues(each.version + 1, each.published, each.published, NOTHING, each.digest) for each in values]

@@ -13,14 +13,13 @@ from torch import Tensor
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.agent import Agent
-from diloco.learner.channel import Orders
-from diloco.learner.meter import OneVoice
-from diloco.learner.options import AgentOptions, Finished, JoinFailed
-from diloco.learner.several_syncers import Agents, part_restored
+from diloco.learner.agent import Agent, Finished
+from diloco.learner.exchange import AgentOptions
+from diloco.learner.ranks import Orders
+from diloco.learner.several_syncers import Agents, OneVoice, part_restored
+from diloco.learner.transfer import JoinFailed
 from diloco.outer.fragments import gather, part_of
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.effects import StopTraining
 from diloco.sync.events import Ending, FinalAnnounced
@@ -46,6 +45,7 @@ class Part:
         self.has_joined = joins is True
         self.stop: StopTraining | None = None
         self.ending: Ending | None = None
+        self.known = self
         self.steps: list[int] = []
         self.left = self.closed = self.withdrawn = False
         self.ledger = Ledger(30, 30, 0, 0, 0, 0, 0)

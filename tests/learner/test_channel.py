@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from diloco.inner.parallel import GroupError
-from diloco.learner import channel
-from diloco.learner.channel import Channel, meet
+from diloco.inner.checks import GroupError
+from diloco.learner import ranks as channel
+from diloco.learner.ranks import Channel, meet
 
 BOUND_S = 20.0
 

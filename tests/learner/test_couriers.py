@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diloco.learner.outbox import Outbox, OutboxError
+from diloco.learner.seal import Outbox, OutboxError
 from diloco.learner.transfer import MALFORMED_MAX, LinkMeter, Listener, Pause, Sender
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason
 from diloco.wire.channel import Backoff

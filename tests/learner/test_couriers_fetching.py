@@ -41,7 +41,6 @@ class Shelf(Recorder):
         self.answers: list[Callable[[PullAsk], PulledVersion]] = []
         self.asks: list[PullAsk] = []
         self.bytes_down = 0
-        self.has_patience = True
         self.waiting: list[PullAsk] = []
         self.made = threading.Event()
         self.sinks: list[PullSink] = []
@@ -207,11 +206,8 @@ def test_what_was_waited_for_as_of_another_base_is_not_taken_and_its_memory_left
     shelf.made.set()
 
 
-def test_nobody_waits_where_there_is_no_base_nor_at_a_syncer_of_an_earlier_protocol() -> None:
+def test_nobody_waits_where_there_is_no_base() -> None:
     shelf = Shelf()
-    shelf.fetcher.expect(0)
-    shelf.site_tensors.latest[0] = (3, dice("old", 0))
-    shelf.has_patience = False
     shelf.fetcher.expect(0)
     assert shelf.waiting == []
 

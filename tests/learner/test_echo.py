@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from diloco.codec.base import digest
-from diloco.learner.heartbeat import IDLE_SHARE, Echo
+from diloco.learner.tensors import IDLE_SHARE, Echo, SiteTensors
+from diloco.outer.fragments import plan_layout
 from diloco.wire.messages import short_digest
+from tests.learner.held import held
 from tests.syncer.building import dice
 
 TOLD = digest(dice("x", 0))
@@ -19,50 +27,57 @@ class Clock:
         return self.now_s
 
 
+def echo_of(bases: Sequence[Tensor | None], told: str = TOLD, clock: Clock | None = None) -> tuple[Echo, SiteTensors]:
+    layout = plan_layout([(f"p{index}", (4,)) for index in range(len(bases))], len(bases))
+    tensors = SiteTensors(layout, held({name: torch.zeros(shape) for name, shape in layout.parameters}), "rebase", 0.5)
+    tensors.base, tensors.told_base = list(bases), [told] * len(bases)
+    tensors.base_versions = [10 + index for index in range(len(bases))]
+    return Echo(tensors, threading.Condition(), clock or Clock()), tensors
+
+
 def test_fragments_take_turns_and_a_digest_stands_for_the_very_tensor_it_was_made_of() -> None:
-    echo, bases = Echo(2, Clock()), [dice("x", 0), dice("y", 1)]
-    assert echo.digests(bases) == (0, 0)
-    assert echo.next_fragment() == 0
-    echo.compute(bases[0], TOLD)
-    assert echo.next_fragment() == 1
-    assert echo.digests(bases) == (short_digest(digest(dice("x", 0))), 0)
-    echo.compute(bases[1], TOLD)
-    both = (short_digest(digest(dice("x", 0))), short_digest(digest(dice("y", 1))))
-    assert echo.digests(bases) == both
-    assert echo.next_fragment() == 0
-    bases[0] = dice("x", 0)
-    assert echo.digests(bases) == (0, both[1]), "another tensor lies there now"
+    echo, tensors = echo_of([dice("x", 0), dice("y", 1)])
+    first, second = short_digest(digest(dice("x", 0))), short_digest(digest(dice("y", 1)))
+    assert echo.digests() == (0, 0)
+    assert echo.compute() == (0, 10, first)
+    assert echo.digests() == (first, 0)
+    assert echo.compute() == (1, 11, second)
+    assert echo.digests() == (first, second)
+    tensors.base[0] = dice("x", 0)
+    assert echo.digests() == (0, second), "another tensor lies there now"
+    assert echo.compute() == (0, 10, first)
 
 
 def test_one_flipped_bit_shows() -> None:
-    echo, values = Echo(1, Clock()), dice("x", 0)
+    values = dice("x", 0)
     values.numpy().view("uint32")[3] ^= 1
-    echo.compute(values, TOLD)
-    assert echo.digests([values]) != (short_digest(digest(dice("x", 0))),)
+    echo, _ = echo_of([values])
+    echo.compute()
+    assert echo.digests() != (short_digest(digest(dice("x", 0))),)
 
 
 def test_a_site_that_has_no_base_yet_says_nothing() -> None:
-    echo = Echo(1, Clock())
-    echo.compute(None, TOLD)
-    assert echo.digests([None]) == (0,)
+    echo, _ = echo_of([None])
+    assert echo.compute() is None
+    assert echo.digests() == (0,)
 
 
 def test_it_is_in_the_form_of_what_was_told_and_nothing_is_said_where_nothing_was() -> None:
-    echo, values = Echo(1, Clock()), dice("x", 0)
-    echo.compute(values, "0" * 64)
-    assert echo.digests([values]) == (short_digest(digest(values, like="0" * 64)),)
-    echo = Echo(1, Clock())
-    echo.compute(values, "")
-    assert echo.digests([values]) == (0,)
+    values = dice("x", 0)
+    echo, _ = echo_of([values], "0" * 64)
+    echo.compute()
+    assert echo.digests() == (short_digest(digest(values, like="0" * 64)),)
+    echo, _ = echo_of([values], "")
+    assert echo.compute() == (0, 10, 0)
 
 
 def test_hashing_takes_a_bounded_share_of_the_time() -> None:
     clock = Clock()
-    echo = Echo(1, clock)
+    echo, _ = echo_of([dice("x", 0)], clock=clock)
     clock.passes_s = 2.0
-    echo.compute(dice("x", 0), TOLD)
+    assert echo.compute() is not None
     clock.passes_s = 0.0
     clock.now_s += IDLE_SHARE * 2.0 - 0.1
-    assert echo.next_fragment() is None
+    assert echo.compute() is None
     clock.now_s += 0.2
-    assert echo.next_fragment() == 0
+    assert echo.compute() is not None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.codec.base import NonFiniteError, digest
-from diloco.codec.buffers import Buffers
+from diloco.codec.base import Buffers, NonFiniteError, digest
 from diloco.codec.merging import RANGE_VALUES
 from diloco.codec.registry import make_codec, values_of
 from diloco.learner.seal import Encoded, Encoder

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from diloco.codec.base import digest
 from diloco.inner.parallel import SiteGroup
-from diloco.learner.channel import Orders
 from diloco.learner.exchange import Exchange, Source
-from diloco.learner.outbox import Outbox
-from diloco.learner.seal import SealJob, encoders, seal
+from diloco.learner.ranks import Orders
+from diloco.learner.seal import Outbox, SealJob, encoders, seal
 from diloco.learner.tensors import SiteTensors
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
@@ -31,13 +30,13 @@ class Held(Exchange):
     """An exchange whose machine is a list of what it is told."""
 
     incarnation, epoch, lineage = 1, 3, 1
+    known: Any = property(lambda self: self)  # type: ignore[assignment]
 
     def __init__(self, folder: Path) -> None:
         self.events, self.told, self.knows = Events(), list[Any](), True
         self.parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
         client: Any = DirectClient.__new__(DirectClient)
         client.bytes_up = client.bytes_down = 0
-        client.has_patience = False
         client.close = lambda: None
         tensors = SiteTensors(LAYOUT, held(self.parameters), "rebase", 0.5)
         options = AdaptOptions(ways=(Way("fp32", 0),))
@@ -137,6 +136,6 @@ def test_orders_go_to_who_does_them_and_closing_ends_all(tmp_path: Path) -> None
     held.order(StartOver(0))
     assert held.tensors.latest[0] is None
     assert [event["fragment"] for event in held.events.of("started_over")] == [0]
-    held.end()
+    held.end_threads()
     found = [[each.queue.get(), each.queue.get()] for each in (held.sender, held.sealer, held.fetcher)]
     assert found == [[(0, 1), None], [(0, 2), None], [1, None]]

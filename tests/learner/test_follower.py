@@ -10,8 +10,8 @@ from torch import Tensor
 
 from diloco.inner.holding import Holding
 from diloco.inner.trainer import StepInfo
-from diloco.learner.channel import ADOPT, GO_ON, RETAKE, SEAL, STOP
-from diloco.learner.owner import Follower
+from diloco.learner.exchange import Follower
+from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP
 from diloco.outer.fragments import gather, part_of
 from tests.syncer.building import LAYOUT, dice
 

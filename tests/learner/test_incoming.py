@@ -202,7 +202,9 @@ def test_one_that_broke_off_keeps_what_came_and_no_values_and_goes_on_from_there
     assert kept() is None, "it would be kept until this fragment is pulled again"
     assert incoming.sink.bytes_held == middle
     site.latest[0] = (3, again)
-    assert incoming.sink.begin(header_of(after, payload))
+    header = header_of(after, payload)
+    assert incoming.sink.belongs(header)
+    incoming.sink.begin(header)
     incoming.sink.accept(Frame(middle, memoryview(payload)[middle:]))
     found = incoming.values(incoming.sink.finish())
     assert found is not None

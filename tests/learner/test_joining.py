@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco.learner.options import JoinFailed
-from diloco.learner.transfer import Joiner
+from diloco.learner.transfer import Joiner, JoinFailed
 from diloco.wire.messages import Refused, Status, Unreachable
 from tests.learner.participant import Recorder
 from tests.syncer.building import LAYOUT, agreement

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,10 @@ def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) ->
     assert (meter.read().rtt_ns, meter.read().up_bytes_per_s) == (0, 0)
     with meter.control():
         now[0] += 20 * MS
-    with meter.up():
+    with meter.transfer(up=True):
         traffic.bytes_up += 1_000_000
         now[0] += 120 * MS
-    with meter.down():
+    with meter.transfer(up=False):
         traffic.bytes_down += 3_000_000
         now[0] += 320 * MS
     found = meter.read()
@@ -41,7 +42,7 @@ def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_call_that_failed_measures_nothing() -> None:
     traffic = Traffic()
     meter = LinkMeter(traffic)  # type: ignore[arg-type]
-    for call in (meter.control, meter.up, meter.down):
+    for call in (meter.control, partial(meter.transfer, up=True), partial(meter.transfer, up=False)):
         with suppress(Unreachable), call():
             traffic.bytes_up += 1_000_000
             traffic.bytes_down += 1_000_000

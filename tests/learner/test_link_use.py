@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 from diloco.learner.transfer import LinkUse
-from diloco.sync.events import Fate, FateTold, LearnerEvent, Outcome, OverlapChosen, PushAnswered
+from diloco.sync.events import Fate, FateTold, Outcome, OverlapChosen, PushAnswered
 from diloco.sync.link import AdaptOptions, Way
 from diloco.wire.messages import LinkInfo
+from tests.learner.participant import Recorder
 
 STEP_NS = 100_000_000
 WAYS = (Way("int8", 8_000_000), Way("int4", 4_000_000))
@@ -20,69 +21,68 @@ class Traffic:
         self.channels.append(count)
 
 
-def using(ways: tuple[Way, ...] = WAYS) -> tuple[LinkUse, list[tuple[str, dict[str, object]]]]:
-    said: list[tuple[str, dict[str, object]]] = []
+def using(ways: tuple[Way, ...] = WAYS) -> tuple[LinkUse, Recorder]:
+    site = Recorder()
     options = AdaptOptions(ways=ways, version_bytes=4_000_000, inner_steps=20)
-    use = LinkUse(Traffic(), options, lambda name, facts: said.append((name, facts)), lambda event: None)  # type: ignore[arg-type]
-    return use, said
+    return LinkUse(site, Traffic(), options), site  # type: ignore[arg-type]
 
 
 def carried(use: LinkUse, up: int) -> None:
-    use.link._estimator.answered(10_000_000)
+    use._estimator.answered(10_000_000)
     for _ in range(3):
-        use.link._estimator.carried_up(up, 1_010_000_000)
-        use.link._estimator.carried_down(10_000_000, 1_010_000_000)
+        use._estimator.carried(up, 1_010_000_000, up=True)
+        use._estimator.carried(10_000_000, 1_010_000_000, up=False)
 
 
 def test_before_anything_is_measured_it_is_as_configured() -> None:
-    use, said = using()
+    use, site = using()
     assert [use.codec(STEP_NS) for _ in range(4)] == ["int8"] * 4
     assert use.info(STEP_NS) == LinkInfo(up_codec="int8", channels=1)
-    assert said == []
+    assert site.events.all == []
 
 
 def test_a_change_is_told_once_with_its_reason_and_stays_to_be_seen() -> None:
-    use, said = using()
+    use, site = using()
     carried(use, 4_000_000)
     assert [use.codec(STEP_NS) for _ in range(5)] == ["int8", "int4", "int4", "int4", "int4"]
-    ((name, facts),) = said
-    assert (name, facts["codec"], facts["channels"]) == ("adapted", "int4", 1)
+    (facts,) = site.events.all
+    assert (facts["what"], facts["codec"], facts["channels"]) == ("adapted", "int4", 1)
     info = use.info(STEP_NS)
     assert info.why == facts["why"]
     assert (info.up_codec, info.up_bytes_per_s, info.down_bytes_per_s) == ("int4", 4_000_000, 10_000_000)
     assert info.exchange_steps == 15  # One second up, 0.4 down, three round trips, in steps of a tenth.
     carried(use, 40_000_000)
     assert [use.codec(STEP_NS) for _ in range(3)] == ["int4", "int8", "int8"]
-    assert [facts["codec"] for _, facts in said] == ["int4", "int8"]
+    assert [facts["codec"] for facts in site.events.of("adapted")] == ["int4", "int8"]
 
 
 def test_connections_are_opened_where_their_windows_bound_the_link() -> None:
-    traffic, said = Traffic(), []
+    traffic, site = Traffic(), Recorder()
     options = AdaptOptions(ways=WAYS[:1], inner_steps=20, channels_max=6, window_bytes=100_000)
-    use = LinkUse(traffic, options, lambda name, facts: said.append(facts["channels"]), lambda event: None)  # type: ignore[arg-type]
+    use = LinkUse(site, traffic, options)  # type: ignore[arg-type]
     carried(use, 6_000_000)  # 6 MB/s over 10 ms are 60 kB on the way, where one window has room for 65.
     for _ in range(6):
         use.codec(STEP_NS)
-    assert traffic.channels == said == [2]
+    assert traffic.channels == [facts["channels"] for facts in site.events.all] == [2]
     assert use.info(STEP_NS).channels == 2
 
 
 def test_the_overlap_is_that_of_an_exchange_with_the_round_that_was_seen_and_the_machine_is_told() -> None:
-    said: list[object] = []
-    told: list[LearnerEvent] = []
+    site = Recorder()
     options = AdaptOptions(
         ways=WAYS[1:], version_bytes=4_000_000, inner_steps=20, overlap_steps=1, overlap_steps_max=12
     )
-    use = LinkUse(Traffic(), options, lambda name, facts: said.append(facts["overlap_steps"]), told.append)  # type: ignore[arg-type]
+    use = LinkUse(site, Traffic(), options)  # type: ignore[arg-type]
     use.begin()
     carried(use, 10_000_000)  # 0.4 s up and 0.4 s down, and three times 10 ms.
     assert [use.codec(STEP_NS) for _ in range(3)] == ["int4"] * 3
-    assert (said, told) == ([9], [OverlapChosen(1), OverlapChosen(9)])
+    assert site.told == [OverlapChosen(1), OverlapChosen(9)]
     use._rounds.heard(PushAnswered(0, 1, Outcome.ACCEPTED, None), 1_000_000_000)
     use._rounds.heard(FateTold(Fate(0, 1, 1, 10, "d")), 1_200_000_000)
     use.codec(STEP_NS)
     use.codec(STEP_NS)
-    assert (said, told[2:]) == ([9, 11], [OverlapChosen(11)])
+    assert site.told[2:] == [OverlapChosen(11)]
+    assert [facts["overlap_steps"] for facts in site.events.all] == [9, 11]
     info = use.info(STEP_NS)
     assert (info.overlap_steps, info.exchange_steps, info.round_ns) == (11, 11, 200_000_000)
     assert info.why == (
@@ -100,7 +100,7 @@ def test_a_round_is_heard_of_by_the_sites_own_clock() -> None:
 
 
 def test_without_a_choice_the_link_is_told_all_the_same() -> None:
-    use, said = using(WAYS[:1])
+    use, site = using(WAYS[:1])
     carried(use, 1_000_000)
     assert {use.codec(STEP_NS) for _ in range(9)} == {"int8"}
-    assert (use.info(STEP_NS).why, use.info(STEP_NS).rtt_ns, said) == ("", 10_000_000, [])
+    assert (use.info(STEP_NS).why, use.info(STEP_NS).rtt_ns, site.events.all) == ("", 10_000_000, [])

@@ -9,8 +9,8 @@ from multiprocessing import AuthenticationError
 
 import pytest
 
-from diloco.learner import meeting
-from diloco.learner.meeting import NEAR, Door, knock
+from diloco.learner import ranks as meeting
+from diloco.learner.ranks import NEAR, Door, knock
 
 BOUND_S = 20.0
 KEY = b"k" * 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from diloco.learner.meter import SAMPLES_MAX, Meter
+from diloco.learner.agent import SAMPLES_MAX, Meter
 
 MS = 1_000_000
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.learner.outbox import FIELDS, Odometer
-from diloco.learner.outbox import _read_slots as read_slots
+from diloco.learner.seal import FIELDS, Odometer
+from diloco.learner.seal import _read_slots as read_slots
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from diloco.learner.outbox import Odometer
+from diloco.learner.seal import Odometer
 odometer = Odometer(Path(sys.argv[1]))
 for step in range(1, 1001):
     odometer.write(step, 10 * step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.learner.meter import OneVoice, in_whole
+from diloco.learner.several_syncers import OneVoice, in_whole
 from tests.syncer.building import Events
 
 METER = {"bytes_up": 5, "bytes_down": 7, "in_flight": 1, "adopt_s": 0.5, "incarnation": 1, "staleness": 0, "link": 9}
@@ -46,5 +46,5 @@ def test_a_site_is_done_once() -> None:
     voice = OneVoice([[0], [1]], events.emit)
     voice.of(0)("site_done", {"ledger": {}})
     assert not events.all
-    voice.say("site_done", {"ledger": {}})
+    voice.emit("site_done", {"ledger": {}})
     assert len(events.of("site_done")) == 1

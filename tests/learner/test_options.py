@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.learner.options import AgentOptions
+from diloco.learner.exchange import AgentOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
 
 

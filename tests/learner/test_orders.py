@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
-from diloco.learner.channel import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, take_part
+from diloco.learner.exchange import Follower
+from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders
 from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from tests.layouts import LAYOUTS, SHAPES, Odd, dice, heard, part_of, ranks, same, whole
@@ -124,7 +125,8 @@ def lead(name: str, rule: str, group: SiteGroup) -> tuple[list[Tensor], dict[str
         measured = rounds(found, Orders(group), LAYOUT, lambda step: trained(parameters, step))
     else:
         boundaries = iter([1, 11, 2, 12, 3, 13])
-        while not take_part(holding, [LAYOUT], rule):
+        follower = Follower([LAYOUT], holding, rule)
+        while not follower.start():
             step = next(boundaries, None)
             if step is not None:
                 trained(parameters, step)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.learner.outbox import FRESH_MAX, SPARE_MAX, Outbox, OutboxError
+from diloco.learner.seal import FRESH_MAX, SPARE_MAX, Outbox, OutboxError
 from tests.syncer.building import update
 
 

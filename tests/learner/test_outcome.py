@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from diloco.learner.options import Finished, JoinFailed
+from diloco.learner.agent import Finished
+from diloco.learner.transfer import JoinFailed
 
 
 def test_what_failed_says_its_kind_and_its_words() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diloco.inner.parallel import SiteGroup
-from diloco.learner.channel import Dealt, all_mine, deal, owners_of
+from diloco.learner.ranks import Dealt, all_mine, deal, owners_of
 from diloco.outer.fragments import plan_layout
 from tests.learner.held import held
 

@@ -56,7 +56,7 @@ class Model:
         return seal(SealJob(effect, inputs, self.codec.name), self.encoder, "run", "a", 1)
 
     def keep(self, sealed: SealedUpdate) -> None:
-        self.tensors.sealed(0, sealed.header.sequence, sealed.sent, sealed.fed)
+        self.tensors.sealed(0, sealed.header.sequence, sealed.encoded.sent, sealed.encoded.fed)
         self.since_adopt.append(sealed.header.sequence)
 
     def update(self) -> SealedUpdate:
@@ -80,8 +80,8 @@ class Model:
 
 
 def fresh(sealed: SealedUpdate) -> Tensor:
-    assert sealed.fed is not None
-    return sealed.fed.fresh.double()
+    assert sealed.encoded.fed is not None
+    return sealed.encoded.fed.fresh.double()
 
 
 @pytest.mark.parametrize("codec", ["int4", "e3m0", "int2:8", "sign", "topk:256x4", "topk:256x16+zstd1"])
@@ -102,7 +102,10 @@ def test_invariant_12_what_was_merged_and_the_residual_are_what_was_to_be_sent(c
                 inputs = model.measured() if dice.random() < 0.5 else inputs
             elif in_flight and dice.random() < 0.5:
                 decided = in_flight.pop(0)
-                theta, merged = theta - values_of(decided.sent), merged + values_of(decided.sent).double()
+                theta, merged = (
+                    theta - values_of(decided.encoded.sent),
+                    merged + values_of(decided.encoded.sent).double(),
+                )
                 to_send += fresh(decided)
                 model.adopt(theta, [decided.header.sequence])
                 model.train(1000 * seed + step + 500)
@@ -122,15 +125,15 @@ def test_one_update_is_carried_bit_for_bit_as_it_is_defined() -> None:
     model = Model("sign", beta=0.5)
     model.train(1)
     first = model.update()
-    assert torch.equal(model.residual(), fresh(first).float() - values_of(first.sent))
+    assert torch.equal(model.residual(), fresh(first).float() - values_of(first.encoded.sent))
     before = model.residual()
-    model.adopt(-values_of(first.sent), [1])
+    model.adopt(-values_of(first.encoded.sent), [1])
     model.train(2)
     second = model.update()
     to_send = fresh(second).float() + before * 0.5
-    assert second.payload == model.codec.encode(to_send)
-    assert torch.equal(model.residual(), to_send - values_of(second.sent))
-    assert second.norm == pytest.approx(float(values_of(second.sent).norm()))
+    assert second.encoded.payload == model.codec.encode(to_send)
+    assert torch.equal(model.residual(), to_send - values_of(second.encoded.sent))
+    assert second.encoded.norm == pytest.approx(float(values_of(second.encoded.sent).norm()))
 
 
 def test_two_updates_between_adopts_send_what_the_first_rounded_off_once() -> None:
@@ -140,7 +143,7 @@ def test_two_updates_between_adopts_send_what_the_first_rounded_off_once() -> No
     first = model.update()
     second = model.update()  # Nothing was trained in between.
     assert bool((fresh(second) == 0).all())
-    total = (values_of(first.sent) + values_of(second.sent) + model.residual()).double()
+    total = (values_of(first.encoded.sent) + values_of(second.encoded.sent) + model.residual()).double()
     assert (total - fresh(first)).abs().max() < 1e-7
 
 
@@ -176,7 +179,7 @@ def test_a_small_value_is_sent_at_last_and_without_feedback_never() -> None:
         for _ in range(200):
             model.parameters["w"] -= steady
             update = model.update()
-            sent += values_of(update.sent)
+            sent += values_of(update.encoded.sent)
             model.adopt(torch.zeros(600), [update.header.sequence])
         assert bool((sent[:256] > 0).all()) == reached, beta
         assert torch.allclose(sent + model.residual(), 200 * steady, rtol=1e-3) == reached, beta
@@ -189,7 +192,7 @@ def test_a_checkpoint_holds_it_and_the_next_update_has_the_same_bytes(rule: str)
     first = model.update()
     model.train(2)
     second = model.update()
-    model.adopt(-values_of(first.sent), [first.header.sequence])
+    model.adopt(-values_of(first.encoded.sent), [first.header.sequence])
     model.train(3)
     again = Model("int2:8", rule, beta=0.9)
     again.tensors.restore(model.tensors.tensors(), [model.version])
@@ -200,7 +203,7 @@ def test_a_checkpoint_holds_it_and_the_next_update_has_the_same_bytes(rule: str)
         each.refuse(second.header.sequence)
         each.update()
     assert torch.equal(model.residual(), again.residual())
-    assert model.seal(model.measured()).payload == again.seal(again.measured()).payload
+    assert model.seal(model.measured()).encoded.payload == again.seal(again.measured()).encoded.payload
 
 
 def test_a_retake_drops_it() -> None:

@@ -10,7 +10,7 @@ import torch
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import restored_machine
-from diloco.learner.outbox import Odometer, Outbox
+from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.sync.effects import Retake

@@ -13,8 +13,7 @@ import torch
 from diloco.codec.base import NonFiniteError, digest, digest_of
 from diloco.codec.registry import make_codec, values_of
 from diloco.durable import Disk, Step
-from diloco.learner.outbox import Outbox
-from diloco.learner.seal import Encoder, SealedUpdate, Sealer, SealJob, seal
+from diloco.learner.seal import Encoder, Outbox, SealedUpdate, Sealer, SealJob, seal
 from diloco.learner.tensors import HOST, Place, SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.events import SealFailed
@@ -45,11 +44,13 @@ def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(
     assert (header.fragment, header.sequence, header.base_version) == (0, 7, 3)
     assert (header.tokens, header.steps, header.step_ns, header.cursor, header.final) == (120, 12, 1000, 99, True)
     assert (header.encoding, header.numel) == (codec, measured.numel())
-    assert (header.payload_bytes, header.digest) == (len(sealed.payload), digest_of(sealed.payload))
-    assert header.values_digest == digest(make_codec(codec).decode(sealed.payload, measured.numel()))
-    assert torch.equal(values_of(sealed.sent), make_codec(codec).decode(sealed.payload, measured.numel()))
-    assert bytes(sealed.payload) == make_codec(codec).encode(measured)
-    assert sealed.norm == pytest.approx(float(values_of(sealed.sent).norm()))
+    assert (header.payload_bytes, header.digest) == (len(sealed.encoded.payload), digest_of(sealed.encoded.payload))
+    assert header.values_digest == digest(make_codec(codec).decode(sealed.encoded.payload, measured.numel()))
+    assert torch.equal(
+        values_of(sealed.encoded.sent), make_codec(codec).decode(sealed.encoded.payload, measured.numel())
+    )
+    assert bytes(sealed.encoded.payload) == make_codec(codec).encode(measured)
+    assert sealed.encoded.norm == pytest.approx(float(values_of(sealed.encoded.sent).norm()))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.learner.heartbeat import UNHEARD_MAX
+from diloco.learner.agent import UNHEARD_MAX
 from diloco.sync.progress import site_ledger
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import ReportInfo, ReportReply, Unreachable, short_digest

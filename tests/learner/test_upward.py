@@ -29,8 +29,7 @@ from diloco.sync.events import (
     UpstreamFetched,
     VersionPublished,
 )
-from diloco.sync.progress import Ledger, Sent, SentState
-from diloco.sync.region import Standing
+from diloco.sync.progress import Ledger, Sent, SentState, Standing
 from diloco.sync.state import Part, Status
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient

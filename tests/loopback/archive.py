@@ -16,17 +16,17 @@ def archive(folder: Path, data: Path) -> None:
     (folder / "journal").mkdir(parents=True, exist_ok=True)
     for path in (data / "spool").glob("*/*.update"):  # A power cut may have taken the second name.
         if path.parent.name != ".partial":
-            _link(path, folder / "spool" / path.parent.name / path.name)
+            link(path, folder / "spool" / path.parent.name / path.name)
 
     def pruning(journal: JournalFiles, first: int) -> None:
         for path in journal.folder.glob("journal-*.log"):
-            _link(path, folder / "journal" / path.name)
+            link(path, folder / "journal" / path.name)
         prune(journal, first)
 
     def linking(put: Callable[..., str]) -> Callable[..., str]:
         def putting(spool: Spool, *args: object) -> str:
             reference = put(spool, *args)
-            _link(spool.folder / reference, folder / "spool" / reference)
+            link(spool.folder / reference, folder / "spool" / reference)
             return reference
 
         return putting
@@ -35,7 +35,8 @@ def archive(folder: Path, data: Path) -> None:
     Spool.keep, Spool.put_above = linking(Spool.keep), linking(Spool.put_above)  # type: ignore[method-assign]
 
 
-def _link(path: Path, target: Path) -> None:
+def link(path: Path, target: Path) -> None:
+    """Give ``path`` a second name, in the place of an older one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_suffix(".tmp")
     beside.unlink(missing_ok=True)

@@ -16,16 +16,15 @@ from torch import Tensor
 from diloco.codec.base import digest
 from diloco.learner.agent import Finished
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizer import NOTHING
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import NOTHING, OuterRule
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TakeVersion, TellFate
 from diloco.sync.events import Ending, Fate, LineageBegan, Outcome, OuterStepDone, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, replay
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.images import full_parameters
 from diloco.syncer.journal_files import JournalFiles
-from diloco.syncer.snapshots import FragmentValues, same_values
+from diloco.syncer.replaying import Rules
+from diloco.syncer.snapshots import FragmentValues, full_parameters, same_values
 from diloco.syncer.store import RunCard, Store
 from tests.loopback.cluster import Log
 
@@ -186,7 +185,7 @@ def computed_again(run: Run) -> list[FragmentValues]:
             shutil.copytree(spool, folder / "spool", dirs_exist_ok=True)
     rules, rule = run.rules()
     store = Store(folder, card)
-    found = store.recover(rules, rule, run.codec)
+    found = store.recover(Rules(rules, rule, run.codec))
     store.journal.close()
     return found.holdings.values
 
@@ -228,7 +227,7 @@ def as_it_stopped(run: Run) -> list[FragmentValues]:
     shared = json.loads((folder / "run.json").read_text())["shared_digest"]
     rules, rule = run.rules()
     store = Store(folder, RunCard(run.run_id, run.layout().fingerprint, shared))
-    found = store.recover(rules, rule, run.codec)
+    found = store.recover(Rules(rules, rule, run.codec))
     store.journal.close()
     return found.holdings.values
 

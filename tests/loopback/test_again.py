@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.learner.agent import Finished
-from diloco.learner.outbox import Outbox
+from diloco.learner.seal import Outbox
 from diloco.sync.events import Outcome
 from diloco.wire.client import SyncClient
 from tests.loopback.audit import History, audit

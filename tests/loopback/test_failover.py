@@ -11,9 +11,7 @@ from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import FRAME, decode_records, units
 from diloco.syncer.standby import Standby
 from diloco.wire.client import AdminClient
-from diloco.wire.identity import Identity
-from diloco.wire.messages import JoinAsk, JoinReply, Unreachable
-from diloco.wire.replication import Item
+from diloco.wire.messages import Item, JoinAsk, JoinReply, Unreachable
 from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port, serving
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
 
@@ -40,9 +38,9 @@ def test_sites_go_over_to_the_standby_and_the_old_syncer_does_not_win_them_back(
         log.wait_for("published", 4, BOUND_S)
         had, answer = old.core.machine.state.sites["a"].lines[0].watermark, old.api.join
 
-        def overheard(request: JoinAsk, identity: Identity) -> JoinReply:
+        def overheard(request: JoinAsk) -> JoinReply:
             asked.append(request.site_id)
-            return answer(request, identity)
+            return answer(request)
 
         monkeypatch.setattr(old.api, "join", overheard)
         operator.detach()

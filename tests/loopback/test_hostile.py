@@ -24,8 +24,7 @@ from diloco.syncer.server import Syncer
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import checksum
 from diloco.wire.client import AdminClient, SyncClient
-from diloco.wire.convert import pack_join, pack_leave, pack_report, pack_watch
-from diloco.wire.convert_bulk import pack_pull, pack_push
+from diloco.wire.convert import pack_join, pack_leave, pack_pull, pack_push, pack_report, pack_watch
 from diloco.wire.messages import Chunk, JoinAsk, LeaveAsk, PullAsk, PushCommit, PushHeader, ReportInfo, WatchAsk
 from diloco.wire.options import ClientOptions, SecurityOptions
 from diloco.wire.v1 import sync_pb2

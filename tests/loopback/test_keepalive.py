@@ -11,9 +11,8 @@ from diloco.wan.process import RelayProcess
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import Alive, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.server import serve
 from tests.loopback.cluster import eventually
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 LONG_S = 15.0
 """The bounds of other means to notice silence, out of the way here."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.syncer.replaying import Rules
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.client import AdminClient
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
@@ -107,7 +108,7 @@ def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_th
         card = RunCard(RUN, toy.layout().fingerprint, "shared")
         store = Store(tmp_path / "standby", card)
         outer, rule = toy.rules()
-        lines = store.recover(outer, rule, toy.codec).machine.state.sites["b"].lines
+        lines = store.recover(Rules(outer, rule, toy.codec)).machine.state.sites["b"].lines
         store.journal.close()
         for event in acknowledged:
             assert lines[int(str(event["fragment"]))].watermark >= int(str(event["sequence"]))

@@ -600,7 +600,7 @@ def test_while_a_region_s_disk_is_full_what_waits_does_not_grow_with_the_version
 
         def waiting() -> int:
             (above,) = made
-            queues = (syncer.core._inbox, above._fetcher.queue, above._sealer.queue, above._sender.queue)
+            queues = (syncer.core._inbox, above.fetcher.queue, above.sealer.queue, above.sender.queue)
             files = [path for path in Path(region.folder, "syncer").rglob("*") if path.is_file()]
             return sum(each.qsize() for each in queues) + len(above._sent) + len(files)
 

@@ -9,8 +9,9 @@ import pytest
 
 from diloco.durable import locked
 from diloco.sync.rounds import Selection
-from diloco.syncer.images import Image
-from diloco.syncer.restoring import Kept, Known, Rules, restore_in_place
+from diloco.syncer.replaying import Rules
+from diloco.syncer.restoring import Kept, Known, restore_in_place
+from diloco.syncer.snapshots import Image
 from diloco.syncer.store import RunCard
 from tests.loopback.audit import audit
 from tests.loopback.cluster import SiteThread, free_port, serving

@@ -30,32 +30,27 @@ from diloco.inner import checkpoint
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
-from diloco.launch.arenas import limit_arenas
+from diloco.launch.process import limit_arenas
 from diloco.learner.agent import Agent, Finished
-from diloco.learner.channel import Dealt, Orders
-from diloco.learner.options import AgentOptions
-from diloco.learner.owner import Follower
+from diloco.learner.exchange import AgentOptions, Follower
+from diloco.learner.ranks import Dealt, Orders
 from diloco.learner.region import Upward
 from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.merge import UNCORRECTED, Correction, MergeOptions
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.rule import OuterRule, outer_rule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.link import AdaptOptions
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
-from diloco.syncer.lease import Lease
+from diloco.syncer.lease import FileLease, Lease
 from diloco.syncer.lease_etcd import EtcdLease
-from diloco.syncer.lease_file import FileLease
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
-from diloco.syncer.standby import Standby, Warm
-from diloco.syncer.succession import StandingBy
-from diloco.wire.client import SyncClient
+from diloco.syncer.standby import Standby, StandingBy, Warm
+from diloco.wire.client import FollowClient, SyncClient
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from diloco.wire.replication import FollowClient
 from tests.hunts.clock import follow
 from tests.loopback.archive import archive
 from tests.loopback.speaker import speaker

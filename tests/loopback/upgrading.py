@@ -42,6 +42,8 @@ class Upgrade:
     new: Path
     port: int = field(default_factory=free_port)
     said: list[str] = field(default_factory=list)
+    kills: int = 0
+    """Of syncers, which may have made a version of each fragment that they did not come to say."""
     drain_s: float = 0.0
     """From the word to the end of the syncer, with a last round of all sites in between."""
 
@@ -88,6 +90,7 @@ class Upgrade:
             assert syncer.end(BOUND_S) == 75, syncer.text()
         else:
             syncer.kill()
+            self.kills += 1
         return self._syncer(source, *changed)
 
     def _merged(self, what: str) -> None:
@@ -119,6 +122,11 @@ class Upgrade:
                 fragment, version = int(str(event["fragment"])), int(str(event["version"]))
                 assert version == latest.get(fragment, 0) + 1, f"{event} after version {latest.get(fragment, 0)}"
                 latest[fragment] = version
+            elif event["who"] == "syncer" and event["what"] == "syncer_started":
+                for fragment, version in enumerate(event["versions"]):
+                    said = latest.get(fragment, 0)
+                    assert said <= version <= said + self.kills, f"{event} after version {said} of {fragment}"
+                    latest[fragment] = version
         state = self._last_state()
         acknowledged = {
             (str(event["who"]), int(str(event["fragment"])), int(str(event["sequence"])))

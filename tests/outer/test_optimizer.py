@@ -312,7 +312,7 @@ def test_going_on_from_what_was_kept_is_going_on(kind: str) -> None:
     ("given", "words"),
     [
         ({"kind": "adam"}, "kind is 'adam': one of sgd, heavy_ball, nesterov"),
-        ({"lr": 0.0}, "lr is 0.0: must be above 0"),
+        ({"lr": 0.0}, "lr is 0.0: positive and finite"),
         ({"lr": float("nan")}, "lr is nan"),
         ({"momentum": 1.0}, "momentum is 1.0: from 0 to below 1"),
         ({"momentum": -0.1}, "momentum is -0.1"),
@@ -322,7 +322,7 @@ def test_going_on_from_what_was_kept_is_going_on(kind: str) -> None:
         ({"kind": "delayed_nesterov", "window": 0}, "window is 0: at least 1"),
         ({"kind": "delayed_nesterov", "window": 4, "share_ahead": 0.3}, "share_ahead is 0.3: from 0 to 1/window, 0.25"),
         ({"kind": "delayed_nesterov", "epsilon": 0.5}, "epsilon is 0.5: only for adamw"),
-        ({"kind": "adamw", "epsilon": 0.0}, "epsilon is 0.0: must be above 0"),
+        ({"kind": "adamw", "epsilon": 0.0}, "epsilon is 0.0: positive and finite"),
         ({"kind": "adamw", "momentum_squares": 1.0}, "momentum_squares is 1.0: from 0 to below 1"),
         ({"weight_decay": 0.1}, "weight_decay is 0.1: only for adamw and schedule_free and gpa"),
         ({"kind": "gpa", "weight_decay": -1.0}, "weight_decay is -1.0: must not be negative"),

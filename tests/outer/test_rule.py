@@ -6,8 +6,7 @@ import pytest
 
 from diloco.outer.fragments import plan_layout
 from diloco.outer.merge import MEAN, Correction, Gate, MergeOptions, Segment
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.rule import OuterRule, outer_rule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 
 PLAIN = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
 

@@ -8,7 +8,8 @@ from typing import Any
 from diloco.sim.checkers import Checkers
 from diloco.sim.cluster import Cluster
 from diloco.sim.site_checkers import CHECKERS
-from diloco.sim.site_process import SitePlan
+from diloco.sim.site_process import SiteProcess
+from diloco.sim.site_state import SitePlan
 from diloco.sim.values import OuterRule
 from diloco.sim.world import MILLISECOND_NS, OuterPlan, ReplicationPlan, Weather
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
@@ -32,8 +33,9 @@ class Small:
     ) -> None:
         options = OuterOptions(num_fragments=2, grace_ns=0, grace="fixed", **outer)
         plan = OuterPlan(options, OuterRule(), merge_ns=5 * MILLISECOND_NS, replication=replication)
-        self.cluster = Cluster(plan, Checkers([kind(plan) for kind in CHECKERS]), Random("disk"))
-        self.cluster.syncers.start()
+        self.cluster = Cluster([plan], [Checkers([kind(plan) for kind in CHECKERS])], [Random("disk")])
+        (self.syncers,) = self.cluster.syncers
+        self.syncers.start()
         given = {"num_fragments": 2, "inner_steps": 4} | (learner or {})
         site = SitePlan(
             options=LearnerOptions(**given),
@@ -49,7 +51,7 @@ class Small:
             report_ns=options.site_timeout_ns // 3,
         )
         for name in "abcde"[:sites]:
-            self.cluster.add_site(name, site, Weather(10 * MILLISECOND_NS), Random(name))
+            self.cluster.add_site(name, [site], Weather(10 * MILLISECOND_NS), [Random(name)])
             self.cluster.start_site(name)
 
     def run(self, seconds: float) -> None:
@@ -57,4 +59,9 @@ class Small:
         heap.run_until(heap.now_ns + int(seconds * SECOND_NS), lambda: False)
 
     def versions(self) -> list[int]:
-        return self.cluster.syncers.versions()
+        return self.syncers.versions()
+
+    def process(self, name: str) -> SiteProcess:
+        """That lives there, or did last."""
+        (found,) = self.cluster.sites[name].parts
+        return found

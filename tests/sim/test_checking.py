@@ -9,7 +9,7 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 
 PLAN = OuterPlan(OuterOptions(), OuterRule())
-HOOKS = [name for name, member in vars(Checker).items() if callable(member) and name not in ("__init__", "require")]
+HOOKS = [name for name in vars(Checker) if not name.startswith("_") and name not in ("of_the_disk", "require")]
 
 
 class Noting(Checker):
@@ -31,7 +31,22 @@ def test_hook_reaches_those_that_have_it() -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_passed_on(hook: str) -> None:
-    assert hook in vars(Checkers), f"no checker would ever hear of {hook}"
+    seen: list[tuple[object, ...]] = []
+    having = type("Having", (Checker,), {hook: lambda self, *what: seen.append(what)})
+    getattr(Checkers([Checker(PLAN), having(PLAN)]), hook)("this", 1)
+    assert seen == [("this", 1)], f"no checker would ever hear of {hook}"
+
+
+def test_a_restore_sets_the_books_of_the_disk_back() -> None:
+    one, other = Noting(), Noting()
+    one.of_the_disk = ("seen",)  # type: ignore[misc]
+    checkers = Checkers([one, other])
+    checkers.recovered(OuterSync(OuterOptions()))
+    checkers.back_up()
+    one.seen.append("later")
+    other.seen.append("later")
+    checkers.set_back()
+    assert [len(each.seen) for each in (one, other)] == [1, 2]
 
 
 def test_violation_says_who_saw_it() -> None:

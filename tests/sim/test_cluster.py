@@ -13,19 +13,17 @@ def test_versions_rise_without_faults() -> None:
 def test_twin_takes_over_and_the_old_process_ends() -> None:
     small = Small()
     small.run(3)
-    old = small.cluster.sites["a"].process
+    old = small.process("a")
     small.cluster.twin_site("a")
     small.run(3)
-    new = small.cluster.sites["a"].process
-    assert old is not None
-    assert new is not None
+    new = small.process("a")
     assert (old.alive, new.alive) == (False, True), "two processes speak for one site"
 
 
 def test_evicted_site_is_not_started_again() -> None:
     small = Small()
     small.run(2)
-    outer = small.cluster.outer
+    outer = small.syncers.outer
     assert outer is not None
     outer.ask(lambda: outer.evict("a"))
     small.run(3)
@@ -37,14 +35,14 @@ def test_evicted_site_is_not_started_again() -> None:
 def test_drained_run_ends_with_everybody_gone_and_goes_on_when_started_again() -> None:
     small = Small()
     small.run(3)
-    outer = small.cluster.outer
+    outer = small.syncers.outer
     assert outer is not None
     outer.ask(outer.drain)
     small.run(10)
-    assert small.cluster.syncers.ended()
+    assert small.syncers.ended()
     assert not any(site.running() for site in small.cluster.sites.values())
     before = small.versions()
-    small.cluster.syncers.kill(small.cluster.syncers.seats[0])
+    small.syncers.kill(small.syncers.seats[0])
     for name in small.cluster.sites:
         small.cluster.come_back(name)
     small.run(5)

@@ -5,9 +5,7 @@ from tests.sim.small import Small
 
 
 def session(small: Small) -> object:
-    process = small.cluster.sites["a"].process
-    assert process is not None
-    return process.courier.session
+    return small.process("a").courier.session
 
 
 def test_site_that_hears_nothing_breaks_off_and_joins_again_after_the_heal() -> None:
@@ -15,18 +13,18 @@ def test_site_that_hears_nothing_breaks_off_and_joins_again_after_the_heal() -> 
     small.run(1)
     first = session(small)
     assert first is not None
-    small.cluster.sites["a"].link.cut(Direction.DOWN)
+    small.cluster.sites["a"].sides[0].link.cut(Direction.DOWN)
     small.run(8)
     assert session(small) is None
-    small.cluster.sites["a"].link.heal()
+    small.cluster.sites["a"].sides[0].link.heal()
     small.run(4)
     assert session(small) not in (None, first)
 
 
 def test_site_joins_a_syncer_that_comes_up_late() -> None:
     small = Small()
-    small.cluster.syncers.seats[0].restart_ns = 20_000_000_000
-    small.cluster.syncers.kill(small.cluster.syncers.seats[0])
+    small.syncers.seats[0].restart_ns = 20_000_000_000
+    small.syncers.kill(small.syncers.seats[0])
     small.run(19)
     assert session(small) is None
     small.run(5)
@@ -37,7 +35,6 @@ def test_site_that_is_asked_to_leave_says_goodbye() -> None:
     small = Small()
     small.run(2)
     site = small.cluster.sites["a"]
-    assert site.process is not None
-    site.process.ask_to_leave()
+    small.process("a").ask_to_leave()
     small.run(3)
     assert (site.why, site.wanted, site.running()) == ("left", False, False)

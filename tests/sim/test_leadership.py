@@ -10,7 +10,7 @@ from tests.sim.small import Small, a_pair
 def leading() -> tuple[Small, OuterProcess, LeaseHolder]:
     small = Small(replication=a_pair())
     small.run(3)
-    outer = small.cluster.outer
+    outer = small.syncers.outer
     assert outer is not None
     assert outer.leadership is not None
     return small, outer, outer.leadership
@@ -22,14 +22,14 @@ def test_a_standby_that_has_everything_becomes_the_heir_and_is_taken_out_before_
     assert leadership.heir_is("q1") is None, "nobody else"
     assert leadership.heir_is("") is not None, "it stands there still"
     small.run(0.5)
-    assert small.cluster.syncers.lease is not None
+    assert small.syncers.lease is not None
     assert outer.alive
     assert leadership.machine.has_heir("q1"), "it has everything again"
 
 
 def test_who_cannot_renew_tells_nothing_and_goes_on_when_it_can() -> None:
     small, outer, leadership = leading()
-    line = small.cluster.syncers.seats[0].line
+    line = small.syncers.seats[0].line
     assert line is not None
     line.link.cut(*Direction)
     small.run(1.3)
@@ -48,6 +48,6 @@ def test_who_was_frozen_for_longer_than_its_lease_ends_and_the_heir_leads() -> N
     small.run(0.2)
     assert leadership.machine.lost is not None
     assert not outer.alive
-    now = small.cluster.outer
+    now = small.syncers.outer
     assert now is not None
     assert now.machine.state.epoch > leadership.epoch

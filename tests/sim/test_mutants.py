@@ -17,13 +17,11 @@ from diloco.sim.swarm import run_seed
 from diloco.sim.world import Lease, Storage
 from diloco.sync import (
     admission,
-    ending,
     fates,
     learner,
     rounds,
     syncer,
     updates,
-    versions,
 )
 from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
@@ -131,13 +129,16 @@ def count_dead_sites_in_the_share(patch: Patch) -> None:
 
 
 def count_refused_updates_in_the_share(patch: Patch) -> None:
-    right = rounds._refused
+    right = rounds._judged
 
-    def refused(line: Line, digest: str, reason: Reason) -> None:
-        right(line, digest, reason)
-        line.usual_tokens, line.usual_steps = 2 * line.usual_tokens, 2 * line.usual_steps
+    def judged(turn: Any, event: UpdateArrived) -> Any:
+        verdict, finding = right(turn, event)
+        if finding.why and verdict.outcome is not Outcome.ACCEPTED and verdict.reason is not None:
+            line = turn.state.sites[event.site].lines[event.fragment]
+            line.usual_tokens, line.usual_steps = 2 * line.usual_tokens, 2 * line.usual_steps
+        return verdict, finding
 
-    patch.setattr(rounds, "_refused", refused)
+    patch.setattr(rounds, "_judged", judged)
 
 
 def believe_what_is_usual_alone(patch: Patch) -> None:
@@ -230,7 +231,7 @@ def measure_what_is_in_flight_again(patch: Patch) -> None:
 
 
 def keep_the_cold_start(patch: Patch) -> None:
-    right = SiteProcess._retake
+    right = SiteProcess.retake
 
     def retake(self: SiteProcess, effect: Any) -> None:
         own = self.theta[effect.fragment]
@@ -238,7 +239,7 @@ def keep_the_cold_start(patch: Patch) -> None:
         if own[2]:
             self.theta[effect.fragment] = own
 
-    patch.setattr(SiteProcess, "_retake", retake)
+    patch.setattr(SiteProcess, "retake", retake)
 
 
 def wait_for_fates(patch: Patch) -> None:
@@ -274,8 +275,7 @@ def take_stale_for_merged(patch: Patch) -> None:
     def fate_told(turn: Any, told: Any) -> None:
         right(turn, dataclasses.replace(told, reason=None) if told.reason is Reason.STALE else told)
 
-    for module in (learner, versions):
-        patch.setattr(module, "fate_told", fate_told)
+    patch.setattr(learner, "fate_told", fate_told)
 
 
 def go_on_in_a_new_lineage(patch: Patch) -> None:
@@ -294,7 +294,7 @@ def merge_what_is_held(patch: Patch) -> None:
 
 
 def never_end(patch: Patch) -> None:
-    patch.setattr(ending, "all_final", lambda turn, index: False)
+    patch.setattr(fates, "all_final", lambda turn, index: False)
 
 
 def tell_without_asking_for_the_lease(patch: Patch) -> None:

@@ -16,16 +16,16 @@ def a_disk() -> tuple[OuterDisk, OuterProcess]:
     """A folder with two snapshots and some journal behind the second one, and its process."""
     small = Small()
     small.run(3)
-    outer = small.cluster.outer
+    outer = small.syncers.outer
     assert outer is not None
     outer.snapshot()
     small.run(1)
-    return small.cluster.syncers.disk, outer
+    return small.syncers.disk, outer
 
 
 def test_a_new_folder_begins_at_version_0() -> None:
     small = Small(0)
-    assert small.cluster.syncers.disk.storage.names("") == ["journal-000001", "snapshot-000001"]
+    assert small.syncers.disk.storage.names("") == ["journal-000001", "snapshot-000001"]
 
 
 def test_without_a_snapshot_a_journal_is_not_begun_anew() -> None:

@@ -14,11 +14,11 @@ from tests.sooner import sooner
 def test_a_run_survives_each_fault(kind: str) -> None:
     small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
     small.run(2)
-    faults = PairFaults(small.cluster.syncers, Random(kind))
+    faults = PairFaults(small.syncers, Random(kind))
     if kind == "detach":
         assert not faults.inject(kind), "there is no need"
-        assert small.cluster.syncers.between is not None
-        small.cluster.syncers.between.cut(*Direction)
+        assert small.syncers.between is not None
+        small.syncers.between.cut(*Direction)
         small.run(2)
     found = [faults.inject(kind) for _ in range(4)]
     assert any(found)
@@ -27,10 +27,10 @@ def test_a_run_survives_each_fault(kind: str) -> None:
     small.cluster.heal()
     small.run(6)
     assert min(small.versions()) > max(before)
-    assert small.cluster.syncers.caught_up()
+    assert small.syncers.caught_up()
 
 
 def test_there_are_none_without_a_standby() -> None:
     small = Small()
-    faults = PairFaults(small.cluster.syncers, Random(0))
+    faults = PairFaults(small.syncers, Random(0))
     assert not any(faults.inject(kind) for kind in PAIR)

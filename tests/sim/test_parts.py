@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from diloco.sim.several import PartProcess, Several, draw_several
+from diloco.sim.several import Several, draw_several
+from diloco.sim.site_process import SiteProcess
 from diloco.sync.events import LeaveAsked
 from diloco.sync.options import SECOND_NS
 
@@ -21,22 +22,25 @@ class Quiet(Several):
             for outer in plan.outers
         ]
         reached_ns = ((0,) * len(outers),)
-        plan = dataclasses.replace(plan, outers=tuple(outers), sites=plan.sites[:1], reached_ns=reached_ns, faults=())
+        whole = dataclasses.replace(plan.whole, weathers=plan.whole.weathers[:1])
+        plan = dataclasses.replace(
+            plan, whole=whole, outers=tuple(outers), sites=plan.sites[:1], reached_ns=reached_ns, faults=()
+        )
         super().__init__(plan, ())
         self.across.stepped = self._noted  # type: ignore[method-assign]
-        for machine in self.machines:
-            machine.syncers.start()
-        self._start("a")
+        for syncers in self.syncers:
+            syncers.start()
+        self.start_site("a")
 
-    def _noted(self, takers: Sequence[PartProcess]) -> None:
+    def _noted(self, takers: Sequence[SiteProcess]) -> None:
         self.steps.append((self.heap.now_ns, takers[0].site, tuple(part.step for part in takers)))
 
     def go(self, seconds: float) -> None:
         self.heap.run_until(self.heap.now_ns + int(seconds * SECOND_NS), lambda: False)
 
     @property
-    def parts(self) -> list[PartProcess]:
-        return self.places["a"].processes
+    def parts(self) -> list[SiteProcess]:
+        return self.sites["a"].parts
 
 
 def test_all_parts_make_the_same_steps_and_read_the_same_batches() -> None:
@@ -44,7 +48,7 @@ def test_all_parts_make_the_same_steps_and_read_the_same_batches() -> None:
     run.go(20)
     assert len(run.steps) > 10
     for step, (_, _, made) in enumerate(run.steps, 1):
-        assert made == (step,) * len(run.machines)
+        assert made == (step,) * len(run.syncers)
     run.parts[0].cursor += 5
     run.go(5)
     assert len({part.cursor for part in run.parts}) == 1
@@ -60,13 +64,13 @@ def test_a_part_that_has_ended_holds_nobody_back() -> None:
     before = len(run.steps)
     run.go(10)
     assert len(run.steps) > before + 5
-    assert {len(made) for _, _, made in run.steps[before:]} == {len(run.machines) - 1}
+    assert {len(made) for _, _, made in run.steps[before:]} == {len(run.syncers) - 1}
 
 
 def test_who_is_told_to_stop_while_it_waits_for_the_others_is_at_rest() -> None:
     run = Quiet()
-    run.machines[1].syncers.kill(run.machines[1].syncers.seats[0])
-    run.machines[1].syncers.seats[0].up = False
+    run.syncers[1].kill(run.syncers[1].seats[0])
+    run.syncers[1].seats[0].up = False
     run.go(5)
     first = run.parts[0]
     assert (first.training, first.step) == (True, 0), "a new site needs the values of all"
@@ -79,10 +83,10 @@ def test_who_is_told_to_stop_while_it_waits_for_the_others_is_at_rest() -> None:
 def test_a_site_that_trains_goes_on_while_a_syncer_is_away() -> None:
     run = Quiet()
     run.go(10)
-    (seat,) = run.machines[0].syncers.seats
+    (seat,) = run.syncers[0].seats
     seat.up = False
-    run.machines[0].syncers.kill(seat)
-    before, steps = run.machines[1].syncers.versions(), len(run.steps)
+    run.syncers[0].kill(seat)
+    before, steps = run.syncers[1].versions(), len(run.steps)
     run.go(20)
-    assert all(now > was for now, was in zip(run.machines[1].syncers.versions(), before, strict=True))
-    assert all(len(made) == len(run.machines) for _, _, made in run.steps[steps:])
+    assert all(now > was for now, was in zip(run.syncers[1].versions(), before, strict=True))
+    assert all(len(made) == len(run.syncers) for _, _, made in run.steps[steps:])

@@ -27,7 +27,7 @@ def test_every_choice_is_drawn_by_some_seed() -> None:
     assert any(len(set(plan.starts_ns)) > 1 for plan in PLANS), "nobody joins late"
     overlaps = {site.overlap_steps for plan in PLANS for site in plan.sites}
     assert overlaps >= {0, 1, 2, 3}
-    assert any(plan.conserving and plan.sites[0].overlap_steps for plan in PLANS)
+    assert any(plan.outer.conserving and plan.sites[0].overlap_steps for plan in PLANS)
     pairs = [plan for plan in PLANS if plan.outer.replication is not None]
     assert len(PLANS) / 5 < len(pairs) < len(PLANS) / 2
     assert {kind for plan in pairs for kind in plan.faults} > set(PAIR)
@@ -35,7 +35,7 @@ def test_every_choice_is_drawn_by_some_seed() -> None:
 
 
 def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
-    conserving = [plan for plan in PLANS if plan.conserving]
+    conserving = [plan for plan in PLANS if plan.outer.conserving]
     assert conserving
     for plan in conserving:
         assert set(plan.faults) <= {*GENTLE, *PAIR}, plan.seed

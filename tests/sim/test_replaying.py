@@ -4,10 +4,9 @@ import pytest
 
 from diloco.sim.outer_disk import VERSIONS_KEPT, ZERO, Kept, Replayer, restored
 from diloco.sim.values import OuterRule
-from diloco.sim.world import Damaged
 from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
 from diloco.sync.events import SyncerStarted
-from diloco.sync.journal import Record
+from diloco.sync.journal import JournalError, Record
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 
@@ -34,7 +33,7 @@ def test_only_the_newest_versions_are_kept() -> None:
 
 
 def test_what_the_machine_said_otherwise_is_damage() -> None:
-    with pytest.raises(Damaged, match="record 0"):
+    with pytest.raises(JournalError, match="record 0"):
         a_replayer().apply(Record(5, SyncerStarted(1), "another"))
 
 

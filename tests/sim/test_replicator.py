@@ -8,7 +8,7 @@ from tests.sim.small import Small, a_pair
 
 
 def a_leader(small: Small) -> tuple[OuterProcess, Replicator]:
-    outer = small.cluster.outer
+    outer = small.syncers.outer
     assert outer is not None
     assert outer.replicator is not None
     return outer, outer.replicator
@@ -19,7 +19,7 @@ def test_nothing_is_told_while_the_standby_is_away_until_an_operator_detaches_it
     small.run(2)
     outer, replicator = a_leader(small)
     assert replicator.caught_up()
-    between = small.cluster.syncers.between
+    between = small.syncers.between
     assert between is not None
     between.cut(*Direction)
     small.run(2)
@@ -41,7 +41,7 @@ def test_async_goes_on_without_a_standby_that_is_away_once_that_is_the_heir_no_m
     small.run(2)
     outer, replicator = a_leader(small)
     assert replicator.caught_up()
-    between, lease = small.cluster.syncers.between, small.cluster.syncers.lease
+    between, lease = small.syncers.between, small.syncers.lease
     assert between is not None
     assert lease is not None
     between.cut(*Direction)
@@ -61,7 +61,7 @@ def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
     small = Small(replication=a_pair())
     small.run(2)
     outer, replicator = a_leader(small)
-    between = small.cluster.syncers.between
+    between = small.syncers.between
     assert between is not None
     between.cut(*Direction)
     small.run(3)
@@ -71,5 +71,5 @@ def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
         outer.snapshot()
     between.heal()
     small.run(4)
-    assert small.cluster.syncers.seats[1].folder() == "q2"
+    assert small.syncers.seats[1].folder() == "q2"
     assert replicator.caught_up()

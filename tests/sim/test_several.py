@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco.sim import several
-from diloco.sim.several import FAULTS, Across, PartProcess, Trainer, draw_several, run_several
+from diloco.sim.several import FAULTS, Across, draw_several, run_several
 from diloco.sim.site_checkers import CHECKERS
+from diloco.sim.site_process import SiteProcess, Trainer
 from diloco.sim.swarm import Outcome
-from diloco.sync import versions
+from diloco.sync import learner
 from diloco.sync.effects import StopTraining
 from tests.sim.test_mutants import (
     admit_again,
@@ -34,11 +35,8 @@ MANY = range(2, 62)
 def check(seeds: Sequence[int]) -> Counter[str]:
     """Run ``seeds``; returns how often each fault was injected, with the figures of sites and syncers apart."""
     outcomes = [run_several(seed) for seed in seeds]
-    failed = [
-        f"python -m diloco.sim --several --first {each.seed} --seeds 1  # {each.failure}"
-        for each in outcomes
-        if each.failure
-    ]
+    command = "make swarm SEEDS=1 ARGS='--syncers several --seed"
+    failed = [f"{command} {each.seed}'  # {each.failure}" for each in outcomes if each.failure]
     assert not failed, "\n" + "\n".join(failed)
     assert sum(each.fates["merged"] for each in outcomes) > 20 * len(outcomes)
     return sum((each.faults + each.apart() for each in outcomes), Counter())
@@ -104,22 +102,22 @@ def test_a_run_with_sites_and_syncers_apart_has_figures_of_it() -> None:
 
 
 def tell_only_who_is_connected(patch: Patch) -> None:
-    right = PartProcess.take_step
+    right = SiteProcess.take_step
 
-    def take_step(self: PartProcess, step_ns: int) -> None:
+    def take_step(self: SiteProcess, step_ns: int) -> None:
         if self.courier.session is not None:
             right(self, step_ns)
         else:
             self.trainer.ready(self)
 
-    patch.setattr(PartProcess, "take_step", take_step)
+    patch.setattr(SiteProcess, "take_step", take_step)
 
 
 def wait_for_every_syncer(patch: Patch) -> None:
     """Seen by who waits for versions of the others; in each machine's own checkers, by the time between two steps."""
     right = Trainer.complete
 
-    def complete(self: Trainer, ready: Sequence[PartProcess]) -> bool:
+    def complete(self: Trainer, ready: Sequence[SiteProcess]) -> bool:
         return right(self, ready) and all(part.courier.session is not None for part in ready)
 
     patch.setattr(Trainer, "complete", complete)
@@ -129,7 +127,7 @@ def wait_for_every_syncer_that_is_up(patch: Patch) -> None:
     """As if a syncer that others reach must be there for this site too."""
     right = Trainer.complete
 
-    def complete(self: Trainer, ready: Sequence[PartProcess]) -> bool:
+    def complete(self: Trainer, ready: Sequence[SiteProcess]) -> bool:
         reached = [part.courier.session or part.courier._syncers[0]() is None for part in ready]
         return right(self, ready) and all(reached)
 
@@ -137,26 +135,26 @@ def wait_for_every_syncer_that_is_up(patch: Patch) -> None:
 
 
 def begin_with_the_syncers_that_are_there(patch: Patch) -> None:
-    def complete(self: Trainer, ready: Sequence[PartProcess]) -> bool:
+    def complete(self: Trainer, ready: Sequence[SiteProcess]) -> bool:
         return all(part in ready for part in self.parts if self.goes_on(part) and part.training)
 
     patch.setattr(Trainer, "complete", complete)
 
 
 def end_with_the_first_syncer_that_ends(patch: Patch) -> None:
-    right = PartProcess._carry_out
+    right = SiteProcess._carry_out
 
-    def carry_out(self: PartProcess, effect: Any) -> None:
+    def carry_out(self: SiteProcess, effect: Any) -> None:
         right(self, effect)
         if isinstance(effect, StopTraining) and effect.ending:
             for part in self.trainer.parts:
                 part.ask_to_leave()
 
-    patch.setattr(PartProcess, "_carry_out", carry_out)
+    patch.setattr(SiteProcess, "_carry_out", carry_out)
 
 
 def lose_what_is_in_flight_at_a_restore(patch: Patch) -> None:
-    patch.setattr(versions, "write_off", lambda part, sent: part.in_flight.remove(sent))
+    patch.setattr(learner, "write_off", lambda part, sent: part.in_flight.remove(sent))
 
 
 def lease_at_every_syncer(patch: Patch) -> None:

@@ -18,8 +18,7 @@ def test_names_are_unique_and_every_one_says_what_breaks_it() -> None:
 def test_progress_that_vanishes_between_two_events_is_seen() -> None:
     small = Small()
     small.run(3)
-    process = small.cluster.sites["a"].process
-    assert process is not None
+    process = small.process("a")
     process.theta[0] = (process.theta[0][0] - 1, *process.theta[0][1:])
     with pytest.raises(Violation, match="r is") as raised:
         small.run(1)
@@ -29,8 +28,7 @@ def test_progress_that_vanishes_between_two_events_is_seen() -> None:
 def test_token_that_vanishes_is_seen() -> None:
     small = Small()
     small.run(3)
-    process = small.cluster.sites["a"].process
-    assert process is not None
+    process = small.process("a")
     process.machine.state.fragments[1].tokens_merged -= 1
     with pytest.raises(Violation) as raised:
         small.run(1)

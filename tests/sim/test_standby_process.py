@@ -14,11 +14,11 @@ from tests.sim.small import Small, a_pair
 def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, power: bool) -> None:
     small = Small(replication=a_pair())
     small.run(1)
-    syncers = small.cluster.syncers
+    syncers = small.syncers
     syncers.doom(syncers.seats[1], point, power=power)
     small.run(1)
-    assert small.cluster.outer is not None
-    small.cluster.outer.snapshot()
+    assert small.syncers.outer is not None
+    small.syncers.outer.snapshot()
     small.run(2)
     of_the_syncer_only = point in (CrashPoint.AMONG_EFFECTS, CrashPoint.STEP_MADE)
     assert (syncers.restarts, syncers.caught_up()) == (int(not of_the_syncer_only), True), point
@@ -27,7 +27,7 @@ def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, powe
 def test_its_journal_is_the_syncers_byte_for_byte_and_its_machine_is_warm() -> None:
     small = Small(replication=a_pair())
     small.run(4)
-    first, second = small.cluster.syncers.seats
+    first, second = small.syncers.seats
     name = first.disk.journal_name()
     there = second.disk.storage.read(name)
     assert len(there) > 1000
@@ -39,19 +39,19 @@ def test_its_journal_is_the_syncers_byte_for_byte_and_its_machine_is_warm() -> N
 
 def test_parts_that_overtake_one_another_are_taken_in_order() -> None:
     small = Small(replication=a_pair())
-    between = small.cluster.syncers.between
+    between = small.syncers.between
     assert between is not None
     between.weather.jitter_ns = 300_000_000
     between.weather.twice = 0.3
     small.run(10)
-    assert small.cluster.syncers.restarts == 0
+    assert small.syncers.restarts == 0
     assert min(small.versions()) > 3
 
 
 def test_a_power_cut_of_the_standby_takes_nothing_that_it_acknowledged() -> None:
     small = Small(replication=a_pair())
     small.run(4)
-    seat = small.cluster.syncers.seats[1]
+    seat = small.syncers.seats[1]
     before = seat.disk.chain
     seat.disk.storage.power_cut(Random(1))
     seat.disk.recover()

@@ -8,7 +8,7 @@ from tests.sim.small import Small, a_pair
 def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_a_standby() -> None:
     small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
     small.run(3)
-    syncers = small.cluster.syncers
+    syncers = small.syncers
     first, second = syncers.seats
     before = small.versions()
     first.up = False
@@ -26,11 +26,11 @@ def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_
 def test_a_syncer_that_is_soon_back_leads_again() -> None:
     small = Small(replication=a_pair())
     small.run(3)
-    syncers = small.cluster.syncers
+    syncers = small.syncers
     syncers.kill(syncers.seats[0])
     small.run(5)
     assert syncers.promotions == 0
-    outer = small.cluster.outer
+    outer = small.syncers.outer
     assert outer is not None
     assert outer.machine.state.epoch == 2
     assert syncers.caught_up()
@@ -39,7 +39,7 @@ def test_a_syncer_that_is_soon_back_leads_again() -> None:
 def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> None:
     small = Small(replication=a_pair())
     small.run(3)
-    syncers = small.cluster.syncers
+    syncers = small.syncers
     first, second = syncers.seats
     assert syncers.may_be_lost(first)
     assert syncers.may_be_lost(second)
@@ -51,6 +51,6 @@ def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> Non
 
 def test_one_machine_needs_no_lease() -> None:
     small = Small()
-    syncers = small.cluster.syncers
+    syncers = small.syncers
     assert (len(syncers.seats), syncers.lease, syncers.caught_up()) == (1, None, True)
     assert not syncers.may_be_lost(syncers.seats[0])

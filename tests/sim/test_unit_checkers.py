@@ -50,7 +50,7 @@ def test_sites_of_a_calm_run_draw_and_merge_each_unit_once() -> None:
     learner = {"unit_sequences": 2, "sequence_tokens": 10, "units_ahead": 64}
     small = Small(sites=3, learner=learner, unit_sequences=2)
     small.run(10)
-    outer = small.cluster.outer
+    outer = small.syncers.outer
     assert outer is not None
     found = columns_of(outer.plan.options, outer.machine.state)
     assert found.merged > 50

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.sync import events as ev
 from diloco.sync.options import HealthOptions
-from diloco.sync.turn import Attendance
+from diloco.sync.state import Attendance
 from tests.sync.driving import Syncer, check_attendance, running
 
 

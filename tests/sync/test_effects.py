@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 
 import pytest
 
+from diloco.sync import effects
 from diloco.sync.effects import LearnerEffect, OuterEffect
-from diloco.sync.plain import from_plain, to_plain
+from diloco.sync.plain import from_plain, records_in, to_plain
 from tests.sync.driving import through_json
 from tests.sync.examples import example
 
-KINDS = tuple(dict.fromkeys([*typing.get_args(OuterEffect), *typing.get_args(LearnerEffect)]))
+KINDS = {**records_in(effects, OuterEffect), **records_in(effects, LearnerEffect)}.values()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

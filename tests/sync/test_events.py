@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 
 import pytest
 
+from diloco.sync import events
 from diloco.sync.events import DISCARDING, Fate, LearnerEvent, OuterEvent, Reason
-from diloco.sync.plain import from_plain, to_plain
+from diloco.sync.plain import from_plain, records_in, to_plain
 from tests.sync.driving import through_json
 from tests.sync.examples import example
 
-KINDS = tuple(dict.fromkeys([*typing.get_args(OuterEvent), *typing.get_args(LearnerEvent)]))
+KINDS = {**records_in(events, OuterEvent), **records_in(events, LearnerEvent)}.values()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -19,12 +19,12 @@ from diloco.sync.journal import (
     encode_frame,
     encode_header,
     encode_mark,
-    encode_record,
     encode_records,
     is_framed,
     read_segment,
 )
 from diloco.sync.plain import canonical
+from tests.sync.format_1 import encode_record
 from tests.sync.test_journal import a_run
 
 RUN: dict[str, str | int] = {"run_id": "small"}

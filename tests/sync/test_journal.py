@@ -19,7 +19,6 @@ from diloco.sync.journal import (
     Record,
     describe,
     digest_effects,
-    encode_record,
     read_records,
     replay,
 )
@@ -27,6 +26,7 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.plain import canonical, to_plain
 from diloco.sync.syncer import OuterSync
 from tests.sync.driving import Syncer, through_json
+from tests.sync.format_1 import encode_record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

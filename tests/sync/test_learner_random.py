@@ -62,7 +62,7 @@ def strange(world: World) -> None:
     part = world.machine.state.fragments[index]
     number = draw.choice([0, part.next_sequence - 1, part.next_sequence, part.next_sequence + 5])
     sealed = [sent.sequence for sent in part.in_flight if sent.state == "sealed"]
-    told = world.syncer.machine.standings("a")[index].fates
+    told = world.syncer.machine.state.sites["a"].lines[index].fates
     events: list[ev.LearnerEvent] = [
         ev.FateTold(ev.Fate(index, number, 1, 10, "another")),
         ev.VersionPublished(0, index, 999, 0, 0),

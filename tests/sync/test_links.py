@@ -81,14 +81,14 @@ def test_the_way_is_the_shortest_round_trip_lately() -> None:
 def test_the_rate_is_the_fastest_transfer_lately_less_the_waiting() -> None:
     link = LinkEstimator()
     link.answered(100 * MS)
-    link.carried_up(10_000_000, 1100 * MS)
+    link.carried(10_000_000, 1100 * MS, up=True)
     assert link.estimate().up_bytes_per_s == 10_000_000
-    link.carried_up(10_000_000, 5100 * MS)
+    link.carried(10_000_000, 5100 * MS, up=True)
     assert link.estimate().up_bytes_per_s == 10_000_000, "one that was slow may have waited for anything"
     for _ in range(TRANSFERS_KEPT - 1):
-        link.carried_up(10_000_000, 5100 * MS)
+        link.carried(10_000_000, 5100 * MS, up=True)
     assert link.estimate().up_bytes_per_s == 2_000_000, "a link that has become slow is known to be"
-    link.carried_up(10_000_000, 1100 * MS)
+    link.carried(10_000_000, 1100 * MS, up=True)
     assert link.estimate().up_bytes_per_s == 10_000_000, "and one that is fast again, at once"
     assert link.estimate().down_bytes_per_s == 0
 
@@ -96,11 +96,11 @@ def test_the_rate_is_the_fastest_transfer_lately_less_the_waiting() -> None:
 def test_a_small_transfer_says_nothing_and_a_short_one_no_more_than_twice_what_it_was() -> None:
     link = LinkEstimator()
     link.answered(100 * MS)
-    link.carried_down(TRANSFER_BYTES_MIN - 1, 1)
+    link.carried(TRANSFER_BYTES_MIN - 1, 1, up=False)
     assert link.estimate().down_bytes_per_s == 0
-    link.carried_down(TRANSFER_BYTES_MIN, 110 * MS)
+    link.carried(TRANSFER_BYTES_MIN, 110 * MS, up=False)
     assert link.estimate().down_bytes_per_s == TRANSFER_BYTES_MIN * SECOND_NS // (55 * MS)
-    link.carried_down(TRANSFER_BYTES_MIN, 50 * MS, round_trips=0)
+    link.carried(TRANSFER_BYTES_MIN, 50 * MS, round_trips=0, up=False)
     assert link.estimate().down_bytes_per_s == TRANSFER_BYTES_MIN * SECOND_NS // (50 * MS)
 
 
@@ -109,7 +109,7 @@ def test_the_same_samples_give_the_same_estimate() -> None:
         link = LinkEstimator()
         for index in range(200):
             link.answered(1 + index * 7919 % (90 * MS))
-            link.carried_up(100_000 + index, 1 + index * 104729 % SECOND_NS)
+            link.carried(100_000 + index, 1 + index * 104729 % SECOND_NS, up=True)
         return link.estimate()
 
     assert measured() == measured()

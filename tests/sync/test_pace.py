@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sync.link import LEFT_ALONE, RATE_MAX, RECENT, Pace
+from diloco.sync.link import LEFT_ALONE, RATE_MAX, TRANSFERS_KEPT, Pace
 
 LINK = 24_000_000
 
@@ -39,7 +39,7 @@ def test_one_slow_transfer_says_nothing() -> None:
 def test_a_link_that_has_slowed_down_is_followed_and_one_that_recovers_too() -> None:
     pace = Pace()
     sent(pace, 20)
-    sent(pace, RECENT + 1, LINK // 3)
+    sent(pace, TRANSFERS_KEPT + 1, LINK // 3)
     assert pace.bytes_per_s <= 1.12 * LINK / 3
     sent(pace, 40)
     assert pace.bytes_per_s >= 0.9 * LINK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.data_units import SKIPPED
-from diloco.sync.site_units import REMEMBERED, UnitAsk, ask_of, units_from, wants_soon
+from diloco.sync.progress import REMEMBERED, UnitAsk, ask_of, units_from, wants_soon
 from tests.sync.driving import of, only
 from tests.sync.driving_site import Site, known
 

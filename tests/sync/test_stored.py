@@ -12,10 +12,11 @@ import typing
 from enum import StrEnum
 from pathlib import Path
 
+from diloco.sync import effects, events
 from diloco.sync.effects import OuterEffect
 from diloco.sync.events import OuterEvent
 from diloco.sync.journal import Header
-from diloco.sync.plain import stored_fields, stored_name
+from diloco.sync.plain import records_in, stored_fields, stored_name
 from diloco.sync.progress import LearnerState
 from diloco.sync.state import OuterState
 
@@ -52,7 +53,8 @@ def describe(kind: type, found: dict[str, object]) -> None:
 
 def all_that_is_stored() -> dict[str, object]:
     found: dict[str, object] = {}
-    for kind in (*typing.get_args(OuterEvent), *typing.get_args(OuterEffect), OuterState, LearnerState, Header):
+    recorded = {**records_in(events, OuterEvent), **records_in(effects, OuterEffect)}
+    for kind in (*recorded.values(), OuterState, LearnerState, Header):
         describe(kind, found)
     return found
 

@@ -16,13 +16,14 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Outcome
-from diloco.sync.journal import digest_effects, encode_record, read_records, replay
+from diloco.sync.journal import digest_effects, read_records, replay
 from diloco.sync.options import SECOND_NS
 from diloco.sync.state import Phase, Status
 from diloco.sync.syncer import OuterSync
 from tests.sooner import sooner
 from tests.sync.another_process import told_in_another_process
 from tests.sync.driving import MS, Syncer, of, through_json
+from tests.sync.format_1 import encode_record
 
 EVENTS = 120
 Key = tuple[str, int, int]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from diloco.sync import effects as fx
 from diloco.sync.options import OuterOptions
-from diloco.sync.state import FragmentState, OuterState
-from diloco.sync.turn import Attendance, Turn
+from diloco.sync.state import Attendance, FragmentState, OuterState, Turn
 
 
 def test_notes_stand_among_the_effects_in_order() -> None:

@@ -252,7 +252,7 @@ def test_19_a_restart_takes_the_same_share_whatever_came_meanwhile() -> None:
     syncer.handle(ev.SiteSilent("c"))
     assert only(fx.StartOuterStep, syncer.restart()) == first
     again = OuterSync.restore(syncer.options, syncer.machine.snapshot())
-    assert again.outer_step(0) == first
+    assert again.under_way(0) == first
 
 
 def test_19_without_the_setting_each_step_is_a_whole_one() -> None:

@@ -274,7 +274,7 @@ class World:
     def fetch(self, index: int) -> None:
         """Values and fates are read at one instant; the answer arrives some time."""
         version = len(self.published[index]) - 1
-        fates = self.syncer.machine.standings("a")[index].fates
+        fates = tuple(self.syncer.machine.state.sites["a"].lines[index].fates)
         value = self.published[index][version]
 
         def arrive() -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.region import Above
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
+from diloco.syncer.spool import Spool
 from diloco.wire.identity import Identity
 from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, ReportInfo
 from diloco.wire.options import SecurityOptions, ServerOptions
@@ -121,8 +121,8 @@ def join_ask(site: str = "a", process: str = "0123abcd", **changes: Any) -> Join
 
 def join(syncer: Syncer, site: str = "a", process: str = "0123abcd") -> JoinReply:
     """As a site does it: whoever is asked to confirm confirms."""
-    reply = syncer.api.join(join_ask(site, process), ANYONE)
-    return syncer.api.join(join_ask(site, process, ticket=reply.ticket), ANYONE) if reply.ticket else reply
+    reply = syncer.api.join(join_ask(site, process))
+    return syncer.api.join(join_ask(site, process, ticket=reply.ticket)) if reply.ticket else reply
 
 
 def report(site: str = "a", incarnation: int = 1, **changes: Any) -> ReportInfo:
@@ -175,7 +175,7 @@ def update(
 
 def push(syncer: Syncer, header: PushHeader, payload: bytes) -> PushResult:
     """What ``wire.handlers`` does with a push that arrives whole."""
-    opened = syncer.api.open_push(header, ANYONE)
+    opened = syncer.api.open_push(header)
     if isinstance(opened, PushResult):
         return opened
     try:
@@ -195,3 +195,9 @@ def eventually(condition: Callable[[], object], what: str, bound_s: float = 10.0
     while not condition():
         assert time.monotonic() < until, f"not in {bound_s} s: {what}"
         time.sleep(0.01)
+
+
+def stored(spool: Spool, reference: str, digest: str) -> bytes:
+    """A payload that is what it was when it was acknowledged."""
+    spool.check(reference, digest)
+    return (spool.folder / reference).read_bytes()

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule
 from diloco.sync.effects import OuterEffect, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
@@ -20,8 +19,9 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.core import changes_nothing
 from diloco.syncer.outer_step import OuterResult, run_outer_step
+from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.snapshots import RECOVERY_ONLY, FragmentValues, Retention
-from diloco.syncer.store import Recovered, RunCard, Store
+from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import PushHeader
 from tests.syncer.building import LAYOUT, NO_WAIT, RUN, version_zero
 
@@ -44,8 +44,9 @@ class Desk:
     ) -> None:
         self.codec = codec
         self.notes: list[str] = []
-        self.store = Store(folder, CARD, disk, retention, self.notes.append)
-        self.recovered: Recovered | None = None
+        self.rules = Rules(outer, RULE, codec)
+        self.store = Store(folder, CARD, disk, retention, lambda what, facts: self.notes.append(str(facts["why"])))
+        self.recovered: Replayer | None = None
         if self.store.is_new():
             self.machine = OuterSync(outer)
             self.values = [FragmentValues(0, v, v.clone(), NOTHING, digest(v)) for v in version_zero()]
@@ -54,7 +55,7 @@ class Desk:
             self.store.begin(self.machine, self.values)
         else:
             try:
-                self.recovered = self.store.recover(outer, RULE, codec)
+                self.recovered = self.store.recover(self.rules)
             except BaseException:
                 self.store.journal.close()
                 raise
@@ -85,7 +86,7 @@ class Desk:
         partial = self.store.spool.open_partial(header)
         partial.write(memoryview(payload)[partial.offset :])
         partial.digest()
-        reference = self.store.spool.keep(partial, header)
+        reference = self.store.spool.keep(partial)
         partial.close()
         return self.handle(
             UpdateArrived(

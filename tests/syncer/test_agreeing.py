@@ -10,14 +10,12 @@ import pytest
 from diloco.outer.fragments import plan_layout
 from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST
 from diloco.syncer.api import difference
-from diloco.wire.identity import Identity
 from diloco.wire.messages import ProbeAsk, Refusal
 from tests.syncer.building import LAYOUT, RUN, SHARED, agreement, files, join_ask, serving
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ANYONE = Identity(anyone=True)
 OTHER = plan_layout([("w", (5, 2)), ("b", (3,))], 2)
 
 
@@ -40,12 +38,12 @@ def ask(**changes: Any) -> ProbeAsk:
 def test_a_probe_is_told_what_a_join_is_refused_for(tmp_path: Path, changes: dict[str, Any]) -> None:
     with serving(tmp_path) as syncer:
         before = files(tmp_path)
-        told = syncer.api.probe(ask(**changes), ANYONE)
+        told = syncer.api.probe(ask(**changes))
         assert files(tmp_path) == before
         assert syncer.core.ask(lambda machine: list(machine.state.sites)) == []
         refused = ""
         try:
-            syncer.api.join(join_ask(**changes), ANYONE)
+            syncer.api.join(join_ask(**changes))
         except Refusal as refusal:
             refused = refusal.text
     assert told.difference == refused
@@ -55,20 +53,20 @@ def test_a_probe_is_told_what_a_join_is_refused_for(tmp_path: Path, changes: dic
 
 def test_without_a_run_nothing_is_compared(tmp_path: Path) -> None:
     with serving(tmp_path) as syncer:
-        assert syncer.api.probe(ProbeAsk(99), ANYONE).difference == ""
-        assert syncer.api.probe(ProbeAsk(PROTOCOL, RUN, shared_config=SHARED), ANYONE).difference == ""
+        assert syncer.api.probe(ProbeAsk(99)).difference == ""
+        assert syncer.api.probe(ProbeAsk(PROTOCOL, RUN, shared_config=SHARED)).difference == ""
 
 
 def test_who_asks_is_told_what_a_join_must_say(tmp_path: Path) -> None:
     with serving(tmp_path) as syncer:
-        told = syncer.api.probe(ProbeAsk(PROTOCOL), ANYONE)
+        told = syncer.api.probe(ProbeAsk(PROTOCOL))
         assert told.run_id == RUN
-        assert syncer.api.join(join_ask(shared_config=told.shared_config), ANYONE).incarnation == 1
+        assert syncer.api.join(join_ask(shared_config=told.shared_config)).incarnation == 1
 
 
 def test_a_layout_that_is_none_is_the_senders_fault(tmp_path: Path) -> None:
     with serving(tmp_path) as syncer, pytest.raises(Refusal, match="layout_json describes no layout"):
-        syncer.api.probe(ask(layout_fingerprint="0" * 64, layout_json=b"{"), ANYONE)
+        syncer.api.probe(ask(layout_fingerprint="0" * 64, layout_json=b"{"))
 
 
 def test_a_lineage_from_the_future_is_a_difference(tmp_path: Path) -> None:

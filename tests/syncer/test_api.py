@@ -92,7 +92,7 @@ def test_a_mismatch_is_refused_in_words_that_name_the_field(
     with serving(tmp_path) as syncer:
         before = files(tmp_path), memory(syncer)
         with pytest.raises(Refusal, match=words) as raised:
-            syncer.api.join(join_ask(**changes), ANYONE)
+            syncer.api.join(join_ask(**changes))
         assert raised.value.status is Status.FAILED_PRECONDITION
         assert (files(tmp_path), memory(syncer)) == before
 
@@ -100,7 +100,7 @@ def test_a_mismatch_is_refused_in_words_that_name_the_field(
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000, b'{"dtype": 1}', b"7"])
 def test_a_layout_that_is_none_is_the_senders_fault(tmp_path: Path, text: bytes) -> None:
     with serving(tmp_path) as syncer, pytest.raises(Refusal, match="layout_json describes no layout") as raised:
-        syncer.api.join(join_ask(layout_fingerprint="0" * 64, layout_json=text), ANYONE)
+        syncer.api.join(join_ask(layout_fingerprint="0" * 64, layout_json=text))
     assert raised.value.status is Status.INVALID_ARGUMENT
 
 
@@ -108,10 +108,10 @@ def test_a_late_join_of_a_dead_process_does_not_fence_the_living_one(tmp_path: P
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer, process="11111111")
         before = memory(syncer)
-        late = syncer.api.join(join_ask(process="00000000"), ANYONE)
+        late = syncer.api.join(join_ask(process="00000000"))
         assert (late.ticket, late.incarnation, late.standings) == (2, 0, ())
         assert memory(syncer) == before
-        assert syncer.api.report(report(), ANYONE).known
+        assert syncer.api.report(report()).known
 
 
 def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_invariant_15_what_cannot_be_is_refused_before_a_byte_is_taken(
         join(syncer)
         before = files(tmp_path), memory(syncer)
         with pytest.raises(Refusal, match=words) as raised:
-            syncer.api.open_push(header, ANYONE)
+            syncer.api.open_push(header)
         assert raised.value.status is Status.INVALID_ARGUMENT
         assert (files(tmp_path), memory(syncer)) == before
         (field,) = changes
@@ -194,7 +194,7 @@ def test_a_fragment_that_is_not_there_is_not_found(tmp_path: Path, fragment: int
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         with pytest.raises(Refusal, match=f"fragment is {fragment}") as raised:
-            syncer.api.open_push(replace(update()[0], fragment=fragment), ANYONE)
+            syncer.api.open_push(replace(update()[0], fragment=fragment))
         assert raised.value.status is Status.NOT_FOUND
 
 
@@ -222,7 +222,7 @@ def test_a_header_is_judged_in_one_look(tmp_path: Path, monkeypatch: pytest.Monk
             syncer.core, "ask", lambda question, *rest: (asked.append(question), real(question, *rest))[1]
         )
         header: PushHeader = update(incarnation=5)[0]
-        syncer.api.open_push(header, ANYONE)
+        syncer.api.open_push(header)
         assert len(asked) == 1
         monkeypatch.undo()
 
@@ -235,13 +235,13 @@ def test_a_watch_begins_with_how_everything_stands(tmp_path: Path) -> None:
         join(syncer)
         push(syncer, *update())
         eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
-        feed = syncer.api.watch("a", 1, ANYONE)
+        feed = syncer.api.watch("a", 1)
         first = [feed.get(5.0) for _ in range(3)]
         assert [event.version for event in first if isinstance(event, Published)] == [1, 0]
         assert [event.fate.merged for event in first if isinstance(event, FateTold)] == [True]
         syncer.api.drain()
         assert feed.get(5.0) == FinalAnnounced(Ending.DRAINED)
-        late = syncer.api.watch("a", 1, ANYONE)
+        late = syncer.api.watch("a", 1)
         told = [late.get(5.0) for _ in range(4)]
         assert FinalAnnounced(Ending.DRAINED) in told
         feed.close()
@@ -249,22 +249,22 @@ def test_a_watch_begins_with_how_everything_stands(tmp_path: Path) -> None:
         assert syncer.feeds.standing()[0] == 0
         for site, incarnation in (("a", 2), ("nobody", 1)):
             with pytest.raises(Refusal, match="join first") as raised:
-                syncer.api.watch(site, incarnation, ANYONE)
+                syncer.api.watch(site, incarnation)
             assert raised.value.status is Status.FAILED_PRECONDITION
 
 
 def test_an_evicted_site_is_told_so_on_every_way(tmp_path: Path) -> None:
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
-        feed = syncer.api.watch("a", 1, ANYONE)
+        feed = syncer.api.watch("a", 1)
         syncer.api.evict("a")
         assert "evicted" in [getattr(feed.get(1.0), "reason", None) for _ in range(3)]
         feed.close()
         with pytest.raises(Refusal, match="put out of the run") as raised:
-            syncer.api.watch("a", 1, ANYONE)
+            syncer.api.watch("a", 1)
         assert raised.value.status is Status.PERMISSION_DENIED
         assert push(syncer, *update()).reason is Reason.EVICTED
-        assert not syncer.api.report(report(), ANYONE).known
+        assert not syncer.api.report(report()).known
         with pytest.raises(Refusal, match="no such site") as raised:
             syncer.api.evict("nobody")
         assert raised.value.status is Status.NOT_FOUND
@@ -311,12 +311,12 @@ def test_a_site_that_was_put_out_reads_no_more_under_whatever_name(tmp_path: Pat
 def test_the_checksum_of_a_pull_is_no_work_of_the_decision_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from diloco.syncer import holdings
+    from diloco.syncer import api
 
     threads: list[str] = []
-    real = holdings.checksum
+    real = api.checksum
     monkeypatch.setattr(
-        holdings, "checksum", lambda parts: (threads.append(threading.current_thread().name), real(parts))[1]
+        api, "checksum", lambda parts: (threads.append(threading.current_thread().name), real(parts))[1]
     )
     with serving(tmp_path) as syncer:
         syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
@@ -330,12 +330,12 @@ def test_strangers_leave_nothing_in_memory(tmp_path: Path) -> None:
         join(syncer)
         before = memory(syncer)
         for number in range(50):
-            reply = syncer.api.report(report(f"stranger-{number}"), ANYONE)
+            reply = syncer.api.report(report(f"stranger-{number}"))
             assert not reply.known
             syncer.api.pull(PullAsk(RUN, f"stranger-{number}", 0, -1), ANYONE)
-            syncer.api.open_push(update(f"stranger-{number}")[0], ANYONE)
-        assert not syncer.api.report(report(incarnation=4), ANYONE).known
-        assert syncer.api.report(report(), ANYONE).known
+            syncer.api.open_push(update(f"stranger-{number}")[0])
+        assert not syncer.api.report(report(incarnation=4)).known
+        assert syncer.api.report(report()).known
         tally = syncer.api.tally.sites()
         assert list(tally) == ["a"]
         assert (tally["a"].payload_bytes_up, tally["a"].payload_bytes_down) == (0, 0)
@@ -347,11 +347,11 @@ def test_a_site_that_pushes_pulls_or_reports_is_alive(tmp_path: Path, monkeypatc
         join(syncer)
         heard: list[str] = []
         monkeypatch.setattr(syncer.core, "heard", heard.append)
-        syncer.api.open_push(update()[0], ANYONE).close()
+        syncer.api.open_push(update()[0]).close()
         assert heard == ["a"]
-        syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE).close()
+        syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
         assert heard == ["a"] * 2
-        syncer.api.report(report(), ANYONE)
+        syncer.api.report(report())
         assert heard == ["a"] * 3
 
 
@@ -361,9 +361,9 @@ def test_leaving_is_answered_and_an_old_incarnation_cannot(tmp_path: Path) -> No
         join(syncer, process="00000002")
         for site, incarnation, status in (("a", 1, Status.FAILED_PRECONDITION), ("b", 1, Status.NOT_FOUND)):
             with pytest.raises(Refusal) as raised:
-                syncer.api.leave(site, incarnation, ANYONE)
+                syncer.api.leave(site, incarnation)
             assert raised.value.status is status
-        syncer.api.leave("a", 2, ANYONE)
+        syncer.api.leave("a", 2)
         assert syncer.core.ask(lambda machine: machine.state.live()) == []
 
 
@@ -377,7 +377,7 @@ def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -
         join(syncer, "a")
         join(syncer, "b", "89abcdef")
         right = [short_digest(values.digest) for values in syncer.holdings.values]
-        said = lambda *digests, **also: syncer.api.report(report("a", digests=digests, **also), ANYONE).retake  # noqa: E731
+        said = lambda *digests, **also: syncer.api.report(report("a", digests=digests, **also)).retake  # noqa: E731
         assert said(*right) == ()
         assert said(0, right[1]) == ()
         assert said(right[0], right[0], versions=(0, 99)) == (), "nothing is known here of that version"
@@ -391,7 +391,7 @@ def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -
         assert said(*right) == ()
         sites: Any = syncer.api.status()["sites"]
         assert (sites["a"]["bases_differed"], sites["b"]["bases_differed"]) == (2, 0)
-        stranger = syncer.api.report(report("c", digests=(right[1], right[1])), ANYONE)
+        stranger = syncer.api.report(report("c", digests=(right[1], right[1])))
         assert (stranger.known, stranger.retake) == (False, ())
 
 
@@ -401,5 +401,5 @@ def test_digests_of_earlier_versions_are_remembered(tmp_path: Path) -> None:
         first = short_digest(syncer.holdings.values[0].digest)
         push(syncer, *update())
         eventually(lambda: syncer.holdings.values[0].version == 1, "the first version")
-        assert syncer.api.report(report(digests=(first, 0)), ANYONE).retake == ()
-        assert syncer.api.report(report(digests=(first, 0), versions=(1, 0)), ANYONE).retake == (0,)
+        assert syncer.api.report(report(digests=(first, 0))).retake == ()
+        assert syncer.api.report(report(digests=(first, 0), versions=(1, 0))).retake == (0,)

@@ -23,11 +23,10 @@ from diloco.sync.events import (
 )
 from diloco.sync.journal import Record
 from diloco.sync.options import OuterOptions
+from diloco.sync.replication import Place
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.core import Core, CoreStopped
-from diloco.syncer.journal_files import Turn
-from diloco.syncer.readiness import Want
+from diloco.syncer.core import Core, CoreStopped, Want
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.syncer.building import eventually
@@ -48,12 +47,12 @@ class Journal:
         self.journal = self
         self.disk = PLAIN_DISK
 
-    def append(self, records: Sequence[Record]) -> Turn:
+    def append(self, records: Sequence[Record]) -> Place:
         if self.full:
             raise DiskFullError(28, "No space left on device")
         self.log.append("append")
         self.events += [record.event for record in records]
-        return Turn(1, 0, b"", b"")
+        return 1, 0
 
     def flush(self) -> None:
         assert self.gate.wait(20.0)
@@ -78,7 +77,7 @@ class Desk:
         self,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         on_held: Callable[[Want | None], None] = lambda want: None,
-        replicated: Callable[[Turn], str | None] = lambda turn: None,
+        replicated: Callable[[Place], str | None] = lambda end: None,
         leads: Callable[[], str | None] = lambda: None,
         acks_first: bool = False,
         **options: Any,
@@ -144,7 +143,7 @@ def running(**options: Any) -> Iterator[Desk]:
         yield desk
     finally:
         desk.disk.gate.set()
-        desk.core.stop(10.0)
+        desk.core.stop()
         assert not desk.core.alive
 
 
@@ -400,7 +399,7 @@ def test_a_stop_ends_whoever_waits() -> None:
     for thread in threads:
         thread.start()
     eventually(lambda: desk.disk.log[-1] == "append", "the loop is at the disk")
-    stopper = threading.Thread(target=desk.core.stop, args=(10.0,))
+    stopper = threading.Thread(target=desk.core.stop)
     stopper.start()
     desk.disk.gate.set()
     for thread in [*threads, stopper]:

@@ -10,9 +10,9 @@ import pytest
 from diloco.sync.effects import AnswerJoin, AnswerPush
 from diloco.sync.events import DrainRequested, Outcome
 from diloco.sync.leadership import LeaseLostError
-from diloco.syncer.core import CoreHeld, CoreStopped
-from diloco.syncer.journal_files import Turn
-from diloco.syncer.readiness import Unready, Want
+from diloco.sync.replication import Place
+from diloco.syncer import core
+from diloco.syncer.core import CoreHeld, CoreStopped, Unready, Want
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.syncer.building import eventually
@@ -87,8 +87,8 @@ def test_what_is_durable_here_only_is_told_to_nobody() -> None:
     behind = [0]
     asked: list[object] = []
 
-    def replicated(turn: Turn) -> str | None:
-        asked.append(turn)
+    def replicated(end: Place) -> str | None:
+        asked.append(end)
         return "the standby is behind" if behind[0] else None
 
     with running(replicated=replicated) as desk:
@@ -112,7 +112,7 @@ def test_a_process_that_is_stopped_while_it_waits_lets_the_turn_never_have_happe
         desk.disk.full = True
         pushing, pushed = background(lambda: desk.push(cursor=1))
         eventually(lambda: desk.core.held, "the loop says that it waits")
-        desk.core.stop(10.0)
+        desk.core.stop()
         assert not desk.core.alive
         pushing.join(10.0)
         assert isinstance(pushed[0], Refusal)
@@ -136,14 +136,16 @@ def test_an_answer_that_comes_too_late_is_given_to_who_was_named_for_it() -> Non
         assert answer.outcome is Outcome.ACCEPTED
 
 
-def test_a_question_that_nobody_waits_for_any_more_is_not_asked() -> None:
+def test_a_question_that_nobody_waits_for_any_more_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     with running() as desk:
         desk.core.ask(lambda machine: None)
         desk.disk.gate.clear()
         desk.core.post(DrainRequested(99))
-        with pytest.raises(CoreStopped):
-            desk.core.ask(lambda machine: asked.append("late"), 0.05)
+        with monkeypatch.context() as patch:
+            patch.setattr(core, "TIMEOUT_S", 0.05)
+            with pytest.raises(CoreStopped):
+                desk.core.ask(lambda machine: asked.append("late"))
         desk.disk.gate.set()
         desk.core.ask(lambda machine: asked.append("in time"))
     assert asked == ["in time"]

@@ -60,7 +60,7 @@ def test_the_stages_of_a_round_are_in_events_and_status(tmp_path: Path) -> None:
         push(syncer, *update())
         (told,) = events.wait_for("published")
         (made,) = events.of("outer_step")
-        eventually(lambda: "publish_s" in (syncer.costs.latest(0) or {}), "it is told")
+        eventually(lambda: "publish_s" in (syncer.tally.costs.latest(0) or {}), "it is told")
         status = syncer.api.status()
     found = status["fragments"][0]["costs"]
     assert set(found) == STAGES

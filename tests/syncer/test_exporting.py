@@ -14,8 +14,7 @@ from diloco.codec.base import digest
 from diloco.durable import Disk, DiskFullError, Step
 from diloco.outer.fragments import Fragment, Layout, Piece
 from diloco.outer.optimizer import NOTHING
-from diloco.syncer.images import export, full_parameters
-from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.snapshots import FragmentValues, export, full_parameters
 from tests.syncer.building import LAYOUT, dice
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Reason
-from diloco.syncer.publish import EVENTS_MAX, Feed, Feeds, Made
+from diloco.syncer.publish import EVENTS_MAX, Feed, Feeds
 from diloco.wire.messages import Dropped, Published, Refusal, Status
 
 
@@ -140,14 +139,3 @@ def test_closing_wakes_who_waits() -> None:
     assert woken
     assert woken[0] < 10
     assert feed.get(5.0) is None, "and it does not wait again"
-
-
-def test_who_waits_for_a_version_is_woken_when_it_is_made() -> None:
-    made, versions = Made(), [0]
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(made.wait_for, lambda: versions[0] > 0, 20.0)
-        made.tell()
-        versions[0] = 1
-        made.tell()
-        assert found.result(20)
-    assert not made.wait_for(lambda: versions[0] > 1, 0.01)

@@ -10,7 +10,7 @@ import pytest
 from diloco.codec.entropy import UNPACK_BYTES_MAX
 from diloco.codec.merging import RANGE_VALUES
 from diloco.outer.merge import MergeOptions
-from diloco.outer.rule import outer_rule
+from diloco.outer.optimizer import outer_rule
 from diloco.syncer.options import PAGES_BYTES, RANGES, TAKING, memory_bytes_max, state_bytes_max
 from diloco.wire.options import ServerOptions
 from tests.hunts.crowd import merged

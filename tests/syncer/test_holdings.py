@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from diloco.outer.optimizer import NOTHING
 from diloco.sync.events import Fate, Reason
 from diloco.sync.state import FragmentState, Line, OuterState, Site
 from diloco.sync.state import Status as SiteStatus
-from diloco.syncer.holdings import Holdings
 from diloco.syncer.outer_step import OuterResult, merged_into
+from diloco.syncer.publish import Holdings
 from diloco.syncer.snapshots import FragmentValues
+from diloco.wire.handlers import PullSource
 from diloco.wire.messages import PullAsk, Refusal, Status
-from diloco.wire.service import PullSource
 
 NUMEL = 4096
 
@@ -46,7 +47,7 @@ def history(codec: str, versions: int, kept: int = 32) -> tuple[Holdings, list[F
 
 
 def pull(holdings: Holdings, have: int, want: int = 0, offset: int = 0, fates: tuple[Fate, ...] = ()) -> PullSource:
-    return holdings.choose(PullAsk("run", "a", 0, have, want, offset), fates).source()
+    return holdings.choose(PullAsk("run", "a", 0, have, want, offset), fates, OuterState([FragmentState()]))
 
 
 def received(source: PullSource, held: Tensor | None) -> Tensor:
@@ -177,3 +178,12 @@ def test_a_version_is_of_the_sites_whose_updates_it_holds() -> None:
     assert merged_into(state, 0, 3) == {"a": (50, 2), "d": (50, 1)}
     assert merged_into(state, 0, 2) == {"a": (10, 1)}
     assert merged_into(state, 0, 4) == {}
+
+
+def test_who_waits_for_a_version_is_woken_when_it_is_made() -> None:
+    holdings, values = history("fp32", 0)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(holdings.has_newer, 0, 0, 20.0)
+        holdings.take(0, moved(values[-1], "fp32"))
+        assert found.result(20)
+    assert not holdings.has_newer(0, 1, 0.01)

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from diloco.outer.fragments import scatter
 from diloco.outer.optimizer import NOTHING
 from diloco.sync.plain import canonical
-from diloco.syncer.images import Image, ImageError, read_image, write_image
-from diloco.syncer.snapshots import same_values
+from diloco.syncer.snapshots import Image, ImageError, read_image, same_values, write_image
 from tests.syncer.building import LAYOUT, version_zero
 from tests.syncer.desk import CARD, Desk
 from tests.syncer.test_store import Story

@@ -13,8 +13,7 @@ import pytest
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError
 from diloco.syncer.standby import Incoming
 from diloco.wire.chunks import cut
-from diloco.wire.messages import Chunk, Unreachable
-from diloco.wire.replication import Item
+from diloco.wire.messages import Chunk, Item, Unreachable
 
 DATA = bytes(range(200))
 NAME = "spool/a/0-1-d.update"
@@ -31,8 +30,8 @@ def incoming(folder: Path, item: Item, disk: Disk = PLAIN_DISK) -> Incoming:
 
 
 def bring(found: Incoming) -> None:
-    for each in cut([DATA], 64):
-        found.accept(Chunk(*each))
+    for piece in cut([DATA], 0, len(DATA), lambda: 64):
+        found.accept(Chunk.of(*piece))
 
 
 def bring_whole(found: Incoming) -> None:

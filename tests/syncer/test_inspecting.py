@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from diloco.codec import merging
-from diloco.codec.base import DecodeError, digest
+from diloco.codec.base import Buffers, DecodeError, digest
 from diloco.codec.registry import make_codec
-from diloco.syncer.receive import LARGEST, Found, Inspection
+from diloco.syncer.receive import LARGEST, Inspection, Vitals
 from diloco.wire.messages import PushHeader
 from tests.syncer.building import update
 
@@ -40,7 +40,7 @@ class Arriving:
         self.path.touch()
         self.begun = 0
         self.momentum = momentum
-        self.inspection = Inspection(self.path, header, lambda fragment: self.momentum, nullcontext(), self._begins)
+        self.inspection = Inspection(self.path, header, lambda: self.momentum, nullcontext(), self._begins, Buffers(1))
 
     def _begins(self) -> None:
         self.begun += 1
@@ -51,7 +51,7 @@ class Arriving:
             file.write(self.payload[held:upto])
         self.inspection.advance(max(held, upto))
 
-    def all(self, step: int) -> Found:
+    def all(self, step: int) -> Vitals:
         for upto in range(step, len(self.payload) + step, step):
             self.come(min(upto, len(self.payload)))
         try:
@@ -69,8 +69,8 @@ def test_the_pieces_it_came_in_change_nothing(tmp_path: Path, name: str, step: i
     arriving = Arriving(tmp_path, replace(header, values_digest=digest(decoded)), payload, momentum)
     found = arriving.all(step)
     assert found.intact
-    assert found.vitals.norm == pytest.approx(float(torch.linalg.vector_norm(decoded.double())), rel=1e-12)
-    assert found.vitals.cosine == pytest.approx(float(torch.cosine_similarity(decoded, momentum, dim=0)), abs=1e-6)
+    assert found.norm == pytest.approx(float(torch.linalg.vector_norm(decoded.double())), rel=1e-12)
+    assert found.cosine == pytest.approx(float(torch.cosine_similarity(decoded, momentum, dim=0)), abs=1e-6)
     assert arriving.begun == 1
 
 
@@ -78,7 +78,7 @@ def test_the_pieces_it_came_in_change_nothing(tmp_path: Path, name: str, step: i
 def test_other_values_than_the_site_has_decoded_are_not_intact(tmp_path: Path, name: str) -> None:
     header, payload = update(values=dice(1), encoding=name)
     found = Arriving(tmp_path, replace(header, values_digest=digest(dice(3))), payload).all(500)
-    assert (found.vitals.finite, found.intact) == (True, False)
+    assert (found.finite, found.intact) == (True, False)
 
 
 def test_what_has_come_has_been_looked_at_and_only_the_rest_is_left(
@@ -110,7 +110,7 @@ def test_what_is_not_finite_is_found_wherever_it_stands(tmp_path: Path, place: i
     values[place] = bad
     header, payload = update(values=values)
     found = Arriving(tmp_path, header, payload).all(333)
-    assert (found.vitals.finite, found.vitals.norm, found.vitals.cosine) == (False, 0.0, None)
+    assert (found.finite, found.norm, found.cosine) == (False, 0.0, None)
 
 
 @pytest.mark.parametrize("block", [0, 60, 156])
@@ -135,7 +135,7 @@ def test_blocks_are_measured_against_the_momentum_of_their_time(tmp_path: Path) 
     arriving.come(4 * 3000)
     arriving.momentum = dice(3)
     seen = torch.cat([dice(2)[:2048], dice(3)[2048:]])
-    cosine = arriving.all(4 * NUMEL).vitals.cosine
+    cosine = arriving.all(4 * NUMEL).cosine
     assert cosine == pytest.approx(float(torch.cosine_similarity(values, seen, dim=0)), abs=1e-6)
 
 
@@ -145,10 +145,10 @@ def test_who_looks_has_entered(tmp_path: Path) -> None:
     checks = threading.BoundedSemaphore(1)
     told: list[bool] = []
 
-    def momentum(fragment: int) -> None:
+    def momentum() -> None:
         told.append(checks.acquire(blocking=False))
 
-    inspection = Inspection(tmp_path / "payload", header, momentum, checks, lambda: None)
+    inspection = Inspection(tmp_path / "payload", header, momentum, checks, lambda: None, Buffers(1))
     inspection.finish()
     inspection.close()
     assert told == [False] * 5

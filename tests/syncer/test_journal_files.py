@@ -14,8 +14,9 @@ import pytest
 
 from diloco.durable import Disk, DiskFullError, ReadingDisk, Step
 from diloco.sync.events import JoinRequested
-from diloco.sync.journal import CHAIN_START, FRAME_1, UNIT, JournalError, Record, encode_record
+from diloco.sync.journal import CHAIN_START, FRAME, FRAME_1, UNIT, JournalError, Record, units
 from diloco.syncer.journal_files import JournalFiles, Position, read_file
+from tests.sync.format_1 import encode_record
 
 
 def record(number: int) -> Record:
@@ -62,13 +63,10 @@ def test_what_was_appended_is_read_from_any_segment_on(tmp_path: Path) -> None:
 def test_a_turn_is_one_frame_and_lies_where_it_says(tmp_path: Path) -> None:
     journal = JournalFiles(tmp_path)
     journal.begin()
-    turn = journal.append([record(1), record(2)])
+    segment, end = journal.append([record(1), record(2)])
     journal.flush()
-    data = journal.path(1).read_bytes()
-    assert data[turn.offset : turn.offset + len(turn.data)] == turn.data
-    found = read_file(journal.path(1)).found
-    assert found is not None
-    assert [(frame.offset, frame.chain) for frame in found.frames] == [(turn.offset, turn.chain)]
+    frames = [unit for unit in units(journal.path(segment).read_bytes()) if unit.kind == FRAME]
+    assert [(unit.end, unit.chain) for unit in frames] == [(end, journal.chain)]
     journal.close()
 
 
@@ -237,11 +235,11 @@ def test_a_frame_is_durable_before_its_mark_and_all_of_a_segment_before_the_next
     journal = JournalFiles(tmp_path, disk=disk)
     journal.begin()
     disk.done.clear()
-    turn = journal.append([record(1), record(2)])
+    _, end = journal.append([record(1), record(2)])
     assert disk.done == [Step.JOURNAL_WRITE]
     journal.flush()
     assert disk.done == [Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END]
-    assert disk.synced[-1] == turn.offset + len(turn.data)
+    assert disk.synced[-1] == end
     disk.done.clear()
     first = journal.path(1).stat().st_size
     journal.rotate()
@@ -335,6 +333,17 @@ class FullDisk(Disk):
         self.room = 1 << 30
         self.error = errno.ENOSPC
         self.names = True
+        self.cleans = True
+
+    def cut(self, path: Path, size: int, step: Step) -> None:
+        if not self.cleans:
+            raise OSError(self.error, os.strerror(self.error))
+        super().cut(path, size, step)
+
+    def remove(self, path: Path, step: Step) -> None:
+        if not self.cleans:
+            raise OSError(self.error, os.strerror(self.error))
+        super().remove(path, step)
 
     def open(self, path: Path, mode: str, step: Step, buffering: int = -1) -> BinaryIO:
         if not self.names and not path.exists():
@@ -358,7 +367,7 @@ def test_a_turn_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_pat
     journal.append([record(0)])
     journal.flush()
     before = journal.path(1).read_bytes()
-    frame_bytes = len(journal.append([record(1)]).data)
+    frame_bytes = journal.append([record(1)])[1] - len(before)
     journal.flush()
     for room in range(frame_bytes):
         disk.room = room
@@ -421,6 +430,20 @@ def test_a_new_segment_that_cannot_even_be_named_leaves_the_old_one_in_use(tmp_p
     assert journal.rotate().segment == 2
     journal.close()
     assert read(tmp_path) == [record(0)]
+
+
+def test_what_is_left_of_a_failed_write_and_cannot_be_taken_away_is_final(tmp_path: Path) -> None:
+    """Tried again, the turn would stand behind half of itself: a journal that no start reads."""
+    disk = FullDisk()
+    journal = JournalFiles(tmp_path, disk=disk)
+    journal.begin()
+    for put in (lambda: journal.append([record(0)]), journal.rotate):
+        disk.room, disk.cleans = 10, False
+        with pytest.raises(OSError, match="No space left") as told:
+            put()
+        assert not isinstance(told.value, DiskFullError)
+        disk.room, disk.cleans = 1 << 20, True
+    journal.close()
 
 
 def test_a_failed_sync_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from diloco.sync.rounds import Selection, parse_selection
-from diloco.syncer.restoring import Kept, KeptError, Rules
+from diloco.syncer.replaying import Rules
+from diloco.syncer.restoring import Kept, KeptError
 from diloco.syncer.snapshots import Choice, same_values
 from tests.syncer.building import files
 from tests.syncer.desk import OUTER, RULE, Desk

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import PLAIN_DISK
-from diloco.sync.leadership import Leadership, LeaseLostError
+from diloco.sync.leadership import Leadership, LeaseLostError, Standing
 from diloco.sync.state import FragmentState, OuterState
 from diloco.syncer import server as server_module
 from diloco.syncer.lease import (
     REMEMBERED,
+    FileLease,
     LeaseError,
     LeaseHolder,
     LeaseRefusedError,
@@ -21,16 +22,15 @@ from diloco.syncer.lease import (
     lead,
     remembered,
 )
-from diloco.syncer.lease_file import FileLease
 from tests.syncer.building import new_syncer
 
 TTL_S = 10.0
 
 
 class Hand:
-    """A lease held in a test: what is answered is said beforehand."""
+    """A lease in a test: what is answered is said beforehand."""
 
-    epoch = 3
+    place, ttl_s = "here", TTL_S
 
     def __init__(self) -> None:
         self.now_s = 50.0
@@ -49,16 +49,15 @@ class Hand:
             raise self.answer
         return self.answer
 
-    def renew(self) -> bool:
-        self.renewals += 1
+    def change(self, own: Standing, heir: str | None = None, released: bool = False) -> bool:
+        if released:
+            self.released = True
+            return True
+        if heir is None:
+            self.renewals += 1
+        else:
+            self.marks.append(heir)
         return self._said()
-
-    def mark(self, heir: str) -> bool:
-        self.marks.append(heir)
-        return self._said()
-
-    def release(self) -> None:
-        self.released = True
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def hand() -> Hand:
 
 @pytest.fixture
 def guard(hand: Hand) -> LeaseHolder:
-    return LeaseHolder(hand, TTL_S, hand.clock(), "here", hand.clock)
+    return LeaseHolder(hand, Standing(3, 1, "first"), hand.clock(), hand.clock)  # type: ignore[arg-type]
 
 
 def test_an_heir_is_written_down_also_where_each_renewal_takes_longer_than_until_the_next(
@@ -77,13 +76,14 @@ def test_an_heir_is_written_down_also_where_each_renewal_takes_longer_than_until
     hand.takes_s = TTL_S / 3 + 1.0
     hand.now_s += TTL_S / 3
     guard.name_heir("second")
-    stops = hand.mark
+    answers = hand.change
 
-    def mark(heir: str) -> bool:
-        guard._stopping.set()
-        return stops(heir)
+    def change(own: Standing, heir: str | None = None, released: bool = False) -> bool:
+        if heir is not None:
+            guard._stopping.set()
+        return answers(own, heir, released)
 
-    hand.mark = mark  # type: ignore[method-assign]
+    hand.change = change  # type: ignore[method-assign]
     guard.step()
     assert (hand.renewals, hand.marks) == (1, ["second"])
 

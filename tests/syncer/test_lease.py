@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from diloco.sync.leadership import Claim, Standing, next_standing, refusal
-from diloco.syncer.lease import LeaseError, plain_of, standing_of
+from diloco.syncer.lease import LeaseError, standing_of
 
 STANDING = Standing(epoch=5, lineage=2, holder="first", heir="second")
 
@@ -72,8 +72,8 @@ def test_the_epoch_is_larger_than_any_that_the_lease_or_the_folder_knows() -> No
     ],
 )
 def test_a_standing_that_is_none_is_named(name: str, value: object) -> None:
-    assert standing_of(plain_of(STANDING), LeaseError) == STANDING
+    assert standing_of(asdict(STANDING), "here") == STANDING
     with pytest.raises(LeaseError, match=name):
-        standing_of({**plain_of(STANDING), name: value}, LeaseError)
+        standing_of({**asdict(STANDING), name: value}, "here")
     with pytest.raises(LeaseError, match="no object"):
-        standing_of([1], LeaseError)
+        standing_of([1], "here")

@@ -15,12 +15,12 @@ import pytest
 
 from diloco.sync.leadership import Claim, Standing
 from diloco.syncer.lease import LeaseError, LeaseRefusedError
-from diloco.syncer.lease_etcd import EtcdAccess, EtcdLease, HeldEtcd
+from diloco.syncer.lease_etcd import EtcdAccess, EtcdLease
 from tests.loopback.cluster import eventually, free_port
 from tests.syncer.etcd import Etcd, Tls, running_etcd
+from tests.syncer.leases import FIRST, Held, taken
 from tests.wire.certificates import LOOPBACK, Authority
 
-FIRST = Claim("first", 0, 1, anew=True)
 SECOND = Claim("second", 0, 1, by_itself=True)
 BOUND_S = 60.0
 
@@ -36,12 +36,6 @@ def lease(etcd: Etcd, request: pytest.FixtureRequest) -> Callable[[], EtcdLease]
     return lambda: EtcdLease([etcd.endpoint], f"run-{abs(hash(request.node.nodeid))}", 2)
 
 
-def taken(lease: EtcdLease, claim: Claim = FIRST) -> HeldEtcd:
-    held = lease.acquire(claim)
-    assert held is not None
-    return held
-
-
 def test_an_heir_takes_over_when_it_has_run_out_and_the_epoch_goes_on(lease: Callable[[], EtcdLease]) -> None:
     holder, heir = lease(), lease()
     assert holder.read() is None
@@ -54,7 +48,7 @@ def test_an_heir_takes_over_when_it_has_run_out_and_the_epoch_goes_on(lease: Cal
         assert heir.acquire(SECOND) is None
         assert not heir.vacant()
         time.sleep(0.3)
-    second: list[HeldEtcd | None] = []
+    second: list[Standing | None] = []
     eventually(lambda: second.append(heir.acquire(SECOND)) or second[-1] is not None, BOUND_S, "it has run out")  # type: ignore[func-returns-value]
     assert heir.read() == Standing(2, 1, "second")
     assert not held.renew()
@@ -89,12 +83,12 @@ def test_of_many_that_try_at_once_exactly_one_has_each_epoch(lease: Callable[[],
         while time.monotonic() < until:
             last = mine.read()
             try:
-                held = mine.acquire(Claim(name, 0, last.lineage + 1 if last is not None else 1, anew=True))
+                own = mine.acquire(Claim(name, 0, last.lineage + 1 if last is not None else 1, anew=True))
             except LeaseRefusedError:
                 continue  # Another has just begun the same lineage.
-            if held is not None:
-                won.append(held.epoch)
-                held.release()
+            if own is not None:
+                won.append(own.epoch)
+                mine.change(own, released=True)
 
     takers = [threading.Thread(target=take_often, args=(f"taker-{n}",)) for n in range(5)]
     for taker in takers:
@@ -269,7 +263,7 @@ def test_the_lease_outlives_the_member_that_it_was_taken_at(guarded: Guarded, tm
         assert EtcdLease([second.endpoint], "guarded", TTL_S, guarded.access).read() == Standing(1, 1, "first")
 
 
-def _renews(held: HeldEtcd) -> bool:
+def _renews(held: Held) -> bool:
     try:
         return held.renew()
     except LeaseError:

@@ -18,13 +18,12 @@ import pytest
 
 from diloco.durable import Disk, KillingDisk, Step
 from diloco.sync.leadership import Claim, Standing
-from diloco.syncer import lease_file
-from diloco.syncer.lease import LeaseError, LeaseRefusedError
-from diloco.syncer.lease_file import FileLease, HeldFile
+from diloco.syncer import lease as lease_module
+from diloco.syncer.lease import FileLease, LeaseError, LeaseRefusedError
 from tests.forked import forkserver
+from tests.syncer.leases import FIRST, taken
 
 TTL_S = 10.0
-FIRST = Claim("first", 0, 1, anew=True)
 SECOND = Claim("second", 0, 1, by_itself=True)
 
 
@@ -34,12 +33,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-def taken(lease: FileLease, claim: Claim = FIRST) -> HeldFile:
-    held = lease.acquire(claim)
-    assert held is not None
-    return held
 
 
 @pytest.fixture
@@ -229,22 +222,22 @@ def take_often(path: Path, name: str, together: Barrier) -> None:
                 continue
             claim = Claim(name, 0, last.lineage + 1 if last is not None else 1, anew=True)  # Never refused as older.
             with contextlib.suppress(LeaseRefusedError):  # Unless another has just begun the same lineage.
-                held = lease.acquire(claim)
-                if held is not None:
-                    mine = held.epoch
+                own = lease.acquire(claim)
+                if own is not None:
+                    mine = own.epoch
                     told.write(f"{mine}\n")
-                    held.release()
+                    lease.change(own, released=True)
 
 
 def test_a_file_system_that_locks_nothing_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_file, "lock", lambda file: None)
+    monkeypatch.setattr(lease_module, "lock", lambda file: None)
     with pytest.raises(LeaseError, match="without locks"):
         FileLease(path, "run", TTL_S).acquire(FIRST)
 
     def unknown(file: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lease_file, "lock", unknown)
+    monkeypatch.setattr(lease_module, "lock", unknown)
     with pytest.raises(LeaseError, match="No locks available"):
         FileLease(path, "run", TTL_S).acquire(FIRST)
     assert not path.exists()

@@ -24,8 +24,8 @@ from diloco.syncer.replaying import LeaveOutError, ReplayerWithout
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.spool import SpoolError
 from tests.sooner import sooner
-from tests.syncer.building import update, version_zero
-from tests.syncer.desk import OPTIMIZER, OUTER, RULE, Desk
+from tests.syncer.building import stored, update, version_zero
+from tests.syncer.desk import OPTIMIZER, OUTER, Desk
 from tests.syncer.test_replaying import Told
 from tests.syncer.test_store import SITES
 
@@ -73,7 +73,7 @@ def plain_loop(told: Told, chosen: Sequence[Selection]) -> list[tuple[Tensor, Te
             contributions = [
                 (
                     raw[site] / sum(raw.values()),
-                    [make_codec(u.encoding).decode(spool.read(u.payload, u.digest), zero.numel()) for u in updates],
+                    [make_codec(u.encoding).decode(stored(spool, u.payload, u.digest), zero.numel()) for u in updates],
                 )
                 for site, updates in by_site.items()
             ]
@@ -102,7 +102,7 @@ def fresh_syncer(folder: Path, told: Told, chosen: Sequence[Selection]) -> list[
             each for each in members if not any(one.takes(each.site, index, each.sequence, version) for one in chosen)
         ]
         for each in remaining:
-            payload = told.desk.store.spool.read(each.payload, each.digest)
+            payload = stored(told.desk.store.spool, each.payload, each.digest)
             header, _ = update(
                 each.site,
                 desk.machine.state.sites[each.site].lines[index].watermark + 1,
@@ -130,8 +130,9 @@ def assert_bits(left: Tensor | None, right: Tensor | None, why: object) -> None:
 
 def without(told: Told, chosen: Sequence[Selection], last: int | None = None) -> ReplayerWithout:
     machine = OuterSync.restore(OUTER, told.first.state)
+    store = told.desk.store
     replayer = ReplayerWithout(
-        machine, told.first.fragments, told.desk.store.spool, RULE, told.desk.codec, chosen, last
+        machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, last
     )
     told.replay(replayer)
     return replayer
@@ -184,7 +185,7 @@ def test_with_nothing_left_out_it_is_the_run(tmp_path: Path) -> None:
     for mine, theirs in zip(replayer.values, told.desk.values, strict=True):
         assert mine.digest == theirs.digest
     assert not replayer.left_out
-    assert replayer.old_base_waiting() == 0
+    assert replayer.old_base_waiting == 0
 
 
 def test_what_was_left_out_and_what_was_trained_on_it_is_told(tmp_path: Path) -> None:
@@ -216,8 +217,9 @@ def test_what_was_trained_on_it_is_left_out_as_well_if_that_is_wanted(tmp_path: 
     merged = rounds_of(told)
     machine = OuterSync.restore(OUTER, told.first.state)
     chosen = [Selection("b", "versions", 2, 4, 0)]
+    store = told.desk.store
     replayer = ReplayerWithout(
-        machine, told.first.fragments, told.desk.store.spool, RULE, told.desk.codec, chosen, and_later=True
+        machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, and_later=True
     )
     told.replay(replayer)
     first = min(out.version for out in replayer.left_out)
@@ -242,7 +244,8 @@ def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:
     told = Told(tmp_path, 9, length=80)
     half = without(told, [], last=2)
     machine = OuterSync.restore(OUTER, told.first.state)
-    stepwise = ReplayerWithout(machine, told.first.fragments, told.desk.store.spool, RULE, told.desk.codec)
+    store = told.desk.store
+    stepwise = ReplayerWithout(machine, told.first.fragments, store.spool, told.desk.rules, store.lineages)
     for record in told.records:
         stepwise.apply(record)
         for index, values in enumerate(stepwise.values):
@@ -274,7 +277,7 @@ def test_what_has_no_finite_result_is_an_error(tmp_path: Path) -> None:
     desk.close()
     machine = OuterSync.restore(desk.machine.options, first.state)
     chosen = [Selection("b", "versions", 1, 1)]
-    replayer = ReplayerWithout(machine, first.fragments, desk.store.spool, RULE, "fp32", chosen)
+    replayer = ReplayerWithout(machine, first.fragments, desk.store.spool, desk.rules, desk.store.lineages, chosen)
     for record in before:
         replayer.apply(record)
     with pytest.raises(LeaveOutError, match="version 1 of fragment 0 has no finite result"):

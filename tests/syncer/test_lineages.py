@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from diloco.codec.base import digest
-from diloco.durable import Disk, Step
+from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.outer.optimizer import NOTHING
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError
-from diloco.syncer.images import Image, Lineages
-from diloco.syncer.snapshots import FragmentValues, same_values
+from diloco.syncer.snapshots import FragmentValues, Image, Lineages, same_values
 from tests.syncer.building import version_zero
 from tests.syncer.desk import CARD
 
@@ -61,12 +60,9 @@ def test_what_is_missing_damaged_or_another_is_named(tmp_path: Path) -> None:
 def test_what_a_death_left_half_written_goes_with_the_next_start(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="as by a death"):
         Lineages(tmp_path / "lineages", DyingDisk()).keep(7, image())
-    lineages = Lineages(tmp_path / "lineages")
     assert [path.name for path in (tmp_path / "lineages").iterdir()] == [".7.tmp"]
-    lineages.sweep()
+    PLAIN_DISK.sweep(tmp_path / "lineages", Step.LINEAGE_PRUNE)
     assert list((tmp_path / "lineages").iterdir()) == []
-    Lineages(tmp_path / "none").sweep()
-    assert not (tmp_path / "none").exists()
 
 
 def test_what_no_snapshot_is_older_than_goes(tmp_path: Path) -> None:

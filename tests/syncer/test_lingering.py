@@ -13,7 +13,7 @@ import pytest
 
 from diloco.sync.events import Ending, FateTold, Outcome
 from diloco.syncer.server import Syncer
-from tests.syncer.building import ANYONE, Events, eventually, join, push, report, serving, update
+from tests.syncer.building import Events, eventually, join, push, report, serving, update
 
 LAST_ROUND = {"token_budget": 100, "final_wait_ns": 50_000_000}
 
@@ -28,7 +28,7 @@ def merged(syncer: Syncer) -> None:
 
 def gone(syncer: Syncer, site: str = "a") -> None:
     """The site says goodbye, and the run is over."""
-    syncer.api.leave(site, 1, ANYONE)
+    syncer.api.leave(site, 1)
     assert syncer.wait(20.0) is Ending.FINISHED
 
 
@@ -52,7 +52,7 @@ def took_s(syncer: Syncer) -> float:
 
 def heard(syncer: Syncer) -> list[int]:
     """What a site hears that comes back to its stream and ends it when it knows enough."""
-    feed = syncer.api.watch("a", 1, ANYONE)
+    feed = syncer.api.watch("a", 1)
     events = [feed.get(1.0) for _ in range(6)]
     feed.close()
     return [event.fate.fragment for event in events if isinstance(event, FateTold)]
@@ -64,7 +64,7 @@ def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) 
         syncer.drain()
         syncer.wait(20.0)
         assert took_s(syncer) > 1.9
-        syncer.api.leave("a", 1, ANYONE)
+        syncer.api.leave("a", 1)
         assert took_s(syncer) < 1.5
 
 
@@ -80,7 +80,7 @@ def test_it_waits_for_a_site_whose_stream_was_broken_when_its_last_fate_was_told
 def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate_was_written(tmp_path: Path) -> None:
     with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
         join(syncer)
-        feed = syncer.api.watch("a", 1, ANYONE)
+        feed = syncer.api.watch("a", 1)
         merged(syncer)
         gone(syncer)
         feed.close()
@@ -92,16 +92,16 @@ def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate_was_written
 def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(tmp_path: Path, lacks: int) -> None:
     with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
         join(syncer)
-        feed = syncer.api.watch("a", 1, ANYONE)
+        feed = syncer.api.watch("a", 1)
         merged(syncer)
         gone(syncer)
         if lacks:  # Everything was written, and was lost on the way.
             eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
-        syncer.api.report(report(tokens_in_flight=lacks), ANYONE)
+        syncer.api.report(report(tokens_in_flight=lacks))
         feed.close()
         if lacks:
             with lingering(syncer):
-                syncer.api.report(report(tokens_in_flight=0), ANYONE)
+                syncer.api.report(report(tokens_in_flight=0))
         assert took_s(syncer) < 10, "it has heard by a version what its stream still had to say"
 
 
@@ -109,9 +109,9 @@ def test_it_waits_for_a_stream_to_end_that_has_said_everything(tmp_path: Path) -
     with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
         join(syncer)
         merged(syncer)
-        feed = syncer.api.watch("a", 1, ANYONE)
+        feed = syncer.api.watch("a", 1)
         gone(syncer)
-        syncer.api.report(report(tokens_in_flight=0), ANYONE)
+        syncer.api.report(report(tokens_in_flight=0))
         with lingering(syncer):
             feed.close()
 
@@ -119,11 +119,11 @@ def test_it_waits_for_a_stream_to_end_that_has_said_everything(tmp_path: Path) -
 def test_what_a_site_says_before_goodbye_or_as_another_process_holds_nobody_up(tmp_path: Path) -> None:
     with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
         join(syncer)
-        feed = syncer.api.watch("a", 1, ANYONE)
+        feed = syncer.api.watch("a", 1)
         merged(syncer)
-        syncer.api.report(report(tokens_in_flight=100), ANYONE)
+        syncer.api.report(report(tokens_in_flight=100))
         gone(syncer)
-        syncer.api.report(report(incarnation=2, tokens_in_flight=100), ANYONE)
+        syncer.api.report(report(incarnation=2, tokens_in_flight=100))
         eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
         feed.close()
         assert took_s(syncer) < 10
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_after_a_death_waits_for_nobody_who_left_it(tmp_path:
     events = Events()
     with serving(tmp_path / "one", events) as syncer:
         join(syncer)
-        syncer.api.leave("a", 1, ANYONE)
+        syncer.api.leave("a", 1)
         shutil.copytree(tmp_path / "one", tmp_path / "two")
     with serving(tmp_path / "two", linger_s=20.0, outer={"final_wait_ns": 50_000_000}) as syncer:
         syncer.drain()

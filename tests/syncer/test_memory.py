@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,7 @@ from torch import Tensor
 
 from diloco.codec.base import digest
 from diloco.outer.optimizer import NOTHING, OuterState
-from diloco.syncer.keeping import MemoryCheck, MemoryDamaged
-from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.snapshots import FragmentValues, MemoryCheck, MemoryDamaged
 from tests.syncer.building import Events, dice, eventually, files, new_syncer, version_zero
 
 
@@ -55,18 +55,14 @@ def test_a_new_version_is_no_damage() -> None:
 
 
 def test_the_thread_takes_every_fragment_in_turn_and_ends_when_it_is_told_to() -> None:
-    values = [held(), held()]
-    stopping, found = threading.Event(), list[MemoryDamaged]()
-    thread = threading.Thread(target=MemoryCheck(values, 0.001).run, args=(stopping, found.append))
-    thread.start()
-    try:
+    values, stopping = [held(), held()], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(MemoryCheck(values, 0.001).run, stopping)
         flip(values[1].published)
-        eventually(lambda: found, "the damage of the second fragment")
-        assert "fragment 1" in str(found[0])
-    finally:
+        assert "fragment 1" in str(looking.exception(5.0))
+        looking = pool.submit(MemoryCheck([held()], 0.001).run, stopping)
         stopping.set()
-        thread.join(5.0)
-    assert not thread.is_alive()
+        assert looking.result(5.0) is None
 
 
 def test_a_syncer_ends_in_words_and_goes_on_from_its_disk(tmp_path: Path) -> None:
@@ -93,6 +89,6 @@ def test_no_snapshot_is_made_of_damaged_values(tmp_path: Path) -> None:
     before = [name for name in files(tmp_path) if name.startswith("snapshots")]
     flip(syncer.holdings.values[0].published)
     with pytest.raises(Exception, match="changed in this process's memory"):
-        syncer.snapshot_now()
+        syncer.api.snapshot()
     syncer.stop(0.1)
     assert [name for name in files(tmp_path) if name.startswith("snapshots")] == before

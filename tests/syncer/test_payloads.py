@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.codec.buffers import Buffers
+from diloco.codec.base import Buffers
 from diloco.codec.registry import make_codec
 from diloco.syncer.spool import CutShortError, Mapped, opened, read_part
 
@@ -22,8 +22,8 @@ def test_a_part_is_the_payload_of_its_values(tmp_path: Path, name: str, begin: i
     codec = make_codec(name)
     (tmp_path / "file").write_bytes(b"x" * begin + codec.encode(VALUES))
     with (tmp_path / "file").open("rb") as file:
-        part = read_part(file.fileno(), codec, 1000, 128, 768, begin)
-        rest = read_part(file.fileno(), codec, 1000, 768, 1000, begin)
+        part = read_part(file.fileno(), codec, 1000, 128, 768, begin, Buffers(0))
+        rest = read_part(file.fileno(), codec, 1000, 768, 1000, begin, Buffers(0))
     assert bytes(part) == codec.encode(VALUES[128:768])
     assert bytes(rest) == codec.encode(VALUES[768:])
 
@@ -33,7 +33,7 @@ def test_a_part_lies_in_memory_that_is_used_again(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(codec.encode(VALUES))
     with (tmp_path / "file").open("rb") as file:
         for start in (0, 256, 512):
-            part = read_part(file.fileno(), codec, 1000, start, start + 256, buffers=buffers)
+            part = read_part(file.fileno(), codec, 1000, start, start + 256, 0, buffers)
             assert bytes(part) == codec.encode(VALUES[start : start + 256])
             seen.add(np.frombuffer(part, dtype=np.uint8).ctypes.data)
             del part
@@ -44,7 +44,7 @@ def test_a_file_that_ends_too_early_is_said_to(tmp_path: Path) -> None:
     codec = make_codec("int8")
     (tmp_path / "file").write_bytes(codec.encode(VALUES)[:-1])
     with (tmp_path / "file").open("rb") as file, pytest.raises(CutShortError, match="ends at byte 1015"):
-        read_part(file.fileno(), codec, 1000, 896, 1000)
+        read_part(file.fileno(), codec, 1000, 896, 1000, 0, Buffers(0))
 
 
 def resident(path: Path) -> int:

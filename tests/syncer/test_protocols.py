@@ -18,7 +18,8 @@ from diloco.syncer import publish
 from diloco.syncer.publish import EarlierDigests
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import FragmentValues
-from diloco.wire import convert, convert_bulk
+from diloco.wire import convert
+from diloco.wire.handlers import PullSource
 from diloco.wire.messages import (
     Alive,
     Dropped,
@@ -32,7 +33,6 @@ from diloco.wire.messages import (
     Status,
     short_digest,
 )
-from diloco.wire.service import PullSource
 from tests.syncer.building import ANYONE, RUN, dice, eventually, join, join_ask, push, report, serving, update
 
 DIGEST = digest_of(b"values")
@@ -48,30 +48,30 @@ def fate(told: str, reason: Reason | None = None) -> Fate:
 
 def test_every_digest_that_a_site_of_protocol_2_is_told_is_one_that_it_can_read() -> None:
     standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(DIGEST), fate(SHA256)))
-    reply = publish.join_reply(JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS), 2)
+    reply = publish.as_known(JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS, protocol=2), 2)
     told = [reply.standings[0].digest, *(each.digest for each in reply.standings[0].fates)]
-    event = publish.watch_event(Published(2, 3, 4, DIGEST, 5, 6, 7), 2)
+    event = publish.as_known(Published(2, 3, 4, DIGEST, 5, 6, 7), 2)
     assert isinstance(event, Published)
-    result = publish.push_result(PushResult(Outcome.REFUSED, 1, Reason.CORRUPT, fate(DIGEST, Reason.CORRUPT)), 2)
+    result = publish.as_known(PushResult(Outcome.REFUSED, 1, Reason.CORRUPT, fate(DIGEST, Reason.CORRUPT)), 2)
     assert result.fate is not None
-    told += [event.digest, result.fate.digest, *(each.digest for each in publish.fates([fate(DIGEST)], 2))]
+    told += [event.digest, result.fate.digest, *(each.digest for each in publish.as_known((fate(DIGEST),), 2))]
     assert all(IN_2.fullmatch(each) for each in told)
     assert told[2] == SHA256, "that of its own update is the one that it knows"
     assert (reply.protocol, reply.settings.keep_until_decided) == (2, True)
     assert result.reason is Reason.CORRUPT
-    assert publish.watch_event(FateTold(fate(SHA256)), 2) == FateTold(fate(SHA256))
+    assert publish.as_known(FateTold(fate(SHA256)), 2) == FateTold(fate(SHA256))
     for other in (Alive(), Dropped(Reason.EVICTED)):
-        assert publish.watch_event(other, 2) == other
+        assert publish.as_known(other, 2) == other
 
 
 def test_a_site_of_this_protocol_is_told_everything_as_it_is() -> None:
     standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(DIGEST), fate(SHA256)))
     reply = JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS)
-    assert publish.join_reply(reply, PROTOCOL) == replace(reply, protocol=PROTOCOL)
+    assert publish.as_known(reply, PROTOCOL) == reply
     for event in (Published(2, 3, 4, DIGEST, 5, 6, 7), FateTold(fate(DIGEST)), Dropped(Reason.EVICTED)):
-        assert publish.watch_event(event, PROTOCOL) == event
+        assert publish.as_known(event, PROTOCOL) == event
     result = PushResult(Outcome.DUPLICATE, 1, None, fate(DIGEST))
-    assert publish.push_result(result, PROTOCOL) == result
+    assert publish.as_known(result, PROTOCOL) == result
 
 
 def test_the_earlier_digest_of_a_version_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,20 +89,20 @@ def test_the_earlier_digest_of_a_version_is_computed_once(monkeypatch: pytest.Mo
 
 def joined(syncer: Syncer) -> None:
     """A site of each protocol: a of the earlier one, b of this one."""
-    assert syncer.api.join(join_ask(protocol=PROTOCOL_OLDEST), ANYONE).protocol == PROTOCOL_OLDEST
-    assert syncer.api.join(join_ask("b", "89abcdef"), ANYONE).protocol == PROTOCOL
+    assert syncer.api.join(join_ask(protocol=PROTOCOL_OLDEST)).protocol == PROTOCOL_OLDEST
+    assert syncer.api.join(join_ask("b", "89abcdef")).protocol == PROTOCOL
 
 
 def pulled(syncer: Syncer, site: str, have: int, **more: int) -> PullSource:
     source = syncer.api.pull(PullAsk(RUN, site, 0, have, protocol=2 if site == "a" else 3, **more), ANYONE)
-    assert convert_bulk.unpack_pull_part(convert_bulk.pack_pull_part(source.header)) == source.header
+    assert convert.unpack_pull_part(convert.pack_pull_part(source.header)) == source.header
     return source
 
 
 def test_a_site_that_speaks_2_joins_pushes_watches_and_pulls(tmp_path: Path) -> None:
     with serving(tmp_path, down_codec="int8") as syncer:
         joined(syncer)
-        old, new = syncer.api.watch("a", 1, ANYONE), syncer.api.watch("b", 1, ANYONE)
+        old, new = syncer.api.watch("a", 1), syncer.api.watch("b", 1)
         first = [feed.get(5.0) for feed in (old, new)]
         assert [bool(IN_2.fullmatch(event.digest)) for event in first if isinstance(event, Published)] == [True, False]
         header, payload = update()
@@ -138,7 +138,7 @@ def test_what_a_site_of_protocol_2_holds_is_compared_with_what_was_published(tmp
 
             def said(syncer: Syncer, *digests: int) -> ReportReply:
                 incarnation = syncer.core.ask(lambda machine: machine.state.sites["a"].incarnation)
-                return syncer.api.report(report("a", incarnation, digests=digests), ANYONE)
+                return syncer.api.report(report("a", incarnation, digests=digests))
 
             assert said(syncer, *right).retake == ()
             assert said(syncer, right[1], right[1]).retake == (0,)
@@ -164,7 +164,7 @@ def test_a_pull_of_protocol_2_that_broke_off_goes_on_where_its_digest_is_known(t
 
 
 def test_the_answer_to_a_join_is_one_that_protocol_2_unpacks() -> None:
-    reply = publish.join_reply(JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS), 2)
+    reply = publish.as_known(JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS, protocol=2), 2)
     assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply
 
 
@@ -177,7 +177,7 @@ def test_a_site_that_has_not_joined_this_process_yet_is_taken_for_one_of_this_pr
     with serving(tmp_path) as syncer:  # The site's heartbeat and what it sends again are here before it joins.
         held = syncer.holdings.values[0]
         mine = report(versions=(1, 0), digests=(short_digest(held.digest), 0))
-        assert syncer.api.report(mine, ANYONE).retake == ()
+        assert syncer.api.report(mine).retake == ()
         fate = push(syncer, header, payload).fate
         assert fate is not None
         assert fate.digest == header.digest, "else the site would take it for another update's"

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from diloco.syncer.readiness import Readiness, Unready, Want
+from diloco.syncer.core import Readiness, Unready, Want
 from diloco.wire.channel import SYNC_SERVICE
 from tests.syncer.building import NO_WAIT, RUN, Events, eventually, join, new_syncer, serving
 

@@ -13,19 +13,30 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.codec.base import digest
+from diloco.codec.base import Buffers, digest
 from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError, Step
+from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Outcome, Reason
 from diloco.syncer import receive
 from diloco.syncer.receive import Reception
+from diloco.syncer.server import Syncer
 from diloco.syncer.status import Tally
 from diloco.syncer.store import verify
-from diloco.wire.messages import PushResult, Refusal, Status
-from tests.syncer.building import ANYONE, Events, dice, eventually, files, join, push, serving, update
+from diloco.wire.messages import PushHeader, PushResult, Refusal, Status
+from tests.syncer.building import Events, dice, eventually, files, join, push, serving, stored, update
 
 QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
 """No round closes while one site pushes."""
+
+
+def reception(
+    syncer: Syncer, header: PushHeader, tally: Tally | None = None, checks: threading.BoundedSemaphore | None = None
+) -> Reception:
+    """A push that the syncer would admit."""
+    checks = checks or threading.BoundedSemaphore()
+    emit = Events().emit
+    return Reception(syncer.core, syncer.holdings, header, tally or Tally(), emit, PROTOCOL, 0, checks, Buffers(1))
 
 
 def spooled(folder: Path) -> list[str]:
@@ -52,12 +63,12 @@ def test_a_push_that_broke_off_goes_on_where_its_bytes_end(tmp_path: Path) -> No
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         for end in (10, 11, 60):
-            session = syncer.api.open_push(header, ANYONE)
+            session = syncer.api.open_push(header)
             assert isinstance(session, Reception)
             session.write(session.offset, memoryview(payload)[session.offset : end])
             session.close()
     with serving(tmp_path, **QUIET) as syncer:
-        session = syncer.api.open_push(header, ANYONE)
+        session = syncer.api.open_push(header)
         assert isinstance(session, Reception)
         assert session.offset == 60
         session.close()
@@ -133,17 +144,17 @@ def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> N
     with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "updates_in_flight_max": 1}) as syncer:
         join(syncer)
         second = update(sequence=2)
-        session = syncer.api.open_push(header, ANYONE)
+        session = syncer.api.open_push(header)
         assert isinstance(session, Reception)
-        assert syncer.api.open_push(second[0], ANYONE) == PushResult(Outcome.RETRY, 0, Reason.GAP, epoch=1)
+        assert syncer.api.open_push(second[0]) == PushResult(Outcome.RETRY, 0, Reason.GAP, epoch=1)
         session.write(0, memoryview(payload))
         assert session.commit(header.digest).outcome is Outcome.ACCEPTED
         session.close()
-        late = Reception(syncer.core, syncer.store, second[0], Tally(), lambda _: None)
+        late = reception(syncer, second[0])
         late.write(0, memoryview(second[1]))
         assert late.commit(second[0].digest) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
         late.close()
-        again = Reception(syncer.core, syncer.store, second[0], Tally(), lambda _: None)
+        again = reception(syncer, second[0])
         assert again.offset == len(second[1])
         again.close()
 
@@ -152,22 +163,22 @@ def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Pat
     with serving(tmp_path) as syncer:
         join(syncer)
         header, payload = update()
-        twin = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
+        twin = reception(syncer, header)
         twin.write(0, memoryview(payload))
-        direct = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
+        direct = reception(syncer, header)
         assert direct.offset == 0 or direct.offset == len(payload)
         direct.write(direct.offset, memoryview(payload)[direct.offset :])
         assert direct.commit(header.digest).outcome is Outcome.ACCEPTED
         direct.close()
         eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
         twin.close()
-        again = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
+        again = reception(syncer, header)
         again.write(again.offset, memoryview(payload)[again.offset :])
         assert again.commit(header.digest).outcome is Outcome.DUPLICATE
         again.close()
         assert len(spooled(tmp_path)) == 1
         for _ in range(3):
-            syncer.snapshot_now()
+            syncer.api.snapshot()
         assert spooled(tmp_path) == []
 
 
@@ -222,7 +233,7 @@ def test_no_payload_stays_open_when_its_push_has_ended(tmp_path: Path) -> None:
     header, payload = update()
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
-        session = syncer.api.open_push(header, ANYONE)
+        session = syncer.api.open_push(header)
         session.write(0, memoryview(payload)[: len(payload) // 2])
         assert open_below(tmp_path / "spool")
         session.close()
@@ -235,7 +246,7 @@ def test_only_what_came_is_counted(tmp_path: Path) -> None:
     header, payload = update()
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
-        session = syncer.api.open_push(header, ANYONE)
+        session = syncer.api.open_push(header)
         assert isinstance(session, Reception)
         session.write(0, memoryview(payload)[:20])
         session.close()
@@ -257,8 +268,8 @@ def test_torch_reads_what_was_sent(tmp_path: Path) -> None:
         join(syncer)
         header, payload = update(fragment=1, values=values)
         push(syncer, header, payload)
-        stored = syncer.store.spool.read(syncer.store.spool.reference(header), header.digest)
-    assert torch.equal(torch.frombuffer(bytearray(stored), dtype=torch.float32), values)
+        kept = stored(syncer.store.spool, syncer.store.spool.reference("a", 1, 1, header.digest), header.digest)
+    assert torch.equal(torch.frombuffer(bytearray(kept), dtype=torch.float32), values)
 
 
 def test_values_are_in_memory_only_where_there_is_room_for_them(tmp_path: Path) -> None:
@@ -266,7 +277,7 @@ def test_values_are_in_memory_only_where_there_is_room_for_them(tmp_path: Path) 
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         tally, checks = Tally(), threading.BoundedSemaphore(1)
-        session = Reception(syncer.core, syncer.store, header, tally, lambda _: None, checks=checks)
+        session = reception(syncer, header, tally, checks)
         checks.acquire()
         done: list[PushResult] = []
 
@@ -280,7 +291,7 @@ def test_values_are_in_memory_only_where_there_is_room_for_them(tmp_path: Path) 
         assert done == []
         checks.release()
         thread.join(30.0)
-        assert (done, tally.payloads_decoded()) == ([PushResult(Outcome.ACCEPTED, 0)], 1)
+        assert (done, tally.payloads_decoded) == ([PushResult(Outcome.ACCEPTED, 0)], 1)
         session.close()
         assert checks.acquire(blocking=False), "there is room again"
 
@@ -295,7 +306,7 @@ def test_a_push_that_moves_is_a_sign_of_life_now_and_then(
         join(syncer)
         heard: list[str] = []
         monkeypatch.setattr(syncer.core, "heard", heard.append)
-        session = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
+        session = reception(syncer, header)
         for at in range(0, len(payload), -(-len(payload) // 4)):
             session.write(at, memoryview(payload)[at : at + -(-len(payload) // 4)])
         assert session.commit(header.digest).outcome is Outcome.ACCEPTED
@@ -320,7 +331,7 @@ def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
             with pytest.raises(Refusal, match="disk full: No space left on device"):
                 push(syncer, header, payload)
             eventually(lambda: syncer.core.held, "the loop waits")
-            twin = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
+            twin = reception(syncer, header)
             twin.write(0, memoryview(payload))
             with pytest.raises(Refusal, match="disk full: No space left on device"):
                 twin.commit(header.digest)

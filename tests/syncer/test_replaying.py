@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import OuterRule
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import OuterStepDone
 from diloco.sync.journal import JournalError, Record
@@ -19,7 +19,7 @@ from diloco.syncer.snapshots import Snapshot
 from diloco.syncer.spool import SpoolError
 from diloco.wire.messages import PullAsk
 from tests.syncer.building import RUN
-from tests.syncer.desk import OPTIMIZER, OUTER, RULE, Desk
+from tests.syncer.desk import OPTIMIZER, OUTER, Desk
 from tests.syncer.test_store import Story, assert_same
 
 
@@ -43,7 +43,7 @@ class Told:
 
     def replayer(self, kind: type[Replayer] = Replayer) -> Replayer:
         machine = OuterSync.restore(OUTER, self.first.state)
-        return kind(machine, self.first.fragments, self.desk.store.spool, RULE, self.desk.codec)
+        return kind(machine, self.first.fragments, self.desk.store.spool, self.desk.rules, self.desk.store.lineages)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
@@ -68,9 +68,10 @@ def test_it_keeps_the_down_links_of_the_steps_that_it_made(tmp_path: Path) -> No
     told.replay(replayer)
     held = replayer.values[0]
     assert held.version > 1
-    choice = replayer.holdings.choose(PullAsk(RUN, "a", 0, held.version - 1, 0, 0), ())
-    assert (choice.from_version, choice.version, choice.whole) == (held.version - 1, held.version, False)
-    assert choice.digest == held.digest
+    ask = PullAsk(RUN, "a", 0, held.version - 1, 0, 0)
+    header = replayer.holdings.choose(ask, (), replayer.machine.state).header
+    assert (header.from_version, header.version, header.whole) == (held.version - 1, held.version, False)
+    assert header.digest == held.digest
 
 
 def test_other_decisions_are_named_by_the_record(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_step_that_was_under_way_at_the_snapshot_is_known(tmp_path: Path) -> N
     desk.close()
     records: list[Record] = desk.store.journal.read(newest.journal_segment)
     machine = OuterSync.restore(OUTER, newest.state)
-    replayer = Replayer(machine, newest.fragments, desk.store.spool, RULE, desk.codec)
+    replayer = Replayer(machine, newest.fragments, desk.store.spool, desk.rules, desk.store.lineages)
     for record in records:
         replayer.apply(record)
     assert [values.digest for values in replayer.values] == [values.digest for values in desk.values]

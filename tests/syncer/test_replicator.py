@@ -13,12 +13,11 @@ import pytest
 from diloco.durable import PLAIN_DISK
 from diloco.sync.events import DeadlinePassed, UpdateArrived
 from diloco.sync.journal import Record
-from diloco.syncer.journal_files import Turn
+from diloco.sync.replication import Place
 from diloco.syncer.replicator import ReplicationOptions, Replicator
 from diloco.syncer.snapshots import RECOVERY_ONLY, Retention
 from diloco.syncer.store import RunCard, Store
-from diloco.wire.messages import Alive, Refusal, Status
-from diloco.wire.replication import FollowAck, Follows, FollowStart, Item
+from diloco.wire.messages import Alive, FollowAck, Follows, FollowStart, Item, Refusal, Status
 from tests.loopback.audit import version_zero
 from tests.loopback.cluster import Log
 from tests.loopback.toy import Toy
@@ -40,8 +39,9 @@ def a_replicator(
     machine, values = version_zero(toy)
     store.begin(machine, values)
     closing.callback(store.journal.close)
-    replicator = Replicator(ReplicationOptions(mode=mode), store, lambda: 1, log.emit)
+    replicator = Replicator(ReplicationOptions(mode=mode), store, log.emit)
     core = SimpleNamespace(
+        machine=machine,
         nudge=lambda: None,
         post=lambda event: log.emit("attach", {"standby": event.standby}),
         ask=lambda question, early: question(machine),
@@ -55,9 +55,9 @@ def start(**changes: Any) -> FollowStart:
     return FollowStart(**{**fields, "segment": 0, "chain": "", **changes})
 
 
-def a_turn(replicator: Replicator, size: int = 10) -> Turn:
+def a_turn(replicator: Replicator) -> Place:
     segment, end = replicator.machine.durable
-    return Turn(segment, end, bytes(size), b"")
+    return segment, end + 10
 
 
 def test_sync_waits_for_the_standby_and_says_for_whom(tmp_path: Path, closing: ExitStack) -> None:
@@ -66,9 +66,9 @@ def test_sync_waits_for_the_standby_and_says_for_whom(tmp_path: Path, closing: E
     assert "no standby has followed" in str(replicator.replicated(turn))
     follower = replicator.follow(start())
     assert replicator.replicated(turn) == "the standby s is behind"
-    follower.acknowledged(FollowAck(turn.segment, turn.offset + 9))
+    follower.acknowledged(FollowAck(turn[0], turn[1] - 1))
     assert replicator.replicated(turn) is not None
-    follower.acknowledged(FollowAck(turn.segment, turn.offset + 10))
+    follower.acknowledged(FollowAck(*turn))
     assert replicator.replicated(turn) is None
     follower.close()
     assert "the standby is away: nothing" in str(replicator.replicated(a_turn(replicator)))
@@ -96,14 +96,14 @@ def test_async_stops_waiting_for_one_that_is_too_slow_until_it_is_near_again(
     for _ in range(11):  # It is heard all the time, and has never got what the turn waits for.
         assert replicator.replicated(first) == "the standby s is behind"
         now_s[0] += 0.5
-        follower.acknowledged(FollowAck(first.segment, first.offset + 1))
+        follower.acknowledged(FollowAck(first[0], first[1] - 9))
     assert replicator.replicated(first) is None
     second = a_turn(replicator)
     assert replicator.replicated(second) is None, "once is enough"
     assert replicator.status()["slow"]
     assert len(log.of("standby_slow")) == 1
     now_s[0] += 5.0
-    follower.acknowledged(FollowAck(second.segment, second.offset + 10))
+    follower.acknowledged(FollowAck(*second))
     third = a_turn(replicator)
     assert replicator.replicated(third) == "the standby s is behind"
 
@@ -207,9 +207,9 @@ def three_snapshots(replicator: Replicator) -> None:
     """Each with a turn behind it; without a pin the first one goes, and the segments before the last two."""
     store, (machine, values) = replicator.store, version_zero(Toy(folder=str(replicator.store.folder)))
     for _ in range(3):
-        turn = store.journal.append([Record(5, DeadlinePassed(), "e" * 16)])
+        end = store.journal.append([Record(5, DeadlinePassed(), "e" * 16)])
         store.journal.flush()
-        replicator.replicated(turn)
+        replicator.replicated(end)
         store.snapshot_writer(machine, values)()
 
 
@@ -255,16 +255,17 @@ def test_a_payload_that_is_gone_is_needed_only_while_its_update_has_no_fate(
     replicator.options.alive_s = 0.01
     journal, payload = replicator.store.journal, "a/0-1-dddddddddddddddd.update"
     follower = replicator.follow(start(segment=1, chain=journal.chain.hex()))
-    turn = journal.append([Record(5, an_update(payload), "e" * 16)])
+    begin = replicator.end()
+    end = journal.append([Record(5, an_update(payload), "e" * 16)])
     journal.flush()
-    replicator.replicated(turn)
+    replicator.replicated(end)
     if waits:
         monkeypatch.setattr(replicator, "waiting", lambda: {payload})
         with pytest.raises(Refusal, match=f"spool/{payload} is missing on the syncer's disk"):
             units_of(follower.parts())
     else:
         assert replicator.waiting() == set()
-        assert units_of(follower.parts()) == [(turn.segment, turn.offset)]
+        assert units_of(follower.parts()) == [begin]
 
 
 @pytest.mark.parametrize("field", ["layout_fingerprint", "shared_digest"])

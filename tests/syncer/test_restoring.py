@@ -18,7 +18,6 @@ from diloco.sync.fates import columns_of
 from diloco.sync.rounds import Selection
 from diloco.sync.state import Line, Part, Upstream
 from diloco.syncer.backups import Vault, back_up
-from diloco.syncer.images import Image
 from diloco.syncer.replaying import held_of
 from diloco.syncer.restoring import (
     Kept,
@@ -29,7 +28,7 @@ from diloco.syncer.restoring import (
     restore_in_place,
     restore_values,
 )
-from diloco.syncer.snapshots import FragmentValues, same_values
+from diloco.syncer.snapshots import FragmentValues, Image, same_values
 from diloco.syncer.store import StoreError, payloads_in
 from tests.syncer.building import RUN, update
 from tests.syncer.desk import CARD, Desk

@@ -13,7 +13,7 @@ def point(number: int, steps: int, size: int = 10) -> Point:
     return Point(number, steps, number, size)
 
 
-def nothing(first: Point, last: Point) -> int:
+def nothing(segments: range) -> int:
     return 0
 
 
@@ -53,7 +53,7 @@ def test_the_oldest_goes_first_where_the_bound_is_reached_and_that_is_said() -> 
     behind = {1: 400, 2: 300, 3: 200, 4: 100, 5: 50}
     seen = []
     for bound in (10_000, 400, 200, 70, 0):
-        choice = choose(points, Retention(600, bound), lambda first, last: behind[first.number])
+        choice = choose(points, Retention(600, bound), lambda segments: behind[segments.start])
         assert choice.kept[-2:] == tuple(points[-2:])
         past = choice.kept[:-2]
         assert not past or sum(each.size for each in past) + behind[past[0].number] <= bound

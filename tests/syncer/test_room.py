@@ -7,14 +7,15 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from diloco.durable import locked
-from diloco.syncer import readiness as room_module
-from diloco.syncer.readiness import FolderLostError, Room, Unready, Want
+from diloco.syncer import core as room_module
+from diloco.syncer.core import FolderLostError, Room, Unready, Want
 from tests.syncer.building import Events, eventually, new_syncer, serving
 
 MB = 1_000_000
@@ -25,10 +26,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A data folder that this process has taken."""
     with locked(tmp_path / "syncer"):
         yield tmp_path / "syncer"
-
-
-def never(error: Exception) -> None:
-    raise AssertionError(error)
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -93,9 +90,8 @@ def test_a_thread_that_cannot_look_any_more_says_so(folder: Path, monkeypatch: p
     def broken(want: Want | None) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    failed = list[Exception]()
-    Room(folder, 64 * MB, broken).run(threading.Event(), failed.append)
-    assert [str(error) for error in failed] == ["[Errno 5] Input/output error"]
+    with pytest.raises(OSError, match="Input/output error"):
+        Room(folder, 64 * MB, broken).run(threading.Event())
 
 
 def test_without_a_reserve_the_disk_is_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +103,7 @@ def test_the_thread_sees_it_heal_when_nobody_comes(folder: Path, monkeypatch: py
     free, told = with_free(monkeypatch), list[Want | None]()
     monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.01)
     room, stopping = Room(folder, 64 * MB, told.append), threading.Event()
-    thread = threading.Thread(target=room.run, args=(stopping, never))
+    thread = threading.Thread(target=room.run, args=(stopping,))
     thread.start()
     free["bytes"] = 0
     eventually(lambda: len(told) == 1, "it is seen to be full")
@@ -141,15 +137,13 @@ def test_a_folder_that_is_lost_is_told_of_and_takes_nothing_in(
     lose: Callable[[Path], None], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.01)
-    lost, changes = list[Exception](), list[Want | None]()
+    changes = list[Want | None]()
     room = Room(folder, 64 * MB, changes.append)
-    thread = threading.Thread(target=room.run, args=(threading.Event(), lost.append))
-    thread.start()
-    assert room.wanting() is None
-    lose(folder)
-    thread.join(10.0)
-    assert not thread.is_alive(), "it has told of it and ends"
-    assert [str(error) for error in lost] == [f"{folder} {words}"]
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(room.run, threading.Event())
+        assert room.wanting() is None
+        lose(folder)
+        assert str(looking.exception(10.0)) == f"{folder} {words}"
     assert room.wanting() == f"{folder} {words}"
     assert changes == [], "it is not full: nothing may be let go of in there"
 

@@ -19,10 +19,9 @@ from diloco.durable import LockedError
 from diloco.sync.admission import AWAY_UNKNOWN_NS
 from diloco.sync.events import Ending, Outcome, OuterStepDone
 from diloco.syncer.core import CoreStopped
-from diloco.syncer.images import full_parameters
 from diloco.syncer.options import VERSIONS_MAX
 from diloco.syncer.server import Syncer
-from diloco.syncer.snapshots import Snapshots
+from diloco.syncer.snapshots import Snapshots, full_parameters
 from diloco.syncer.store import StoreError
 from diloco.wire.messages import Refusal, Status
 from tests.syncer.building import (
@@ -299,7 +298,7 @@ def test_a_failed_fsync_while_the_journal_is_cut_ends_the_process_too(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", broken)
         with pytest.raises(OSError, match="Input/output error"):
-            syncer.snapshot_now()
+            syncer.api.snapshot()
         assert_fails(syncer, "Input/output error")
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from diloco.codec.base import digest
+from diloco.durable import PLAIN_DISK, Step
 from diloco.outer.optimizer import NOTHING, OuterState
 from diloco.syncer.snapshots import (
     RECOVERY_ONLY,
     FragmentValues,
     NewerSnapshotError,
-    Point,
     Retention,
     Snapshot,
     SnapshotError,
@@ -113,14 +113,14 @@ def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".00000002.tmp").mkdir()
     (tmp_path / ".00000002.tmp" / "fragment-0.safetensors").write_bytes(b"half")
     again = Snapshots(tmp_path)
-    again.sweep()
+    PLAIN_DISK.sweep(tmp_path, Step.SNAPSHOT_PRUNE)
     assert again.numbers() == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
     again.write(snapshot(2))
     assert_equal(again.load(2), snapshot(2))
 
 
-def nothing_behind(first: Point, last: Point) -> int:
+def nothing_behind(segments: range) -> int:
     return 0
 
 
@@ -163,7 +163,7 @@ def test_a_crash_while_dropping_one_leaves_no_half_of_it(tmp_path: Path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             pruned(snapshots)
     again = Snapshots(tmp_path)
-    again.sweep()
+    PLAIN_DISK.sweep(tmp_path, Step.SNAPSHOT_PRUNE)
     assert again.numbers() == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
 

@@ -12,7 +12,7 @@ import torch
 
 from diloco.codec.registry import make_codec
 from diloco.syncer.spool import Settled, Spool, SpoolError
-from tests.syncer.building import files, update
+from tests.syncer.building import files, stored, update
 
 
 def test_a_push_is_resumed_at_every_offset(tmp_path: Path) -> None:
@@ -51,24 +51,24 @@ def test_a_kept_update_is_read_by_its_reference_and_any_change_is_named(tmp_path
     partial = spool.open_partial(header)
     partial.write(memoryview(payload))
     partial.digest()
-    reference = spool.keep(partial, header)
+    reference = spool.keep(partial)
     partial.close()
-    assert reference == spool.reference(header) == spool.name("site.a", 0, 1, header.digest)
-    assert spool.read(reference, header.digest) == payload
+    assert reference == spool.reference("site.a", 0, 1, header.digest)
+    assert stored(spool, reference, header.digest) == payload
     spool.check(reference, header.digest)
     path = tmp_path / reference
     for at in range(0, len(payload), 7):
         path.write_bytes(payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :])
         with pytest.raises(SpoolError, match=f"{path} is damaged"):
-            spool.read(reference, header.digest)
+            stored(spool, reference, header.digest)
         with pytest.raises(SpoolError, match=f"{path} is damaged"):
             spool.check(reference, header.digest)
     path.write_bytes(payload[:-1])
     with pytest.raises(SpoolError, match=f"{path} is damaged"):
-        spool.read(reference, header.digest)
+        stored(spool, reference, header.digest)
     path.unlink()
     with pytest.raises(SpoolError, match=f"{path} is missing"):
-        spool.read(reference, header.digest)
+        stored(spool, reference, header.digest)
 
 
 def test_what_was_not_taken_yet_is_there_for_the_next_attempt(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_was_not_taken_yet_is_there_for_the_next_attempt(tmp_path: Path) ->
     partial = spool.open_partial(header)
     partial.write(memoryview(payload))
     partial.digest()
-    spool.settle(spool.keep(partial, header), Settled.GIVEN_BACK, partial)
+    spool.settle(spool.keep(partial), Settled.GIVEN_BACK, partial)
     partial.close()
     again = spool.open_partial(header)
     assert again.offset == len(payload)
@@ -106,9 +106,9 @@ def test_a_site_may_have_any_name_that_the_wire_permits(tmp_path: Path) -> None:
         partial = spool.open_partial(header)
         partial.write(memoryview(payload))
         partial.digest()
-        reference = spool.keep(partial, header)
+        reference = spool.keep(partial)
         partial.close()
-        assert spool.read(reference, header.digest) == payload
+        assert stored(spool, reference, header.digest) == payload
     assert spool.sweep(set()) == 4
     assert files(tmp_path) == {}
 
@@ -124,7 +124,7 @@ def test_fragments_of_one_new_site_may_come_at_the_same_instant(tmp_path: Path) 
         partial.digest()
         gate.wait(10.0)
         try:
-            spool.keep(partial, header)
+            spool.keep(partial)
         except OSError as error:
             failures.append(error)
         partial.close()
@@ -146,7 +146,7 @@ def test_a_sweep_keeps_what_is_needed_and_what_is_on_its_way(tmp_path: Path) -> 
         partial = spool.open_partial(header)
         partial.write(memoryview(payload))
         partial.digest()
-        references.append(spool.keep(partial, header))
+        references.append(spool.keep(partial))
         partial.close()
     header, payload = update(sequence=4)
     partial = spool.open_partial(header)
@@ -164,10 +164,10 @@ def test_an_attempt_that_comes_to_nothing_takes_no_payload_of_an_earlier_one(tmp
     for settled in (Settled.KEPT, second):
         partial = spool.open_partial(header)
         partial.write(memoryview(payload))
-        reference = spool.keep(partial, header)
+        reference = spool.keep(partial)
         spool.settle(reference, settled, partial)
         partial.close()
-        assert spool.read(reference, header.digest) == payload
+        assert stored(spool, reference, header.digest) == payload
 
 
 @pytest.mark.parametrize("first", [Settled.GIVEN_BACK, Settled.DROPPED, Settled.KEPT])
@@ -183,12 +183,12 @@ def test_of_two_attempts_at_an_update_neither_takes_the_others_payload(
         partial = spool.open_partial(header)
         partial.write(memoryview(payload)[partial.offset :])
         partial.digest()
-        attempts.append((spool.keep(partial, header), partial))
+        attempts.append((spool.keep(partial), partial))
         partial.close()
     (reference, partial), (again, later) = attempts
     assert reference == again
     spool.settle(reference, first, partial)
-    assert spool.read(reference, header.digest) == payload, "the second attempt may be the one that is accepted"
+    assert stored(spool, reference, header.digest) == payload, "the second attempt may be the one that is accepted"
     spool.settle(reference, second, later)
     kept = Settled.KEPT in (first, second)
     assert (tmp_path / reference).exists() == kept
@@ -213,7 +213,7 @@ def test_a_payload_is_opened_also_where_there_is_no_room_to_unpack_it(
     spool = Spool(tmp_path)
     partial = spool.open_partial(header)
     partial.write(memoryview(payload))
-    reference = spool.keep(partial, header)
+    reference = spool.keep(partial)
     partial.close()
 
     def full(**_: object) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.durable import PLAIN_DISK
-from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.standby import PAUSE_S
+from diloco.syncer.store import Store
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
 from tests.sooner import sooner
@@ -38,8 +37,8 @@ def test_an_old_syncer_that_is_started_again_is_older_than_the_one_that_was_prom
 
 def restored(toy: Toy, lineage: int) -> None:
     """The syncer's folder goes on from its own values, in a new lineage."""
-    store = open_store(toy.options(), toy.plan(), PLAIN_DISK, Log().emit)
-    found = recovered(store, toy.options(), toy.plan(), Log().emit)
+    store = Store(Path(toy.options().folder), toy.plan().card)
+    found = store.recover(toy.plan().rules(toy.options()))
     begin_lineage(store, found.machine, found.holdings.values, None, "poison", lineage)
     store.journal.close()
 
@@ -62,8 +61,8 @@ def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_
         with warm.taken:
             assert warm.machine.state.lineage == 5
             eventually(lambda: [each.digest for each in warm.holdings.values] == held, BOUND_S, "the same values")
-    again = open_store(toy.options("standby"), toy.plan(), PLAIN_DISK, Log().emit)
-    assert recovered(again, toy.options("standby"), toy.plan(), Log().emit).machine.state.lineage == 5
+    again = Store(Path(toy.options("standby").folder), toy.plan().card)
+    assert again.recover(toy.plan().rules(toy.options("standby"))).machine.state.lineage == 5
     again.journal.close()
 
 

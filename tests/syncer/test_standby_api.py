@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.rule import OuterRule
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.options import RunPlan
-from diloco.syncer.succession import StandbyApi
-from diloco.wire.identity import Identity
+from diloco.syncer.standby import StandingBy
 from diloco.wire.messages import ProbeAsk, Refusal, Status
 from tests.syncer.building import LAYOUT, RUN, agreement
 
-ASK: dict[str, Callable[[StandbyApi], object]] = {
-    "join": lambda api: api.join(None, None),  # type: ignore[arg-type,func-returns-value]
-    "open_push": lambda api: api.open_push(None, None),  # type: ignore[arg-type,func-returns-value]
-    "watch": lambda api: api.watch("a", 1, None),  # type: ignore[arg-type,func-returns-value]
+ASK: dict[str, Callable[[StandingBy], object]] = {
+    "join": lambda api: api.join(None),  # type: ignore[arg-type,func-returns-value]
+    "open_push": lambda api: api.open_push(None),  # type: ignore[arg-type,func-returns-value]
+    "watch": lambda api: api.watch("a", 1),  # type: ignore[arg-type,func-returns-value]
     "pull": lambda api: api.pull(None, None),  # type: ignore[arg-type,func-returns-value]
-    "report": lambda api: api.report(None, None),  # type: ignore[arg-type,func-returns-value]
-    "leave": lambda api: api.leave("a", 1, None),  # type: ignore[arg-type,func-returns-value]
+    "report": lambda api: api.report(None),  # type: ignore[arg-type,func-returns-value]
+    "leave": lambda api: api.leave("a", 1),  # type: ignore[arg-type,func-returns-value]
     "drain": lambda api: api.drain(),  # type: ignore[func-returns-value]
     "evict": lambda api: api.evict("a"),  # type: ignore[func-returns-value]
     "readmit": lambda api: api.readmit("a"),  # type: ignore[func-returns-value]
@@ -34,9 +32,11 @@ ASK: dict[str, Callable[[StandbyApi], object]] = {
 }
 
 
-def an_api(why_not: str | None = None, **standby: Any) -> StandbyApi:
+def an_api(why_not: str | None = None, **standby: Any) -> StandingBy:
     succession = SimpleNamespace(refusal=lambda lossy: why_not, status=lambda: None)
-    return StandbyApi(SimpleNamespace(**standby), "host:7077", succession)  # type: ignore[arg-type]
+    api = StandingBy(SimpleNamespace(**standby), "host:7077", None, None)  # type: ignore[arg-type]
+    api._succession = succession  # type: ignore[assignment]
+    return api
 
 
 @pytest.mark.parametrize("method", ASK)
@@ -70,6 +70,6 @@ def test_a_probe_is_answered_here_and_told_where_the_syncer_is() -> None:
     api = an_api(
         plan=RunPlan(agreement(), LAYOUT, "shared", OuterOptions(), OuterRule(OuterOptimizerOptions()), HealthOptions())
     )
-    told = api.probe(ProbeAsk(2, RUN, shared_config={"outer.lr": "9"}), Identity(anyone=True))
+    told = api.probe(ProbeAsk(2, RUN, shared_config={"outer.lr": "9"}))
     assert (told.standby_of, told.run_id) == ("host:7077", RUN)
     assert told.difference

@@ -12,8 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco.durable import LockedError, locked
-from diloco.syncer.standby import StandbyError
-from diloco.syncer.succession import StandingBy
+from diloco.syncer.standby import StandbyError, StandingBy
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused
 from diloco.wire.options import SecurityOptions
@@ -64,13 +63,13 @@ def test_whoever_promotes_it_hears_that_it_was_done(tmp_path: Path, monkeypatch:
     toy = a_toy(tmp_path)
     with serving(toy) as (_, first, _log):
         standing = standing_by(toy, first, 0)
-        promote = standing.api.promote
+        promote = standing.promote
 
         def answered_late(*, lossy: bool) -> None:
             promote(lossy=lossy)
             time.sleep(0.2)
 
-        monkeypatch.setattr(standing.api, "promote", answered_late)
+        monkeypatch.setattr(standing, "promote", answered_late)
         with ThreadPoolExecutor(1) as operators, AdminClient(standing.start()) as operator:
             eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
             said = operators.submit(operator.promote, lossy=True)

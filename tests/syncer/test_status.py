@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.wire.messages import LinkInfo, Refusal, ReportInfo
-from tests.syncer.building import ANYONE, RUN, join, push, report, serving, update
+from tests.syncer.building import RUN, join, push, report, serving, update
 
 TOP = {
     "kernels",
@@ -83,7 +83,7 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
             "link": LINK,
             "units": None,
         }
-        syncer.api.report(ReportInfo(**{**fields, "run_id": RUN, "site_id": "b", "incarnation": 1, **figures}), ANYONE)
+        syncer.api.report(ReportInfo(**{**fields, "run_id": RUN, "site_id": "b", "incarnation": 1, **figures}))
         status = syncer.api.status()
         assert json.loads(json.dumps(status, allow_nan=False)) == status
     found: Any = status
@@ -104,12 +104,12 @@ def test_what_a_site_that_left_has_in_flight_is_what_is_undecided_here(tmp_path:
     with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2}) as syncer:
         for site in "ab":
             join(syncer, site)
-            syncer.api.report(report(site, tokens_processed=900, tokens_in_flight=700), ANYONE)
+            syncer.api.report(report(site, tokens_processed=900, tokens_in_flight=700))
         header, payload = update("a")
         push(syncer, header, payload)
         sites: Any = syncer.api.status()["sites"]
         assert sites["a"]["tokens_in_flight"] == 700, "a live site knows better"
-        syncer.api.leave("a", 1, ANYONE)
+        syncer.api.leave("a", 1)
         sites = syncer.api.status()["sites"]
         assert (sites["a"]["status"], sites["b"]["tokens_in_flight"]) == ("left", 700)
         assert sites["a"]["tokens_in_flight"] == header.tokens // 2, "the mean over its fragments, as all its tokens"

@@ -31,7 +31,7 @@ def test_a_run_card_that_is_missing_or_of_another_lineage_is_named_and_written_a
     again = Desk(tmp_path)
     assert again.recovered is not None
     said = "was missing: it is written anew" if wrong is None else f"said lineage {wrong!r}: the journal's is 7"
-    assert [note for note in again.recovered.notes if f"{path} {said}" in note]
+    assert [note for note in again.notes if f"{path} {said}" in note]
     assert json.loads(path.read_text()) == whole
     again.close()
 
@@ -78,4 +78,4 @@ def what_a_start_says(folder: Path) -> str:
         return str(error)
     desk.close()
     assert desk.recovered is not None
-    return " ".join(desk.recovered.notes)
+    return " ".join(desk.notes)

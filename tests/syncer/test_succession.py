@@ -15,16 +15,14 @@ import pytest
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.sync.leadership import Claim
 from diloco.sync.state import FragmentState, OuterState
-from diloco.syncer import succession as succession_module
-from diloco.syncer.lease import Lease, LeaseHolder, remembered
-from diloco.syncer.lease_file import FileLease, HeldFile
-from diloco.syncer.standby import StandbyError, Warm
-from diloco.syncer.succession import Succession, begun_anew
+from diloco.syncer import standby as succession_module
+from diloco.syncer.lease import FileLease, Lease, LeaseHolder, remembered
+from diloco.syncer.standby import StandbyError, Succession, Warm, begun_anew
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
+from tests.syncer.leases import taken
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
 
 TTL_S = 0.6
-FIRST = Claim("first", 0, 1, anew=True)
 
 
 class Scene:
@@ -32,7 +30,7 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.log, self.taken = folder / "lease.json", Log(), Log()
-        self.held = self.lease().acquire(FIRST)
+        self.held = taken(self.lease())
         state = OuterState([FragmentState()], epoch=1)
         self.name = remembered(folder, PLAIN_DISK, "second").name
         standby = SimpleNamespace(
@@ -48,10 +46,6 @@ class Scene:
     def lease(self) -> FileLease:
         return FileLease(self.path, "run", TTL_S)
 
-    def holder(self) -> HeldFile:
-        assert self.held is not None
-        return self.held
-
 
 @contextmanager
 def looking(scene: Scene) -> Iterator[Succession]:
@@ -64,7 +58,7 @@ def looking(scene: Scene) -> Iterator[Succession]:
 
 def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_lease_over(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    assert scene.holder().mark(scene.name)
+    assert scene.held.mark(scene.name)
     with looking(scene) as succession:
         scene.taken.wait_for("taken", 1, BOUND_S)
         warm = succession.hand_over(Warm(None, None, None, None), lossy=False)  # type: ignore[arg-type]
@@ -72,7 +66,7 @@ def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_le
         assert warm.leadership.epoch == 2
         assert warm.leadership.valid()
         warm.leadership.stop(release=True)
-    assert not scene.holder().renew()
+    assert not scene.held.renew()
 
 
 def test_who_is_not_the_heir_never_does_and_an_operator_hears_why(tmp_path: Path) -> None:
@@ -90,13 +84,13 @@ def test_who_is_not_the_heir_never_does_and_an_operator_hears_why(tmp_path: Path
             "vacant": True,
             "trouble": None,
         }
-    assert scene.holder().renew(), "nobody has taken it"
+    assert scene.held.renew(), "nobody has taken it"
 
 
 def test_a_syncer_that_stopped_in_order_is_followed_by_an_operators_word_only(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    assert scene.holder().mark(scene.name)
-    scene.holder().release()
+    assert scene.held.mark(scene.name)
+    scene.held.release()
     with looking(scene) as succession:
         eventually(lambda: succession.refusal(lossy=False) is None, BOUND_S, "the heir may, at once")
         assert scene.taken.of("taken") == []
@@ -114,12 +108,12 @@ def test_whatever_else_goes_wrong_while_it_looks_ends_the_standby_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(tmp_path)
-    assert scene.holder().mark(scene.name)
+    assert scene.held.mark(scene.name)
 
     def broken(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("diloco.syncer.succession.try_to_lead", broken)
+    monkeypatch.setattr("diloco.syncer.standby.try_to_lead", broken)
     with looking(scene):
         (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
     assert isinstance(failed["error"], StandbyError)
@@ -131,7 +125,7 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, lead, left = Scene(tmp_path), succession_module.try_to_lead, [2]
-    assert scene.holder().mark(scene.name)
+    assert scene.held.mark(scene.name)
 
     def full(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> LeaseHolder | None:
         """The lease is taken by then; what the folder remembers of it finds no room."""
@@ -142,7 +136,7 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return leadership
 
-    monkeypatch.setattr("diloco.syncer.succession.try_to_lead", full)
+    monkeypatch.setattr("diloco.syncer.standby.try_to_lead", full)
     with looking(scene):
         scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "disk full: No space left" in str(note["why"]))
         scene.taken.wait_for("taken", 1, BOUND_S)
@@ -151,7 +145,7 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
 
 def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    assert scene.holder().mark(scene.name)
+    assert scene.held.mark(scene.name)
     (tmp_path / "leadership.json").write_text("{")
     with looking(scene) as succession:
         scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "cannot be read: remove it" in str(note["why"]))

@@ -11,9 +11,8 @@ from torch import Tensor
 from diloco.codec.base import bytes_of, digest
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import follow, publish
-from diloco.outer.optimizer import OuterOptimizerOptions, OuterState
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, OuterState
 from diloco.outer.pseudo_gradient import blend
-from diloco.outer.rule import OuterRule
 from diloco.sync.effects import TakeVersion
 from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.snapshots import FragmentValues, pack, unpack

@@ -7,10 +7,9 @@ from diloco.syncer.status import Tally
 
 def test_every_site_has_its_own_counts() -> None:
     tally = Tally()
-    tally.received("a", 10)
-    tally.received("a", 5)
-    tally.sent("b", 7)
-    tally.corrupt("b")
+    tally.count("a", payload_bytes_up=10)
+    tally.count("a", payload_bytes_up=5)
+    tally.count("b", payload_bytes_down=7, updates_corrupt=1)
     sites = tally.sites()
     assert (sites["a"].payload_bytes_up, sites["a"].payload_bytes_down, sites["a"].updates_corrupt) == (15, 0, 0)
     assert (sites["b"].payload_bytes_up, sites["b"].payload_bytes_down, sites["b"].updates_corrupt) == (0, 7, 1)

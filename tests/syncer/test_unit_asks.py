@@ -11,18 +11,18 @@ import pytest
 from diloco.sync import fates
 from diloco.sync.agreement import CORPUS
 from diloco.sync.events import SiteLeft, UnitsAsked, UnitsTold
-from diloco.sync.site_units import UnitAsk
-from diloco.sync.turn import Turn
+from diloco.sync.progress import UnitAsk
+from diloco.sync.state import Turn
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import Refusal, Status
-from tests.syncer.building import ANYONE, SHARED, join, join_ask, report, serving
+from tests.syncer.building import SHARED, join, join_ask, report, serving
 
 LEASING: dict[str, Any] = {"outer": {"unit_sequences": 8}}
 
 
 def told(syncer: Syncer, site: str = "a", known: int = 0, upto: int = 4, floor: int = 0) -> UnitsTold | None:
     ask = UnitAsk(known, known, upto, floor, 0)
-    return syncer.api.report(report(site, versions=(), units=ask), ANYONE).units
+    return syncer.api.report(report(site, versions=(), units=ask)).units
 
 
 def asks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -52,7 +52,7 @@ def test_a_heartbeat_brings_units_and_the_same_one_the_same_without_a_record(
         units = syncer.api.status()["units"]
         assert isinstance(units, dict)
         assert (units["leased"], units["in_hand"], units["merged"], units["sequences"]) == (6, 6, 0, 8)
-        assert syncer.api.report(report("a", versions=()), ANYONE).units is None
+        assert syncer.api.report(report("a", versions=())).units is None
 
 
 def test_leases_are_there_after_a_restart(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_where_nothing_is_leased_status_says_so(tmp_path: Path) -> None:
 
 def test_another_text_is_refused_in_words_that_name_both(tmp_path: Path) -> None:
     with serving(tmp_path, **LEASING) as syncer:
-        syncer.api.join(replace(join_ask("a"), shared_config={**SHARED, CORPUS: "1" * 64}), ANYONE)
+        syncer.api.join(replace(join_ask("a"), shared_config={**SHARED, CORPUS: "1" * 64}))
         with pytest.raises(Refusal, match=r"data\.corpus is 222222222222 at the site and 111111111111") as caught:
-            syncer.api.join(replace(join_ask("b"), shared_config={**SHARED, CORPUS: "2" * 64}), ANYONE)
+            syncer.api.join(replace(join_ask("b"), shared_config={**SHARED, CORPUS: "2" * 64}))
         assert caught.value.status is Status.FAILED_PRECONDITION
-        assert syncer.api.join(join_ask("c"), ANYONE).incarnation == 1, "it draws from data of its own"
+        assert syncer.api.join(join_ask("c")).incarnation == 1, "it draws from data of its own"

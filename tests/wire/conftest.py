@@ -11,8 +11,8 @@ import pytest
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB
 from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.server import RunningServer, serve
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from diloco.wire.server import RunningServer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.sync.events import Fate, FragmentStanding, Outcome, Reason
-from diloco.sync.site_units import UnitAsk
+from diloco.sync.progress import UnitAsk
 from diloco.wire.chunks import checksum
+from diloco.wire.handlers import PullSource
 from diloco.wire.messages import (
     JoinAsk,
     JoinReply,
@@ -29,10 +30,15 @@ from diloco.wire.messages import (
     Status,
     WatchEvent,
 )
-from diloco.wire.service import PullSource
+from diloco.wire.options import SecurityOptions
+from diloco.wire.server import RunningServer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.wire.handlers import Following, SyncerApi
     from diloco.wire.identity import Identity
+    from diloco.wire.options import ServerOptions
 
 RUN = "run-1"
 DIGEST = hashlib.sha256(b"values").hexdigest()
@@ -160,7 +166,6 @@ class FakeSyncer:
         self.feeds: list[FakeFeed] = []
         self.version = PullHeader(0, 0, 3, True, "fp32", 1, 4, (4,), DIGEST, checksum((b"abcd",)), ())
         self.parts: tuple[bytes, ...] = (b"abcd",)
-        self.given_back = 0
         self.commits = 0
         self.write_pause_s = 0.0
         self.protocol = 0
@@ -200,7 +205,7 @@ class FakeSyncer:
             self.version = PullHeader(**(fields | changes))  # type: ignore[arg-type]
             self.made.notify_all()
 
-    def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
+    def join(self, request: JoinAsk) -> JoinReply:
         self.calls.append("join")
         if self.join_fails is not None:
             raise self.join_fails
@@ -214,7 +219,7 @@ class FakeSyncer:
         settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
         return JoinReply(self.epoch, 1, 7, (standing,), 4096, 1234, None, settings, self.protocol)
 
-    def open_push(self, header: PushHeader, identity: Identity) -> FakeSession | PushResult:
+    def open_push(self, header: PushHeader) -> FakeSession | PushResult:
         self.calls.append("open_push")
         key = self.id_of(header)
         if key in self.accepted:
@@ -226,7 +231,7 @@ class FakeSyncer:
         self.ended.clear()
         return FakeSession(self, header, self.spool.setdefault(key, bytearray()))
 
-    def watch(self, site: str, incarnation: int, identity: Identity) -> FakeFeed:
+    def watch(self, site: str, incarnation: int) -> FakeFeed:
         self.calls.append("watch")
         self.feeds.append(FakeFeed())
         return self.feeds[-1]
@@ -237,7 +242,7 @@ class FakeSyncer:
             raise Refusal(Status.NOT_FOUND, f"fragment is {ask.fragment}: there is no such fragment")
         if ask.want_version not in (0, self.version.version):
             raise Refusal(Status.NOT_FOUND, f"version {ask.want_version} cannot be had any more")
-        return PullSource(self.version, self.parts, self._give_back)
+        return PullSource(self.version, self.parts)
 
     def has_newer(self, fragment: int, version: int, timeout_s: float) -> bool:
         with self.made:
@@ -246,17 +251,14 @@ class FakeSyncer:
             self.waiting -= 1
             return found
 
-    def _give_back(self) -> None:
-        self.given_back += 1
-
-    def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
+    def report(self, report: ReportInfo) -> ReportReply:
         self.calls.append("report")
         return ReportReply(self.epoch, 4096, 1234, True, None)
 
-    def leave(self, site: str, incarnation: int, identity: Identity) -> None:
+    def leave(self, site: str, incarnation: int) -> None:
         self.calls.append("leave")
 
-    def probe(self, ask: ProbeAsk, identity: Identity) -> ProbeAnswer:
+    def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         if self.probe_fails is not None:
             raise self.probe_fails
         return ProbeAnswer(3, 2, RUN)
@@ -288,3 +290,18 @@ class FakeSyncer:
 
     def detach(self) -> None:
         self.calls.append("detach")
+
+
+def serve(
+    api: SyncerApi,
+    options: ServerOptions,
+    security: SecurityOptions | None = None,
+    note: Callable[[str, str], None] = lambda what, why: None,
+    following: Following | None = None,
+    *,
+    ready: bool = True,
+) -> RunningServer:
+    """A server that answers for ``api``."""
+    server = RunningServer(api, options, security or SecurityOptions(), note, following)
+    server.start(ready=ready)
+    return server

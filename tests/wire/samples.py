@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
-from diloco.wire import convert, convert_bulk
+from diloco.wire import convert
 from diloco.wire import messages as m
 from diloco.wire import messages as p
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header, report_info
@@ -20,6 +20,7 @@ SETTINGS = m.LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
 KEEPING = m.LearnerSettings(1, 256 * 1024, 2, 1, keep_until_decided=True)
 STANDING = FragmentStanding(3, 11, DIGEST, 10, 150, 8192, 4096, ((9, 4096), (10, 0)), (FATE, REFUSED))
 EMPTY_STANDING = FragmentStanding(0, 0, DIGEST, 0, 0, 0, 0, (), ())
+HEX = "0123456789abcdef" * 4
 PULL = m.PullHeader(3, 7, 9, False, "int4:32", 96, 30, (10, 20), DIGEST, 0xFFFFFFFF, (FATE,))
 
 
@@ -65,8 +66,8 @@ def pushes() -> list[Sample]:
         m.PushResult(Outcome.ACCEPTED, 3, epoch=4),
         *(m.PushResult(outcome, 0, reason, REFUSED, "words") for outcome in Outcome for reason in Reason),
     ]
-    return [(part, convert_bulk.pack_push, convert_bulk.unpack_push) for part in parts] + [
-        (reply, convert_bulk.pack_push_reply, convert_bulk.unpack_push_reply) for reply in replies
+    return [(part, convert.pack_push, convert.unpack_push) for part in parts] + [
+        (reply, convert.pack_push_reply, convert.unpack_push_reply) for reply in replies
     ]
 
 
@@ -87,8 +88,8 @@ def pulls() -> list[Sample]:
         m.Chunk(5, b"data", 1),
         m.Frame(5, memoryview(b"data")),
     ]
-    return [(ask, convert_bulk.pack_pull, convert_bulk.unpack_pull) for ask in asks] + [
-        (part, convert_bulk.pack_pull_part, convert_bulk.unpack_pull_part) for part in parts
+    return [(ask, convert.pack_pull, convert.unpack_pull) for ask in asks] + [
+        (part, convert.pack_pull_part, convert.unpack_pull_part) for part in parts
     ]
 
 
@@ -124,6 +125,8 @@ def controls() -> list[Sample]:
         (m.LeaveAsk(RUN, "site-a", 4), convert.pack_leave, convert.unpack_leave),
         (m.EvictAsk("site-a"), convert.pack_evict, convert.unpack_evict),
         (m.UpdateAsk("site-a", 3, 7), convert.pack_update, convert.unpack_update),
+        (m.PromoteAsk(True), convert.pack_promote, convert.unpack_promote),
+        (m.Nothing(), convert.pack_empty, convert.unpack_empty),
         ({"sites": {"a": 1.5}}, convert.pack_status, convert.unpack_status),
     ]
 
@@ -145,5 +148,29 @@ def probes() -> list[Sample]:
     ]
 
 
+def follows() -> list[Sample]:
+    asks = [
+        m.FollowStart("run-1", "standby-1", HEX, HEX, 3, HEX),
+        m.FollowStart("r", "s", HEX, HEX, 0, ""),
+        m.FollowAck(4, 1 << 40),
+    ]
+    parts: list[object] = [
+        m.Follows(True, 3, HEX, 2),
+        m.Follows(False, 0, "", 1, waits=True),
+        m.Item("spool/site-a/0-7-abc.update", 0, 0, 17, HEX),
+        m.Item("spool/.above/0-1795000000000000000-abc.update", 0, 0, 17, HEX),
+        m.Item("above/outbox/0-7.update", 0, 0, 17, HEX),
+        m.Item("snapshots/00000012/state.json", 0, 0, 0, HEX),
+        m.Item("lineages/1795000000/manifest.json", 0, 0, 9, HEX),
+        m.Item("", 4, 1234, 99, HEX),
+        m.Chunk(0, b"bytes", 7),
+        m.Chunk.of(0, b"bytes"),
+        m.Alive(),
+    ]
+    return [(ask, convert.pack_follow, convert.unpack_follow) for ask in asks] + [
+        (part, convert.pack_follow_part, convert.unpack_follow_part) for part in parts
+    ]
+
+
 def everything() -> list[Sample]:
-    return joins() + pushes() + pulls() + controls() + probes()
+    return joins() + pushes() + pulls() + controls() + probes() + follows()

@@ -9,18 +9,18 @@ import grpc
 import pytest
 
 from diloco.sync.events import Reason
-from diloco.wire.arrivals import abort, answered, refusal_of, streamed
-from diloco.wire.channel import SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE, StallWatch
 from diloco.wire.chunks import ChunkError, DamagedChunk
-from diloco.wire.convert import pack_leave, pack_watch
-from diloco.wire.convert_bulk import pack_pull, pack_push
-from diloco.wire.door import Counters
+from diloco.wire.convert import pack_leave, pack_pull, pack_push, pack_watch
+from diloco.wire.door import Connections, Counters, Door, abort
+from diloco.wire.identity import Authenticator
 from diloco.wire.messages import LeaveAsk, MalformedMessage, PullAsk, Refusal, Status, WatchAsk
+from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.sooner import sooner
-from tests.wire.fake_syncer import push_header
+from tests.wire.fake_syncer import RUN, push_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.wire.conftest import Wired
 
@@ -34,12 +34,32 @@ class Context:
         self.ended: tuple[grpc.StatusCode, str] | None = None
         self.trailing: object = None
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+    def peer(self) -> str:
+        return "here"
+
+    def cancel(self) -> None:
+        return
+
     def set_trailing_metadata(self, metadata: object) -> None:
         self.trailing = metadata
 
     def abort(self, status: grpc.StatusCode, text: str) -> None:
         self.ended = status, text
         raise Ended
+
+
+def a_door() -> Door:
+    counters = Counters()
+    return Door(
+        Authenticator(SecurityOptions()),
+        ServerOptions(run_id=RUN),
+        counters,
+        Connections(8, counters, str),
+        StallWatch("never started"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,18 +72,18 @@ class Context:
     ],
 )
 def test_errors_have_a_status_and_are_counted(error: Exception, status: Status) -> None:
-    counters = Counters()
-    assert refusal_of(error, "Push", counters).status is status
-    assert counters.totals() == {f"refused_{status.lower()}": 1}
+    door = a_door()
+    assert door.refusal_of(error, "Push").status is status
+    assert door.counters.totals() == {f"refused_{status.lower()}": 1}
 
 
 def test_a_defect_is_logged_and_says_nothing_of_the_inside(logged: list[str]) -> None:
-    counters = Counters()
-    refusal = refusal_of(OSError("/var/lib/secret"), "Push", counters)
+    door = a_door()
+    refusal = door.refusal_of(OSError("/var/lib/secret"), "Push")
     assert refusal.status is Status.INTERNAL
     assert "secret" not in refusal.text
     assert "secret" in "".join(logged)
-    assert counters.totals() == {"internal": 1}
+    assert door.counters.totals() == {"internal": 1}
 
 
 def test_words_are_one_short_line_and_pushback_comes_along() -> None:
@@ -81,24 +101,22 @@ def test_a_reason_comes_along() -> None:
     context = Context()
     refusal = Refusal(Status.PERMISSION_DENIED, "put out of the run", reason=Reason.EVICTED)
     with pytest.raises(Ended):
-        abort(context, refusal_of(refusal, "Join", Counters()))
+        abort(context, a_door().refusal_of(refusal, "Join"))
     assert context.trailing == (("diloco-reason", "evicted"),)
 
 
-def test_answered_and_streamed_pass_good_answers_on() -> None:
-    assert answered(lambda: b"yes", Context(), "Join", Counters()) == b"yes"
-    assert list(streamed(iter([b"a", b"b"]), Context(), "Pull", Counters())) == [b"a", b"b"]
+def test_good_answers_are_passed_on_and_a_client_that_is_gone_ends_them_silently() -> None:
+    door = a_door()
 
-
-def test_a_client_that_is_gone_ends_a_stream_silently() -> None:
-    counters = Counters()
-
-    def broken() -> object:
-        yield b"a"
+    def work(requests: Iterator[bytes], context: object, identity: object) -> Iterator[bytes]:
+        yield from requests
         raise grpc.RpcError
 
-    assert list(streamed(broken(), Context(), "Push", counters)) == [b"a"]  # type: ignore[arg-type]
-    assert counters.totals() == {"broken_off": 1}
+    answers = door.handler("Push", work).stream_stream(iter([b"a", b"b"]), Context())
+    assert list(answers) == [b"a", b"b"]
+    assert door.counters.totals() == {"broken_off": 1}
+    one = door.unary("Join", lambda raw, identity: raw * 2).stream_unary(iter([b"a"]), Context())
+    assert one == b"aa"
 
 
 def refusals() -> list[tuple[str, bytes, dict[str, Any]]]:

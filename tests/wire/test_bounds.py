@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from diloco.sync.events import Fate, FragmentStanding, UnitsTold
-from diloco.sync.site_units import SPANS_MAX, UnitAsk
+from diloco.sync.options import FATES_KEPT_LIMIT
+from diloco.sync.progress import SPANS_MAX, UnitAsk
 from diloco.wire import messages as m
 from diloco.wire import messages as p
 from diloco.wire.messages import bounds_of, check
@@ -45,7 +46,7 @@ CASES: list[tuple[Any, str, list[Any]]] = [
     (m.Published(2, 3, 4, DIGEST, 5, 6), "lineage", BAD_NUMBERS),
     (m.JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS), "protocol", [-1, 1 << 31]),
     (STANDING, "undecided", [((1,),), ((1, -1),), [(1, 1)], ((1, 1),) * (m.UNDECIDED_MAX + 1)]),
-    (STANDING, "fates", [(FATE,) * (m.FATES_MAX + 1), (STANDING,)]),
+    (STANDING, "fates", [(FATE,) * (FATES_KEPT_LIMIT + 1), (STANDING,)]),
     (report_info(), "tokens_per_s", [float("nan"), float("inf"), -1.0, "1"]),
     (report_info(), "loss", ["2.5", True]),
     (report_info(), "versions", [(-1,), (0,) * (m.FRAGMENTS_MAX + 1), [0]]),
@@ -98,7 +99,7 @@ def test_a_field_without_a_bound_is_refused() -> None:
 @dataclasses.dataclass
 class SiteWithoutBounds:
     site_id: m.Id
-    final: bool
+    final: m.Flag
     sequence: int
 
 
@@ -113,3 +114,10 @@ def test_a_whole_fragment_is_fp32() -> None:
     check(whole)
     with pytest.raises(m.MalformedMessage, match="4 \\* numel"):
         check(dataclasses.replace(whole, numel=3))
+
+
+def test_the_parts_of_a_pull_may_not_come_to_more_than_a_payload_may_have() -> None:
+    largest = m.PAYLOAD_BYTES_MAX
+    check(dataclasses.replace(PULL, part_bytes=(largest - 1, 1), payload_bytes=largest))
+    with pytest.raises(m.MalformedMessage, match=rf"payload_bytes .*{largest + 1}"):
+        check(dataclasses.replace(PULL, part_bytes=(largest, 1), payload_bytes=largest + 1))

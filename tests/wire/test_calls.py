@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from diloco.sync.events import Reason
-from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, REASON_KEY, SYNC_SERVICE, Calls, Line, wire_error
+from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, REASON_KEY, SYNC_SERVICE, Line, Stream, wire_error
 from diloco.wire.messages import Refused, Status, Unreachable
 from diloco.wire.options import SecurityOptions
 
@@ -64,14 +64,14 @@ def test_a_reason_that_is_known_comes_with_a_refusal(told: str, reason: Reason |
 
 
 def test_a_closed_channel_is_unreachable() -> None:
-    calls = Calls(Line("127.0.0.1:1", SecurityOptions(), []), SYNC_SERVICE)
-    calls.close()
+    line = Line("127.0.0.1:1", SecurityOptions(), [], SYNC_SERVICE)
+    line.close()
     with pytest.raises(Unreachable, match="closed"):
-        calls.unary("Join", b"", 1.0)
+        line.unary("Join", b"", bytes, 1.0)
     with pytest.raises(Unreachable, match="closed"):
-        calls.stream("Watch", b"")
+        Stream(line, "Watch", b"", bytes)
     with pytest.raises(Unreachable, match="closed"):
-        calls.exchange("Push", iter(()))
+        Stream(line, "Push", iter(()), bytes)
 
 
 def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
@@ -86,23 +86,44 @@ def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
     handlers = {"Status": grpc.unary_unary_rpc_method_handler(held)}
     server = grpc.server(ThreadPoolExecutor(1), maximum_concurrent_rpcs=1)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers),))
-    calls = Calls(Line(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", SecurityOptions(), []), ADMIN_SERVICE)
+    line = Line(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", SecurityOptions(), [], ADMIN_SERVICE)
     server.start()
-    first = calls.stream("Status", b"")
+    first = Stream(line, "Status", b"", bytes)
     try:
         assert began.wait(30)
         with pytest.raises(Unreachable, match="RESOURCE_EXHAUSTED") as caught:
-            calls.unary("Status", b"", 30.0)
+            line.unary("Status", b"", bytes, 30.0)
         assert caught.value.retry_after_s is None
     finally:
         over.set()
         list(first)
-        calls.close()
+        line.close()
         server.stop(None)
 
 
 def test_nobody_there_is_unreachable_at_once() -> None:
-    calls = Calls(Line("127.0.0.1:1", SecurityOptions(), []), ADMIN_SERVICE)
+    line = Line("127.0.0.1:1", SecurityOptions(), [], ADMIN_SERVICE)
     with pytest.raises(Unreachable, match="UNAVAILABLE"):
-        calls.unary("Status", b"", 5.0)
-    calls.close()
+        line.unary("Status", b"", bytes, 5.0)
+    line.close()
+
+
+def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
+    """Else a thread would ask again without end, and say nothing."""
+
+    def defective(raw: bytes) -> bytes:
+        raise ValueError("operation forbidden on released memoryview object")
+
+    handlers = {"Status": grpc.unary_unary_rpc_method_handler(lambda request, context: request)}
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers),))
+    line = Line(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", SecurityOptions(), [], ADMIN_SERVICE)
+    server.start()
+    try:
+        with pytest.raises(ValueError, match="released memoryview"):
+            line.unary("Status", b"", defective, 30.0)
+        with pytest.raises(ValueError, match="released memoryview"), Stream(line, "Status", b"", defective) as stream:
+            next(stream)
+    finally:
+        line.close()
+        server.stop(None)

@@ -8,9 +8,8 @@ import pytest
 from diloco.wire.checkup import Checkup
 from diloco.wire.messages import Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -2,136 +2,90 @@ from __future__ import annotations
 
 import random
 import zlib
+from dataclasses import replace
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
 from diloco.wire.chunks import (
     TAIL_BYTES_MIN,
-    Assembler,
     ChunkError,
     ChunkSize,
     DamagedChunk,
     Holes,
     Window,
     bytes_at_risk,
+    check_next,
     checksum,
     cut,
-    cut_as_asked,
     tail_chunk,
 )
+from diloco.wire.messages import Chunk
 
 SEED = 20
 PAYLOAD = random.Random(SEED).randbytes(97)
 
 
-def assembled(parts: tuple[bytes, ...], chunk_bytes: int, offset: int = 0, held: bytes = b"") -> bytes:
-    out = bytearray(held)
-    total = sum(map(len, parts))
-    assembler = Assembler(total, lambda at, data: out.__setitem__(slice(at, at + len(data)), data), offset)
-    for chunk in cut(parts, chunk_bytes, offset):
-        assembler.accept(*chunk)
-    assembler.finish()
+def assembled(parts: tuple[bytes, ...], chunk_bytes: int, offset: int = 0, *, as_in_2: bool = False) -> bytes:
+    out = bytearray(PAYLOAD[:offset])
+    for piece in cut(parts, offset, len(PAYLOAD), lambda: chunk_bytes):
+        chunk = Chunk.of(*piece, as_in_2=as_in_2)
+        check_next(chunk, len(out), len(PAYLOAD))
+        out += chunk.data
     return bytes(out)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 7, 96, 97, 98, 1000])
 def test_cut_and_assemble_from_every_offset(chunk_bytes: int) -> None:
     for offset in range(len(PAYLOAD) + 1):
-        assert assembled((PAYLOAD,), chunk_bytes, offset, PAYLOAD[:offset]) == PAYLOAD
+        assert assembled((PAYLOAD,), chunk_bytes, offset) == PAYLOAD
 
 
 def test_cut_at_every_boundary_of_several_parts() -> None:
     for first in range(len(PAYLOAD) + 1):
         parts = (PAYLOAD[:first], b"", PAYLOAD[first:])
         for offset in (0, 1, first, len(PAYLOAD)):
-            assert assembled(parts, 10, offset, PAYLOAD[:offset]) == PAYLOAD
-            for _, data, _, _ in cut(parts, 10, offset):
-                assert len(data) <= 10
+            assert assembled(parts, 10, offset) == PAYLOAD
+            assert all(len(data) <= 10 for _, data in cut(parts, offset, len(PAYLOAD), lambda: 10))
 
 
 def test_chunks_are_views_with_one_checksum() -> None:
     payload = bytearray(PAYLOAD)
-    chunks = list(cut((payload,), 40))
-    assert [offset for offset, _, _, _ in chunks] == [0, 40, 80]
-    assert all(data.obj is payload for _, data, _, _ in chunks)
-    assert all((crc32, xxh3) == (0, xxh3_64_intdigest(data)) for _, data, crc32, xxh3 in chunks)
+    pieces = list(cut((payload,), 0, len(payload), lambda: 40))
+    assert [offset for offset, _ in pieces] == [0, 40, 80]
+    assert all(data.obj is payload for _, data in pieces)
+    chunks = [Chunk.of(*piece) for piece in pieces]
+    assert all((chunk.crc32, chunk.xxh3) == (0, xxh3_64_intdigest(chunk.data)) for chunk in chunks)
 
 
 def test_who_speaks_protocol_2_gets_crc32_and_may_send_it() -> None:
-    assert all((crc32, xxh3) == (zlib.crc32(data), None) for _, data, crc32, xxh3 in cut((PAYLOAD,), 40, as_in_2=True))
-    out: list[bytes] = []
-    assembler = Assembler(len(PAYLOAD), lambda at, data: out.append(bytes(data)))
-    for chunk in cut((PAYLOAD,), 40, as_in_2=True):
-        assembler.accept(*chunk)
-    assert b"".join(out) == PAYLOAD
+    chunk = Chunk.of(5, PAYLOAD, as_in_2=True)
+    assert (chunk.crc32, chunk.xxh3) == (zlib.crc32(PAYLOAD), None)
+    assert assembled((PAYLOAD,), 40, as_in_2=True) == PAYLOAD
     assert checksum((PAYLOAD[:30], PAYLOAD[30:])) == zlib.crc32(PAYLOAD)
 
 
-def test_a_broken_assembly_goes_on_from_its_offset() -> None:
-    for stop in range(1, 10):
-        out = bytearray(len(PAYLOAD))
-        assembler = Assembler(len(PAYLOAD), lambda at, data, out=out: out.__setitem__(slice(at, at + len(data)), data))
-        for chunk in list(cut((PAYLOAD,), 10))[:stop]:
-            assembler.accept(*chunk)
-        with pytest.raises(DamagedChunk, match=f"{stop * 10} of 97"):
-            assembler.finish()
-        for chunk in cut((PAYLOAD,), 7, assembler.offset):
-            assembler.accept(*chunk)
-        assembler.finish()
-        assert bytes(out) == PAYLOAD
-
-
 @pytest.mark.parametrize("as_in_2", [False, True])
-def test_every_flipped_bit_is_found_and_nothing_is_written(as_in_2: bool) -> None:
-    ((_, data, crc32, xxh3),) = cut((PAYLOAD[:20],), 20, as_in_2=as_in_2)
-    written: list[int] = []
-    for bit in range(8 * len(data)):
-        damaged = bytearray(data)
+def test_every_flipped_bit_is_found(as_in_2: bool) -> None:
+    chunk = Chunk.of(0, PAYLOAD[:20], as_in_2=as_in_2)
+    for bit in range(8 * len(chunk.data)):
+        damaged = bytearray(chunk.data)
         damaged[bit // 8] ^= 1 << bit % 8
-        assembler = Assembler(20, lambda at, data: written.append(at))
         with pytest.raises(DamagedChunk):
-            assembler.accept(0, bytes(damaged), crc32, xxh3)
-        assert assembler.offset == 0
+            check_next(replace(chunk, data=bytes(damaged)), 0, 20)
     for bit in range(32 if as_in_2 else 64):
-        told = (crc32 ^ 1 << bit, None) if as_in_2 else (0, (xxh3 or 0) ^ 1 << bit)
+        told = {"crc32": chunk.crc32 ^ 1 << bit} if as_in_2 else {"xxh3": (chunk.xxh3 or 0) ^ 1 << bit}
         with pytest.raises(DamagedChunk):
-            Assembler(20, lambda at, data: written.append(at)).accept(0, data, *told)
-    assert not written
+            check_next(replace(chunk, **told), 0, 20)
 
 
 @pytest.mark.parametrize(
     ("offset", "data", "words"),
-    [
-        (4, b"abc", "the next byte is 5"),
-        (6, b"abc", "the next byte is 5"),
-        (5, b"", "is empty"),
-        (5, b"abcdef", "over the 10 declared"),
-    ],
+    [(4, b"abc", "the next byte is 5"), (6, b"abc", "the next byte is 5"), (5, b"abcdef", "over the 10 declared")],
 )
 def test_a_chunk_out_of_place_is_refused(offset: int, data: bytes, words: str) -> None:
-    assembler = Assembler(10, lambda at, data: None, 5)
     with pytest.raises(ChunkError, match=words):
-        assembler.accept(offset, data, zlib.crc32(data))
-    assert assembler.offset == 5
-
-
-def test_what_the_writer_raises_leaves_the_offset() -> None:
-    def full(at: int, data: memoryview) -> None:
-        raise OSError("disk full")
-
-    assembler = Assembler(3, full)
-    with pytest.raises(OSError, match="disk full"):
-        assembler.accept(0, b"abc", zlib.crc32(b"abc"))
-    assert assembler.offset == 0
-
-
-@pytest.mark.parametrize("offset", [-1, 98])
-def test_offsets_outside_of_the_payload_are_our_own_defect(offset: int) -> None:
-    with pytest.raises(ValueError, match="offset"):
-        list(cut((PAYLOAD,), 10, offset))
-    with pytest.raises(ValueError, match="offset"):
-        Assembler(len(PAYLOAD), lambda at, data: None, offset)
+        check_next(Chunk.of(offset, data), 5, 10)
 
 
 def test_pieces_of_a_span_are_as_long_as_is_asked_for_then() -> None:
@@ -139,7 +93,7 @@ def test_pieces_of_a_span_are_as_long_as_is_asked_for_then() -> None:
         for end in range(begin, len(PAYLOAD) + 1, 5):
             lengths = iter(range(1, 1000))
             parts = (PAYLOAD[:40], b"", PAYLOAD[40:])
-            found = list(cut_as_asked(parts, begin, end, lambda lengths=lengths: next(lengths)))
+            found = list(cut(parts, begin, end, lambda lengths=lengths: next(lengths)))
             assert b"".join(data for _, data in found) == PAYLOAD[begin:end]
             assert [offset for offset, _ in found] == [
                 begin + sum(len(d) for _, d in found[:n]) for n in range(len(found))

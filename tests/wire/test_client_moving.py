@@ -54,7 +54,6 @@ def test_a_client_of_another_process_follows_where_the_site_was_taken_in(start: 
     follower.follow(client.taken_in)
     assert follower.address == other.server.address
     assert follower.taken_in == client.taken_in
-    assert follower.has_patience == client.has_patience
     assert follower._up.bytes_per_s == 0, "it was learned of another link"
     follower.push(push_header(b"four"), b"four")
     follower.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())

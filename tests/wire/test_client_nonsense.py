@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from diloco.wire.client import AdminClient, SyncClient
-from diloco.wire.convert_bulk import pack_push_reply
+from diloco.wire.convert import pack_push_reply
 from diloco.wire.messages import PullAsk, PushAdmitted, Unreachable, WireError
 from diloco.wire.pulling import PullSink
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info

@@ -16,10 +16,9 @@ from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.door import Connections, Counters, _chosen, places
 from diloco.wire.messages import Alive, Unreachable
 from diloco.wire.options import ServerOptions
-from diloco.wire.server import serve
 from tests.hunts import http2
 from tests.loopback.cluster import eventually
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 BOUND_S = 10.0
 FILES, PLACES, ROOM = 64, 32, 24

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.wire import messages as m
-from diloco.wire.convert_bulk import (
+from diloco.wire.convert import (
     pack_pull,
     pack_pull_part,
     pack_push,
@@ -13,7 +13,6 @@ from diloco.wire.convert_bulk import (
     unpack_push_reply,
 )
 from diloco.wire.v1 import sync_pb2
-from tests.wire.fake_syncer import push_header
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 16_383, 16_384, m.CHUNK_BYTES_MAX])
@@ -44,15 +43,6 @@ def test_an_asker_that_says_nothing_of_its_protocol_speaks_2() -> None:
     assert unpack_pull(pack_pull(ask)) == ask
     raw = sync_pb2.PullRequest(run_id="run", have_version=-1).SerializeToString()
     assert unpack_pull(raw) == m.PullAsk("run", "", 0, -1, protocol=2)
-
-
-def test_a_header_is_a_control_message() -> None:
-    raw = pack_push(push_header(b"abc"))
-    padded = (
-        raw + sync_pb2.PushRequest(header=sync_pb2.PushHeader(encoding="x" * m.CONTROL_BYTES_MAX)).SerializeToString()
-    )
-    with pytest.raises(m.MalformedMessage, match="header is"):
-        unpack_push(padded)
 
 
 @pytest.mark.parametrize("unpack", [unpack_push, unpack_push_reply, unpack_pull_part])

@@ -26,3 +26,5 @@ def test_half_of_a_run_or_a_span_is_refused() -> None:
         unpack_report_reply(half.SerializeToString())
     with pytest.raises(m.MalformedMessage, match="spans has 3 numbers"):
         spans_in([0, 4, 7])
+    with pytest.raises(m.MalformedMessage, match="spans has 20000 numbers"):
+        spans_in(range(20_000))

@@ -13,13 +13,23 @@ import grpc
 import pytest
 
 from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
-from diloco.wire.convert import pack_evict, pack_join, pack_leave, pack_promote, pack_report, pack_update, pack_watch
-from diloco.wire.convert_bulk import pack_pull, pack_push, unpack_push_reply
+from diloco.wire.convert import (
+    pack_evict,
+    pack_join,
+    pack_leave,
+    pack_promote,
+    pack_pull,
+    pack_push,
+    pack_report,
+    pack_update,
+    pack_watch,
+    unpack_push_reply,
+)
 from diloco.wire.identity import NEEDS
-from diloco.wire.messages import EvictAsk, LeaveAsk, PullAsk, PushAdmitted, UpdateAsk, WatchAsk
+from diloco.wire.messages import EvictAsk, LeaveAsk, PromoteAsk, PullAsk, PushAdmitted, UpdateAsk, WatchAsk
 from diloco.wire.options import SecurityOptions, ServerOptions
-from diloco.wire.server import RunningServer, serve
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info
+from diloco.wire.server import RunningServer
+from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +56,7 @@ OPERATORS = {
     "Readmit": pack_evict(EvictAsk("site-b")),
     "Admit": pack_update(UpdateAsk("site-b", 0, 1)),
     "Refuse": pack_update(UpdateAsk("site-b", 0, 1)),
-    "Promote": pack_promote(lossy=True),
+    "Promote": pack_promote(PromoteAsk(True)),
     "Detach": b"",
 }
 LONG = b"\x00" * 1_400_000
@@ -210,7 +220,7 @@ def test_one_caller_has_so_much_room_and_another_has_its_own(front: Callable[...
     for stream in streams:
         next(stream)
     said = here.status("Report", ASKS["Report"]("site-a", RUN), A)
-    assert (said[0], "2 calls of this caller are under way" in said[1]) == ("RESOURCE_EXHAUSTED", True)
+    assert (said[0], "no room for one more call of this caller" in said[1]) == ("RESOURCE_EXHAUSTED", True)
     assert here.status("Report", ASKS["Report"]("site-b", RUN), B)[0] == "OK"
     for stream in streams:
         stream.cancel()

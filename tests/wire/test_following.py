@@ -10,11 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from diloco.wire.messages import Alive, Refusal, Refused, Status, Unreachable
+from diloco.wire.client import FollowClient
+from diloco.wire.messages import (
+    Alive,
+    FollowAck,
+    FollowPart,
+    Follows,
+    FollowStart,
+    Refusal,
+    Refused,
+    Status,
+    Unreachable,
+)
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from diloco.wire.replication import FollowAck, FollowClient, FollowPart, Follows, FollowStart
-from diloco.wire.server import serve
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 HEX = "a" * 64
 BOUND_S = 20.0

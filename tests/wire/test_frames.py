@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from diloco.wire.chunks import DamagedChunk
-from diloco.wire.convert_bulk import FRAME_HEAD_BYTES, is_frame, pack_frame, unpack_frame
+from diloco.wire.convert import FRAME_HEAD_BYTES, pack_frame, unpack_frame, unpack_push
 from diloco.wire.messages import CHUNK_BYTES_MAX, PAYLOAD_BYTES_MAX, Frame, MalformedMessage
 from diloco.wire.v1 import sync_pb2
 from tests.wire.samples import everything
@@ -61,8 +61,9 @@ def test_no_message_is_taken_for_a_frame() -> None:
     """Not even an empty one, nor one that another end would send."""
     for message, pack, _ in everything():
         raw = pack(message)
-        assert is_frame(raw) == isinstance(message, Frame)
-    assert not is_frame(b"")
+        assert (raw[:1] == b"\0") == isinstance(message, Frame)
+    with pytest.raises(MalformedMessage, match="a header, a chunk or a commit wanted"):
+        unpack_push(b"")
     with pytest.raises(Exception, match=r".*"):
         sync_pb2.PushRequest.FromString(pack_frame(0, DATA))
 

@@ -22,7 +22,7 @@ def test_counters_count_from_many_threads() -> None:
 def test_a_gate_bounds_each_and_all_and_gives_room_back() -> None:
     gate = Gate("push", total_max=3, each_max=2, pushback_ms=70)
     with gate.enter("a"), gate.enter("a"):
-        with pytest.raises(Refusal, match="of this site") as caught, gate.enter("a"):
+        with pytest.raises(Refusal, match="of this caller") as caught, gate.enter("a"):
             pass
         assert (caught.value.status, caught.value.retry_ms) == (Status.RESOURCE_EXHAUSTED, 70)
         with gate.enter("b"), pytest.raises(Refusal, match="in all"), gate.enter("c"):

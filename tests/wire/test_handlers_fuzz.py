@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from diloco.wire.arrivals import Arrivals
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE, StallWatch
-from diloco.wire.convert_bulk import pack_push
+from diloco.wire.convert import pack_push
 from diloco.wire.door import Connections, Counters, Door
-from diloco.wire.handlers import SyncHandlers
+from diloco.wire.handlers import SyncHandlers, admin_handler
 from diloco.wire.identity import Authenticator
 from diloco.wire.messages import Chunk, Frame, PushCommit
 from diloco.wire.options import SecurityOptions, ServerOptions
-from diloco.wire.server import AdminHandlers
 from tests.wire.fake_syncer import RUN, FakeSyncer, push_header, sha256
 from tests.wire.samples import everything
 from tests.wire.test_convert import mutated
@@ -83,24 +82,17 @@ class InProcess:
         self.counters = Counters()
         self._stalls = StallWatch("fuzz")
         options = ServerOptions(run_id=RUN, alive_s=0.001)
-        door = Door(Authenticator(SecurityOptions()), options, self.counters, Connections(8, self.counters, str))
-        arrivals = Arrivals(door, self._stalls, options)
-        stopping = threading.Event()
-        sync = SyncHandlers(self.syncer, options, arrivals, door, self._stalls, self.counters, stopping)
-        admin = AdminHandlers(self.syncer, arrivals, self.counters)
-        self._handlers = (sync.generic_handler(), admin.generic_handler())
+        connections = Connections(8, self.counters, str)
+        door = Door(Authenticator(SecurityOptions()), options, self.counters, connections, self._stalls)
+        sync = SyncHandlers(self.syncer, options, door, threading.Event())
+        self._handlers = (sync.generic_handler(), admin_handler(self.syncer, door))
 
     def call(self, path: str, raws: list[bytes]) -> Context:
         details = type("Details", (), {"method": path, "invocation_metadata": ()})()
         handler = next(found for each in self._handlers if (found := each.service(details)) is not None)
         context = Context()
-        behaviour = handler.stream_unary or handler.stream_stream
-        try:
-            answer = behaviour(iter(raws), context)
-            if handler.response_streaming:
-                list(answer)
-        except Aborted:
-            pass
+        with contextlib.suppress(Aborted):
+            list((handler.stream_stream or handler.stream_unary)(iter(raws), context))
         return context
 
     def close(self) -> None:

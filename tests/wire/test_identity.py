@@ -132,7 +132,7 @@ def test_the_proof_of_an_identity_is_never_shown(authenticator: Authenticator) -
         ("[", "not JSON"),
         ([], "wanted an object"),
         ({"certificate": []}, "wanted an object"),
-        ({"certificates": "all"}, "wanted an object"),
+        ({"certificates": "all"}, "certificates: wanted a list"),
         ({"certificates": ["ab"]}, "certificates has 'ab'"),
         ({"certificates": ["A" * 64]}, "certificates has 'AAA"),
         ({"ids": ["a"]}, "ids has 'a'"),

@@ -20,9 +20,9 @@ from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Outcome, PullAsk, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from diloco.wire.pulling import PullSink
-from diloco.wire.server import RunningServer, serve
+from diloco.wire.server import RunningServer
 from tests.wire.certificates import LOOPBACK, Authority
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header
+from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

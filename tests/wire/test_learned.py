@@ -7,9 +7,9 @@ import pytest
 
 from diloco.sync.events import Outcome
 from diloco.sync.link import SPAN_MIN_NS, Pace
-from diloco.wire import client
-from diloco.wire.channel import bulk_bytes_per_s
-from diloco.wire.client import BYTES_MIN, FAR_S, LOOK_AGAIN, Arrival, Learned
+from diloco.wire import channel
+from diloco.wire.channel import BYTES_MIN, Arrival, bulk_bytes_per_s
+from diloco.wire.client import FAR_S, LOOK_AGAIN, Learned
 from diloco.wire.messages import MIB, PullAsk
 from diloco.wire.pulling import PullSink
 from tests.wire.fake_syncer import RUN, join_ask, push_header
@@ -24,7 +24,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 1
-        monkeypatch.setattr(client, "time", SimpleNamespace(monotonic_ns=lambda: self.now_ns))
+        monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic_ns=lambda: self.now_ns))
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_client_learns_both_ways_of_a_far_link_and_keeps_to_them(
         pace.bytes_per_s = 300 * MIB
 
     monkeypatch.setattr("diloco.wire.client.FAR_S", 0.0)
-    monkeypatch.setattr("diloco.wire.client.SPAN_MIN_NS", 0)
+    monkeypatch.setattr("diloco.wire.channel.SPAN_MIN_NS", 0)
     monkeypatch.setattr(Pace, "carried", carried)
     asked: list[int] = []
     pull = wired.syncer.pull
@@ -165,7 +165,7 @@ def test_a_client_learns_both_ways_of_a_far_link_and_keeps_to_them(
 
 def test_a_client_that_was_told_learns_nothing(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.wire.client.FAR_S", 0.0)
-    monkeypatch.setattr("diloco.wire.client.SPAN_MIN_NS", 0)
+    monkeypatch.setattr("diloco.wire.channel.SPAN_MIN_NS", 0)
     monkeypatch.setattr(Pace, "carried", lambda *_: pytest.fail("learned"))
     client = wired.client(up_mbps=8000.0, down_mbps=8000.0)
     wired.syncer.publish(PAYLOAD)

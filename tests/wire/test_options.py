@@ -4,25 +4,8 @@ import pytest
 
 from diloco.wire.options import STANDARD_STREAMS_MAX, ClientOptions, ServerOptions
 
-BAD_SERVER = {
-    "sites_max": 0,
-    "pushes_max": -1,
-    "pulls_max": -1,
-    "pushes_per_site_max": 0,
-    "chunk_bytes": 1,
-    "payload_bytes_max": 0,
-    "header_timeout_s": 0.0,
-    "stall_s": -1.0,
-    "alive_s": 0.0,
-    "pushback_ms": 0,
-}
-BAD_CLIENT = {
-    "chunk_bytes": 4 << 20,
-    "payload_bytes_max": 0,
-    "stall_s": 0.0,
-    "control_timeout_s": 0.0,
-    "data_channels": 0,
-}
+BAD_SERVER = {"sites_max": 0, "calls_per_s": -1.0}
+BAD_CLIENT = {"data_channels": 0, "up_mbps": -1.0, "down_mbps": 1e9}
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_SERVER.items())

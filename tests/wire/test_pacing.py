@@ -3,10 +3,10 @@ from __future__ import annotations
 import threading
 import time
 
-from diloco.wire.channel import CONTROL_SHARE, Pacer, StallWatch, bulk_bytes_per_s
+from diloco.wire.channel import CONTROL_SHARE, Guard, Pacer, StallWatch, bulk_bytes_per_s
 from diloco.wire.messages import CHUNK_BYTES_MIN, MIB
 
-GUARD = StallWatch("never started").guard(1.0)
+GUARD = Guard(StallWatch("never started"), 1.0)
 
 
 def test_bulk_gets_what_control_leaves() -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.wire.identity import NEEDS, ROLES, Grant, Needs, check_role, read_permissions
+from diloco.wire.identity import NEEDS, ROLES, Grant, Identity, Needs, read_permissions
 from diloco.wire.messages import Refusal, Status
 from diloco.wire.v1 import admin_pb2, sync_pb2
 from tests.wire.fake_syncer import push_header
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def allowed(method: str, is_site: bool, roles: frozenset[str]) -> bool:
     try:
-        check_role(method, is_site, roles)
+        Identity("site-a" if is_site else None, roles).check_role(method)
     except Refusal as refusal:
         return refusal.status is not Status.PERMISSION_DENIED
     return True
@@ -79,7 +79,7 @@ def test_a_file_says_what_each_may_do(tmp_path: Path) -> None:
     site["pull_bytes_per_s"] = 2e6
     table = {"default": "deny", "sites": {"a": site, "b": {"may_push": False, "roles": ["observer"]}}}
     found = read_permissions(written(tmp_path, table))
-    assert found.of_site("a") == Grant(
+    assert found.sites["a"] == Grant(
         fragments=frozenset({0, 3}),
         update_bytes_max=40_000_000,
         bytes_per_s=1e6,
@@ -87,13 +87,13 @@ def test_a_file_says_what_each_may_do(tmp_path: Path) -> None:
         pushes_per_s=0.5,
         calls_per_s=9.0,
     )
-    assert found.of_site("b") == Grant(may_push=False, roles=frozenset({"observer"}))
-    assert found.of_site("c") is None
+    assert found.sites["b"] == Grant(may_push=False, roles=frozenset({"observer"}))
+    assert found.default is None
     assert found.roles == frozenset()
-    assert read_permissions(written(tmp_path, {"default": "allow"})).of_site("x") == Grant()
+    assert read_permissions(written(tmp_path, {"default": "allow"})).default == Grant()
     assert read_permissions(written(tmp_path, {"default": "allow"})).roles == ROLES
     limited = read_permissions(written(tmp_path, {"default": {"pushes_per_s": 1}, "roles": ["admin"]}))
-    assert limited.of_site("x") == Grant(pushes_per_s=1.0)
+    assert limited.default == Grant(pushes_per_s=1.0)
     assert limited.roles == frozenset({"admin"})
 
 

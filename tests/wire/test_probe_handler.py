@@ -26,8 +26,7 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from diloco.wire.server import serve
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -176,7 +175,7 @@ def test_one_site_has_one_place(guarded: Callable[..., RunningServer]) -> None:
     server = guarded()
     with grpc.insecure_channel(server.address) as channel:
         held = Held(channel, A)
-        with checkup(server.address, A) as asked, pytest.raises(Unreachable, match="probe of this site"):
+        with checkup(server.address, A) as asked, pytest.raises(Unreachable, match="probe of this caller"):
             asked.probe(ProbeAsk(3))
         with checkup(server.address, B) as asked:
             asked.probe(ProbeAsk(3))

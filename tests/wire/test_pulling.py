@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from diloco.wire.channel import SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE, bulk_bytes_per_s
 from diloco.wire.chunks import checksum
 from diloco.wire.client import SyncClient
-from diloco.wire.messages import KIB, MIB, PullAsk, Unreachable
+from diloco.wire.handlers import PullSource
+from diloco.wire.messages import KIB, MIB, Frame, PullAsk, Unreachable
 from diloco.wire.options import ClientOptions
 from diloco.wire.pulling import Patience, PullSink, pieces
-from diloco.wire.service import PullSource
 from diloco.wire.v1 import sync_pb2
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask
 from tests.wire.relay import Relay, wait_until
@@ -47,7 +48,7 @@ def test_one_pull_goes_over_several_streams_and_each_byte_once(wired: Wired, rel
     assert bytes(pulled.parts[0]) == PAYLOAD
     assert relay.connections == channels
     assert wired.server.counters()["payload_bytes_out"] == len(PAYLOAD)
-    assert wired.syncer.given_back == channels
+    assert wired.syncer.calls.count("pull") == channels
 
 
 def test_a_short_pull_takes_one_stream(wired: Wired, relay: Relay) -> None:
@@ -107,13 +108,6 @@ def test_who_waits_for_what_is_made_already_has_lost_its_connection(wired: Wired
         patience.due()
         with pytest.raises(Unreachable, match="nothing moved"):
             pulled.result(20)
-
-
-def test_a_syncer_of_an_earlier_protocol_is_not_asked_to_wait(wired: Wired, relay: Relay) -> None:
-    client = wired.client(address=relay.address)
-    wired.syncer.publish(from_version=3, numel=1)
-    assert not client.has_patience
-    assert client.pull(replace(ASK, have_version=3), PullSink(), Patience(60.0)).parts == ()
 
 
 def test_streams_that_find_different_versions_bring_one_of_them(wired: Wired, relay: Relay) -> None:
@@ -226,10 +220,10 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -
             payload_crc32=crc,
         )
         yield sync_pb2.PullResponse(header=header).SerializeToString()
-        for count, (offset, data, crc32, _) in enumerate(cut((PAYLOAD,), 64 * KIB, ask.offset, as_in_2=True)):
+        for count, (offset, data) in enumerate(cut((PAYLOAD,), ask.offset, len(PAYLOAD), lambda: 64 * KIB)):
             if len(asked) == 1 and count == 10:
                 return
-            chunk = sync_pb2.Chunk(offset=offset, data=bytes(data), crc32=crc32)
+            chunk = sync_pb2.Chunk(offset=offset, data=bytes(data), crc32=zlib.crc32(data))
             yield sync_pb2.PullResponse(chunk=chunk).SerializeToString()
 
     server = grpc.server(ThreadPoolExecutor(4))
@@ -248,6 +242,19 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -
             assert sink.bytes_held == 0
     finally:
         server.stop(None)
+
+
+def test_streams_that_bring_what_is_missing_share_the_rate(wired: Wired) -> None:
+    asked: list[int] = []
+    answer = wired.syncer.pull
+    wired.syncer.pull = lambda ask, identity: (asked.append(ask.bytes_per_s), answer(ask, identity))[1]  # type: ignore[method-assign]
+    wired.syncer.publish(PAYLOAD)
+    sink = PullSink()
+    sink.begin(replace(wired.syncer.version, frames=True))
+    sink.accept(Frame(0, memoryview(PAYLOAD)[:MIB]))
+    client = wired.client(data_channels=2, down_mbps=8000.0)
+    assert bytes(client.pull(ASK, sink).parts[0]) == PAYLOAD
+    assert asked == [bulk_bytes_per_s(8000.0) // 2] * 2
 
 
 def test_pieces_cover_what_is_missing_from_its_beginning() -> None:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import grpc
 import pytest
 
 from diloco.sync.events import Outcome
-from diloco.wire.channel import SYNC_SERVICE
-from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB, MIB, PushResult, Unreachable
-from diloco.wire.options import ClientOptions
-from diloco.wire.v1 import sync_pb2
-from tests.wire.fake_syncer import RUN, join_ask, push_header
+from tests.wire.fake_syncer import join_ask, push_header
 from tests.wire.relay import Relay, wait_until
 
 if TYPE_CHECKING:
@@ -109,36 +104,6 @@ def test_a_stream_that_finds_nobody_is_done_without(wired: Wired) -> None:
         client._turn = itertools.count()  # The first stream is always one that works.
         assert client.push(push_header(PAYLOAD, sequence=sequence), PAYLOAD).outcome is Outcome.ACCEPTED
         assert wired.syncer.accepted["site-a", 0, sequence] == PAYLOAD
-
-
-def test_a_syncer_of_an_earlier_protocol_is_sent_chunks_over_one_stream() -> None:
-    """It knows none of the new fields, and a frame would be no message to it."""
-    got: list[bytes] = []
-
-    def push(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        for raw in requests:
-            message = sync_pb2.PushRequest.FromString(raw)
-            if message.HasField("header"):
-                yield sync_pb2.PushResponse(admitted=sync_pb2.PushAdmitted(offset=0)).SerializeToString()
-            elif message.HasField("chunk"):
-                assert message.chunk.offset == sum(map(len, got))
-                got.append(message.chunk.data)
-            else:
-                result = sync_pb2.PushResult(outcome=sync_pb2.OUTCOME_ACCEPTED, version=3)
-                yield sync_pb2.PushResponse(result=result).SerializeToString()
-                return
-
-    server = grpc.server(ThreadPoolExecutor(4))
-    handlers = {"Push": grpc.stream_stream_rpc_method_handler(push)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers),))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        with SyncClient(address, "site-a", RUN, options=ClientOptions(data_channels=4)) as client:
-            assert client.push(push_header(PAYLOAD), PAYLOAD) == PushResult(Outcome.ACCEPTED, 3)
-        assert b"".join(got) == PAYLOAD
-    finally:
-        server.stop(None)
 
 
 def test_more_connections_are_used_when_that_is_said(wired: Wired, relay: Relay) -> None:

@@ -50,7 +50,7 @@ def header_of(payload_bytes: int, sequence: int) -> PushHeader:
 
 
 def counting(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(header: PushHeader, identity: object) -> Any:
+    def opened(header: PushHeader) -> Any:
         return CountingSession()
 
     monkeypatch.setattr(wired.syncer, "open_push", opened)

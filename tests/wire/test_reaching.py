@@ -8,10 +8,9 @@ import pytest
 
 from diloco.wire.checkup import Heard, greet, resolve
 from diloco.wire.options import SecurityOptions, ServerOptions
-from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, Authority
-from tests.wire.fake_syncer import RUN, FakeSyncer
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wire.convert_bulk import ASKERS_KEPT, FRAME_HEAD_BYTES, Repeats, pack_frame
+from diloco.wire.convert import FRAME_HEAD_BYTES, pack_frame
+from diloco.wire.handlers import ASKERS_KEPT, Repeats
 from diloco.wire.messages import KIB, MIB, PullAsk, Unreachable
 from diloco.wire.options import FRAMES_KEPT
 from diloco.wire.pulling import PullSink
@@ -103,8 +104,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         offsets.append(offset)
         return pack_frame(offset, data)
 
-    monkeypatch.setattr("diloco.wire.convert_bulk.pack_frame", watched)
-    monkeypatch.setattr("diloco.wire.convert_bulk.pack_frame", watched)
+    monkeypatch.setattr("diloco.wire.handlers.pack_frame", watched)
+    monkeypatch.setattr("diloco.wire.convert.pack_frame", watched)
     return offsets
 
 

@@ -17,16 +17,16 @@ from diloco.wire.identity import read_tokens
 from diloco.wire.messages import PullAsk, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions, is_loopback
 from diloco.wire.pulling import PullSink
-from diloco.wire.server import RunningServer, serve
+from diloco.wire.server import RunningServer
 from tests.wire.certificates import LOOPBACK, Authority
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info
+from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from diloco.wire.handlers import PullSource
     from diloco.wire.identity import Identity
-    from diloco.wire.service import PullSource
 
 A, B, OBSERVER, ADMIN = "token-of-site-a-1", "token-of-site-b-2", "token-of-observer", "token-of-operator"
 PAYLOAD = b"payload" * 200_000
@@ -171,7 +171,7 @@ def test_a_site_takes_up_its_own_room_under_whatever_name_it_reads(
             held = threading.Thread(target=lambda: site.pull(nobody, PullSink()))
             held.start()
             assert inside.wait(20.0)
-            with pytest.raises(Unreachable, match="no room for one more pull of this site"):
+            with pytest.raises(Unreachable, match="no room for one more pull of this caller"):
                 site.pull(itself, PullSink())
             observer.pull(nobody, PullSink())
             go_on.set()

@@ -7,8 +7,7 @@ import pytest
 
 from diloco.wire.messages import Unreachable
 from diloco.wire.options import ServerOptions
-from diloco.wire.server import serve
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask
+from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
+from diloco.wire.handlers import PushSession, SyncerApi, WatchFeed
 from diloco.wire.messages import PullAsk
 from diloco.wire.pulling import PullSink
-from diloco.wire.service import PullSource, PushSession, SyncerApi, WatchFeed
 from tests.wire.fake_syncer import RUN, FakeFeed, FakeSession, FakeSyncer, join_ask, push_header, report_info
 
 if TYPE_CHECKING:
@@ -33,7 +33,3 @@ def test_every_call_of_a_client_reaches_the_shell(wired: Wired) -> None:
         next(stream)
     client.leave(1)
     assert wired.syncer.calls == ["join", "report", "open_push", "pull", "watch", "leave"]
-
-
-def test_a_source_without_close_needs_none() -> None:
-    PullSource(FakeSyncer().version, (b"abcd",)).close()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wire.channel import StallWatch
+from diloco.wire.channel import Guard, StallWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ def test_a_stream_that_does_not_move_is_cancelled_once(stalls: StallWatch) -> No
         done.set()
 
     begun_s = time.monotonic()
-    with stalls.guard(0.3, cancel) as guard:
+    with Guard(stalls, 0.3, cancel) as guard:
         assert done.wait(5)
         time.sleep(0.6)
         assert guard.stalled
@@ -38,7 +38,7 @@ def test_a_stream_that_does_not_move_is_cancelled_once(stalls: StallWatch) -> No
 
 def test_one_that_moves_is_left_alone(stalls: StallWatch) -> None:
     cancelled = threading.Event()
-    with stalls.guard(1.0, cancelled.set) as guard:
+    with Guard(stalls, 1.0, cancelled.set) as guard:
         for _ in range(15):
             time.sleep(0.1)
             guard.touch()
@@ -48,9 +48,9 @@ def test_one_that_moves_is_left_alone(stalls: StallWatch) -> None:
 
 def test_no_limit_while_this_end_works_itself(stalls: StallWatch) -> None:
     cancelled = threading.Event()
-    with stalls.guard(0.1) as guard:
+    with Guard(stalls, 0.1) as guard:
         guard.limit(None)
-        guard.arm(cancelled.set)
+        guard.cancel = cancelled.set
         assert not cancelled.wait(0.8)
         guard.limit(0.1)
         assert cancelled.wait(5)
@@ -58,7 +58,7 @@ def test_no_limit_while_this_end_works_itself(stalls: StallWatch) -> None:
 
 def test_nothing_is_cancelled_after_the_guard_was_left(stalls: StallWatch) -> None:
     cancelled = threading.Event()
-    with stalls.guard(0.2, cancelled.set):
+    with Guard(stalls, 0.2, cancelled.set):
         pass
     assert not cancelled.wait(0.8)
 
@@ -66,7 +66,7 @@ def test_nothing_is_cancelled_after_the_guard_was_left(stalls: StallWatch) -> No
 def test_close_ends_the_thread_and_needs_none() -> None:
     StallWatch("unused").close()
     watch = StallWatch("used")
-    with watch.guard(9.0):
+    with Guard(watch, 9.0):
         pass
     watch.close()
     assert "used" not in {thread.name for thread in threading.enumerate()}

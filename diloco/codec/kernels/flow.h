@@ -3,15 +3,18 @@
 // being unrolled, it is because they make vectors of it only then.  Blocks of 32 are so short that their size has to be
 // known to the compiler; of others it is an argument, with BLOCK 0.
 
-// Values whose peaks are found before the first of them is encoded: so few that memory is asked for all the time.
-static constexpr int64_t GROUP_VALUES = 256, GROUP_BLOCKS = 8;
-
 // What is written may be the memory of what is read, value by value, and overlaps it in no other way.
 #if defined(__clang__)
 #define IN_ANY_ORDER _Pragma("clang loop vectorize(assume_safety) unroll(disable)")
 #else
 #define IN_ANY_ORDER _Pragma("GCC ivdep")
 #endif
+
+#ifdef AVX512
+#include "avx512.h"
+#else
+// Values whose peaks are found before the first of them is encoded: so few that memory is asked for all the time.
+static constexpr int64_t GROUP_VALUES = 256, GROUP_BLOCKS = 8;
 
 // The pointers of one block: a compiler that sees them in memory fears that each result changes them.
 template <bool LESS, bool CARRIES>
@@ -109,6 +112,7 @@ static int64_t encode_flow(const Flow *flow, int64_t blocks, int64_t block, uint
     if (flow->b) return flow->decoded ? run(yes, no, yes) : run(yes, no, no);
     return flow->decoded ? run(no, no, yes) : run(no, no, no);
 }
+#endif
 
 // The codes of int4 as those of int8; true where one of them is none that an encoder makes.
 static inline bool unpack_pairs(const uint8_t *codes, int64_t bytes, uint8_t *fields) {

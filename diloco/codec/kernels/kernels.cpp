@@ -37,7 +37,7 @@ constexpr float FP32_MAX = 3.40282346638528859811704183484516925e+38f;
 constexpr uint32_t INFINITE = 0x7F800000u;
 constexpr int32_t SCALE_LEAST = 0x00800000;
 
-// The same numbers as in structures.py.
+// The same numbers as in kernel_library.py.
 enum Kind : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, TOPK = 4, E3M0 = 5, INT2 = 6, SIGN = 7 };
 enum Status : int {
     DONE = 0,
@@ -312,7 +312,7 @@ EXPORT double diloco_sum_products(int32_t level, const float *a, const float *b,
     return AT_LEVEL(level, sum_products(a, b, count, total));
 }
 
-// What structures.py takes a structure's size to be must be what it is here.
+// What kernel_library.py takes a structure's size to be must be what it is here.
 EXPORT int64_t diloco_size(int32_t which) {
     const int64_t sizes[] = {sizeof(Format), sizeof(Encode), sizeof(Decode), sizeof(Measure),
                              sizeof(Update), sizeof(Outer),  sizeof(Digest), sizeof(Pieces),

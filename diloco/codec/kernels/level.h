@@ -71,9 +71,9 @@ static inline bool read_scales(const uint8_t *bytes, int64_t blocks, float *scal
     return !illegal;
 }
 
-// Values by which memory is asked for before it is needed: what the processor foresees by itself is too little where
-// results are written over what was read.
-static constexpr int64_t AHEAD = 128;
+// How many values ahead memory is requested: 4 KiB, which covers the memory's latency where one core streams 20 GB/s.  At
+// 512 bytes int4 encoding ran at .75 of memcpy, at 4 KiB at .9 (Zen 5).  The processor's own prefetching is too little.
+static constexpr int64_t AHEAD = 1024;
 
 static inline void ask_for(const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
@@ -94,11 +94,7 @@ struct Into {
     float share;
 };
 
-#ifdef AVX512
-#include "avx512.h"
-#else
 #include "flow.h"
-#endif
 
 // Encodes whole blocks.  Those that do not flow may have to hold codes, so that what they decode to stays within fp32.
 template <int BITS>

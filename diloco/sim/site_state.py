@@ -1,0 +1,197 @@
+"""The state of a site in one life of its process: plan, disk, machine, and the numbers that stand for its model.
+
+Also a site's arithmetic on them: measuring an update, and adopting a version.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from diloco.sim import values
+from diloco.sim.values import Value
+from diloco.sim.world import Link, Process
+from diloco.sync.effects import Seal
+from diloco.sync.learner import LearnerSync
+from diloco.sync.options import LearnerOptions
+from diloco.sync.plain import canonical
+
+if TYPE_CHECKING:
+    from diloco.sim.world import Heap
+    from diloco.sync.effects import Adopt, Retake
+
+Key = tuple[int, int]
+Drawn = tuple[int, bool]
+"""The unit of a sequence, and whether it was drawn again because the site had no new unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SitePlan:
+    """The settings of one site: its speed, batches, codec, checkpoints and reports."""
+
+    options: LearnerOptions
+    step_ns: int
+    step_jitter: float
+    tokens: int
+    transfer_ns: int
+    encode_ns: int
+    quantum: int
+    alpha_tenths: int
+    checkpoint_steps: int
+    checkpoint_ns: int
+    report_ns: int
+    overlap_steps: int = 0
+    ranks: bool = False
+    """Whether the site has several ranks, which decide before a step ends whether to seal or adopt after it."""
+
+
+@dataclass(slots=True)
+class Trouble:
+    """The shares of steps that ruin the values, of updates that arrive not finite, and of outlier updates; all end with
+    the safety phase."""
+
+    poisoned: float = 0.0
+    ruined: float = 0.0
+    outlying: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An update in the outbox: its seal, digest, decoded value, and the figures sent with it."""
+
+    seal: Seal
+    digest: str
+    value: Value
+    finite: bool
+    norm: float
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a site's process needs to resume, taken after an optimizer step and before the machine is told of it.
+
+    ``values`` are the attributes of ``SiteState`` that ``KEPT`` names.
+    """
+
+    machine: bytes
+    values: dict[str, Any]
+    step_tokens: int
+    step_ns: int
+
+
+@dataclass(slots=True)
+class SiteDisk:
+    """The part of a site that outlives its process."""
+
+    checkpoint: Checkpoint | None = None
+    outbox: dict[Key, Stored] = field(default_factory=dict)
+    odometer: int = 0
+
+    def copy(self) -> SiteDisk:
+        """Return a copy of the disk, for a twin."""
+        return SiteDisk(self.checkpoint, dict(self.outbox), self.odometer)
+
+
+@dataclass(slots=True)
+class Side:
+    """A site's settings, link and disk for one syncer; its process draws from ``random``."""
+
+    plan: SitePlan
+    link: Link
+    random: Random
+    disk: SiteDisk = field(default_factory=SiteDisk)
+
+
+KEPT = ("theta", "base", "adopted", "sent", "poisoned", "step", "cursor", "drawn")
+
+
+class SiteState(Process):
+    """One life of a learner, as its checkers see it."""
+
+    def __init__(self, site: str, name: str, heap: Heap, side: Side, trouble: Trouble) -> None:
+        super().__init__(lambda: None)
+        self.site, self.name, self.heap, self.trouble = site, name, heap, trouble
+        self.plan, self.link, self.random, self.disk = side.plan, side.link, side.random, side.disk
+        parts = range(self.plan.options.num_fragments)
+        self.machine = LearnerSync(self.plan.options)
+        self.theta: list[Value] = [values.COLD for _ in parts]
+        self.base: list[tuple[int, Value]] = [(-1, values.COLD) for _ in parts]
+        self.adopted: list[Value] = [values.COLD for _ in parts]
+        """The values right after the latest adopt, from which all adopt modes but rebase measure."""
+        self.sent: dict[Key, Value] = {}
+        """The decoded pseudo-gradients of the in-flight list."""
+        self.sealing: dict[Key, Value] = {}
+        self.arrived: dict[int, tuple[int, Value]] = {}
+        self.poisoned: set[int] = set()
+        self.step = self.cursor = 0
+        self.drawn: dict[int, Drawn] = {}
+        """Where units are leased: the unit that each sequence was drawn from, by cursor."""
+        self.training = self.stopping = self.at_rest = False
+        self.twin = False
+        """Whether another process of this site was started while this one still runs."""
+        self.rounded: Value = values.ZERO
+        """What the codec's rounding changed in the update sealed last."""
+
+    def checkpoint(self, step_ns: int) -> Checkpoint:
+        """Return the checkpoint after a step that took ``step_ns``, before the machine is told of the step."""
+        kept = {name: copy.copy(getattr(self, name)) for name in KEPT}
+        return Checkpoint(canonical(self.machine.snapshot()), kept, self.plan.tokens, step_ns)
+
+    def load(self, kept: Checkpoint) -> None:
+        """Load the values of a checkpoint."""
+        for name, value in kept.values.items():
+            setattr(self, name, copy.copy(value))
+
+    def measured(self, seal: Seal) -> Value:
+        """Return the pseudo-gradient that ``seal`` asks for."""
+        since = self.adopted[seal.fragment] if self.plan.options.adopt != "rebase" else self.base[seal.fragment][1]
+        gradient = values.minus(since, self.theta[seal.fragment])
+        for sequence in seal.in_flight:
+            gradient = values.minus(gradient, self.sent[seal.fragment, sequence])
+        return gradient
+
+    def adopt(self, effect: Adopt) -> None:
+        """Adopt the version that has arrived."""
+        index = effect.fragment
+        version, new = self.arrived.pop(index)
+        assert version == effect.version, (version, effect)
+        _, old = self.base[index]
+        if self.plan.options.adopt == "rebase":
+            rest = values.minus(self.theta[index], old)
+            for sequence in effect.merged:
+                rest = values.plus(rest, self.sent[index, sequence])
+            self.theta[index] = values.plus(new, rest)
+        elif self.plan.options.adopt == "overwrite":
+            self.theta[index] = new
+        elif self.plan.options.adopt == "blend":
+            self.theta[index] = values.blended(self.theta[index], new, self.plan.alpha_tenths)
+        self.base[index], reference = (version, new), self.theta[index]
+        if self.plan.options.adopt == "eager":
+            unsent, reference = values.minus(self.adopted[index], self.theta[index]), new
+            for sequence in effect.fresh:
+                unsent = values.minus(unsent, self.sent[index, sequence])
+            for sequence in effect.under_way:
+                ahead = values.minus(reference, self.sent[index, sequence])
+                reference = values.blended(ahead, reference, self.plan.alpha_tenths)
+            self.theta[index] = values.minus(reference, unsent)
+        self.adopted[index] = reference
+        for sequence in effect.merged:
+            del self.sent[index, sequence]
+
+    def retake(self, effect: Retake) -> None:
+        """Adopt the version and discard what was trained since, except for the updates in ``keep``."""
+        index = effect.fragment
+        if index in self.arrived and self.arrived[index][0] >= effect.version:
+            self.base[index] = self.arrived.pop(index)
+        version, new = self.base[index]
+        assert version == effect.version, (version, effect)
+        self.theta[index] = new
+        for sequence in effect.keep:
+            self.theta[index] = values.minus(self.theta[index], self.sent[index, sequence])
+        for key in [key for key in self.sent if key[0] == index and key[1] not in effect.keep]:
+            del self.sent[key]
+        self.adopted[index] = self.theta[index]
+        self.poisoned.discard(index)
