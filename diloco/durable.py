@@ -1,4 +1,4 @@
-"""Write files atomically: a crash leaves the old file or the new one, never a partial one.  Every package uses it.
+"""Write files atomically: a crash leaves the old file or the new one, never a partial one.
 
 ``Step`` names every durable step of a process, and ``Disk`` carries them all out.  Each operation calls ``reached``
 once before its step and once after it.  The plain disk does nothing there.  Other disks passed in its place find
@@ -288,7 +288,7 @@ PLAIN_DISK = Disk()
 class ReadingDisk(Disk):
     """Changes nothing: for a reader of a folder that another process may hold.
 
-    Creating folders, removing and truncating do nothing; every other operation is an error in the program.
+    Creating, syncing and removing do nothing, and neither does truncating; all else is an error in the program.
     """
 
     def make_folder(self, path: Path, step: Step) -> None:

@@ -658,8 +658,6 @@ class Trainer:
         operations = flops_per_token(self.model.options, self.stream.sequence_length) * info.tokens
         return {"mfu": operations / (info.step_ns / SECOND_NS) / peak}
 
-    # How a run ends.
-
     def _stop_if_lost(self, info: StepInfo) -> None:
         if info.applied:
             return
@@ -689,7 +687,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "cursor": self.cursor,
-            "nonfinite_steps": self.nonfinite_steps,
+            "nonfinite_steps": self.nonfinite_steps,  # Earlier releases read it.
             "progress": self._progress,
             "after_step_done": after_step_done,
             "data": self.stream.identity,

@@ -294,9 +294,7 @@ class Outer:
         if self._agent is None:
             return {}
         tensors, meta = self._agent.state()
-        cursor = self._drawing.cursor if self._drawing is not None else self._steps
-        counts = {"steps": self._steps, "tokens": self._tokens_total, "cursor": cursor}
-        return {TENSORS: tensors, "agent": meta, **counts}
+        return {TENSORS: tensors, "agent": meta, "steps": self._steps, "tokens": self._tokens_total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state_dict``'s result; call it before the ``with``, with the model and optimizer of that time.

@@ -556,7 +556,7 @@ class Workers(Participant):
         """Prepare the calling thread.  Each thread calls it first; subclasses override it."""
 
     def was_read(self, job: SealJob) -> None:
-        """Do nothing: a region's values do not change.  Subclasses override it."""
+        """Do nothing: a region's values do not change.  ``Exchange`` overrides it."""
 
     def _guarded(self, loop: Callable[[], None]) -> None:
         """Run a thread; if it fails, stop the participant with the error instead of leaving it half alive."""

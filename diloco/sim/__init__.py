@@ -5,7 +5,7 @@
 them and restarts dead processes.  ``plan`` draws a run from a seed, ``swarm`` runs it with one syncer and ``several``
 with more, and ``checkers`` and ``site_checkers`` check the invariants at every event.  ``make swarm`` runs it.
 
-``fleet`` runs the same machines for simulated weeks, to measure goodput instead of injecting faults.
+``fleet`` runs the same machines for simulated weeks, to measure goodput under the faults that a plan gives.
 
 Not modelled: bytes (chunks, checksums, credits, resumed transfers), a disk that loses writes which it has synced, two
 syncers on one disk, and ranks inside a site.

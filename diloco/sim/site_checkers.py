@@ -493,7 +493,10 @@ class Cursor(Checker):
 
 
 class Conservation(Checker):
-    """Invariant 17: all progress of a site is merged, in flight or unsent, to the last bit, under any fault."""
+    """Invariant 17: all progress of a site is merged, in flight or unsent, to the last bit.
+
+    Checked in runs that are drawn ``conserving``: no rebase then discards progress on purpose.
+    """
 
     name = "conservation"
     mutation = "an adopt forgets that the version contains an update of the site's own"

@@ -64,7 +64,7 @@ def join(turn: Turn, event: JoinRequested) -> None:
 
     A new process replaces the present one only when it repeats its join with the incarnation that it would get as the
     ticket.  So a delayed join of a dead process changes nothing: a dead process repeats nothing, and a ticket is void
-    as soon as another process was admitted.
+    as soon as another process was admitted.  A process whose protocol has no tickets replaces the present one at once.
     """
     state = turn.state
     site = state.sites.get(event.site)

@@ -172,7 +172,7 @@ def heard(turn: Turn, event: RegionEvent) -> None:
     assert upstream is not None, event
     match event:
         case UpstreamAsked():
-            nobody_speaks(turn.state)
+            mark_not_joined(turn.state)
             resume(turn.state)
             turn.note("resumed", "the run above is asked again whether it is over")
         case JoinAnswered():
@@ -194,7 +194,7 @@ def heard(turn: Turn, event: RegionEvent) -> None:
             raise AssertionError(event)
 
 
-def nobody_speaks(state: OuterState) -> None:
+def mark_not_joined(state: OuterState) -> None:
     """Mark every fragment as not joined: a new process has not reported its outbox yet, so nothing is decided."""
     for part in state.upstream.parts if state.upstream is not None else ():
         part.learner.incarnation = 0

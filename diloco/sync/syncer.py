@@ -146,7 +146,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
         if state.sites_max not in (None, event.sites_max):
             turn.note("settings_changed", f"outer.sites_max is {event.sites_max} and was {state.sites_max}")
         state.sites_max = event.sites_max
-    region.nobody_speaks(state)
+    region.mark_not_joined(state)
     if state.phase is Phase.ENDED and state.ending is Ending.DRAINED:
         fates.resume(state)
         turn.note("resumed", "the run had been drained")

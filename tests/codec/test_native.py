@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from diloco.codec import native
-from diloco.codec.base import Add, Carry, DecodeError, NonFiniteError, PlainCodec, Towards, bytes_of, digest
+from diloco.codec.base import (
+    BYTES_MIN,
+    Add,
+    Carry,
+    DecodeError,
+    NonFiniteError,
+    PlainCodec,
+    Towards,
+    bytes_of,
+    digest,
+    hashing_kernels,
+)
 from diloco.codec.kernel_library import SUM_BLOCK
 from diloco.codec.merging import Reading, Sums, sum_of_products, sum_plain
 from diloco.codec.native import kernels, torch_fuses
@@ -54,6 +65,7 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_encoding_and_decoding(name: str) -> None:
     codec = codec_of(name)
+    assert kernels(codec.granule) is not None
     for kind, terms in inputs().items():
         numel = terms[0].numel()
         plain, told = torch.full((codec.payload_bytes(numel),), 0xA5, dtype=torch.uint8), torch.empty(numel)
@@ -160,6 +172,9 @@ def test_sums(level: str, name: str) -> None:
         pairs = [(expected, expected), (expected, against), (against, against)]
         with running(level):
             assert sum_of_products(values, against) == sum_plain(values, against)
+            if 4 * numel < BYTES_MIN:
+                continue
+            assert hashing_kernels(4 * numel, "", codec.granule) is not None
             reading = Reading(codec, numel)
             found = reading.read(payload, numel, 0, numel, against)
             assert found == Sums(float(expected.abs().max()), *(sum_plain(*pair) for pair in pairs))

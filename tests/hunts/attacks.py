@@ -129,7 +129,7 @@ def disagreement(world: World, chance: random.Random) -> Call:
 
 def no_layout(world: World, chance: random.Random) -> Call:
     whole = world.layout.to_json().encode()
-    cut_off = whole[: chance.randrange(1, len(whole))]  # No spoiled one: that may happen to be a layout.
+    cut_off = whole[: chance.randrange(1, len(whole))]  # Cut off, not spoiled: a spoiled layout may still be valid.
     text = chance.choice((b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"{}", cut_off))
     ask = world.join(layout_fingerprint="1" * 64, layout_json=text)
     return Call(s.DECLARED, f"{SYNC}Join", [convert.pack_join(ask)], world.site)

@@ -148,13 +148,13 @@ def strangers(calls: Iterator[Call], chance: random.Random) -> Iterator[Call]:
 def impostors(calls: Iterator[Call], other: str) -> Iterator[Call]:
     """The same calls by a site that is not the one they speak for: whatever is wrong first, nothing is OK.
 
-    But for what speaks for that very site, and a pull or a probe that names no site at all, as an observer's.
+    But for what speaks for that very site, and a probe that names no site at all, as an observer's.
     """
     allowed = statuses.ANY - {"OK", "accepted", "duplicate"} - {answer for answer in statuses.ANY if "/" in answer}
     for call in calls:
         if call.row == statuses.NOT_ALLOWED or not call.path.startswith((SYNC, ADMIN)):
             continue
-        call.who, call.allowed = other, allowed | ({"OK"} if call.method in ("Pull", "Probe") else set())
+        call.who, call.allowed = other, allowed | ({"OK"} if call.method == "Probe" else set())
         yield call
 
 

@@ -128,10 +128,9 @@ class VerbLives:
         for role in roles[: self.deaths]:
             name = "syncer" if role == "syncer" else self.dice.choice(SITES)
             step = self._wanted(role)
-            self._end(lives[name], None)
-            self._archive(place)
+            self._end(place, lives[name], None)
             death = f"{step}:{self.dice.randint(1, DEATHS[role][step])}"
-            self._end(self._start(place, name, death), f"diloco {role}: {step}")
+            self._end(place, self._start(place, name, death), f"diloco {role}: {step}")
             lives[name] = self._start(place, name, "")
         self._trains_on(place, lives)
         lives["syncer"].signal(signal.SIGINT)
@@ -152,16 +151,17 @@ class VerbLives:
         self.dice.shuffle(steps)
         return min(steps, key=lambda step: self.killed[f"diloco {role}: {step}"])
 
-    def _end(self, verb: Verb, place: str | None) -> None:
-        """It dies at its place, or from outside when it does not come there."""
-        until = time.monotonic() + (PATIENCE_S if place is not None else self.dice.uniform(3.0, 9.0))
+    def _end(self, place: Place, verb: Verb, where: str | None) -> None:
+        """The process dies ``where`` it is to, or from outside when it does not come there in time."""
+        until = time.monotonic() + (PATIENCE_S if where is not None else self.dice.uniform(3.0, 9.0))
         while verb.process.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        if place is None or verb.process.poll() is None:
-            place = f"diloco {verb.name.partition('-')[0]}: instant"
+            self._archive(place)
+            time.sleep(0.2)
+        if where is None or verb.process.poll() is None:
+            where = f"diloco {verb.name.partition('-')[0]}: instant"
             verb.kill()
         assert verb.process.poll() == -signal.SIGKILL, f"{verb.name} ended with {verb.process.poll()}"
-        self.killed[place] += 1
+        self.killed[where] += 1
 
     def _trains_on(self, place: Place, lives: Mapping[str, Verb]) -> None:
         """Every site merges again, and versions come out."""

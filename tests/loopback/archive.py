@@ -36,8 +36,10 @@ def archive(folder: Path, data: Path) -> None:
 
 
 def link(path: Path, target: Path) -> None:
-    """Give ``path`` a second name, in the place of an older one."""
+    """Give ``path`` a second name, in the place of an older one; do nothing where it has that name."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and target.samefile(path):
+        return
     beside = target.with_suffix(".tmp")
     beside.unlink(missing_ok=True)
     os.link(path, beside)

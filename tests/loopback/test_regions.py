@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -575,6 +576,11 @@ class NoRoom(Disk):
     def reached(self, step: Step) -> None:
         if self.full and step in (Step.SPOOL_WRITE, Step.SPOOL_SYNC, Step.OUTBOX_PUT, Step.JOURNAL_WRITE):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open(self, path: Path, mode: str, step: Step, buffering: int = -1) -> BinaryIO:
+        """Open ``path`` whether or not there is room: a file that is open by then must not be lost by an error."""
+        file: BinaryIO = path.open(mode, buffering)  # type: ignore[assignment]
+        return file
 
 
 @pytest.mark.slow

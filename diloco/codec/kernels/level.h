@@ -309,8 +309,8 @@ static inline void add_two_blocks_of_both(const float *x, const float *m, double
     __m512d sums[3][4] = {};
     for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
         for (int k = 0; k < 4; k++) {
-            const int64_t at = i + (k & 1) * 8 + (k >> 1) * SUM_BLOCK;
-            if (k % 2 == 0) ask_for(m + at + AHEAD, 16);
+            const int64_t at = i + (k & 1) * 8 + (k >> 1) * SUM_BLOCK;  // Requests the same place of the next two.
+            if (k % 2 == 0) ask_for(m + at + 2 * SUM_BLOCK, 16);
             const __m512d a = wide(x + at), b = wide(m + at);
             sums[0][k] = _mm512_fmadd_pd(a, a, sums[0][k]);
             sums[1][k] = _mm512_fmadd_pd(a, b, sums[1][k]);
