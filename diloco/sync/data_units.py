@@ -53,10 +53,10 @@ class Columns:
 class Holder:
     """A site's list from place ``first`` on; earlier places are over.
 
-    ``merged`` are, by fragment, the sequences that merged updates have consumed, in the site's own count; ``counted``
-    the places that are merged in every fragment and counted.  ``silent_ns`` is the instant at which the site became
-    silent; it is ``gone`` once its lease has run out, it left, or was evicted.  ``again`` counts the places at which it
-    had no new unit and drew an earlier one again.  ``past`` are the last places before ``first``.
+    ``merged`` are, by fragment, the sequences that merged updates have consumed, in the site's own count and from
+    ``past`` on; ``counted`` the places that are merged in every fragment and counted. ``silent_ns`` is the instant at
+    which the site became silent; it is ``gone`` once its lease has run out, it left, or was evicted. ``again`` counts
+    the places at which it had no new unit and drew an earlier one again. ``past`` are the last places before ``first``.
     """
 
     merged: list[list[Span]]
@@ -73,6 +73,11 @@ class Holder:
         """The first place beyond the list."""
         return self.first + num_places(self.pieces)
 
+    @property
+    def begin(self) -> int:
+        """The first place in ``past``."""
+        return self.first - num_places(self.past)
+
     def open(self) -> list[Span]:
         """Return the places of the list that are not counted as merged."""
         return without([(self.first, self.end)], self.counted)
@@ -84,14 +89,14 @@ class Holder:
         self.pieces = pieces_from(self.pieces, first - self.first)
         self.first = max(self.first, first)
         self.counted = without(self.counted, [(0, self.first)])
-        self.merged = [without(spans, [(0, self.first * unit)]) for spans in self.merged]
+        self.merged = [without(spans, [(0, self.begin * unit)]) for spans in self.merged]
 
     def whole(self, unit: int) -> list[Span]:
         """Return the places that are merged in every fragment."""
         found = self.merged[0]
         for spans in self.merged[1:]:
             found = common(found, spans)
-        return common(whole_units(found, unit), [(self.first, self.end)])
+        return whole_units(found, unit)
 
 
 @dataclass(slots=True)

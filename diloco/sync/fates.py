@@ -32,7 +32,6 @@ from diloco.sync.data_units import (
     first_of,
     in_units,
     joined,
-    num_places,
     pieces_from,
     size,
     units_at,
@@ -135,9 +134,8 @@ def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
     if units is None or not pending.spans:
         return
     holder, unit = _holder(turn.state, name), turn.options.unit_sequences
-    given_up = [(0, holder.first * unit)]
     new = common(pending.spans, [(holder.first * unit, holder.end * unit)])
-    _late(units, holder, in_units(common(pending.spans, given_up), unit), first=index == 0)
+    _late(units, holder, index, common(pending.spans, [(holder.begin * unit, holder.first * unit)]), unit)
     holder.merged[index] = added(holder.merged[index], new)
     units.begun = without(added(units.begun, _units_of(holder, in_units(new, unit))), units.over)
     _count(turn, name)
@@ -267,19 +265,21 @@ def _give_up(turn: Turn, name: str, floor: int) -> None:
     units.partly += size(ended)
 
 
-def _late(units: Units, holder: Holder, late: Sequence[Span], *, first: bool) -> None:
+def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit: int) -> None:
     """Count merged data of places that the site had already given up: another process of it resumed from before that.
 
-    Free units among them are partly merged now, so they are never leased again.  The others are repeats, because
-    another site has or had them.
+    Free units among them are partly merged now, so they are never leased again.  Another site has or had the others:
+    they are repeats once the site has merged them in every fragment, and whenever the first fragment is merged again.
     """
-    begins = holder.first - num_places(holder.past)
-    late = units_at(begins, holder.past, late)
+    late = units_at(holder.begin, holder.past, in_units(spans, unit))
     begun = common(late, units.free)
     units.free, units.over = without(units.free, begun), added(units.over, begun)
     units.partly += size(begun)
     units.begun = added(units.begun, without(late, units.over))
-    units.repeated += size(late) - size(begun) if first else 0
+    before, again = holder.whole(unit), common(spans, holder.merged[0]) if index == 0 else []
+    holder.merged[index] = added(holder.merged[index], spans)
+    places = added(without(holder.whole(unit), before), in_units(again, unit))
+    units.repeated += size(without(units_at(holder.begin, holder.past, places), begun))
 
 
 def _lease(units: Units, holder: Holder, count: int) -> None:
@@ -297,7 +297,7 @@ def _count(turn: Turn, name: str) -> None:
     """Count the units that are merged in every fragment by now, each unit once."""
     units = _units(turn.state)
     holder, unit = units.holders[name], turn.options.unit_sequences
-    new = without(holder.whole(unit), holder.counted)
+    new = common(without(holder.whole(unit), holder.counted), [(holder.first, holder.end)])
     if not new:
         return
     here = _units_of(holder, new)

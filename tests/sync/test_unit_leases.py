@@ -82,7 +82,7 @@ def test_what_an_update_names_beyond_its_sites_list_counts_for_nothing_and_is_no
     merge(syncer, "a", 1, (0, 10), (20, 30), (500, 510))
     units = syncer.machine.state.units
     assert units is not None
-    assert units.holders["a"].merged == [[]], "what is counted is over, and more was not leased"
+    assert units.holders["a"].merged == [[(0, 10)]], "no more was leased"
     ask(syncer, "a", 4, known=2)
     assert (counts(syncer).merged, counts(syncer).in_hand) == (1, 3)
 
@@ -179,6 +179,24 @@ def test_what_a_later_process_names_of_what_was_given_up_is_shown_as_repeated() 
     merge(syncer, "b", 1, (0, 20))
     syncer.join("a", "p2")
     merge(syncer, "a", 1, (0, 20), incarnation=2)
+    assert (counts(syncer).merged, counts(syncer).repeated) == (2, 2)
+
+
+def test_what_comes_late_in_its_last_fragment_alone_is_shown_as_repeated() -> None:
+    syncer = leasing("a", "b", num_fragments=2)
+    ask(syncer, "a", 3)
+    syncer.handle(ev.SiteLeft(1, "a", 1))
+    assert ask(syncer, "b", 2) == ((0, 2),)
+    syncer.join("a", "p2")
+    merge(syncer, "a", 1, (0, 20), incarnation=2)
+    ask(syncer, "a", 3, known=3, floor=20, incarnation=2)
+    for fragment in (0, 1):
+        merge(syncer, "b", 1, (0, 20), fragment=fragment)
+    assert (counts(syncer).merged, counts(syncer).repeated) == (2, 0)
+    syncer.join("a", "p3")
+    merge(syncer, "a", 1, (0, 15), fragment=1, incarnation=3)
+    assert (counts(syncer).merged, counts(syncer).repeated) == (2, 1)
+    merge(syncer, "a", 2, (15, 20), fragment=1, incarnation=3)
     assert (counts(syncer).merged, counts(syncer).repeated) == (2, 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diloco.sync.data_units import (
+    PAST_MAX,
     SKIPPED,
     Holder,
     Units,
@@ -41,7 +42,12 @@ def test_a_holder_forgets_what_is_over() -> None:
     assert holder.whole(2) == [(1, 3)]
     holder.cut(2, 2)
     assert (holder.first, holder.end, holder.pieces, holder.counted) == (2, 4, [(7, 2)], [])
-    assert holder.merged == [[(4, 7)], [(4, 9)]]
+    assert holder.begin == 0
+    assert holder.merged == [[(0, 7)], [(2, 9)]]
+    holder.pieces = [(7, PAST_MAX)]
+    holder.cut(PAST_MAX + 1, 2)
+    assert (holder.begin, holder.first, holder.end) == (1, PAST_MAX + 1, PAST_MAX + 2)
+    assert holder.merged == [[(2, 7)], [(2, 9)]]
 
 
 def test_every_unit_is_in_one_column() -> None:
