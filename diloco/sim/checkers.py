@@ -21,7 +21,6 @@ from diloco.sync.events import (
     OuterStepDone,
     OuterStepFailed,
     PushAnswered,
-    SiteEvicted,
     UpdateArrived,
 )
 from diloco.sync.members import PROCESSES_REMEMBERED_MAX, is_gone
@@ -480,7 +479,7 @@ class Grace(Checker):
 
     name = "grace"
     mutation = "the grace is twice as long as allowed"
-    of_the_disk = ("met_ns",)
+    of_the_disk = ("met_ns", "waiting")
 
     def __init__(self, plan: OuterPlan) -> None:
         super().__init__(plan)
@@ -488,25 +487,24 @@ class Grace(Checker):
         """By fragment: when its round opened, when its quorum was met, and the grace that began then, in ns."""
         self.periods_ns: list[dict[str, int]] = [{} for _ in range(plan.options.num_fragments)]
         """By fragment: the periods of the live sites at the event before."""
+        self.waiting: list[dict[str, set[int]]] = [{} for _ in range(plan.options.num_fragments)]
+        """By fragment: the updates of each site that waited at the event before, by their arrival."""
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
-        """A round must not stay open longer than the grace after its quorum was met."""
-        if isinstance(event, SiteEvicted):  # Its updates go with it; another update may meet the quorum anew at once.
-            self.met_ns.clear()
-        options, state = self.plan.options, machine.state
+        """A round must not stay open longer than the grace after its quorum was met.
+
+        Of a turn the state after its last event is all that shows: where an update went, and those that stayed are no
+        quorum, another update may have met the quorum anew.
+        """
+        state = machine.state
         for index, fragment in enumerate(state.fragments):
-            arrived = set(state.arrived(index))
-            if fragment.round is None:
-                met = False
-            elif options.round_updates:
-                most = max(1, len(state.awaited(index))) * options.updates_in_flight_max
-                met = len(state.waiting(index)) >= min(options.round_updates, most)
-            elif options.quorum == "all":
-                met = len(arrived) >= options.quorum_min and arrived >= set(fragment.round.members)
-            else:
-                met = isinstance(options.quorum, int) and len(arrived) >= max(options.quorum, options.quorum_min)
-            if not met:
+            before, lines = self.waiting[index], [(name, site.lines[index]) for name, site in state.sites.items()]
+            here = {name: {each.arrival for each in found} for name, line in lines if (found := line.waiting())}
+            stayed = {name for name, each in before.items() if each & here.get(name, set())}
+            self.waiting[index], arrived = here, set(here)
+            if not self._is_met(state, index, stayed):
                 self.met_ns.pop(index, None)
+            if not self._is_met(state, index, arrived):
                 continue
             opened_ns = fragment.round.opened_ns if fragment.round else 0
             if self.met_ns.get(index, (-1, 0, 0))[0] != opened_ns:
@@ -516,6 +514,17 @@ class Grace(Checker):
                 self.require(waited_ns < grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived))
                 self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all are here")
         self.periods_ns = [self._live_periods_ns(state, index) for index in range(len(state.fragments))]
+
+    def _is_met(self, state: OuterState, index: int, arrived: set[str]) -> bool:
+        """Return whether updates of the sites in ``arrived`` are the quorum of the fragment's round."""
+        options, collecting = self.plan.options, state.fragments[index].round
+        if collecting is None:
+            return False
+        if options.round_updates:
+            most = max(1, len(state.awaited(index))) * options.updates_in_flight_max
+            return len(state.waiting(index)) >= min(options.round_updates, most)
+        wanted = max(options.quorum_min, options.quorum if isinstance(options.quorum, int) else 0)
+        return len(arrived) >= wanted and (options.quorum != "all" or arrived >= set(collecting.members))
 
     def _bound_ns(self, machine: OuterSync, index: int) -> int:
         """Return the longest grace that may begin now: the configured one, or its share of the fastest site's period.

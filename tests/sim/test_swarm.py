@@ -32,6 +32,7 @@ FAILED_ONCE = (
     26113595,
     26114034,
     27111028,
+    33005021,
 )
 LONG = (504502, 506599)
 """As long as nothing draws otherwise, each of them goes through what was wrong."""
