@@ -503,6 +503,8 @@ class Stream(Generic[T]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.cancel()
+        # The callback often holds this stream, and a payload: without that cycle the memory is free at once.
+        del self._unpack
 
     def __iter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
@@ -66,6 +69,25 @@ def test_push_and_pull_count_their_bytes(wired: Wired) -> None:
     anew = wired.client()  # The other one has found a welcome, and would not wait to be admitted.
     assert anew.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.DUPLICATE
     assert anew.bytes_up < 600, "a duplicate's payload was sent"
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_call_that_is_over_keeps_no_memory_until_a_garbage_collection(wired: Wired, channels: int) -> None:
+    """New memory for each round costs more than all the arithmetic on it (see ``codec.base.Buffers``)."""
+    payload, sink = np.frombuffer(PAYLOAD, dtype=np.uint8).copy(), PullSink()
+    client, kept = wired.client(data_channels=channels), (weakref.ref(payload), weakref.ref(sink))
+    gc.disable()
+    try:
+        client.push(push_header(PAYLOAD), payload.data)
+        wired.syncer.publish(PAYLOAD)
+        client.pull(ASK, sink)
+        del payload, sink
+        until_s = time.monotonic() + WAIT_S
+        while any(each() is not None for each in kept) and time.monotonic() < until_s:
+            time.sleep(0.01)  # gRPC's threads let go of a call a moment after its end.
+        assert [each() is None for each in kept] == [True, True]
+    finally:
+        gc.enable()
 
 
 def test_a_header_that_does_not_fit_its_payload_is_our_own_defect(wired: Wired) -> None:
