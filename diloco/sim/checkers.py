@@ -64,6 +64,9 @@ class Checker:
         if not holds:
             raise Violation(self.name, " ".join(str(part) for part in parts))
 
+    def handled(self, machine: OuterSync) -> None:
+        """The machine has handled an event; the turn that it belongs to is not in the journal yet."""
+
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """``event`` is in the journal and none of its ``effects`` is carried out yet."""
 
@@ -487,8 +490,16 @@ class Grace(Checker):
         """By fragment: when its round opened, when its quorum was met, and the grace that began then, in ns."""
         self.periods_ns: list[dict[str, int]] = [{} for _ in range(plan.options.num_fragments)]
         """By fragment: the periods of the live sites at the event before."""
+        self.longest_ns: list[dict[str, int]] = [{} for _ in range(plan.options.num_fragments)]
+        """By fragment: the longest period that each live site has had since then."""
         self.waiting: list[dict[str, set[int]]] = [{} for _ in range(plan.options.num_fragments)]
         """By fragment: the updates of each site that waited at the event before, by their arrival."""
+
+    def handled(self, machine: OuterSync) -> None:
+        """Record the periods between two events of a turn: the quorum may have been met there."""
+        for index, longest in enumerate(self.longest_ns):
+            for name, period_ns in self._live_periods_ns(machine.state, index).items():
+                longest[name] = max(longest.get(name, 0), period_ns)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """A round must not stay open longer than the grace after its quorum was met.
@@ -514,6 +525,7 @@ class Grace(Checker):
                 self.require(waited_ns < grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived))
                 self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all are here")
         self.periods_ns = [self._live_periods_ns(state, index) for index in range(len(state.fragments))]
+        self.longest_ns = [dict(each) for each in self.periods_ns]
 
     def _is_met(self, state: OuterState, index: int, arrived: set[str]) -> bool:
         """Return whether updates of the sites in ``arrived`` are the quorum of the fragment's round."""
@@ -532,10 +544,10 @@ class Grace(Checker):
         The state is that after all events of a turn, and the quorum may have been met between any two of them: only
         the sites that had a period before the turn and have one after it are sure to have had one then.
         """
-        options, before = self.plan.options, self.periods_ns[index]
+        options, before, longest = self.plan.options, self.periods_ns[index], self.longest_ns[index]
         now = self._live_periods_ns(machine.state, index)
-        sure = [max(before[name], each) for name, each in now.items() if name in before]
-        fastest_ns = min(sure) if sure else max([*before.values(), *now.values()], default=0)
+        sure = [max(longest[name], each) for name, each in now.items() if name in before]
+        fastest_ns = min(sure) if sure else max([*longest.values(), *now.values()], default=0)
         share_ns = fastest_ns * options.grace_period_percent // 100
         return 0 if options.round_updates else max(options.grace_ns, share_ns * (options.grace == "adaptive"))
 

@@ -33,6 +33,7 @@ FAILED_ONCE = (
     26114034,
     27111028,
     33005021,
+    34009699,
 )
 LONG = (504502, 506599)
 """As long as nothing draws otherwise, each of them goes through what was wrong."""
