@@ -157,7 +157,7 @@ def _telling(hooks: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 
 EVENTS_OF_A_TURN = 8
-"""A turn rarely has more events."""
+"""Those of a turn, rarely more, and of the turns before it that are not in the journal yet."""
 Id = tuple[str, int, int]
 """(site, fragment, sequence) of an accepted update."""
 
@@ -386,6 +386,11 @@ class Weights(Checker):
             deque([set()], EVENTS_OF_A_TURN) for _ in range(plan.options.num_fragments)
         ]
 
+    def handled(self, machine: OuterSync) -> None:
+        """Record the sites that are awaited between two events of a turn: a round may have been closed there."""
+        for index, lately in enumerate(self.awaited):
+            lately.append({*machine.state.awaited(index)})
+
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Compute every contribution's weight again."""
         if isinstance(event, OuterStepDone | OuterStepFailed):
@@ -402,9 +407,6 @@ class Weights(Checker):
         for effect in effects:
             if isinstance(effect, StartOuterStep):
                 self._check(effect, machine)
-        for index, lately in enumerate(self.awaited):
-            lately.append({*machine.state.awaited(index)})
-
     def _check(self, step: StartOuterStep, machine: OuterSync) -> None:
         by_update = self.plan.options.merge_by == "update"
         terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in step.contributions]

@@ -34,6 +34,7 @@ FAILED_ONCE = (
     27111028,
     33005021,
     34009699,
+    35000869,
 )
 LONG = (504502, 506599)
 """As long as nothing draws otherwise, each of them goes through what was wrong."""
