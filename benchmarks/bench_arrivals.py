@@ -15,8 +15,8 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import add_arguments, finish, record
-from diloco.launch.eventlog import read_events
-from diloco.launch.history import number
+from diloco.observe.eventlog import read_events
+from diloco.observe.history import number
 from tests.hunts.examples import BOUND_S, CACHE, SITES, WORDS, loss_of
 from tests.launch.processes import Verb, place_in, wait_for
 

@@ -29,10 +29,10 @@ from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.codec.base import Hasher, bytes_of, digest_of
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import publish
-from diloco.launch.process import limit_arenas
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule, outer_step
+from diloco.runs.process import limit_arenas
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.events import Outcome
 from diloco.sync.options import OuterOptions

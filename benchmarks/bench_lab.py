@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.record import add_arguments, finish, record
-from diloco.launch import lab as labs
+from diloco.lab import experiment as labs
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.record import add_arguments, finish, record
 from diloco.codec.registry import make_codec
-from diloco.launch.build import layout_of
-from diloco.launch.config import compose
-from diloco.launch.fleeting import Told, fleet_of, with_sites
+from diloco.config.build import layout_of
+from diloco.config.compose import compose
+from diloco.lab.fleet import Told, fleet_of, with_sites
 from diloco.plan.estimate import loads
 from diloco.sim.fleet import simulate
 

@@ -28,7 +28,7 @@ from tests.hunts.rank_kills import pid_of
 from tests.launch.processes import place_in, wait_for
 
 if TYPE_CHECKING:
-    from diloco.launch.eventlog import Event
+    from diloco.observe.eventlog import Event
     from tests.launch.processes import Place, Verb
 
 RUN, SITE, RANKS, BOUND_S = "recovery", "site-a", 2, 240.0

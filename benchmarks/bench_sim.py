@@ -16,8 +16,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import add_arguments, finish, percentile, record
-from diloco.launch import config as configs
-from diloco.launch.fleeting import Told, fleet_of, with_sites
+from diloco.config import compose as configs
+from diloco.lab.fleet import Told, fleet_of, with_sites
 from diloco.sim.fleet import simulate
 
 if TYPE_CHECKING:

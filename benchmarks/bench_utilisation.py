@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import add_arguments, finish, record
-from diloco.launch.likening import MadeRun, read_made
-from diloco.launch.run_dir import RunDir
+from diloco.config.run_dir import RunDir
+from diloco.lab.compare import MadeRun, read_made
 from diloco.plan.bandwidth import Load, Star
 from diloco.plan.estimate import formula_utilisation
 

@@ -23,17 +23,17 @@ import torch
 from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task, round_seconds
 from benchmarks.record import percentile
 from diloco.codec.base import Hasher
+from diloco.deploy.certificates import issue, make_authority
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
-from diloco.launch.certificates import issue, make_authority
-from diloco.launch.process import keep_what_is_loaded
 from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
+from diloco.runs.process import keep_what_is_loaded
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions

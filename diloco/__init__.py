@@ -10,9 +10,17 @@ Packages, from the bottom; a module imports only from packages below its own:
 - ``syncer``   the process that holds the fragments
 - ``learner``  the process at a site
 - ``sim``      the same state machines under a simulated network and clock
-- ``plan``     what a run would take: bytes, link speeds, intervals, and the share of time spent training
 - ``wan``      an emulated wide-area network between processes of one machine
-- ``launch``   configuration and command line: the only package that uses Hydra and reads the environment
+- ``config``   settings, and the options of the packages below made from them: the only package that uses Hydra
+- ``observe``  what people and tools see of a run: events, history, live view, report, summary, metrics
+- ``models``   find a model and evaluate it
+- ``runs``     what runs: a whole run on one machine, a site and its ranks
+- ``plan``     what a run would take: bytes, link speeds, intervals, and the share of time spent training
+- ``lab``      comparisons of outer rules, and of a run with its simulation
+- ``integrations``  other people's training loops as sites
+- ``deploy``   files for machines that a cluster manager allocates, and certificates
+- ``doctor``   checks of a machine and of the path to a syncer
+- ``cli``      the command line
 
 Any training loop joins a run with ``diloco.join``.
 """
@@ -24,9 +32,8 @@ from typing import TYPE_CHECKING
 from diloco.version import __version__
 
 if TYPE_CHECKING:
-    from diloco.launch.joined import Outer, SiteFailed
-    from diloco.launch.joining import join
-    from diloco.launch.values import save_version0
+    from diloco.config.model_files import save_version0
+    from diloco.integrations.join import Outer, SiteFailed, join
     from diloco.learner.transfer import JoinFailed
 
 __all__ = ["JoinFailed", "Outer", "SiteFailed", "__version__", "join", "save_version0"]
@@ -35,21 +42,17 @@ __all__ = ["JoinFailed", "Outer", "SiteFailed", "__version__", "join", "save_ver
 def __getattr__(name: str) -> object:
     """Import a public name on first access, so that ``import diloco`` alone is cheap."""
     if name in __all__:
-        from diloco.launch.process import let_workers_fork
+        from diloco.runs.process import let_workers_fork
 
         let_workers_fork()
-    if name in ("Outer", "SiteFailed"):
-        from diloco.launch import joined
+    if name in ("Outer", "SiteFailed", "join"):
+        from diloco.integrations import join
 
-        return getattr(joined, name)
-    if name == "join":
-        from diloco.launch import joining
-
-        return joining.join
+        return getattr(join, name)
     if name == "save_version0":
-        from diloco.launch import values
+        from diloco.config import model_files
 
-        return values.save_version0
+        return model_files.save_version0
     if name == "JoinFailed":
         from diloco.learner import transfer
 

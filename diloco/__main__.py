@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.launch.cli import command
+from diloco.cli.main import command
 
 if __name__ == "__main__":
     command()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from diloco.launch.trainer_callback import DiLoCoCallback
+    from diloco.integrations.huggingface import DiLoCoCallback
 
 __all__ = ["DiLoCoCallback"]
 
@@ -16,11 +16,11 @@ __all__ = ["DiLoCoCallback"]
 def __getattr__(name: str) -> object:
     if name != "DiLoCoCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from diloco.launch.process import let_workers_fork
+    from diloco.runs.process import let_workers_fork
 
     let_workers_fork()
     try:
-        from diloco.launch import trainer_callback
+        from diloco.integrations import huggingface
     except ImportError as error:
         raise ImportError(f"diloco.hf needs transformers and accelerate ({error}): pip install 'diloco[hf]'") from error
-    return trainer_callback.DiLoCoCallback
+    return huggingface.DiLoCoCallback

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco.launch.titan_trainer import Site, site_of
+    from diloco.integrations.torchtitan import Site, site_of
 
 __all__ = ["Site", "site_of"]
 
@@ -27,15 +27,15 @@ __all__ = ["Site", "site_of"]
 def __getattr__(name: str) -> Any:
     """Import a public name on first access; for ``MODULE.CONFIG`` return what makes a site's config of that one."""
     if name in __all__:
-        from diloco.launch import titan_trainer
+        from diloco.integrations import torchtitan
 
-        return getattr(titan_trainer, name)
+        return getattr(torchtitan, name)
     module, dot, config = name.rpartition(".")
     if not dot or not module:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}: a config is MODULE.CONFIG, llama3.llama3_8b"
         )
-    from diloco.launch.titan_trainer import site_of
+    from diloco.integrations.torchtitan import site_of
 
     made = getattr(_registry(module), config)
     return lambda: site_of(made())

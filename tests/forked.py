@@ -17,9 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
-    "diloco.launch.restore_main",
-    "diloco.launch.site_rank",
-    "diloco.launch.syncer_main",
+    "diloco.cli.recover",
+    "diloco.runs.site_rank",
+    "diloco.cli.syncer",
     "pytest",  # What ranks do often stands in a module of tests.
     "tests.hunts.target",
     "tests.launch.pasts",
@@ -99,6 +99,6 @@ def _run_verb(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["diloco", *arguments]
-    from diloco.launch.cli import command
+    from diloco.cli.main import command
 
     command()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.cli import main
+from diloco.cli.main import main
 from diloco.wire.options import ServerOptions
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.cluster import free_port

@@ -18,7 +18,7 @@ from tests.tidy_rules import (
     Module,
     Rule,
     durable_steps_have_names,
-    environment_only_in_launch,
+    environment_only_above_the_wire,
     functions_are_short,
     imports,
     imports_go_down,
@@ -29,7 +29,7 @@ from tests.tidy_rules import (
     names_say_something,
     no_error_is_swallowed,
     no_module_level_state,
-    no_print_below_launch,
+    no_print_below_config,
     nothing_unfinished,
     pure_modules_ask_nothing_of_the_world,
     sync_is_standard_library_only,
@@ -86,8 +86,8 @@ def test_grpc_hydra_and_collectives_stay_at_home() -> None:
     assert_kept(libraries_stay_at_home)
 
 
-def test_only_launch_reads_the_environment() -> None:
-    assert_kept(environment_only_in_launch)
+def test_only_rooms_with_users_read_the_environment() -> None:
+    assert_kept(environment_only_above_the_wire)
 
 
 def test_no_target_strings() -> None:
@@ -112,8 +112,8 @@ def test_functions_are_short() -> None:
     assert_kept(functions_are_short, "diloco", "benchmarks")
 
 
-def test_no_print_below_launch() -> None:
-    assert_kept(no_print_below_launch)
+def test_no_print_below_config() -> None:
+    assert_kept(no_print_below_config)
 
 
 def test_nothing_unfinished() -> None:
@@ -197,7 +197,7 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 70
 # rule, module, a snippet that breaks the rule, the nearest snippet that does not
 EXAMPLES = [
     (imports_go_down, "diloco.codec.a", "from diloco.wire import chunks", "from diloco.outer import merge"),
-    (imports_go_down, "diloco.codec.a", "def f():\n    import diloco.launch.cli", "import diloco.codec.b"),
+    (imports_go_down, "diloco.codec.a", "def f():\n    import diloco.cli.main", "import diloco.codec.b"),
     (imports_go_down, "diloco.codec.a", "from ..wire import chunks", "from . import b"),
     (imports_go_down, "diloco.codec.a", "from diloco import wire", "from diloco import __version__"),
     (imports_go_down, "diloco.codec.a", "import_module('diloco.wire')", "import_module('torch')"),
@@ -220,14 +220,14 @@ EXAMPLES = [
     ),
     (libraries_stay_at_home, "diloco.learner.a", "from torch import distributed", "from torch import nn"),
     (libraries_stay_at_home, "diloco.learner.a", "torch.distributed.barrier()", "torch.clone(x)"),
-    (environment_only_in_launch, "diloco.inner.a", "import os\nos.environ['A']", "import os\nos.fsync(0)"),
-    (environment_only_in_launch, "diloco.inner.a", "from os import getenv", "from os import fsync"),
-    (wiring_is_plain_code, "diloco.launch.a", "x = {'_target_': 'torch.nn.Linear'}", "x = {'target': 1}"),
+    (environment_only_above_the_wire, "diloco.inner.a", "import os\nos.environ['A']", "import os\nos.fsync(0)"),
+    (environment_only_above_the_wire, "diloco.inner.a", "from os import getenv", "from os import fsync"),
+    (wiring_is_plain_code, "diloco.config.a", "x = {'_target_': 'torch.nn.Linear'}", "x = {'target': 1}"),
     (imports_have_no_side_effects, "diloco.sync.a", "import random\nrandom.seed(0)", "'''Text.'''\nX = 1"),
     (imports_have_no_side_effects, "diloco.sync.a", "for x in y: pass", "if TYPE_CHECKING:\n    import torch"),
     (
         imports_have_no_side_effects,
-        "diloco.launch.a",
+        "diloco.config.a",
         "if __name__ == '__main__':\n    main()\nX = 1",
         "X = 1\nif __name__ == '__main__':\n    main()",
     ),
@@ -244,7 +244,7 @@ EXAMPLES = [
     (names_say_something, "diloco.sync.string_utils", "", None),
     (names_say_something, "diloco.common", "", None),
     (functions_are_short, "diloco.sync.a", LONG_FUNCTION, LONG_FUNCTION[:-10]),
-    (no_print_below_launch, "diloco.wan.a", "print(1)", "emit(1)"),
+    (no_print_below_config, "diloco.wan.a", "print(1)", "emit(1)"),
     (durable_steps_have_names, "diloco.syncer.a", "os.fsync(1)", "self._disk.sync(file, step)"),
     (durable_steps_have_names, "diloco.inner.a", "path.with_name(x).unlink()", "disk.remove(path, step)"),
     (durable_steps_have_names, "diloco.learner.a", "path.replace(other)", "text.replace('a', 'b') + replace(x, a=1)"),

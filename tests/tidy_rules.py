@@ -27,14 +27,24 @@ FLOORS = {
     "learner": 4,
     "sim": 5,
     "wan": 5,
-    "plan": 6,
-    "launch": 7,
+    "config": 6,
+    "observe": 7,
+    "models": 8,
+    "runs": 9,
+    "plan": 10,
+    "lab": 10,
+    "integrations": 10,
+    "deploy": 10,
+    "doctor": 11,
+    "cli": 12,
 }
+WITH_USERS = frozenset(name for name, floor in FLOORS.items() if floor >= FLOORS["config"])
+"""The floors that meet users and their machines: settings, the environment, printed lines."""
 # Beyond the order of the floors: who never imports whom.
 NEVER = {
     "inner": frozenset(FLOORS) - {"inner"},  # a plain trainer, usable and testable without the rest
     "sim": frozenset({"wire", "syncer", "learner"}),  # it drives the machines themselves, not the processes
-    "plan": frozenset({"wire", "syncer", "learner", "wan"}),
+    "plan": frozenset({"wire", "learner", "wan"}),  # of the syncer it takes the formula of its memory
 }
 PURE = ("diloco.sync", "diloco.outer", "diloco.codec", "diloco.wire.chunks")
 IMPURE_IMPORTS = frozenset(
@@ -72,9 +82,9 @@ HOMES = {
     "grpc_health": "wire",
     "grpc_reflection": "wire",
     "google.protobuf": "wire",
-    "hydra": "launch",
-    "omegaconf": "launch",
-    "cryptography": "launch",
+    "hydra": "config",
+    "omegaconf": "config",
+    "cryptography": "deploy",
     "torch.distributed": "inner",
 }
 ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"})
@@ -229,21 +239,21 @@ def libraries_stay_at_home(module: Module) -> Iterator[str]:
             yield f"line {node.lineno}: torch.distributed is used outside inner"
 
 
-def environment_only_in_launch(module: Module) -> Iterator[str]:
-    if module.floor == "launch":
+def environment_only_above_the_wire(module: Module) -> Iterator[str]:
+    if module.floor in WITH_USERS:
         return
     for line, name in imports(module):
         if name in ENVIRONMENT:
-            yield f"line {line}: {name} is imported outside launch"
+            yield f"line {line}: {name} is imported below config"
     for node in module.nodes:
         if isinstance(node, ast.Attribute) and dotted(node) in ENVIRONMENT:
-            yield f"line {node.lineno}: {dotted(node)} is read outside launch"
+            yield f"line {node.lineno}: {dotted(node)} is read below config"
 
 
 def wiring_is_plain_code(module: Module) -> Iterator[str]:
     for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "_target_" in node.value:
-            yield f"line {node.lineno}: a _target_ string; wiring is constructors in launch/build.py"
+            yield f"line {node.lineno}: a _target_ string; wiring is constructors in config/build.py"
 
 
 def imports_have_no_side_effects(module: Module) -> Iterator[str]:
@@ -304,12 +314,12 @@ def functions_are_short(module: Module) -> Iterator[str]:
                 yield f"line {node.lineno}: {node.name} has {lines} lines, more than {FUNCTION_LINES_MAX}"
 
 
-def no_print_below_launch(module: Module) -> Iterator[str]:
-    if module.floor == "launch" or module.name.endswith(".__main__"):
+def no_print_below_config(module: Module) -> Iterator[str]:
+    if module.floor in WITH_USERS or module.name.endswith(".__main__"):
         return
     for node in module.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) == "print":
-            yield f"line {node.lineno}: print below launch"
+            yield f"line {node.lineno}: print below config"
 
 
 def durable_steps_have_names(module: Module) -> Iterator[str]:

@@ -407,6 +407,7 @@ class Weights(Checker):
         for effect in effects:
             if isinstance(effect, StartOuterStep):
                 self._check(effect, machine)
+
     def _check(self, step: StartOuterStep, machine: OuterSync) -> None:
         by_update = self.plan.options.merge_by == "update"
         terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in step.contributions]

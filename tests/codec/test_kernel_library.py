@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import diloco
+from diloco.cli import lab
+from diloco.cli.main import main
 from diloco.codec import kernel_library, native
 from diloco.codec.kernel_library import LEVELS, choice, description, force, level_name
 from diloco.codec.registry import make_codec
-from diloco.launch import lab_main, site_rank
-from diloco.launch.cli import main
-from diloco.launch.errors import ConfigError
+from diloco.config.errors import ConfigError
+from diloco.runs import site_rank
 
 
 @pytest.fixture(autouse=True)
@@ -149,14 +150,14 @@ def test_a_loop_of_its_own_a_rank_and_a_worker_force_it_too(
     with pytest.raises(ValueError, match="optimizer"):
         diloco.join(torch.nn.Linear(1, 1), [], syncer="127.0.0.1:9", site="fra")
     assert "DILOCO_KERNELS=avx9" in "".join(logged)
-    for module in (site_rank, lab_main):
+    for module in (site_rank, lab):
         monkeypatch.setattr(module, "die_with_parent", lambda parent: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError):
         site_rank.main([str(tmp_path / "config.yaml")])
     assert "DILOCO_KERNELS=avx9" in capsys.readouterr().err
-    lab_main._begin_worker(1, "plain")
+    lab._begin_worker(1, "plain")
     assert description() == "plain (forced by DILOCO_KERNELS)"
 
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.launch.eventlog import Event
+from diloco.observe.eventlog import Event
 from diloco.syncer.restoring import Kept
 from tests.hunts.reporting import Hunt
 from tests.launch.processes import Place, Verb, place_in, wait_for

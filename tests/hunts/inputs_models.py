@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from diloco.config.errors import ConfigError
+from diloco.config.model_files import read_options, read_values, write_folder
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.tokenizer import make_tokenizer
-from diloco.launch.errors import ConfigError
-from diloco.launch.field_folder import read_options, read_values, write_folder
 from tests.hunts.inputs import Reader
 from tests.hunts.inputs_folders import Words, replaced
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from diloco.launch import build_syncer
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.eventlog import read_events
-from diloco.launch.up_main import check
+from diloco.cli.up import check
+from diloco.config import build_syncer
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.observe.eventlog import read_events
 from tests.hunts.reporting import Hunt, why
 from tests.launch.processes import TINY, Place, place_in
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from diloco.launch import config as configs
-from diloco.launch.cli import main as run_verb
-from diloco.launch.run_dir import run_dir_of
-from diloco.launch.schema import RunConfig
+from diloco.cli.main import main as run_verb
+from diloco.config import compose as configs
+from diloco.config.run_dir import run_dir_of
+from diloco.config.schema import RunConfig
 from tests.hunts.reporting import Hunt
 from tests.hunts.training import Part, loss_of
 

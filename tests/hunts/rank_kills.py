@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
-from diloco.launch import config as configs
-from diloco.launch.eventlog import Event
+from diloco.config import compose as configs
 from diloco.learner.agent import Finished
+from diloco.observe.eventlog import Event
 from diloco.sync.fates import columns_of
 from diloco.sync.syncer import OuterSync
 from tests.hunts.reporting import Hunt, why
@@ -174,7 +174,7 @@ def pid_of(site: Verb, rank: int) -> int:
     for pid in below:
         words, variables = (_of_process(pid, name) for name in ("cmdline", "environ"))
         number = re.search(r"\0RANK=(\d+)", f"\0{variables}")
-        if number is not None and words is not None and "diloco.launch.site_rank" in words.split("\0"):
+        if number is not None and words is not None and "diloco.runs.site_rank" in words.split("\0"):
             found[int(number[1])] = pid
     assert rank in found, f"no rank {rank} below {site.process.pid}"
     return found[rank]

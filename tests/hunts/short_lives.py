@@ -27,13 +27,14 @@ from pathlib import Path
 
 import torch
 
+from diloco.cli import recover
+from diloco.cli.main import main as verb
 from diloco.codec.base import digest
+from diloco.config import build, build_syncer
+from diloco.config import compose as configs
 from diloco.durable import Disk, KillingDisk, Step, locked
-from diloco.launch import build, build_syncer, restore_main
-from diloco.launch import config as configs
-from diloco.launch.cli import main as verb
-from diloco.launch.past import past_of
-from diloco.launch.process import KILL_VARIABLE
+from diloco.models.sources import past_of
+from diloco.runs.process import KILL_VARIABLE
 from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.syncer.backups import BackupError, Vault, back_up
 from diloco.syncer.restoring import Kept
@@ -88,7 +89,7 @@ def _restores(arguments: list[str], death: str, counts: Path | None, said: Path)
         os.environ[KILL_VARIABLE] = death
     disk = CountingDisk()
     if counts is not None:
-        restore_main.disk_from_environment = lambda: disk  # type: ignore[attr-defined]
+        recover.disk_from_environment = lambda: disk  # type: ignore[attr-defined]
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         code = verb(["restore", *arguments])

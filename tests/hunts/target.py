@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 
 from diloco.durable import PLAIN_DISK, Disk, Step
-from diloco.launch.process import limit_arenas
+from diloco.runs.process import limit_arenas
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.options import SecurityOptions, ServerOptions

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from diloco.config import build, build_syncer, connecting
+from diloco.config.run_dir import run_dir_of
+from diloco.config.schema import RunConfig
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
-from diloco.launch import build, build_syncer, connecting
-from diloco.launch.evaluation import Evaluator, model_of
-from diloco.launch.eventlog import EventLog
-from diloco.launch.run_dir import run_dir_of
-from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.ranks import Orders
 from diloco.learner.seal import SealJob
 from diloco.learner.tensors import SealInputs
+from diloco.models.evaluate import Evaluator, model_of
+from diloco.observe.eventlog import EventLog
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.events import Ending, Fate
 from diloco.sync.syncer import OuterSync

@@ -1,7 +1,7 @@
 """``diloco syncer`` and ``diloco site``, as a user starts them, killed at durable steps and started again.
 
 The processes, the configuration and the training are the real ones, with the smallest model; all that is not is the
-variable that says where to die (``diloco/launch/process.py``).  The same command starts each of them again.  When the
+variable that says where to die (``diloco/runs/process.py``).  The same command starts each of them again.  When the
 run has been drained the same audit is made of it as of the toy runs, from its own journal and its events.
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from diloco.config import build
+from diloco.config import compose as configs
+from diloco.config.schema import RunConfig
 from diloco.durable import Step
-from diloco.launch import build
-from diloco.launch import config as configs
-from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Finished
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import OuterRule

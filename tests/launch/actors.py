@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from diloco.durable import write_file
-from diloco.launch.eventlog import Event, EventLog, read_events
+from diloco.observe.eventlog import Event, EventLog, read_events
 
 asked: list[int] = []
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import diloco
-from diloco.launch import cli
+from diloco.cli import main
 
 # What of each module there is on Linux alone, and what there is on Linux and macOS.
 LINUX = {
@@ -82,7 +82,7 @@ def told(arguments: list[str]) -> tuple[int, str]:
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:
-            code = importlib.import_module(cli.__name__).main(arguments)
+            code = importlib.import_module(main.__name__).main(arguments)
         except SystemExit as ended:
             code = int(ended.code or 0)
         except Exception as error:

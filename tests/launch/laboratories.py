@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco.launch.lab import Found
+from diloco.lab.experiment import Found
 
 SMALL = (
     "data=stdlib_bytes", "model.layers=1", "model.dim=16", "model.heads=2", "model.context=16",

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from diloco.launch import build, build_syncer, connecting
-from diloco.launch.config import compose, write
-from diloco.launch.run_dir import RunDir
-from diloco.launch.schema import RunConfig
+from diloco.config import build, build_syncer, connecting
+from diloco.config.compose import compose, write
+from diloco.config.run_dir import RunDir
+from diloco.config.schema import RunConfig
 from diloco.sync.events import Outcome
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import JoinAsk, PushHeader, PushResult

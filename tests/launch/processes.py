@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from diloco.launch.eventlog import Event, read_events
-from diloco.launch.process import KILL_VARIABLE
+from diloco.observe.eventlog import Event, read_events
+from diloco.runs.process import KILL_VARIABLE
 from tests.forked import ForkedVerb
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ class Verb:
         kill_at: str = "",
         open_files: tuple[int, int] | None = None,
     ) -> None:
-        """``kill_at`` is where it kills itself (``diloco/launch/process.py``), ``open_files`` its limits of them."""
+        """``kill_at`` is where it kills itself (``diloco/runs/process.py``), ``open_files`` its limits of them."""
         self.name = name
         self.out = folder / f"{name}.out"
         environment = {

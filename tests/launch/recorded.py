@@ -7,7 +7,7 @@ import math
 import random
 from pathlib import Path
 
-from diloco.launch.eventlog import Event
+from diloco.observe.eventlog import Event
 
 SITES = {"site-a": 0.30, "site-b": 0.38, "site-c": 0.48}
 """Seconds of an inner step."""

@@ -9,13 +9,13 @@ from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
-from diloco.launch import build
-from diloco.launch.arguments import settings_parser
-from diloco.launch.cli import VERBS
-from diloco.launch.config import compose, read
-from diloco.launch.rendering import File
-from diloco.launch.schema import RunConfig
-from diloco.launch.site_main import check_identity
+from diloco.cli.main import VERBS
+from diloco.cli.site import check_identity
+from diloco.config import build
+from diloco.config.arguments import settings_parser
+from diloco.config.compose import compose, read
+from diloco.config.schema import RunConfig
+from diloco.deploy.rendering import File
 
 AWAY = ("run.name=First.run", "site.syncer=syncer.example.org:7077", "cluster=one", "cluster.sites.fra.nproc=8")
 OPEN = ("cluster.syncer.listen=0.0.0.0:7077", "cluster.syncer.insecure_non_loopback=true")

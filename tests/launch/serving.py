@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.launch import build, build_syncer, connecting
-from diloco.launch.config import compose
-from diloco.launch.run_dir import RunDir
-from diloco.launch.values import save_version0
+from diloco.config import build, build_syncer, connecting
+from diloco.config.compose import compose
+from diloco.config.model_files import save_version0
+from diloco.config.run_dir import RunDir
 from diloco.learner.agent import Agent
 from diloco.syncer.server import Syncer
 from tests.launch.processes import wait_for

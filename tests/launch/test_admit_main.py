@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch.cli import main
+from diloco.cli.main import main
 
 
 def test_help_names_the_words_that_follow(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch.advice import advice, whole_steps
-from diloco.launch.config import choices, compose
+from diloco.config.advice import advice, whole_steps
+from diloco.config.compose import choices, compose
 
 
 @pytest.mark.parametrize("experiment", choices()["experiment"])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
-from diloco.launch.config import compose, write
-from diloco.launch.errors import ExitCode, VerbError
+from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
+from diloco.config.compose import compose, write
+from diloco.config.errors import ExitCode, VerbError
 
 
 def test_settings_stand_between_options_and_on_top_of_a_file(tmp_path: Path) -> None:

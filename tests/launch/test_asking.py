@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import asking
-from diloco.launch.config import compose, shared_config
+from diloco.config import syncer_settings
+from diloco.config.compose import compose, shared_config
 from diloco.learner.transfer import JoinFailed
 from diloco.sync.agreement import PROTOCOL
 from diloco.wire.messages import ProbeAnswer, Refused, Status, Unreachable
@@ -22,7 +22,7 @@ PLAIN = SecurityOptions()
 
 def test_the_run_is_told_by_whoever_answers(tmp_path: Path) -> None:
     with serving(tmp_path, "outer.lr=0.25") as served:
-        told = asking.ask(f"127.0.0.1:{free_port()},{served.address}/127.0.0.1:1", PLAIN, 20.0)
+        told = syncer_settings.ask(f"127.0.0.1:{free_port()},{served.address}/127.0.0.1:1", PLAIN, 20.0)
     assert told.run_id == "mine"
     assert told.shared["outer.lr"] == "0.25"
     assert told.shared.keys() == shared_config(compose(["model.kind=file"])).keys()
@@ -30,7 +30,7 @@ def test_the_run_is_told_by_whoever_answers(tmp_path: Path) -> None:
 
 def test_what_is_a_syncers_own_is_no_rule_of_the_run() -> None:
     several = {"outer.lr": "0.7", "cluster.syncer.index": "1", "placement": "0,1/2"}
-    assert asking._told(answer(shared_config=several)).shared == {"outer.lr": "0.7"}
+    assert syncer_settings._told(answer(shared_config=several)).shared == {"outer.lr": "0.7"}
 
 
 def answer(**changes: object) -> ProbeAnswer:
@@ -54,9 +54,9 @@ def test_why_nothing_is_told(monkeypatch: pytest.MonkeyPatch, found: object, kin
         assert isinstance(found, ProbeAnswer)
         return found
 
-    monkeypatch.setattr(asking, "_asked", asked)
+    monkeypatch.setattr(syncer_settings, "_asked", asked)
     with pytest.raises(JoinFailed, match=words) as failed:
-        asking.ask("127.0.0.1:1", PLAIN, 0.1)
+        syncer_settings.ask("127.0.0.1:1", PLAIN, 0.1)
     assert failed.value.kind == kind
 
 
@@ -68,10 +68,10 @@ def test_who_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
             raise Unreachable("not yet", retry_after_s=0.01)
         return answer()
 
-    monkeypatch.setattr(asking, "_asked", asked)
-    assert asking.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
+    monkeypatch.setattr(syncer_settings, "_asked", asked)
+    assert syncer_settings.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
 
 
 def test_what_is_no_address_is_named() -> None:
     with pytest.raises(ValueError, match="address is 'here': host:port wanted"):
-        asking.ask("here/there", PLAIN, 1.0)
+        syncer_settings.ask("here/there", PLAIN, 1.0)

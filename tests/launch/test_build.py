@@ -13,11 +13,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from diloco.codec.registry import make_codec
-from diloco.inner import checkpoint
-from diloco.inner.parallel import SiteGroup
-from diloco.inner.trainer import model_tensors
-from diloco.launch import build, build_syncer
-from diloco.launch.build import (
+from diloco.config import build, build_syncer
+from diloco.config.build import (
     WINDOW_BYTES,
     Preparing,
     adapt_options,
@@ -29,14 +26,17 @@ from diloco.launch.build import (
     to_ns,
     up_codecs,
 )
-from diloco.launch.config import choices, compose, from_shared, quorum, shared_config
-from diloco.launch.errors import ConfigError, section
-from diloco.launch.placing import at
-from diloco.launch.run_dir import RunDir
-from diloco.launch.schema import RunConfig
-from diloco.launch.site_rank import in_words
+from diloco.config.compose import choices, compose, from_shared, quorum, shared_config
+from diloco.config.errors import ConfigError, section
+from diloco.config.placing import at
+from diloco.config.run_dir import RunDir
+from diloco.config.schema import RunConfig
+from diloco.inner import checkpoint
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import model_tensors
 from diloco.outer.fragments import named_parameters_once
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.runs.site_rank import in_words
 from diloco.sync.agreement import CORPUS
 from diloco.syncer.snapshots import full_parameters
 from diloco.wire.messages import STREAMS_MAX
@@ -292,7 +292,7 @@ def test_a_data_set_of_hugging_faces_is_data_as_any_other(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_who_cuts_no_model_does_not_pay_for_what_does() -> None:
     """torch's DTensor is a third of the start of a syncer, a region and every command."""
-    asked = "import sys, diloco.launch.build; sys.exit('torch.distributed.tensor' in sys.modules)"
+    asked = "import sys, diloco.config.build; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False, timeout=120).returncode == 0
 
 

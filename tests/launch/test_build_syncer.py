@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch.build_syncer import lease, replication_options, standby_primary
-from diloco.launch.config import settle
-from diloco.launch.errors import ConfigError
-from diloco.launch.schema import RunConfig
+from diloco.config.build_syncer import lease, replication_options, standby_primary
+from diloco.config.compose import settle
+from diloco.config.errors import ConfigError
+from diloco.config.schema import RunConfig
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.config import build
+from diloco.config.compose import compose, write
+from diloco.config.errors import ConfigError
 from diloco.inner.parallel import SiteGroup
-from diloco.launch import build
-from diloco.launch.canary import Canaries, command, digest_after, recorded, repeatable
-from diloco.launch.config import compose, write
-from diloco.launch.errors import ConfigError
-from diloco.launch.process import PARENT_VARIABLE
+from diloco.runs.canary import Canaries, command, digest_after, recorded, repeatable
+from diloco.runs.process import PARENT_VARIABLE
 from tests.launch.processes import TINY, Place
 from tests.syncer.building import Events
 

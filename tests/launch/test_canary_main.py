@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import canary_main
-from diloco.launch.cli import main
+from diloco.cli.main import main
+from diloco.runs import canary
 from tests.launch.test_canary import digest_of, trained_site
 
 
@@ -36,7 +36,7 @@ def test_a_digest_from_elsewhere(site: Path, capsys: pytest.CaptureFixture[str])
 
 def test_two_runs_that_differ(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     digests = iter((("a" * 64, 3), ("b" * 64, 3)))
-    monkeypatch.setattr(canary_main, "digest_after", lambda *asked: next(digests))
+    monkeypatch.setattr(canary, "digest_after", lambda *asked: next(digests))
     assert main(["canary", str(site)]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 

@@ -4,7 +4,7 @@ import datetime
 
 import pytest
 
-from diloco.launch.certificates import LEAF_DAYS, CertificateError, Pair, describe, issue, make_authority
+from diloco.deploy.certificates import LEAF_DAYS, CertificateError, Pair, describe, issue, make_authority
 
 NOW = datetime.datetime(2026, 3, 1, 12, 0, tzinfo=datetime.UTC)
 

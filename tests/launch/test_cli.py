@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.cli import VERBS, main
+from diloco.cli.main import VERBS, main
 from tests.launch.processes import TINY
 
 OURS = ("syncer", "site", "train", "eval", "export", "launch", "status", "standby", "journal")
@@ -16,7 +16,7 @@ OURS = ("syncer", "site", "train", "eval", "export", "launch", "status", "standb
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in OURS)])
 def test_help_answers_without_torch(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom diloco.launch.cli import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
+        "import sys\nfrom diloco.cli.main import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
         "    print('HEAVY', [name for name in ('torch', 'hydra', 'grpc') if name in sys.modules])"
     )
     done = subprocess.run(
@@ -146,7 +146,7 @@ def test_a_run_folder_without_a_syncer_is_unreachable(tmp_path: Path, capsys: py
 
 REFUSING = """
 import contextlib
-from diloco.launch.cli import main
+from diloco.cli.main import main
 with contextlib.suppress(SystemExit):
     main(["status", "--help"])
 import grpc

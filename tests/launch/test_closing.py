@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from diloco.launch.closing import WIDTH, closing_lines
-from diloco.launch.history import RunHistory
-from diloco.launch.summary import SCHEMA, summarize
+from diloco.observe.history import RunHistory
+from diloco.observe.summary import SCHEMA, WIDTH, closing_lines, summarize
 from tests.launch.recorded import Recorder
 
 

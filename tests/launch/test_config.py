@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.inner.tokenizer import make_tokenizer
-from diloco.launch import config as configs
-from diloco.launch.config import (
+from diloco.config import compose as configs
+from diloco.config.compose import (
     ALWAYS_SHARED,
     GROUPS,
     choices,
@@ -27,9 +26,10 @@ from diloco.launch.config import (
     to_yaml,
     write,
 )
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.keys import leaves
-from diloco.launch.schema import OuterSection, RunConfig
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.keys import leaves
+from diloco.config.schema import OuterSection, RunConfig
+from diloco.inner.tokenizer import make_tokenizer
 from diloco.sync.agreement import MAY_CHANGE
 from tests.sooner import sooner
 
@@ -190,7 +190,7 @@ def test_a_written_configuration_reads_the_same_without_hydra(tmp_path: Path) ->
     write(config, path)
     assert read(path) == config
     code = (
-        "import sys; from pathlib import Path; from diloco.launch.config import read, to_yaml;"
+        "import sys; from pathlib import Path; from diloco.config.compose import read, to_yaml;"
         f"config = read(Path({str(path)!r}), ['site.id=site-b', 'site.slowdown=2']);"
         "assert 'hydra' not in sys.modules and 'torch' not in sys.modules;"
         "print(config.site.id, config.site.slowdown, config.outer.adopt)"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import build_syncer
-from diloco.launch import lab as labs
-from diloco.launch.config import choices, compose, folder, from_shared, shared_config
-from diloco.launch.lab_cell import run_cell
+from diloco.config import build_syncer
+from diloco.config.compose import choices, compose, folder, from_shared, shared_config
+from diloco.lab import experiment as labs
+from diloco.lab.cell import run_cell
 from tests.launch.laboratories import rows, written
 from tests.sooner import sooner
 

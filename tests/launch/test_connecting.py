@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.launch import connecting
-from diloco.launch.cli import main
-from diloco.launch.config import compose
-from diloco.launch.connecting import unanswered
-from diloco.launch.errors import ConfigError
-from diloco.launch.site_agent import join_text
+from diloco.cli.main import main
+from diloco.config import connecting
+from diloco.config.compose import compose
+from diloco.config.connecting import unanswered
+from diloco.config.errors import ConfigError
+from diloco.runs.site_agent import join_text
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.launch.test_build import small
 from tests.loopback.cluster import free_port

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import io
 
-from diloco.launch.console import SiteLines, identity_lines, missing_lines, size
-from diloco.launch.eventlog import Event, LineWriter
+from diloco.observe.console import SiteLines, identity_lines, missing_lines, size
+from diloco.observe.eventlog import Event, LineWriter
 
 
 def event(what: str, **fields: object) -> Event:

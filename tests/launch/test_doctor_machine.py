@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco.codec import kernel_library
-from diloco.launch.doctor_machine import (
+from diloco.doctor.machine import (
     LinkFigures,
     devices,
     kernel,

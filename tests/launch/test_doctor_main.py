@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.launch import doctor_link
-from diloco.launch.cli import main
+from diloco.cli.main import main
+from diloco.doctor import link
 from diloco.wire.checkup import Greeting, greet
 from diloco.wire.options import ServerOptions
 from tests.launch.processes import TINY, place_in, wait_for
@@ -75,7 +75,7 @@ def test_nobody_anywhere_is_3(
         def briefly(to: str, port: int, host: str, security: SecurityOptions, timeout_s: float) -> Greeting:
             return greet(to, port, host, security, 0.2 if port == its_port else timeout_s)
 
-        monkeypatch.setattr(doctor_link, "greet", briefly)  # Nobody waits long for who never says anything.
+        monkeypatch.setattr(link, "greet", briefly)  # Nobody waits long for who never says anything.
         assert main(["doctor", f"server={dead}", *here]) == 3
         assert "it accepts and says nothing" in capsys.readouterr().out
         # One of two is enough to have reached somebody; that the other is dead is a failure all the same.

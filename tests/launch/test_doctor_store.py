@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.launch import doctor_store
-from diloco.launch.config import compose
-from diloco.launch.doctor_store import Store, store, stores
+from diloco.config.compose import compose
+from diloco.doctor import store as doctor_store
+from diloco.doctor.store import Store, store, stores
 from tests.launch.processes import TINY
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.launch.doctor_syncer import Visitor, visit
+from diloco.doctor.syncer import Visitor, visit
 from diloco.wire.checkup import Checkup, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from diloco.launch.doctor_syncer import Visit
+    from diloco.doctor.syncer import Visit
 
 TOKEN = "a-token-of-site-a-0123456789"
 

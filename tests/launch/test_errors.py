@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch import cli
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.cli import main
+from diloco.config.errors import ConfigError, ExitCode, VerbError
 
 
 def test_codes_are_those_that_scripts_and_schedulers_know() -> None:
@@ -27,8 +27,8 @@ def test_an_error_becomes_its_code_and_one_line(
     def fails(arguments: list[str]) -> ExitCode:
         raise error
 
-    monkeypatch.setattr("diloco.launch.status_main.main", fails)
-    assert cli.main(["status"]) == code
+    monkeypatch.setattr("diloco.cli.status.main", fails)
+    assert main.main(["status"]) == code
     assert capsys.readouterr().err.count("\n") == (0 if isinstance(error, KeyboardInterrupt) else 1)
 
 
@@ -36,6 +36,6 @@ def test_our_own_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> 
     def fails(arguments: list[str]) -> ExitCode:
         raise AssertionError("a defect")
 
-    monkeypatch.setattr("diloco.launch.status_main.main", fails)
+    monkeypatch.setattr("diloco.cli.status.main", fails)
     with pytest.raises(AssertionError, match="a defect"):
-        cli.main(["status"])
+        main.main(["status"])

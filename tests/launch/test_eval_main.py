@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from diloco.cli.main import main
+from diloco.config import build
+from diloco.config.compose import compose, write
 from diloco.inner import checkpoint
-from diloco.launch import build
-from diloco.launch.cli import main
-from diloco.launch.config import compose, write
-from diloco.launch.evaluation import Evaluator
-from diloco.launch.eventlog import read_events
+from diloco.models.evaluate import Evaluator
+from diloco.observe.eventlog import read_events
 from diloco.outer.fragments import named_parameters_once
 from tests.launch.pasts import Hand, configured, with_a_past
 from tests.launch.processes import TINY, Place

@@ -9,11 +9,11 @@ import torch
 
 from diloco.codec.registry import digest, make_codec
 from diloco.codec.site_pass import publish
-from diloco.launch import build
-from diloco.launch.config import compose
-from diloco.launch.errors import VerbError
-from diloco.launch.evaluation import Evaluator, Observer
-from diloco.launch.schema import RunConfig
+from diloco.config import build
+from diloco.config.compose import compose
+from diloco.config.errors import VerbError
+from diloco.config.schema import RunConfig
+from diloco.models.evaluate import Evaluator, Observer
 from diloco.outer.fragments import gather, named_parameters_once
 from diloco.wire.messages import PullAsk, PullHeader
 from diloco.wire.pulling import PulledVersion, PullSink

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import eventlog
-from diloco.launch.eventlog import Event, EventLog, LineWriter, older, read_events
+from diloco.observe import eventlog
+from diloco.observe.eventlog import Event, EventLog, LineWriter, older, read_events
 from tests.wire.relay import wait_until
 
 WRITER = """
 import sys
 from pathlib import Path
-from diloco.launch.eventlog import EventLog
+from diloco.observe.eventlog import EventLog
 log = EventLog(Path(sys.argv[1]), sys.argv[2])
 for number in range(300):
     log.emit("step", {"step": number, "text": "x" * 400})

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from diloco.codec.base import digest
-from diloco.launch.errors import ConfigError
-from diloco.launch.evidence import read_evidence
+from diloco.config.errors import ConfigError
+from diloco.runs.evidence import read_evidence
 from tests.launch.pasts import with_a_past
 from tests.launch.test_warm_site import BASES, checkpointed, state
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.launch.cli import main
-from diloco.launch.errors import ConfigError
-from diloco.launch.export_main import size_of
-from diloco.launch.field_folder import read_options, read_values
-from diloco.launch.taken import take
+from diloco.cli.main import main
+from diloco.cli.model import size_of
+from diloco.config.errors import ConfigError
+from diloco.config.model_files import read_options, read_values
+from diloco.models.read import take
 from tests.launch.pasts import Hand, configured, with_a_past
 from tests.syncer.building import files
 

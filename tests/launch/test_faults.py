@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco.launch.faults import Faults
-from diloco.launch.scenario import Play, Step
-from diloco.launch.supervise import Child, child_environment, end_all
+from diloco.runs.scenario import Faults, Play, Step
+from diloco.runs.supervise import Child, child_environment, end_all
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.launch.test_supervise import SLEEPER, says_up, state, until

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diloco.config import model_files
+from diloco.config.errors import ConfigError
+from diloco.config.model_files import is_folder, read_options, read_values, write_folder
 from diloco.durable import Disk, Step
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.tokenizer import END, make_tokenizer
-from diloco.launch import field_folder
-from diloco.launch.errors import ConfigError
-from diloco.launch.field_folder import is_folder, read_options, read_values, write_folder
 
 OPTIONS = ModelOptions(vocab_size=257, layers=2, dim=16, heads=4, kv_heads=2, ffn_dim=32, context=32)
 
@@ -86,7 +86,7 @@ class FullAt(Disk):
 
 @pytest.mark.parametrize("left", range(6))
 def test_it_is_there_whole_or_not_at_all(left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(field_folder, "PLAIN_DISK", FullAt(left))
+    monkeypatch.setattr(model_files, "PLAIN_DISK", FullAt(left))
     if left < 5:
         with pytest.raises(OSError, match="No space"):
             written(tmp_path / "model")

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.cli.main import main
+from diloco.config import build, model_files
+from diloco.config.compose import compose
+from diloco.config.model_files import load_values
 from diloco.inner.evaluate import evaluate
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.tokenizer import make_tokenizer
-from diloco.launch import build, field_folder
-from diloco.launch.cli import main
-from diloco.launch.config import compose
-from diloco.launch.evaluation import Evaluator
-from diloco.launch.eventlog import read_events
-from diloco.launch.values import load_values
+from diloco.models.evaluate import Evaluator
+from diloco.observe.eventlog import read_events
 from diloco.outer.fragments import named_parameters_once
 from diloco.outer.fragments import scatter as put_fragment
 from tests.launch.processes import TINY, Place
@@ -62,7 +62,7 @@ def test_an_exported_model_gives_the_same_logits(
     options = ModelOptions(**{"vocab_size": ours.vocab_size, "layers": 3, "dim": 64, **other})
     model, folder = trained(options), tmp_path / "model"
     values = {name: value.detach() for name, value in model.named_parameters()}
-    field_folder.write_folder(folder, values, options, ours, shard_bytes=100_000)
+    model_files.write_folder(folder, values, options, ours, shard_bytes=100_000)
     assert len(list(folder.glob("*.safetensors"))) > 1
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is transformers.LlamaForCausalLM

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch.figures import clock, count, size, times_less
+from diloco.observe.text import clock, count, size, times_less
 
 
 @pytest.mark.parametrize(

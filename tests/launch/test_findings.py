@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 
-from diloco.launch.findings import Finding, Level, bounded, fail, ok, warn
+from diloco.doctor.findings import Finding, Level, bounded, fail, ok, warn
 
 
 def test_a_finding_is_one_line_with_its_remedy() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from diloco.codec.registry import make_codec
-from diloco.launch import build
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.fleeting import Told, above_of, fleet_of, tree_of, with_sites
+from diloco.config import build
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.lab.fleet import Told, above_of, fleet_of, tree_of, with_sites
 from diloco.sim.fleet_plan import FleetFault, Region
 from tests.launch.processes import TINY
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli.main import main
+from diloco.cli.model import texts
 from diloco.inner.evaluate import SamplingOptions, generate
 from diloco.inner.tokenizer import make_tokenizer
-from diloco.launch.cli import main
-from diloco.launch.generate_main import texts
-from diloco.launch.taken import take
+from diloco.models.read import take
 from tests.launch.pasts import Hand, configured, with_a_past
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.config.model_files import write_folder
 from diloco.inner.evaluate import SamplingOptions, generate
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.tokenizer import make_tokenizer
-from diloco.launch.field_folder import write_folder
 from diloco.outer.fragments import named_parameters_once
 from tests.launch.processes import ROOT
 
@@ -71,7 +71,7 @@ ASKED = {
 }
 PROGRAM = """
 import contextlib, io, json, sys
-from diloco.launch.cli import main
+from diloco.cli.main import main
 answers = {}
 for name, asked in json.loads(sys.argv[1]).items():
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:

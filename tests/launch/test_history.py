@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from diloco.launch.eventlog import Event
-from diloco.launch.history import RunHistory
+from diloco.observe.eventlog import Event
+from diloco.observe.history import RunHistory
 from tests.launch.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
 
 

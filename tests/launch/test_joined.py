@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import diloco
-from diloco.launch import run_dir
+from diloco.config import run_dir
 from tests.launch.processes import wait_for
 from tests.launch.serving import (
     TOKENS,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.cli import main
+from diloco.cli.main import main
 from diloco.sync.events import SyncerStarted
 from diloco.sync.journal import Record
 from tests.sync.format_1 import encode_record

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch.errors import ConfigError
-from diloco.launch.keys import default_text, leaves, meanings, nearest, type_of, unknown, wanted
+from diloco.config.errors import ConfigError
+from diloco.config.keys import default_text, leaves, meanings, nearest, type_of, unknown, wanted
 from diloco.plan import estimate
 
 

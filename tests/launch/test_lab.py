@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import config as configs
-from diloco.launch import lab as labs
+from diloco.config import compose as configs
+from diloco.lab import experiment as labs
 from tests.launch.laboratories import found, rows, written
 
 

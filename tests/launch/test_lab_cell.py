@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import lab as labs
-from diloco.launch.errors import ConfigError
-from diloco.launch.lab_cell import make_warm, run_cell
+from diloco.config.errors import ConfigError
+from diloco.lab import experiment as labs
+from diloco.lab.cell import make_warm, run_cell
 from tests.launch.laboratories import rows, written
 
 

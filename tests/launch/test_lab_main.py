@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import lab as labs
-from diloco.launch.build import check
-from diloco.launch.cli import main
-from diloco.launch.config import compose, folder
+from diloco.cli.main import main
+from diloco.config.build import check
+from diloco.config.compose import compose, folder
+from diloco.lab import experiment as labs
 from tests.launch.laboratories import rows, written
 from tests.loopback.cluster import eventually
 

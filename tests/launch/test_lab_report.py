@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from diloco.launch import lab as labs
-from diloco.launch.lab_report import HEAD, cells, html, table
+from diloco.lab import experiment as labs
+from diloco.lab.report import HEAD, cells, html, table
 from tests.launch.laboratories import found, rows, written
 
 

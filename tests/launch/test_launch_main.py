@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.cli import main
-from diloco.launch.errors import ConfigError
-from diloco.launch.launch_main import TOOLS, write
-from diloco.launch.rendering import File, source_tree
+from diloco.cli.launch import TOOLS, write
+from diloco.cli.main import main
+from diloco.config.errors import ConfigError
+from diloco.deploy.rendering import File, source_tree
 from tests.launch.rendered import AWAY, OPEN
 
 EVERY = [*AWAY, *OPEN, "launch.secrets=false"]

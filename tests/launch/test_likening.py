@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from diloco.launch import config as configs
-from diloco.launch.cli import main
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.fleeting import fleet_of
-from diloco.launch.likening import Column, as_made, read_made, simulated
-from diloco.launch.run_dir import RunDir
-from diloco.launch.scenario import Step
+from diloco.cli.main import main
+from diloco.config import compose as configs
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.config.run_dir import RunDir
+from diloco.lab.compare import Column, as_made, read_made, simulated
+from diloco.lab.fleet import fleet_of
+from diloco.runs.scenario import Step
 from diloco.sim.fleet_plan import FleetResult, SiteAccount
 from tests.launch.processes import TINY
 from tests.launch.test_fleeting import TIMES

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.run_dir import run_dir_of
 from diloco.inner.parallel import SiteGroup
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.memory_folder import check_memory_folder, clear_memory, memory_cleared, memory_folder
-from diloco.launch.run_dir import run_dir_of
+from diloco.runs.memory_folder import check_memory_folder, clear_memory, memory_cleared, memory_folder
 
 if TYPE_CHECKING:
-    from diloco.launch.schema import RunConfig
+    from diloco.config.schema import RunConfig
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """Of a site whose memory is a folder like any other."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    monkeypatch.setattr("diloco.launch.memory_folder.MOUNTS", mounts(memory, "tmpfs"))
+    monkeypatch.setattr("diloco.runs.memory_folder.MOUNTS", mounts(memory, "tmpfs"))
     own = [f"run.dir={tmp_path / 'runs'}", "run.name=x", f"site.memory_folder={memory}"]
     return compose([*own, "inner.memory_checkpoint_every_steps=5"])
 

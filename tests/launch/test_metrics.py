@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco.launch import metrics
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.metrics import Spread, about, counter, gauge, histogram, host_and_port, page_at
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.observe import metrics
+from diloco.observe.metrics import Spread, about, counter, gauge, histogram, host_and_port, page_at
 from diloco.sync.agreement import PROTOCOL
 from tests.launch.processes import wait_for
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.launch import build, observed
-from diloco.launch.config import compose
-from diloco.launch.observed import Observed
-from diloco.launch.placing import each
+from diloco.config import build
+from diloco.config.compose import compose
+from diloco.config.placing import syncer_configs
+from diloco.models import evaluate
+from diloco.models.evaluate import Observed
 from diloco.outer.fragments import gather, named_parameters_once
 from diloco.wire.messages import Unreachable
 from tests.launch.processes import TINY, Place
@@ -37,16 +38,16 @@ def test_it_reads_both_and_is_the_whole_model(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     Place(tmp_path)
     config = compose([*TINY, "run.name=x", "outer.num_fragments=3", "outer.num_syncers=2"])
-    layouts = [build.layout_of(part) for part in each(config)]
+    layouts = [build.layout_of(part) for part in syncer_configs(config)]
     shelves: dict[str, Any] = {
         address: Shelf(build.version_zero(part, layout))
-        for address, part, layout in zip(("a:1", "b:2"), each(config), layouts, strict=True)
+        for address, part, layout in zip(("a:1", "b:2"), syncer_configs(config), layouts, strict=True)
     }
     doors = {"a:1": Door(100), "b:2": Door(400)}
     for shelf in shelves.values():
         shelf.close = lambda: None
-    monkeypatch.setattr(observed, "SyncClient", lambda address, *_: shelves[address])
-    monkeypatch.setattr(observed, "AdminClient", lambda address, *_: doors[address])
+    monkeypatch.setattr(evaluate, "SyncClient", lambda address, *_: shelves[address])
+    monkeypatch.setattr(evaluate, "AdminClient", lambda address, *_: doors[address])
     seen = Observed(config, "a:1/b:2", lambda close: None)
     doors["b:2"].away = True
     assert seen.refresh() is None, "half a model is none"
@@ -59,7 +60,7 @@ def test_it_reads_both_and_is_the_whole_model(tmp_path: Path, monkeypatch: pytes
     shelves["b:2"].advance(0, torch.ones(layouts[1].fragments[0].numel))
     doors["a:1"].away = True
     assert seen.refresh(), "one that is away keeps nobody from seeing what the other publishes"
-    held = build.held_of(each(config)[1])[0]
+    held = build.held_of(syncer_configs(config)[1])[0]
     assert [version for place, version in enumerate(seen.versions) if place != held] == [0, 0]
     assert seen.versions[held] == 1
     model = build.build_model(config)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.launch.cli import main
-from diloco.launch.errors import ExitCode
+from diloco.cli.main import main
+from diloco.config.errors import ExitCode
 from tests.syncer.building import dice, eventually, join, push, serving, update
 
 if TYPE_CHECKING:

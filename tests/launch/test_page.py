@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from diloco.launch.page import STYLES, legend, page, section, series_style, table
+from diloco.observe.report import STYLES, legend, page, section, series_style, table
 
 
 def test_a_page_says_what_it_is_given_and_nothing_that_a_browser_would_take_for_tags() -> None:

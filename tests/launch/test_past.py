@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.config import compose, write
-from diloco.launch.errors import ConfigError
-from diloco.launch.past import CARD, data_of, past_of
-from diloco.launch.placing import at
-from diloco.launch.run_dir import RunDir
+from diloco.config.compose import compose, write
+from diloco.config.errors import ConfigError
+from diloco.config.placing import at
+from diloco.config.run_dir import RunDir
+from diloco.models.sources import CARD, data_of, past_of
 from tests.launch.pasts import configured
 
 

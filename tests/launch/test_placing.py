@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import build, build_syncer
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.placing import (
+from diloco.config import build, build_syncer
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.config.placing import (
     at,
     backup_of,
-    each,
     has_several,
     in_whole_order,
     number_of,
     placement_of,
     shared_by_part,
+    syncer_configs,
     syncer_dir,
     syncer_dirs,
     syncer_name,
     towards,
 )
-from diloco.launch.run_dir import RunDir
+from diloco.config.run_dir import RunDir
 from diloco.sync.agreement import disagreement
 
 TWO = ["outer.num_fragments=4", "outer.num_syncers=2", "run.name=otter"]
@@ -37,7 +37,7 @@ def test_with_one_syncer_nothing_is_different() -> None:
     assert shared_by_part(config, whole) == {}
     assert build.layout_of(config) == whole
     assert [part.site.syncer for part in towards(config)] == [config.site.syncer]
-    assert each(config) == [config]
+    assert syncer_configs(config) == [config]
     assert syncer_dir(config).root == Path("runs/otter")
     assert backup_of(config) == "vault"
     assert number_of(config) is None
@@ -47,7 +47,7 @@ def test_with_one_syncer_nothing_is_different() -> None:
 def test_each_of_two_has_its_own_fragments_at_their_own_times() -> None:
     config = compose([*TWO, "cluster.syncer.backup=vault/"])
     build_syncer.check(config)
-    whole, parts = build.whole_layout(config), each(config)
+    whole, parts = build.whole_layout(config), syncer_configs(config)
     placement = placement_of(config, whole)
     assert sorted(index for mine in placement for index in mine) == [0, 1, 2, 3]
     offsets = build.learner_options(compose(TWO[:1])).offsets

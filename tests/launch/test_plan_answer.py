@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.launch import build, build_syncer, placing, plan_answer
-from diloco.launch.config import compose
-from diloco.launch.plan_answer import answer, memory
+from diloco.config import build, build_syncer, placing
+from diloco.config.compose import compose
+from diloco.plan import answer as plan_answer
 from diloco.plan import studies
+from diloco.plan.answer import answer, memory
 from diloco.plan.estimate import PRESETS, Question
 
 ASKED = Question(parameters=8e9, step_s=2.0, fragments=8, syncer="sharded", codec_down="fp32", up_gbps=(20.0,))
@@ -75,7 +76,7 @@ def test_advice_makes_a_run(name: str) -> None:
     """Of a model with parameters enough for the fragments."""
     advice = answer(PRESETS[name])["advice"]
     config = compose(["model.layers=24", *(f"{key}={value}" for key, value in advice.items())])
-    held = [build.layout_of(each) for each in placing.each(config)]
+    held = [build.layout_of(each) for each in placing.syncer_configs(config)]
     assert sum(len(layout.fragments) for layout in held) == advice["outer.num_fragments"]
     assert build.learner_options(config).inner_steps == advice["outer.inner_steps"]
     assert len(held) == advice["outer.num_syncers"]

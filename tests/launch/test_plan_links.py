@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.launch.cli import main
+from diloco.cli.main import main
 from diloco.plan import studies
 from diloco.wire.options import ServerOptions
 from tests.launch.processes import TINY

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from diloco.launch.cli import main
-from diloco.launch.plan_main import question_of
+from diloco.cli.main import main
+from diloco.cli.plan import question_of
 from diloco.plan import studies
 from diloco.plan.estimate import PRESETS, Question
 from tests.sooner import sooner
@@ -75,7 +75,7 @@ def test_a_model_of_ones_own_in_words(
 
 def test_help_lists_every_setting_without_torch() -> None:
     code = (
-        "import sys\nfrom diloco.launch.cli import main\ntry:\n    main(['plan', '--help'])\nfinally:\n"
+        "import sys\nfrom diloco.cli.main import main\ntry:\n    main(['plan', '--help'])\nfinally:\n"
         "    print('HEAVY', [name for name in ('torch', 'hydra', 'grpc') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)

@@ -4,8 +4,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from diloco.launch.figures import clock
-from diloco.launch.plot import (
+from diloco.observe.plot import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -23,6 +22,7 @@ from diloco.launch.plot import (
     ticks,
     time_line,
 )
+from diloco.observe.text import clock
 
 X, Y = Axis("time", clock), Axis("loss", lambda value: f"{value:.2f}")
 

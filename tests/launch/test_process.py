@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import diloco
+from diloco.cli.main import VERBS
+from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.durable import PLAIN_DISK, KillingDisk
 from diloco.inner.parallel import OpenStore
-from diloco.launch.cli import VERBS
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.process import (
+from diloco.runs.process import (
     ARENAS_MAX,
     KILL_VARIABLE,
     LINUX_ONLY,
@@ -35,7 +35,7 @@ from tests.launch.serving import serving
 
 PARENT = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-m", "diloco.launch.process", str(os.getpid()), "sleep", "60"])
+child = subprocess.Popen([sys.executable, "-m", "diloco.runs.process", str(os.getpid()), "sleep", "60"])
 time.sleep(float(sys.argv[1]))
 print(child.pid, flush=True)
 time.sleep(60)
@@ -77,7 +77,7 @@ def test_a_child_even_a_stopped_one_is_killed_with_its_parent() -> None:
 
 def test_a_child_whose_parent_has_gone_does_not_begin() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "diloco.launch.process", "1", "echo", "began"], capture_output=True, check=False
+        [sys.executable, "-m", "diloco.runs.process", "1", "echo", "began"], capture_output=True, check=False
     )
     assert done.returncode == 1
     assert not done.stdout
@@ -92,7 +92,7 @@ def test_a_verb_is_tied_by_a_variable() -> None:
     assert not done.stderr
 
 
-SHOW = "import gc; from diloco.launch.process import keep_what_is_loaded as keep; keep(); print(gc.get_freeze_count())"
+SHOW = "import gc; from diloco.runs.process import keep_what_is_loaded as keep; keep(); print(gc.get_freeze_count())"
 
 
 class Circle:
@@ -119,7 +119,7 @@ def test_garbage_made_later_is_collected() -> None:
 
 COUNT = """
 import ctypes, sys, threading
-from diloco.launch.process import limit_arenas
+from diloco.runs.process import limit_arenas
 if sys.argv[2] == "limited":
     limit_arenas()
 meet, blocks = threading.Barrier(20), []
@@ -180,7 +180,7 @@ RANK = """
 import atexit, sys
 import torch
 from diloco.inner.parallel import SiteGroup
-from diloco.launch.process import end_process
+from diloco.runs.process import end_process
 
 # Whoever waits for the interpreter's lock gets it only when this thread waits for something.
 sys.setswitchinterval(1000)
@@ -244,7 +244,7 @@ def test_what_names_no_step_and_passage_is_refused(text: str, monkeypatch: pytes
 
 def test_the_process_ends_at_that_passage_and_not_before() -> None:
     program = (
-        "from diloco.durable import Step; from diloco.launch.process import disk_from_environment\n"
+        "from diloco.durable import Step; from diloco.runs.process import disk_from_environment\n"
         "disk = disk_from_environment()\n"
         "for number in range(5):\n    print(number, flush=True); disk.reached(Step.ACK); disk.reached(Step.FATE)"
     )
@@ -302,7 +302,7 @@ def test_what_is_ending_with_an_error_is_not_taken_for_drained() -> None:
 
 def test_twice_is_at_once_even_in_a_busy_process() -> None:
     code = (
-        "import sys, time\nfrom diloco.launch.process import Stopping\nwith Stopping('stops') as stopping:\n"
+        "import sys, time\nfrom diloco.runs.process import Stopping\nwith Stopping('stops') as stopping:\n"
         "    stopping.ask(lambda: None)\n    print('ready', flush=True)\n    time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

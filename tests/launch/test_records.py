@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch.records import SERIES_MAX, Series, SiteHistory
+from diloco.observe.history import SERIES_MAX, Series, SiteHistory
 
 
 def test_a_long_series_is_thinned_and_keeps_its_end() -> None:

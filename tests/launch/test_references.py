@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from diloco.launch.references import reference_bits
-from diloco.launch.schema import DataSection
+from diloco.cli.up import reference_bits
+from diloco.config.schema import DataSection
 
 
 def test_compressors_on_the_validation_text() -> None:

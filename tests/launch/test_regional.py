@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import build, build_syncer, connecting
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.regional import FOLDER, above_of, is_region, upward_options
-from diloco.launch.run_dir import RunDir
-from diloco.launch.schema import RunConfig
-from diloco.launch.syncer_main import join_line
+from diloco.cli.syncer import join_line
+from diloco.config import build, build_syncer, connecting
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.regional import FOLDER, above_of, is_region, upward_options
+from diloco.config.run_dir import RunDir
+from diloco.config.schema import RunConfig
 from diloco.learner.region import Upward
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import Refused

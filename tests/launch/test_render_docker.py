@@ -5,9 +5,9 @@ import shlex
 
 import pytest
 
-from diloco.launch.errors import ConfigError
-from diloco.launch.render_docker import CPU_BASE, CUDA_BASE, USER, call, files
-from diloco.launch.rendering import source_tree
+from diloco.config.errors import ConfigError
+from diloco.deploy.docker import CPU_BASE, CUDA_BASE, USER, call, files
+from diloco.deploy.rendering import source_tree
 from tests.launch.rendered import composed
 
 KNOWN = frozenset({"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "USER", "VOLUME", "ENTRYPOINT", "CMD"})

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from diloco.launch.config import read
-from diloco.launch.errors import ConfigError
-from diloco.launch.render_docker import STATE, USER
-from diloco.launch.render_kubernetes import OWN, SETTINGS, SHOWN, call, files, prepared
-from diloco.launch.site_main import check_identity
+from diloco.cli.site import check_identity
+from diloco.config.compose import read
+from diloco.config.errors import ConfigError
+from diloco.deploy.docker import STATE, USER
+from diloco.deploy.kubernetes import OWN, SETTINGS, SHOWN, call, files, prepared
 from tests.launch.rendered import LABEL, composed, put, understood
 
 RUN = ["run.name=first", "cluster=one", "cluster.sites.fra.nproc=8"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import yaml
 
-from diloco.launch.config import read
-from diloco.launch.render_skypilot import call, files, prepared
-from diloco.launch.rendering import source_tree
-from diloco.launch.site_main import check_identity
+from diloco.cli.site import check_identity
+from diloco.config.compose import read
+from diloco.deploy.rendering import source_tree
+from diloco.deploy.skypilot import call, files, prepared
 from tests.launch.rendered import LABEL, commands, configured, put, understood
 
 TLS = [

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.config import read
-from diloco.launch.render_slurm import call, files, prepared
-from diloco.launch.site_main import check_identity
+from diloco.cli.site import check_identity
+from diloco.config.compose import read
+from diloco.deploy.slurm import call, files, prepared
 from tests.launch.processes import wait_for
 from tests.launch.rendered import LABEL, commands, configured, put, understood
 

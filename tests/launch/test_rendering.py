@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco.launch import rendering
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.rendering import check_reachable, documents, filled, gpus, label, processes, source_tree
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.deploy import rendering
+from diloco.deploy.rendering import check_reachable, documents, filled, gpus, label, processes, source_tree
 from tests.launch.rendered import LABEL, configured
 
 
@@ -137,6 +137,6 @@ def test_every_hole_of_a_template_is_filled() -> None:
 
 def test_an_installed_program_is_no_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (source_tree() / "diloco" / "__init__.py").is_file()
-    monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/launch/rendering.py"))
+    monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/deploy/rendering.py"))
     with pytest.raises(ConfigError, match="is no source tree of diloco"):
         rendering.source_tree()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diloco.launch.cli import main
+from diloco.cli.main import main
 from diloco.syncer.snapshots import read_image
 from tests.launch.pasts import with_a_past
 from tests.syncer.building import files

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import report
-from diloco.launch.eventlog import Event
-from diloco.launch.history import RunHistory
-from diloco.launch.summary import SCHEMA, summarize, write_summary
+from diloco.observe import report
+from diloco.observe.eventlog import Event
+from diloco.observe.history import RunHistory
+from diloco.observe.summary import SCHEMA, summarize, write_summary
 from tests.launch.recorded import SITES, Recorder, write
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.cli.main import main
 from diloco.codec.base import digest
+from diloco.config import compose as configs
+from diloco.config.run_dir import RunDir
 from diloco.durable import locked
-from diloco.launch import config as configs
-from diloco.launch.cli import main
-from diloco.launch.eventlog import EventLog, read_events
-from diloco.launch.run_dir import RunDir
+from diloco.observe.eventlog import EventLog, read_events
 from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.syncer.backups import Vault, back_up
 from tests.launch.pasts import Hand, configured, with_a_past

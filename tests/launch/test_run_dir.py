@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.config import compose, is_name
-from diloco.launch.errors import ConfigError
-from diloco.launch.run_dir import HOW, WHO, RunDir, existing_run, name_run, new_name, point_latest, run_dir_of
+from diloco.config.compose import compose, is_name
+from diloco.config.errors import ConfigError
+from diloco.config.run_dir import HOW, WHO, RunDir, existing_run, name_run, new_name, point_latest, run_dir_of
 
 
 def test_a_run_has_one_folder_by_its_name() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.errors import ConfigError
-from diloco.launch.scenario import Play, ScenarioError, Schedule, Step, late_sites, load_scenario, not_yet_played
+from diloco.config.errors import ConfigError
+from diloco.runs.scenario import Play, ScenarioError, Schedule, Step, late_sites, load_scenario, not_yet_played
 
 SITES = ["site-a", "site-b", "site-c"]
 

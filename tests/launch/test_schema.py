@@ -4,10 +4,10 @@ from dataclasses import fields
 
 import pytest
 
-from diloco.launch import build, build_syncer
-from diloco.launch.config import GROUPS, compose, settle, shared_config
-from diloco.launch.errors import ConfigError
-from diloco.launch.schema import OuterSection, RunConfig
+from diloco.config import build, build_syncer
+from diloco.config.compose import GROUPS, compose, settle, shared_config
+from diloco.config.errors import ConfigError
+from diloco.config.schema import OuterSection, RunConfig
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction
 from diloco.outer.optimizer import OuterOptimizerOptions
 

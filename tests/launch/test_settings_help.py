@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from diloco.launch.config import GROUPS, choices
-from diloco.launch.keys import leaves
-from diloco.launch.settings_help import settings_help
+from diloco.config.arguments import settings_help
+from diloco.config.compose import GROUPS, choices
+from diloco.config.keys import leaves
 
 
 def test_every_group_choice_and_key_is_listed_once() -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from diloco.launch.cli import main
+from diloco.cli.main import main
 from diloco.plan import studies
 from tests.launch.processes import TINY
 

@@ -8,21 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.config import build
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.config.run_dir import SiteDir
+from diloco.config.schema import RunConfig
 from diloco.durable import PLAIN_DISK
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import Resumed
-from diloco.launch import build, site_agent
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.run_dir import SiteDir
-from diloco.launch.schema import RunConfig
-from diloco.launch.site_agent import _client, agent_of, follower_of, owning_follower_of
 from diloco.learner.agent import Agent
 from diloco.learner.exchange import Follower
 from diloco.learner.ranks import Dealt
 from diloco.learner.several_syncers import Agents
 from diloco.outer.fragments import Layout, named_parameters_once
+from diloco.runs import site_agent
+from diloco.runs.site_agent import _client, agent_of, follower_of, owning_follower_of
 from diloco.wire.options import MBPS_MIN
 
 SMALL = ["model=tiny", "run.name=x", "outer.num_fragments=2"]

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import site_machines
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.run_dir import SiteDir
-from diloco.launch.schema import RunConfig
-from diloco.launch.site_machines import Gone, Line, Machines, Order, Report, check_machines, differs, reached
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.config.run_dir import SiteDir
+from diloco.config.schema import RunConfig
+from diloco.runs import site_machines
+from diloco.runs.site_machines import Gone, Line, Machines, Order, Report, check_machines, differs, reached
 
 BOUND_S = 30.0
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.errors import ExitCode, VerbError
-from diloco.launch.run_dir import SiteDir
-from diloco.launch.site_machines import Ranks, ending_of_ranks, forget_ending, tell_speaker
+from diloco.config.errors import ExitCode, VerbError
+from diloco.config.run_dir import SiteDir
+from diloco.runs.site_machines import Ranks, ending_of_ranks, forget_ending, tell_speaker
 
 BOUND_S = 30.0
 PRETENDED = """#!/bin/sh
@@ -46,10 +46,10 @@ def test_torchrun_is_started_for_this_machine_and_ends_with_its_ranks(
         assert time.monotonic() < until, "what torchrun has started is left behind"
         time.sleep(0.01)
     words = ranks.log.read_text().split()
-    assert words[:3] == ["-m", "diloco.launch.process", str(os.getpid())]
+    assert words[:3] == ["-m", "diloco.runs.process", str(os.getpid())]
     assert words[4:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"),
-        *("-m", "diloco.launch.site_rank", str(tmp_path / "config.yaml"), "place"),
+        *("-m", "diloco.runs.site_rank", str(tmp_path / "config.yaml"), "place"),
     ]
 
 

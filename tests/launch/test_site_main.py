@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli import site as site_main
+from diloco.cli.main import main
+from diloco.cli.site import check_identity
+from diloco.config import run_dir
+from diloco.config.compose import compose, read, write
+from diloco.config.errors import ConfigError, ExitCode
+from diloco.config.run_dir import SiteDir
+from diloco.config.schema import RunConfig
 from diloco.durable import locked
-from diloco.launch import run_dir, site_main
-from diloco.launch.cli import main
-from diloco.launch.config import compose, read, write
-from diloco.launch.errors import ConfigError, ExitCode
-from diloco.launch.run_dir import SiteDir
-from diloco.launch.schema import RunConfig
-from diloco.launch.site_machines import Ranks
-from diloco.launch.site_main import check_identity
+from diloco.runs.site_machines import Ranks
 from tests.launch.processes import TINY
 
 

@@ -11,16 +11,17 @@ from unittest.mock import Mock
 
 import pytest
 
+from diloco.config.compose import compose, write
+from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError
+from diloco.config.run_dir import SiteDir, held, run_dir_of
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.checks import GroupError
 from diloco.inner.data import DataError
-from diloco.launch import site_rank
-from diloco.launch.config import compose, write
-from diloco.launch.errors import ConfigError, ExitCode, RankLost, VerbError
-from diloco.launch.eventlog import Event
-from diloco.launch.run_dir import SiteDir, held, run_dir_of
-from diloco.launch.site_rank import (
+from diloco.learner.agent import Finished
+from diloco.observe.eventlog import Event
+from diloco.runs import site_rank
+from diloco.runs.site_rank import (
     Place,
     among_machines,
     check_resume,
@@ -30,7 +31,6 @@ from diloco.launch.site_rank import (
     open_log,
     place_from_environment,
 )
-from diloco.learner.agent import Finished
 from tests.launch.test_eventlog import full
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.run_dir import SiteDir
-from diloco.launch.site_rank import check_one_folder
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.config.run_dir import SiteDir
+from diloco.runs.site_rank import check_one_folder
 
 BOUND_S = 20.0
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.arguments import settings_parser
-from diloco.launch.errors import ConfigError, VerbError
-from diloco.launch.past import Kind, kind_of
-from diloco.launch.sources import add_source, taken_from, version_of
+from diloco.cli.model import add_source, taken_from, version_of
+from diloco.config.arguments import settings_parser
+from diloco.config.errors import ConfigError, VerbError
+from diloco.models.sources import Kind, kind_of
 from tests.launch.pasts import with_a_past
 
 

@@ -13,8 +13,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from diloco.launch.cli import main
-from diloco.launch.status_main import standby_line
+from diloco.cli.main import main
+from diloco.cli.status import standby_line
 from tests.launch.processes import START_S, TINY, place_in, wait_for
 from tests.loopback.cluster import eventually, free_port, serving
 from tests.syncer.test_standby import BOUND_S, a_toy

@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from diloco.launch.config import compose
-from diloco.launch.standby_metrics import StandbyMetrics
+from diloco.config.compose import compose
+from diloco.observe.syncer_metrics import StandbyMetrics
 from tests.launch.test_syncer_metrics import values
 from tests.loopback.cluster import eventually, serving
 from tests.syncer.test_standby import BOUND_S, a_toy

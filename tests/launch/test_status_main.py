@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from diloco.launch import status_main
-from diloco.launch.cli import main
-from diloco.launch.errors import ConfigError, VerbError
-from diloco.launch.status_main import heading, sites_table, stages_lines, syncer_address, units_line
+from diloco.cli import status
+from diloco.cli.main import main
+from diloco.cli.status import heading, sites_table, stages_lines, syncer_address, units_line
+from diloco.config.errors import ConfigError, VerbError
 
 UNITS = {
     "processed": 1201,
@@ -86,8 +86,8 @@ def test_a_watch_ended_by_ctrl_c_has_not_failed(option: list[str], monkeypatch: 
     def stop(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(status_main, "_asker", lambda address, settings: lambda: STATUS)
-    monkeypatch.setattr(status_main, "time", SimpleNamespace(sleep=stop, gmtime=time.gmtime, strftime=time.strftime))
+    monkeypatch.setattr(status, "_asker", lambda address, settings: lambda: STATUS)
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=stop, gmtime=time.gmtime, strftime=time.strftime))
     assert main(["status", "127.0.0.1:7077", "--watch", *option]) == 0
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from diloco.launch import status_main
-from diloco.launch.cli import main
-from diloco.launch.errors import ExitCode, VerbError
-from diloco.launch.status_main import syncer_addresses
-from diloco.launch.status_several import answering, as_one, asked_all, code_of, one_line, whole_line
+from diloco.cli import status
+from diloco.cli.main import main
+from diloco.cli.status import answering, as_one, asked_all, code_of, one_line, syncer_addresses, whole_line
+from diloco.config.errors import ExitCode, VerbError
 from tests.launch.test_status_main import STATUS
 
 
@@ -57,7 +56,7 @@ def test_a_refusal_is_no_absence() -> None:
 
 def test_the_verb_shows_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     known = {"a:1": of([0], 100, 0.25), "b:2": of([1], 100, 0.25)}
-    monkeypatch.setattr(status_main, "_asker", lambda address, settings: lambda: known[address])
+    monkeypatch.setattr(status, "_asker", lambda address, settings: lambda: known[address])
     assert main(["status", "a:1/b:2"]) == ExitCode.OK
     told = capsys.readouterr().out
     assert "on 2 syncers  25% of the run" in told

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch.scenario import KINDS
-from diloco.launch.story import CAUSED, ENDED, sentence
+from diloco.observe.text import CAUSED, ENDED, sentence
+from diloco.runs.scenario import KINDS
 from tests.launch.recorded import Recorder
 
 

@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
-from diloco.launch.closing import closing_lines
-from diloco.launch.history import RunHistory
-from diloco.launch.summary import LEDGER, SCHEMA, SINCE, complaints, settled, summarize, unfinished, write_summary
+from diloco.observe.history import RunHistory
+from diloco.observe.summary import (
+    LEDGER,
+    SCHEMA,
+    SINCE,
+    closing_lines,
+    complaints,
+    settled,
+    summarize,
+    unfinished,
+    write_summary,
+)
 from tests.launch.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
 
 CONFIG = {"run": {"seed": 7, "name": "quiet-otter"}, "model": {"dim": 128}}

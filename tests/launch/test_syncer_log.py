@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from diloco.launch import build
-from diloco.launch.config import compose
-from diloco.launch.eventlog import read_events
-from diloco.launch.syncer_log import syncer_log
+from diloco.config import build
+from diloco.config.compose import compose
+from diloco.observe.eventlog import read_events
+from diloco.runs.syncer_log import syncer_log
 
 
 def test_a_syncers_own_numbers_and_the_whole_models(tmp_path: Path) -> None:

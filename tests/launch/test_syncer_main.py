@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from diloco.cli.main import main
+from diloco.cli.syncer import again, join_line, old_copy
+from diloco.config.arguments import settings_help
+from diloco.config.compose import compose, read, write
+from diloco.config.run_dir import RunDir
 from diloco.durable import locked
-from diloco.launch.cli import main
-from diloco.launch.config import compose, read, write
-from diloco.launch.run_dir import RunDir
-from diloco.launch.settings_help import settings_help
-from diloco.launch.syncer_main import again, join_line, old_copy
 from tests.launch.processes import TINY, place_in, wait_for
 from tests.loopback.cluster import free_port
 
@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_line_that_a_site_needs_means_the_same_run() -> None:
-    from diloco.launch.config import shared_digest
+    from diloco.config.compose import shared_digest
 
     settings = [
         "outer=diloco",

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from diloco.codec.base import digest
+from diloco.config import build
+from diloco.config import compose as configs
+from diloco.config.errors import ConfigError, VerbError
+from diloco.config.model_files import write_folder
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import Part, commit, write_part
 from diloco.inner.tokenizer import make_tokenizer
-from diloco.launch import build
-from diloco.launch import config as configs
-from diloco.launch.errors import ConfigError, VerbError
-from diloco.launch.field_folder import write_folder
-from diloco.launch.taken import Taken, take, take_from_syncer
+from diloco.models.read import Taken, take, take_from_syncer
 from diloco.outer.fragments import gather, named_parameters_once
 from tests.launch.pasts import Hand, configured
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.cli import main
+from diloco.cli.main import main
 
 NOWHERE = ["eval", "nowhere", "--tasks", "pets"]
 
@@ -46,7 +46,7 @@ def test_where_the_harness_is_not_installed_the_line_says_how_to(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "diloco.launch.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "diloco.integrations.lm_eval", raising=False)
     assert main(NOWHERE) == 1
     said = capsys.readouterr().err
     assert "--tasks needs lm-evaluation-harness" in said

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file
 
 import diloco.titan
-from diloco.launch.joining import OTHERWISE
-from diloco.launch.schema import SiteSection
-from diloco.launch.titan_trainer import RANK_0, Kept, Site, check_waits, site_of, tokens_per_step
+from diloco.config.schema import SiteSection
+from diloco.integrations.join import OTHERWISE
+from diloco.integrations.torchtitan import RANK_0, Kept, Site, check_waits, site_of, tokens_per_step
 from tests.launch.processes import ROOT
 from tests.launch.serving import PATIENT, serving_file
 
@@ -80,7 +80,7 @@ def test_a_step_is_worth_what_all_ranks_read() -> None:
 def test_no_rank_is_kept_waiting_longer_than_torchtitan_has_it_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=100)
     check_waits(Site(finish_timeout_s=100.0), comm)  # One process waits for nobody.
-    monkeypatch.setattr("diloco.launch.titan_trainer.PresentGroup", lambda: SimpleNamespace(world=2))
+    monkeypatch.setattr("diloco.integrations.torchtitan.PresentGroup", lambda: SimpleNamespace(world=2))
     check_waits(Site(), comm)
     with pytest.raises(
         ValueError, match=r"^diloco\.finish_timeout_s is 100.0: less than comm.train_timeout_seconds=100,"

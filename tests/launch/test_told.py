@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from diloco.config import build, syncer_settings
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.syncer_settings import told_by
 from diloco.inner.tokenizer import END, make_tokenizer
-from diloco.launch import build, told
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.told import told_by
 from diloco.wire.checkup import Checkup
 from diloco.wire.messages import Refused, Status
 from tests.launch.pasts import Hand, configured
@@ -84,9 +84,9 @@ def test_an_earlier_release_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(
     hand: Hand, key: str, text: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = told._asked(hand.address, compose([]))
+    answer = syncer_settings._answer_of(hand.address, compose([]))
     strange = replace(answer, shared_config={**answer.shared_config, key: text})
-    monkeypatch.setattr(told, "_asked", lambda address, config: strange)
+    monkeypatch.setattr(syncer_settings, "_answer_of", lambda address, config: strange)
     with pytest.raises(ConfigError, match=words) as refused:
         told_by(hand.address, [])
     assert "\n" not in str(refused.value)

@@ -11,11 +11,11 @@ from threading import Thread
 
 import pytest
 
+from diloco.cli.main import main
+from diloco.config import compose as configs
+from diloco.config import run_dir
 from diloco.durable import locked
-from diloco.launch import config as configs
-from diloco.launch import run_dir
-from diloco.launch.cli import main
-from diloco.launch.eventlog import read_events
+from diloco.observe.eventlog import read_events
 from tests.launch.processes import ROOT, TINY, Place, wait_for
 
 

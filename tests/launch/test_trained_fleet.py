@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.config import build
+from diloco.config import compose as configs
+from diloco.config.schema import ClusterSite, RunConfig
 from diloco.inner.data import CorpusManifest
-from diloco.launch import build
-from diloco.launch import config as configs
-from diloco.launch.fleeting import Told, fleet_of
-from diloco.launch.lab import OWN
-from diloco.launch.schema import ClusterSite, RunConfig
-from diloco.launch.trained_fleet import Control, TrainedFleet, Warm, tokens_per_step
+from diloco.lab.experiment import OWN
+from diloco.lab.fleet import Told, fleet_of
+from diloco.lab.training import Control, TrainedFleet, Warm, tokens_per_step
 from diloco.sim.fleet import simulate
 from diloco.sim.fleet_plan import FleetResult
 from tests.launch.laboratories import SMALL

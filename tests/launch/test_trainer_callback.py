@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import diloco.hf
-from diloco import launch
+from diloco import integrations
 from tests.launch.serving import PATIENT, TOKENS, Served, cold_model, serving
 
 pytestmark = pytest.mark.slow  # Importing transformers alone takes its time.
@@ -138,8 +138,8 @@ def test_a_checkpoint_has_the_sites_state_whole_or_not_at_all(tmp_path: Path, mo
 
 def test_without_transformers_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "diloco.launch.trainer_callback", raising=False)
-    monkeypatch.delattr(launch, "trainer_callback", raising=False)
+    monkeypatch.delitem(sys.modules, "diloco.integrations.huggingface", raising=False)
+    monkeypatch.delattr(integrations, "huggingface", raising=False)
     with pytest.raises(ImportError, match=r"needs transformers and accelerate \(.+\): pip install 'diloco\[hf\]'"):
         _ = diloco.hf.DiLoCoCallback
     with pytest.raises(AttributeError, match="has no attribute 'Callback'"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.launch.unit_text import units_shortly, units_text
+from diloco.observe.text import units_shortly, units_text
 
 UNITS = {
     "processed": 1201,

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from diloco.launch.errors import ExitCode, VerbError
-from diloco.launch.eventlog import EventLog, read_events
-from diloco.launch.history import RunHistory
-from diloco.launch.process import SAME_REQUEST_S
-from diloco.launch.run_dir import RunDir
-from diloco.launch.scenario import Step
-from diloco.launch.supervise import Child, Interrupts, child_environment
-from diloco.launch.up import Outcome, Up, UpOptions, children_of, not_played
-from diloco.launch.up_main import missed
-from diloco.launch.view import Facts, PlainView
+from diloco.cli.up import missed
+from diloco.config.errors import ExitCode, VerbError
+from diloco.config.run_dir import RunDir
+from diloco.observe.eventlog import EventLog, read_events
+from diloco.observe.history import RunHistory
+from diloco.observe.view import Facts, PlainView
+from diloco.runs.process import SAME_REQUEST_S
+from diloco.runs.scenario import Step
+from diloco.runs.supervise import Child, Interrupts, child_environment
+from diloco.runs.up import Outcome, Up, UpOptions, children_of, not_played
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.launch.test_supervise import alive

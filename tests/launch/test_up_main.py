@@ -7,26 +7,17 @@ from typing import Any
 
 import pytest
 
+from diloco.cli.up import check, choose_run, exit_code, facts_of, main, up_options
+from diloco.config import compose as configs
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import below
+from diloco.config.run_dir import RunDir
+from diloco.config.schema import ClusterSite, RunConfig
 from diloco.durable import locked
-from diloco.launch import config as configs
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.history import RunHistory
-from diloco.launch.placing import below
-from diloco.launch.run_dir import RunDir
-from diloco.launch.scenario import ScenarioError
-from diloco.launch.schema import ClusterSite, RunConfig
-from diloco.launch.up import Outcome
-from diloco.launch.up_main import (
-    check,
-    choose_run,
-    exit_code,
-    facts_of,
-    main,
-    scenario_of,
-    up_options,
-)
-from diloco.launch.up_syncers import OneSyncer, syncers_of
+from diloco.observe.history import RunHistory
+from diloco.runs.scenario import ScenarioError, scenario_of
+from diloco.runs.up import OneSyncer, Outcome, syncers_of
 from tests.sooner import sooner
 
 

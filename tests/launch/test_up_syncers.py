@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError
-from diloco.launch.schema import RunConfig
-from diloco.launch.up_syncers import check, link_name, restore_line, site_of, syncer_address, syncers_of
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.config.schema import RunConfig
+from diloco.runs.scenario import link_name, site_of
+from diloco.runs.up import check_syncers, restore_line, syncer_address, syncers_of
 
 TWO = ["outer.num_fragments=2", "outer.num_syncers=2", "run.name=x"]
 
@@ -52,14 +53,14 @@ def test_each_of_two_has_an_address_a_folder_and_a_way_back(tmp_path: Path) -> N
 )
 def test_what_two_on_one_machine_cannot_share_is_named(tmp_path: Path, setting: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(config_in(tmp_path, *TWO, setting))
-    check(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123"))
+        check_syncers(config_in(tmp_path, *TWO, setting))
+    check_syncers(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123"))
 
 
 def test_a_lease_file_is_for_one(tmp_path: Path) -> None:
     lease = ["cluster.lease.kind=file", "cluster.lease.path=/x/lease"]
     with pytest.raises(ConfigError, match=r"cluster.lease.path is '/x/lease': several syncers need a file each"):
-        check(config_in(tmp_path, *TWO, *lease))
+        check_syncers(config_in(tmp_path, *TWO, *lease))
 
 
 def test_a_sites_links_bear_its_name() -> None:

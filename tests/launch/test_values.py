@@ -10,13 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco
+from diloco.cli.syncer import join_line
+from diloco.config import build, build_syncer
+from diloco.config.compose import compose, shared_config, tokenizer_of
+from diloco.config.errors import ConfigError
+from diloco.config.model_files import load_values, write_folder
 from diloco.inner import checkpoint
-from diloco.launch import build, build_syncer
-from diloco.launch.config import compose, shared_config, tokenizer_of
-from diloco.launch.errors import ConfigError
-from diloco.launch.field_folder import write_folder
-from diloco.launch.syncer_main import join_line
-from diloco.launch.values import load_values
 from diloco.outer.fragments import gather, named_parameters_once
 from tests.launch.serving import small_model
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.launch import view
-from diloco.launch.history import RunHistory
-from diloco.launch.view import Facts, LiveView, PlainView, make_view, screen, sparkline, standing, time_left
+from diloco.observe import view
+from diloco.observe.history import RunHistory
+from diloco.observe.view import Facts, LiveView, PlainView, make_view, screen, sparkline, standing, time_left
 from tests.launch.recorded import SITES, Recorder
 from tests.sooner import sooner
 

@@ -10,7 +10,7 @@ import torch
 
 from diloco.codec.base import digest
 from diloco.inner import checkpoint
-from diloco.launch.warm_site import ColdError, read_site
+from diloco.models.read import ColdError, read_site
 from diloco.sync.data_units import SKIPPED
 from diloco.sync.plain import to_plain
 from diloco.sync.progress import FragmentProgress, LearnerState, Sent, SentState, SiteUnits

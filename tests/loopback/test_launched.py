@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.cli import main
-from diloco.launch.eventlog import read_events
+from diloco.cli.main import main
+from diloco.observe.eventlog import read_events
 from tests.launch.processes import ROOT, TINY, place_in, wait_for
 from tests.loopback.cluster import free_port
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.supervise import descendants
+from diloco.runs.supervise import descendants
 from tests.launch.processes import Place, Verb, place_in, wait_for
 from tests.loopback.test_real_processes import balanced
 
@@ -39,7 +39,7 @@ def ranks_of(verb: Verb) -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):  # It has ended since.
             continue
-        if b"diloco.launch.site_rank" in words and b"torch.distributed.run" not in words:
+        if b"diloco.runs.site_rank" in words and b"torch.distributed.run" not in words:
             found.append(pid)
     return found
 

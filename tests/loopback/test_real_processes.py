@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.eventlog import Event
+from diloco.observe.eventlog import Event
 from tests.launch.processes import TINY, Place, place_in, wait_for
 
 

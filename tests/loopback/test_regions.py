@@ -14,14 +14,14 @@ from typing import BinaryIO
 
 import pytest
 
+from diloco.config import build
+from diloco.config.compose import compose
+from diloco.config.errors import ExitCode
+from diloco.config.placing import at
+from diloco.config.schema import RunConfig
 from diloco.durable import Disk, Step
-from diloco.launch import build
-from diloco.launch.config import compose
-from diloco.launch.errors import ExitCode
-from diloco.launch.eventlog import Event
-from diloco.launch.placing import at
-from diloco.launch.schema import RunConfig
 from diloco.learner.region import Upward
+from diloco.observe.eventlog import Event
 from diloco.sync.region import standing
 from diloco.sync.rounds import Selection
 from diloco.sync.state import OuterState, Phase

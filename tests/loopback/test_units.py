@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from diloco.config import build
+from diloco.config.errors import ExitCode
 from diloco.inner.data import TokenStream
-from diloco.launch import build
-from diloco.launch.errors import ExitCode
-from diloco.launch.past import past_of
+from diloco.models.sources import past_of
 from diloco.sync.data_units import common, size, without
 from diloco.sync.fates import columns_of
 from diloco.syncer.restoring import Kept

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diloco.launch.summary import complaints
+from diloco.observe.summary import complaints
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.launch.test_supervise import alive
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.eventlog import EventLog, read_events
 from diloco.learner.agent import Agent
 from diloco.learner.seal import Sealer, SealJob
+from diloco.observe.eventlog import EventLog, read_events
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import replay

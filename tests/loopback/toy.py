@@ -30,7 +30,6 @@ from diloco.inner import checkpoint
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
-from diloco.launch.process import limit_arenas
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.exchange import AgentOptions, Follower
 from diloco.learner.ranks import Dealt, Orders
@@ -39,6 +38,7 @@ from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.merge import UNCORRECTED, Correction, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
+from diloco.runs.process import limit_arenas
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.link import AdaptOptions
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions

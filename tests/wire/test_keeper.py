@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.launch import certificates
+from diloco.deploy import certificates
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Outcome, PullAsk, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions

@@ -1,0 +1,260 @@
+"""``diloco certs``: a private certificate authority for users without one, and a certificate for each participant.
+
+The folder holds ``ca.pem`` and ``ca.key``; ``syncer.pem``, ``sites/<id>.pem`` ..., each with its key beside it;
+``issued.jsonl`` (what was signed, so that it can be revoked); and ``revoked.json``, which the syncer reloads whenever
+it changes.  All security depends on ``ca.key``: issuing needs it, a running program never does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config import compose as configs
+from diloco.config.arguments import OneLineParser
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.durable import write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DOES = """Certificates for mutual TLS, from an authority of your own.
+
+  diloco certs init certs
+  diloco certs issue certs --syncer --host syncer.example.org --host 10.0.0.1
+  diloco certs issue certs --site site-a          (also --observer, --admin, --standby [--host NAME])
+  diloco certs show certs/sites/site-a.pem
+  diloco certs revoke certs --site site-a         (all that were issued to it; issue it a new one to let it in again)
+
+A syncer asks who was revoked; sites ask it of no syncer.  One whose key is lost needs a new authority.
+Nothing that is there is overwritten without --force.  Keys are written for their owner alone (mode 0600); carry a
+site its own .pem and .key and ca.pem, and nothing else."""
+ROLES = ("syncer", "observer", "admin", "standby")
+OWN_FILES = ("ca.pem", "ca.key", "revoked.json", "issued.jsonl")
+DAYS_MAX = 825
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(prog="diloco certs", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["init", "issue", "show", "revoke"])
+    parser.add_argument("target", metavar="DIR|FILE")
+    parser.add_argument("--trust-domain", metavar="X", help="init: the name in front of every id (default: diloco)")
+    parser.add_argument("--site", metavar="ID", help="issue, revoke: for the site of this name")
+    for role in ROLES:
+        where = "issue" if role == "syncer" else "issue, revoke"
+        parser.add_argument(f"--{role}", action="store_true", help=f"{where}: for the {role}")
+    parser.add_argument(
+        "--host", action="append", default=[], metavar="NAME", help="issue: a name or address it serves"
+    )
+    parser.add_argument("--days", type=int, metavar="N", help="issue: how long it is good for (default: 90)")
+    parser.add_argument("--force", action="store_true", help="init, issue: overwrite what is there")
+    given = parser.parse_args(arguments)
+    from diloco.deploy.certificates import CertificateError
+
+    try:
+        return {"init": _init, "issue": _issue, "show": _show, "revoke": _revoke}[given.what](given)
+    except CertificateError as error:
+        raise VerbError(ExitCode.FAILED, f"{given.target}: {error}") from error
+
+
+def _init(given: argparse.Namespace) -> ExitCode:
+    from diloco.deploy.certificates import make_authority
+
+    _only(given, "trust_domain", "force")
+    folder = Path(given.target)
+    files = [folder / name for name in OWN_FILES]
+    _check_free(files, given.force)
+    authority = make_authority(given.trust_domain or "diloco", _now())
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_file(files[1], authority.key, 0o600)
+    write_file(files[0], authority.certificate, 0o644)
+    _write_revoked(folder, [], [])
+    write_file(files[3], b"", 0o644)
+    print(f"{folder}/ca.pem signs, with {folder}/ca.key, which stays with you")
+    return ExitCode.OK
+
+
+def _issue(given: argparse.Namespace) -> ExitCode:
+    from diloco.deploy import certificates
+    from diloco.wire.options import check_private
+
+    who = _who(given)
+    _only(given, "site", *ROLES, "host", "days", "force")
+    days = certificates.LEAF_DAYS if given.days is None else given.days
+    if not 1 <= days <= DAYS_MAX:
+        raise ConfigError(f"--days is {days}: 1 to {DAYS_MAX}")
+    if who == "syncer" and not given.host:
+        raise ConfigError("--syncer needs --host NAME, the name or address that sites dial, once for each")
+    if given.host and who not in ("syncer", "standby"):
+        raise ConfigError(f"--host is {given.host[0]!r}: only a syncer or a standby serves")
+    folder = Path(given.target)
+    authority = certificates.Pair(_read(folder / "ca.pem"), _read(folder / "ca.key"))
+    try:
+        check_private("ca.key", str(folder / "ca.key"))
+    except ValueError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    cert, key = folder / f"{_file(who)}.pem", folder / f"{_file(who)}.key"
+    _check_free([cert, key], given.force)
+    pair = certificates.issue(authority, who, given.host, days, _now())
+    facts = certificates.describe(pair.certificate)
+    cert.parent.mkdir(mode=0o700, exist_ok=True)
+    # Record the certificate before it exists, so that it can always be revoked.
+    line = json.dumps({"who": who, "fingerprint": facts.fingerprint, "ends": facts.ends.isoformat()})
+    torn = _read(folder / "issued.jsonl")[-1:] not in (b"", b"\n")
+    with (folder / "issued.jsonl").open("a") as issued:
+        issued.write(f"\n{line}\n" if torn else f"{line}\n")
+        issued.flush()
+        os.fsync(issued.fileno())
+    write_file(key, pair.key, 0o600)
+    write_file(cert, pair.certificate, 0o644)
+    print(f"{cert} is {facts.ids[0]}, good until {facts.ends:%Y-%m-%d}; the settings that use it:")
+    print(" ".join(_settings(folder, who, cert, key)))
+    return ExitCode.OK
+
+
+def _settings(folder: Path, who: str, cert: Path, key: Path) -> list[str]:
+    """Return the settings that use the certificate, as command-line words."""
+    if who == "syncer":
+        above = "cluster.syncer"
+        more = [f"{above}.require_client_cert=true", f"{above}.revoked_file={folder}/revoked.json"]
+    else:
+        above = "site"
+        more = [f"site.id={who.removeprefix('site/')}"] if who.startswith("site/") else []
+    files = [f"{above}.tls_cert={cert}", f"{above}.tls_key={key}", f"{above}.tls_ca={folder}/ca.pem"]
+    return [*files, *more]
+
+
+def _show(given: argparse.Namespace) -> ExitCode:
+    from diloco.deploy.certificates import describe
+
+    _only(given)
+    facts = describe(_read(Path(given.target)))
+    left = facts.ends - _now()
+    state = f"ends in {left.days} days" if left.days >= 0 else f"ended {-left.days} days ago"
+    rows = {
+        "subject": facts.subject,
+        "issuer": facts.issuer,
+        "id": ", ".join(facts.ids) or "none",
+        "hosts": ", ".join(facts.hosts) or "none",
+        "may sign others": "yes" if facts.is_authority else "no",
+        "good from": f"{facts.begins:%Y-%m-%d %H:%M} UTC",
+        "good until": f"{facts.ends:%Y-%m-%d %H:%M} UTC ({state})",
+        "fingerprint": facts.fingerprint,
+    }
+    for name, value in rows.items():
+        print(f"{name:<16}{value}")
+    return ExitCode.OK
+
+
+def _revoke(given: argparse.Namespace) -> ExitCode:
+    who = _who(given)
+    _only(given, "site", *ROLES)
+    folder = Path(given.target)
+    gone, ids = _revoked(folder / "revoked.json")
+    issued = _issued(folder / "issued.jsonl")
+    theirs = [each for each in issued if each.who == who]
+    fresh = [each.fingerprint for each in theirs if each.fingerprint not in gone]
+    if not fresh:
+        raise VerbError(ExitCode.FAILED, f"{folder}/issued.jsonl names no certificate of {who} that is not revoked")
+    last = max(each.ends for each in theirs)
+    if who == "syncer":
+        raise ConfigError(
+            f"--syncer: nobody asks whether a syncer was revoked, and sites go on trusting it until {last:%Y-%m-%d}: "
+            "make a new authority in another folder, and issue everybody a new certificate"
+        )
+    # An expired certificate is refused anyway; leaving it out keeps the list from growing without bound.
+    ended = {each.fingerprint for each in issued if each.ends < _now()}
+    _write_revoked(folder, [fingerprint for fingerprint in [*gone, *fresh] if fingerprint not in ended], ids)
+    print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file lets them in no more")
+    if who == "standby":
+        print(f"sites go on trusting it as a syncer until {last:%Y-%m-%d}, at any address of theirs that it can take")
+    return ExitCode.OK
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    who: str
+    fingerprint: str
+    ends: datetime.datetime
+
+
+def _issued(file: Path) -> list[_Issued]:
+    """Return the issued certificates.  A line torn by a crash is reported and skipped: its content is lost."""
+    found: list[_Issued] = []
+    for number, line in enumerate(_read(file).splitlines(), 1):
+        try:
+            table = json.loads(line) if line.strip() else None
+            if table is not None:
+                ends = datetime.datetime.fromisoformat(table["ends"])
+                found.append(_Issued(str(table["who"]), str(table["fingerprint"]), ends.astimezone(datetime.UTC)))
+        except (ValueError, KeyError, TypeError):
+            told = "if it was of a certificate that somebody has, list its fingerprint in revoked.json by hand"
+            print(f"{file}: line {number} is torn and left out; {told}", file=sys.stderr)
+    return found
+
+
+def _revoked(file: Path) -> tuple[list[str], list[str]]:
+    """Return the revoked certificates' fingerprints and the revoked ids, unchanged from the file."""
+    from diloco.wire.identity import read_revoked
+
+    raw = _read(file)
+    try:
+        read_revoked(str(file))
+    except ValueError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    table = json.loads(raw)
+    return table.get("certificates", []), table.get("ids", [])
+
+
+# --- small things ---------------------------------------------------------------------------------------------------
+
+
+def _who(given: argparse.Namespace) -> str:
+    said = [f"site/{given.site}"] if given.site is not None else []
+    said += [role for role in ROLES if getattr(given, role)]
+    if len(said) != 1:
+        raise ConfigError(f"say for whom: one of --site ID, {', '.join(f'--{role}' for role in ROLES)}")
+    if given.site is not None and not configs.is_name(given.site):
+        raise ConfigError(f"--site is {given.site!r}: letters, digits, '.', '_' and '-', at most 64")
+    return said[0]
+
+
+def _file(who: str) -> str:
+    return f"sites/{who.removeprefix('site/')}" if who.startswith("site/") else who
+
+
+def _only(given: argparse.Namespace, *allowed: str) -> None:
+    """Refuse an option that this subcommand does not use, instead of silently ignoring it."""
+    for name in ("trust_domain", "site", *ROLES, "host", "days", "force"):
+        if name not in allowed and getattr(given, name) not in (None, False, []):
+            raise ConfigError(f"--{name.replace('_', '-')} says nothing to diloco certs {given.what}")
+
+
+def _check_free(files: Sequence[Path], force: bool) -> None:
+    for file in files:
+        if file.exists() and not force:
+            raise VerbError(ExitCode.FAILED, f"{file} is there already: --force overwrites it")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        hint = ": diloco certs init makes it" if file.name in OWN_FILES else ""
+        raise VerbError(ExitCode.FAILED, f"{file} is not there{hint}") from None
+
+
+def _write_revoked(folder: Path, fingerprints: Sequence[str], ids: Sequence[str]) -> None:
+    table = {"certificates": list(fingerprints), "ids": list(ids)}
+    write_file(folder / "revoked.json", json.dumps(table, indent=1).encode())
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

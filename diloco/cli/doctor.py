@@ -1,0 +1,298 @@
+"""``diloco doctor``: find problems between this machine and a syncer, and say how to fix them, before a run starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config.arguments import OneLineParser, limit_threads, settings_parser
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import BETWEEN, towards
+from diloco.doctor.findings import Finding, Level, bounded, fail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from diloco.config.schema import RunConfig
+    from diloco.doctor.machine import LinkFigures
+    from diloco.doctor.syncer import Visit, Visitor
+    from diloco.wire.options import SecurityOptions
+
+
+DOES = """What is wrong between this machine and a syncer, and what to change.
+
+  diloco doctor                                                this machine alone
+  diloco doctor server=syncer.example.org:7077                 and the way to a syncer, or to it and its standby
+  diloco doctor server=... run=nimble-otter site.id=fra site.token_file=... site.tls_ca=...    as that site
+  diloco doctor server=a:7077/b:7077 outer.num_syncers=2 ...   and the way to each of several syncers
+  diloco doctor --config site.yaml                             as the site of this file
+
+Nothing of the run is touched; bandwidth is measured with filler, at most 64 MiB each way.
+Exit code 1: a check failed; 3: no address could be reached."""
+SECONDS_MAX = 10
+CHECK_S = 60.0
+"""Timeout of one check."""
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("doctor", DOES, shown=False)
+    parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
+    told = "longest time that filler takes each way, to measure bandwidth: 0 (not measured) to 10; usually 3"
+    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help=told)
+    given = parser.parse_args(arguments)
+    if not 0 <= given.seconds <= SECONDS_MAX:
+        raise VerbError(ExitCode.USAGE, f"--seconds is {given.seconds:g}: from 0 to {SECONDS_MAX}")
+    server, settings = _own_words(given.settings)
+    config = _config(given.config, settings)
+    if server is None and given.config is not None:
+        server = config.site.syncer
+    examination = Examination(config, given.seconds, said=None if given.json else _say)
+    code = examination.run(server)
+    counts = {level.value: sum(each.level is level for each in examination.findings) for level in Level}
+    if given.json:
+        found = [each.fields() for each in examination.findings]
+        print(json.dumps({"checks": found, "counts": counts, "exit": int(code)}, sort_keys=True), flush=True)
+    else:
+        print(", ".join(f"{count} {name}" for name, count in counts.items()), flush=True)
+    return code
+
+
+def _say(finding: Finding) -> None:
+    print(finding.line(), flush=True)
+
+
+def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the value of ``server=``, and all settings with this verb's short keys replaced by full ones."""
+    server, spelled = None, []
+    for text in settings:
+        key, _, value = text.partition("=")
+        if key in ("server", "site.syncer"):
+            server = value
+            spelled.append(f"site.syncer={value}")
+        elif key == "run":
+            spelled.append(f"run.name={value}")
+        else:
+            spelled.append(text)
+    return server, spelled
+
+
+def _config(file: object, settings: list[str]) -> RunConfig:
+    from pathlib import Path
+
+    from diloco.config import build_syncer
+    from diloco.config import compose as configs
+
+    config = configs.read(file, settings) if isinstance(file, Path) else configs.compose(settings)
+    build_syncer.check(config)
+    return config
+
+
+class Examination:
+    """Runs all checks in order; calls ``said`` with each finding as it is made."""
+
+    def __init__(self, config: RunConfig, seconds: float, said: Callable[[Finding], None] | None) -> None:
+        self._config = config
+        self._seconds = seconds
+        self._said = said
+        self.findings: list[Finding] = []
+
+    def run(self, server: str | None) -> ExitCode:
+        """Check this machine, and the path to each address in ``server``; return the exit code."""
+        from diloco.doctor import machine as machine
+        from diloco.doctor.store import store, stores
+
+        self._check("software", machine.software)
+        self._check("devices", lambda: machine.devices(self._config.site.device))
+        self._check("format", lambda: machine.number_format(self._config.site.device, self._config.inner.precision))
+        self._check("kernels", machine.kernels)
+        self._check("limits", machine.limits)
+        for each in stores(self._config):
+            self._check("store", partial(store, each))
+        reached, link = self._links(server) if server is not None else (True, None)
+        self._check("kernel", lambda: machine.kernel(link))
+        if not reached:
+            return ExitCode.UNREACHABLE
+        failed = any(finding.level is Level.FAIL for finding in self.findings)
+        return ExitCode.FAILED if failed else ExitCode.OK
+
+    def _check(self, name: str, check: Callable[[], list[Finding]]) -> None:
+        found = bounded(name, check, CHECK_S)
+        self._add([found] if isinstance(found, Finding) else found)
+
+    def _add(self, findings: list[Finding], address: str = "") -> None:
+        for finding in findings:
+            self.findings.append(replace(finding, address=address))
+            if self._said is not None:
+                self._said(finding)
+
+    def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
+        """Run ``_links_to`` for each of several syncers, with that syncer's index; every syncer must be reached."""
+        if BETWEEN not in server:
+            return self._links_to(server)
+        found = []
+        for part in towards(self._config):
+            self._config = part
+            found.append(self._links_to(part.site.syncer))
+        return all(reached for reached, _ in found), next((link for _, link in found if link is not None), None)
+
+    def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
+        """Return whether any address answered, and the figures of the link to the first syncer that answered."""
+        from diloco.doctor.link import own_files
+        from diloco.doctor.machine import LinkFigures
+        from diloco.wire.channel import split_addresses
+
+        try:
+            addresses = split_addresses(server)
+        except ValueError as error:
+            raise ConfigError(f"server is {server!r}: {error}") from error
+        security = self._security(addresses)
+        if security is None:
+            return True, None
+        self._check("files", lambda: own_files(security, self._config.site.id))
+        reached, link = False, None
+        for address in addresses:
+            if len(addresses) > 1 and self._said is not None:
+                print(f"--    {address}", flush=True)
+            heard, visited = self._address(address, security)
+            reached = reached or heard
+            if link is None and visited is not None and visited.answered:
+                link = LinkFigures(visited.rtt_s, visited.up_bytes_per_s, visited.down_bytes_per_s)
+        return reached, link
+
+    def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
+        """Return this end's credentials; None, and a finding, where they cannot be used."""
+        from diloco.config import connecting
+        from diloco.wire.channel import check_address
+
+        try:
+            security = connecting.site_security(self._config)
+            for address in addresses:
+                check_address(address, security)
+        except ConfigError as error:
+            self._add([fail("files", str(error), "give files that are there, secrets for their owner's eyes alone")])
+            return None
+        except ValueError as error:
+            self._add([fail("files", str(error), "a token needs TLS wherever somebody may listen")])
+            return None
+        return security
+
+    def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
+        """Check one address; return whether it answered, and the results of asking the syncer there."""
+        from diloco.doctor.link import way_to
+        from diloco.doctor.machine import proxies
+        from diloco.doctor.syncer import visit
+        from diloco.wire.checkup import Checkup
+        from diloco.wire.options import ClientOptions
+
+        def asked() -> Visit:
+            with Checkup(address, security, ClientOptions()) as checkup:
+                return visit(checkup, self._visitor())
+
+        self._add(proxies(address.rpartition(":")[0].strip("[]"), os.environ), address)
+        way = bounded("dns", lambda: way_to(address, security), CHECK_S)
+        if isinstance(way, Finding):
+            self._add([way], address)
+            return False, None
+        self._add(way.findings, address)
+        if not way.open:
+            return way.reached, None
+        visited = bounded("grpc", asked, CHECK_S)
+        if isinstance(visited, Finding):
+            self._add([visited], address)
+            return True, None
+        self._add(visited.findings, address)
+        return True, visited
+
+    def _visitor(self) -> Visitor:
+        """Return this site's identity and the content of its join; without a run name there is nothing to compare."""
+        from diloco.config import build
+        from diloco.doctor.syncer import Visitor
+        from diloco.sync.agreement import PROTOCOL
+        from diloco.wire.messages import ProbeAsk
+
+        config = self._config
+        ask = ProbeAsk(PROTOCOL)
+        if config.run.name is not None:
+            layout = build.layout_of(config)
+            said = build.agreement(config, layout)
+            told = layout.to_json().encode()
+            ask = ProbeAsk(said.protocol, said.run_id, said.layout_fingerprint, told, said.shared)
+        return Visitor(config.site.id, ask, limit_s=self._seconds)
+
+
+# --- ``diloco canary`` -----------------------------------------------------------------------------------------------
+
+CANARY = """\
+Re-runs a few inner steps from a site's recorded state, twice, and compares the bits: a machine that corrupts
+data silently is found this way and no other.
+
+  diloco canary runs/nimble-otter/sites/site-a
+  diloco canary runs/nimble-otter/sites/site-a/checkpoints/step-0000000050 --expect DIGEST
+
+With --expect it runs once and compares with what another machine has printed.  Only machines of one kind (processor or
+accelerator, torch, number of threads) round alike: between others a difference means nothing.  Exit 1: different."""
+
+
+def canary(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(
+        prog="diloco canary", description=CANARY, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", metavar="CHECKPOINT|SITE_FOLDER", type=Path)
+    parser.add_argument("--steps", type=int, default=4, help="inner steps to do again (default 4)")
+    parser.add_argument("--expect", metavar="DIGEST", help="compare with this instead of a second run here")
+    parser.add_argument("--nice", type=int, default=0, help="give other processes so much precedence, 0 to 19")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args(arguments)
+    if given.steps < 1:
+        raise ConfigError(f"--steps is {given.steps}: at least 1")
+    if given.expect is not None and not re.fullmatch(r"[0-9a-f]{64}", given.expect):
+        raise ConfigError(f"--expect is {given.expect[:80]!r}: 64 hexadecimal digits, as a canary prints them")
+    if not 0 <= given.nice <= 19:
+        raise ConfigError(f"--nice is {given.nice}: from 0 to 19")
+    from diloco.runs.site_rank import in_words
+
+    os.nice(given.nice)
+    with in_words():
+        found, wanted, where = _compared(given.target, given.steps, given.expect)
+    same = found == wanted
+    told = {"same": same, "digest": found, "other": wanted, "steps": given.steps, **where}
+    print(json.dumps(told) if given.json else _lines(told, given.expect is not None), flush=True)
+    return ExitCode.OK if same else ExitCode.FAILED
+
+
+def _compared(target: Path, steps: int, expect: str | None) -> tuple[str, str, dict[str, object]]:
+    """Return the digest found here, the digest that it must equal, and facts about the checkpoint and the device."""
+    from diloco.runs.canary import digest_after, recorded, repeatable
+
+    place = recorded(target)
+    config = repeatable(place.config)
+    limit_threads(config.site.threads, deterministic=True)
+
+    import torch
+
+    if config.site.threads:
+        torch.set_num_threads(config.site.threads)
+    first, step = digest_after(config, place.checkpoint, steps)
+    other = expect or digest_after(config, place.checkpoint, steps)[0]
+    cuda = torch.cuda.is_available() and config.site.device != "cpu"
+    device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    kind = {"device": device, "torch": torch.__version__}
+    return first, other, {"checkpoint": str(place.checkpoint), "step": step, **kind}
+
+
+def _lines(told: dict[str, object], expected: bool) -> str:
+    verdict = "same" if told["same"] else "DIFFERENT: this machine, or the other one, does not compute what it should"
+    other = "expected" if expected else "again"
+    return (
+        f"{told['checkpoint']}: {told['steps']} steps from step {told['step']} on {told['device']}, "
+        f"torch {told['torch']}\n{'digest':<8} {told['digest']}\n{other:<8} {told['other']}\n{verdict}"
+    )

@@ -1,0 +1,178 @@
+"""``diloco lab``: compare rules at equal tokens, under virtual time, by really training a small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from diloco.codec import kernel_library
+from diloco.config.arguments import limit_threads, settings_parser
+from diloco.config.errors import ConfigError, ExitCode
+from diloco.durable import write_file
+from diloco.lab import experiment as labs
+from diloco.lab.cell import make_warm, run_cell
+from diloco.runs.process import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from diloco.lab.experiment import Cell, Found, Laboratory, Line, Row
+
+LAB = "+lab="
+DOES = """Trains each row of a laboratory with each seed, under virtual time, and shows them beside each other: loss at
+equal tokens, time and bytes.  What was trained before is taken from the folder, so that the same command goes on.
+
+  diloco lab +lab=orderings
+  diloco lab +lab=orderings --rows sync,quorum_1 --seeds 0 outer.lr=0.4
+  diloco lab +lab=my/rows.yaml --jobs 8
+
+A laboratory is a file like those in configs/lab.  Settings given here are those of every row."""
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("lab", DOES, file=False, shown=False)
+    parser.add_argument("--seeds", metavar="0,1,2", help="in place of the laboratory's own")
+    parser.add_argument("--rows", metavar="NAME,NAME", default="", help="these alone (all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells at once (one for each core)")
+    parser.add_argument("--out", type=Path, help="the folder (runs/lab)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    named = [each.removeprefix(LAB) for each in arguments if each.startswith(LAB)]
+    given = parser.parse_args([each for each in arguments if not each.startswith(LAB)])
+    if not named:
+        raise ConfigError("+lab is not given: which laboratory, such as +lab=smoke")
+    if given.jobs < 1:
+        raise ConfigError(f"--jobs is {given.jobs}: at least 1")
+    lab = labs.read(named[-1])
+    seeds = lab.seeds if given.seeds is None else _seeds(given.seeds)
+    cells = labs.cells(lab, given.settings, seeds, [name for name in given.rows.split(",") if name])
+    folder = given.out or Path("runs") / "lab"
+    (folder / lab.name).mkdir(parents=True, exist_ok=True)
+    began_s = time.monotonic()
+    found = {cell.digest: here for cell in cells if (here := labs.kept(folder, cell)) is not None}
+    missing = list({cell.digest: cell for cell in cells if cell.digest not in found}.values())
+    limit_threads(1)
+    _check(missing)
+    if older := sum(here.code != labs.code_digest() for here in found.values()):
+        # Most code changes do not change results, and a laboratory takes hours: the user decides.
+        print(
+            f"{older} of {len(found)} cells that are kept are of other code: another --out trains them anew",
+            file=sys.stderr,
+        )
+    with _bar(len(found) + len(missing), len(found), quiet=given.json) as advance:
+        for cell, here in _trained(missing, folder, given.jobs):
+            found[cell.digest] = replace(here, code=labs.code_digest())
+            labs.keep(folder, cell, found[cell.digest])
+            advance(cell, here)
+    lines = labs.lines(lab, [replace(found[cell.digest], row=cell.name) for cell in cells])  # Rows may share a cell.
+    _report(lab, lines, folder / lab.name, time.monotonic() - began_s, as_json=given.json)
+    return ExitCode.OK
+
+
+def _check(cells: Sequence[Cell]) -> None:
+    """Raise ConfigError for bad settings before any cell is trained; checks each row once."""
+    if not cells:
+        return
+    from diloco.config import build_syncer
+
+    for cell in {cell.name: cell for cell in cells if not cell.row.control}.values():
+        try:
+            build_syncer.check(cell.config)
+        except ConfigError as error:
+            raise ConfigError(f"row {cell.name}: {error}") from error
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds is {text!r}: whole numbers, such as 0,1,2") from None
+
+
+def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:
+    """Yield each cell with its result, as they finish; trains every seed's warm start first."""
+    if not cells:
+        return
+    warm = {cell.warm_digest: cell for cell in cells if cell.warm_steps}
+    begin = (_begin_worker, (os.getpid(), os.environ.get(kernel_library.VARIABLE, "")))
+    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn"), *begin) as pool:
+        try:
+            list(pool.map(make_warm, warm.values(), [folder] * len(warm)))
+            under_way: dict[Future[Found], Cell] = {pool.submit(run_cell, cell, folder): cell for cell in cells}
+            while under_way:
+                done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                for each in done:
+                    yield under_way.pop(each), each.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_worker(parent: int, kernels: str) -> None:
+    """Make the worker die with ``parent`` and use the same kernels; the parent has already reported kernel problems."""
+    die_with_parent(parent)
+    kernel_library.force(kernels)
+
+
+class _bar:  # noqa: N801
+    """A progress bar over all cells, on standard error."""
+
+    def __init__(self, total: int, before: int, *, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True, quiet=quiet)
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._console = console
+        self._task = self._bars.add_task("cells", total=total, completed=before)
+
+    def __enter__(self) -> Callable[[Cell, Found], None]:
+        self._bars.start()
+        return self._advance
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def _advance(self, cell: Cell, found: Found) -> None:
+        self._bars.advance(self._task)
+        if not self._console.is_terminal:
+            self._console.print(f"{cell.name}, seed {cell.seed}: {found.loss:.4f} in {found.took_s:.0f} s")
+
+
+def _under(row: Row, line: Line) -> dict[str, object]:
+    """Return, for a rule under a pattern, how much higher its mean loss is than under the first pattern, "together"."""
+    if not row.rule:
+        return {}
+    off = 0.0 if not row.against else fmean(line.off.values()) if line.off else None
+    return {"rule": row.rule, "pattern": row.pattern, "loss_vs_together": off}
+
+
+def _report(lab: Laboratory, lines: Sequence[Line], folder: Path, took_s: float, *, as_json: bool) -> None:
+    from diloco.lab.report import html, table
+
+    rows: list[dict[str, Any]] = [
+        {"row": line.name, "loss": line.loss, "losses": line.losses, "against": line.against, "off": line.off,
+         "seconds": [each.seconds for each in line.found], "bytes_up": [each.bytes_up for each in line.found],
+         "goodput": [each.goodput for each in line.found],
+         "sites_per_version": [each.sites_per_version for each in line.found], **_under(lab.rows[line.name], line)}
+        for line in lines
+    ]  # fmt: skip
+    told: dict[str, object] = {"lab": lab.name, "seconds": round(took_s, 1), "rows": rows}
+    off = [row["loss_vs_together"] for row in rows if row.get("rule") == "default"]
+    if off and None not in off:
+        told["worst_default"] = max(off)
+    write_file(folder / "table.json", json.dumps(told, indent=1).encode())
+    write_file(folder / "report.html", html(lab, lines).encode())
+    if as_json:
+        print(json.dumps(told))
+        return
+    print(table(lines))
+    print(f"{folder}/report.html")

@@ -1,0 +1,130 @@
+"""``diloco launch``: run on machines that a cluster manager allocates: write the files for it, and call its tool."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config.arguments import load_config, settings_parser
+from diloco.config.compose import enough_sites
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.run_dir import name_run, run_dir_of
+from diloco.deploy.rendering import File
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from diloco.config.schema import RunConfig
+
+DOES = """A run on machines that somebody else hands out.  For the syncer and for each of cluster.sites it writes what
+the tool there wants, from the same settings as everything else; each process reads its own complete file of them.
+
+  diloco launch docker --dry-run                         a Dockerfile, printed
+  diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8
+  diloco launch kubernetes --dry-run --to manifests run.name=first launch.namespace=training
+  diloco launch skypilot --to tasks run.name=first site.syncer=203.0.113.7:7077
+
+Without --dry-run the tool (docker, sbatch, kubectl or sky) is called, after showing how and asking.  Delete what is
+not to run there: a run may have sites in many places."""
+TOOLS: Mapping[str, str] = {"docker": "docker", "slurm": "sbatch", "kubernetes": "kubectl", "skypilot": "sky"}
+"""The command-line tool for each kind of launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The files of a launch, and the commands that submit them, to be called in the files' folder."""
+
+    files: list[File]
+    calls: list[list[str]]
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("launch", DOES)
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="write there; default: below the run's folder")
+    parser.add_argument("--dry-run", action="store_true", help="write, or without --to print, and call nothing")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    given = parser.parse_args(arguments)
+    words = [text for text in given.settings if "=" not in text]
+    if len(words) != 1 or words[0] not in TOOLS:
+        what = f", not {' '.join(words)}" if words else ""
+        raise VerbError(ExitCode.USAGE, f"give one of {', '.join(TOOLS)}{what}")
+    kind = words[0]
+    given.settings = [text for text in given.settings if "=" in text]
+    config = load_config(given)
+    name_run(config)
+    if not given.dry_run and shutil.which(TOOLS[kind]) is None:
+        why = f"{TOOLS[kind]} is not installed here: --dry-run writes the files all the same"
+        raise VerbError(ExitCode.FAILED, why)
+    launch = prepared(kind, config)
+    if given.dry_run and given.to is None:
+        _print(launch.files)
+        return ExitCode.OK
+    folder = given.to or run_dir_of(config).root / "launch" / kind
+    write(folder, launch.files)
+    print(f"{folder}: {', '.join(file.name for file in launch.files)}")
+    return ExitCode.OK if given.dry_run else _call(launch.calls, folder, asks=not given.yes)
+
+
+def prepared(kind: str, config: RunConfig) -> Launch:
+    """Return the files and commands that launch ``config``'s run; ConfigError where it cannot be launched."""
+    from diloco.config import build_syncer
+    from diloco.deploy import docker, kubernetes, skypilot, slurm
+    from diloco.deploy.rendering import has_syncer
+
+    build_syncer.check(config)
+    enough_sites(config)
+    if kind == "docker":
+        return Launch(docker.files(config), [docker.call(config)])
+    way = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot}[kind]
+    found = way.prepared(config)
+    if kind != "kubernetes" and not has_syncer(config):
+        listens = f"cluster.syncer.listen is {config.cluster.syncer.listen!r}"
+        print(f"note: no files for the syncer, which other machines do not reach: {listens}", file=sys.stderr)
+    return Launch([file for each in found for file in way.files(each)], [way.call(each) for each in found])
+
+
+def write(folder: Path, files: Sequence[File]) -> None:
+    """Write ``files`` into ``folder``; ConfigError where a different file of the same name exists."""
+    from diloco.durable import write_file
+
+    for file in files:
+        path = folder / file.name
+        if path.exists() and path.read_text("utf-8", "replace") != file.text:
+            raise ConfigError(f"{path} is there and is another: take it away, or give another --to")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        write_file(folder / file.name, file.text.encode())
+
+
+def _print(files: Sequence[File]) -> None:
+    for file in files:
+        print(f"# --- {file.name} ---")
+        print(file.text)
+
+
+def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCode:
+    """Show the commands, ask, and run them; stop at the first that fails."""
+    print(f"in {folder}:")
+    for words in found:
+        print(f"  {shlex.join(words)}", flush=True)
+    if asks and not _agreed():
+        print("nothing was called")
+        return ExitCode.OK
+    for words in found:
+        code = subprocess.run(words, cwd=folder, check=False).returncode
+        if code != 0:
+            raise VerbError(ExitCode.FAILED, f"{shlex.join(words)} ended with code {code}; nothing after it was called")
+    return ExitCode.OK
+
+
+def _agreed() -> bool:
+    """Ask the user at the terminal and return whether the answer is yes; VerbError without a terminal."""
+    if not sys.stdin.isatty():
+        raise VerbError(ExitCode.USAGE, "nobody is here to be asked: --yes does it")
+    return input("do it? [y/N] ").strip().lower() in ("y", "yes")

@@ -1,0 +1,154 @@
+"""``diloco VERB ...``: run the verb's module and turn its errors into an exit code and one line.
+
+Heavy imports wait until a verb needs them, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn
+
+from diloco.codec import kernel_library
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.open_files import leave_no_core
+from diloco.runs.process import LINUX_ONLY, PARENT_VARIABLE, die_with_parent, end_process, refusal
+from diloco.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """``call`` is ``MODULE:FUNCTION``, a function of the arguments that returns an ``ExitCode``."""
+
+    name: str
+    call: str
+    does: str
+
+
+VERBS = (
+    Verb("up", "diloco.cli.up:main", "the whole thing on this machine: syncer, sites, links between them, a live view"),
+    Verb("syncer", "diloco.cli.syncer:main", "the program that holds the model between the sites"),
+    Verb("site", "diloco.cli.site:main", "one site: trains, sends what it learned, takes what others learned"),
+    Verb("train", "diloco.cli.train:main", "the inner trainer alone, on all the text: the baseline"),
+    Verb(
+        "eval",
+        "diloco.cli.eval:main",
+        "loss of a model on the validation text, in nats per token and in bits per byte",
+    ),
+    Verb("export", "diloco.cli.model:export", "a model as a folder that Hugging Face's transformers loads"),
+    Verb("generate", "diloco.cli.model:generate", "go on with a text, for a look at a model"),
+    Verb(
+        "launch",
+        "diloco.cli.launch:main",
+        "the files for docker, Slurm, Kubernetes or SkyPilot, from the same settings",
+    ),
+    Verb("sim", "diloco.cli.sim:main", "a run without tensors under virtual time: who trains, waits, is away"),
+    Verb("lab", "diloco.cli.lab:main", "rules beside each other: a small model trained by each, at equal tokens"),
+    Verb("plan", "diloco.cli.plan:main", "what a run takes of links, memory, money and time, before there is one"),
+    Verb("status", "diloco.cli.status:main", "how a running syncer stands: sites, versions, tokens, bytes"),
+    Verb("doctor", "diloco.cli.doctor:main", "what is wrong between this machine and a syncer, and what to change"),
+    Verb("admit", "diloco.cli.admin:admit", "let a held update be merged"),
+    Verb("refuse", "diloco.cli.admin:refuse", "never merge an update that is held or waits"),
+    Verb("evict", "diloco.cli.admin:evict", "put a site out of a running run"),
+    Verb("readmit", "diloco.cli.admin:readmit", "let a site that was put out join again"),
+    Verb("drain", "diloco.cli.admin:drain", "one last round, then every site stops; the run can be taken up again"),
+    Verb("report", "diloco.cli.status:report", "report.html and the closing table of a run, finished or not"),
+    Verb(
+        "restore", "diloco.cli.recover:restore", "a stopped run taken up again: from a replay, a backup or a warm site"
+    ),
+    Verb("standby", "diloco.cli.standby:main", "a second syncer that follows the first and takes its place"),
+    Verb("journal", "diloco.cli.recover:journal", "the syncer's journal as lines; a check of everything it keeps"),
+    Verb("canary", "diloco.cli.doctor:canary", "does this machine give the same bits when it repeats a site's steps?"),
+    Verb("certs", "diloco.cli.certs:main", "certificates for mutual TLS: an authority, one for each site, revocation"),
+    Verb(
+        "replay",
+        "diloco.cli.recover:replay",
+        "the outer steps of a run once more, as they were or without some updates",
+    ),
+)
+HELP = frozenset({"-h", "--help"})
+
+
+def command() -> NoReturn:
+    """Run ``main`` and end the process: the entry point for the shell."""
+    leave_no_core()
+    end_process(main())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; a user's mistake prints one line on stderr, never a traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    verb = _verb(given)
+    if verb is None:
+        return ExitCode.USAGE
+    if verb.name in LINUX_ONLY and not HELP & set(given) and (line := refusal(sys.platform)):
+        return _said(verb, line, ExitCode.USAGE)
+    # gRPC logs a line for every handshake and message that it refuses, from any sender: a stranger could fill a
+    # syncer's disk.  Our own messages tell callers and operators what they need to know.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if PARENT_VARIABLE in os.environ:
+        die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
+        print(f"diloco {verb.name}: {line}", file=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        module, _, function = verb.call.partition(":")
+        return int(getattr(import_module(module), function)(given[1:]))
+    except VerbError as error:
+        return _said(verb, str(error), error.code)
+    except ConfigError as error:
+        return _said(verb, str(error), ExitCode.USAGE)
+    except KeyboardInterrupt:
+        return ExitCode.FAILED
+    except BrokenPipeError:
+        # The reader of our output has exited (`| head`); without this, the interpreter's final flush would fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except OSError as error:
+        # A full disk, a folder or file without permission: a problem of the machine, not a defect here.
+        logging.getLogger(__name__).debug("ended by", exc_info=True)
+        return _said(verb, _in_words(error), ExitCode.FAILED)
+
+
+def _verb(given: list[str]) -> Verb | None:
+    """Return the verb, or None after printing a usage error.  ``--help`` and ``--version`` end the process."""
+    parser = argparse.ArgumentParser(
+        prog="diloco",
+        description="Train one model across data centres joined by slow, failing links.",
+        epilog="verbs:\n"
+        + "\n".join(f"  {verb.name:<8} {verb.does}" for verb in VERBS)
+        + "\n\ndiloco VERB --help lists what can be set.  Exit codes: 0 ok, 1 failed, 2 usage, 3 syncer unreachable,\n"
+        "4 not the same run, 75 drained: the same command goes on.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="diloco VERB [settings]",
+    )
+    parser.add_argument("--version", action="version", version=f"diloco {__version__}")
+    parser.add_argument("verb", metavar="VERB", help="what to do")
+    known = parser.parse_args(given[:1])
+    for verb in VERBS:
+        if verb.name == known.verb:
+            return verb
+    from diloco.config.keys import nearest
+
+    near = nearest(known.verb, [verb.name for verb in VERBS])
+    hint = f"did you mean {near}?" if near else f"one of {', '.join(verb.name for verb in VERBS)}"
+    print(f"diloco: unknown verb {known.verb}: {hint}", file=sys.stderr)
+    return None
+
+
+def _in_words(error: OSError) -> str:
+    if error.strerror is None or error.filename is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
+
+
+def _said(verb: Verb, text: str, code: ExitCode) -> int:
+    print(f"diloco {verb.name}: {' '.join(text.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,144 @@
+"""``diloco plan``: estimate what a run needs of links, memory, money and time, by its parameters and sites."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import MISSING, Field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from diloco.config.arguments import OneLineParser
+from diloco.config.errors import ConfigError, ExitCode
+from diloco.config.keys import default_text, meanings, nearest
+from diloco.durable import write_file
+from diloco.plan import estimate
+from diloco.plan.estimate import PRESETS, Question
+from diloco.plan.links import MeasuredLink, read_links, settings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+EXPERIMENT = "experiment"
+DOES = """Answers, before any machine is rented: the bytes of a round and site, the links that a share of the time spent
+training needs, the rhythm that the links you have allow, the syncer's memory, the price, the goodput, and how all of it
+grows with the model and with the sites.  Bytes are the codecs' own; each figure that follows is found by a formula and
+by a simulation.
+
+  diloco plan +experiment=100t_20dc
+  diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
+  diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
+  diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json
+
+Links are stated, or measured: each FILE of --link is what `diloco doctor server=HOST:PORT --json` printed at one site
+(at the syncer's own site: towards another machine far away), or one FILE for all.
+"""
+WANTED: Mapping[object, str] = MappingProxyType(
+    {float: "a number", int: "a whole number", tuple[float, ...]: "numbers with commas between"}
+)
+
+
+class _Parser(OneLineParser):
+    """Reads the meanings of all settings only for --help."""
+
+    def format_help(self) -> str:
+        told = meanings(estimate)
+        lines = [f"  experiment=   {' | '.join(PRESETS)}", ""]
+        for item in fields(Question):
+            default = "" if item.default in (MISSING, ()) else f" [{_default(item)}]"
+            meaning = " ".join(told.get((Question.__name__, item.name), "").split())
+            lines.append(f"  {item.name + default:<34} {meaning}")
+        return "\n".join(
+            [super().format_help(), "What can be set (in brackets: unless an experiment says other):", *lines, ""]
+        )
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = _Parser(prog="diloco plan", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="how bytes grow with the sites, as a picture")
+    told_link = "a site's link as `diloco doctor` measured it; once for each site"
+    parser.add_argument("--link", type=Path, action="append", default=[], metavar="FILE", help=told_link)
+    given = parser.parse_intermixed_args(list(arguments))
+    began_s = time.monotonic()
+    links = read_links(given.link)
+    name, question = question_of(given.settings, links)
+    try:
+        from diloco.plan.answer import answer
+
+        told = answer(question)
+    except ValueError as error:  # An unknown codec, or outer optimizer.
+        raise ConfigError(str(error)) from error
+    measured = [link.fields() for link in links]
+    told = {EXPERIMENT: name, "measured": measured, **told, "took_s": round(time.monotonic() - began_s, 3)}
+    if given.plot:
+        from diloco.plan.text import picture
+
+        write_file(given.plot, picture(question).encode())
+    if given.json:
+        print(json.dumps(told))
+    else:
+        from diloco.plan.text import show
+
+        show(told)
+    return ExitCode.OK
+
+
+def question_of(settings: Sequence[str], links: Sequence[MeasuredLink] = ()) -> tuple[str | None, Question]:
+    """Return the preset that is named, if any, and the question; ConfigError in one line."""
+    hints, name, values = get_type_hints(Question), None, dict[str, object]()
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r} is no setting: key=value, or +experiment=NAME")
+        if key.removeprefix("+") == EXPERIMENT:
+            name = value
+        elif key in hints:
+            values[key] = _value(key, value, hints[key])
+        else:
+            near = nearest(key, list(hints))
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(hints)}"
+            raise ConfigError(f"unknown key {key}: {hint}")
+    if name is not None and name not in PRESETS:
+        near = nearest(name, list(PRESETS))
+        hint = f"did you mean {near}?" if near else f"one of {', '.join(PRESETS)}"
+        raise ConfigError(f"+experiment is {name!r}: {hint}")
+    if name is None and "parameters" not in values:
+        raise ConfigError("parameters is not set: parameters=70e9, or +experiment=NAME")
+    if links:
+        values.update(settings_of(links, values))
+    try:
+        if name is not None:
+            return name, replace(PRESETS[name], **values)  # type: ignore[arg-type]
+        return None, Question(**values)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _value(key: str, text: str, kind: object) -> object:
+    try:
+        if kind is str:
+            return text
+        numbers = [float(part) for part in text.split(",")] if text else []
+        if kind == tuple[float, ...]:
+            return tuple(numbers)
+        (number,) = numbers
+        if kind is float:
+            return number
+        if number.is_integer():  # Such as 1e3.
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{key} is {text!r}: {WANTED[kind]}")
+
+
+def _default(item: Field[Any]) -> str:
+    """Return the default as a user would type it."""
+    value = item.default
+    if isinstance(value, tuple):
+        return ",".join(f"{each:g}" for each in value)
+    return f"{value:g}" if isinstance(value, float) else default_text(item)

@@ -1,0 +1,516 @@
+"""``diloco journal``: print the syncer's journal as lines, to read an incident, or verify all that the syncer keeps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config.arguments import OneLineParser, limit_threads
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import backup_of, number_of
+from diloco.config.run_dir import existing_run
+from diloco.models.sources import data_of, is_data, past_of
+from diloco.runs.process import disk_from_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.models.sources import Past
+    from diloco.runs.evidence import Evidence
+    from diloco.sync.rounds import Selection
+    from diloco.syncer.backups import BackupError, BackupFacts, Vault
+    from diloco.syncer.replaying import ReplayerWithout, Rules
+    from diloco.syncer.restoring import Known, Restored
+    from diloco.syncer.store import RunCard
+
+
+JOURNAL = """\
+diloco journal show RUN_DIR     every event that changed the outer machine: instant in seconds, event, fields,
+                                digest of what came of it; a run folder, a syncer's data folder or one .log file
+diloco journal verify RUN_DIR   everything that the syncer keeps, looked at and not touched: chain and marks of the
+                                journal, snapshots, payloads; ends with 1 and names the first thing that is damaged"""
+
+
+def journal(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(prog="diloco journal", description=JOURNAL)
+    parser.add_argument("what", choices=["show", "verify"])
+    parser.add_argument("target", metavar="RUN_DIR|FILE")
+    given = parser.parse_args(arguments)
+    return _show(given.target) if given.what == "show" else _verify(given.target)
+
+
+def _show(target: str) -> ExitCode:
+    from diloco.sync.journal import JournalError, describe
+    from diloco.syncer.journal_files import read_file
+
+    for path in segments(target):
+        try:
+            read = read_file(path)
+        except (JournalError, OSError) as error:
+            raise VerbError(ExitCode.FAILED, str(error)) from error
+        print(f"# {path.name}: {len(read.records)} records")
+        for record in read.records:
+            print(describe(record))
+        if read.end < read.size:
+            print(f"# {read.size - read.end} bytes of a turn that was being written")
+    return ExitCode.OK
+
+
+def _verify(target: str) -> ExitCode:
+    from diloco.sync.journal import JournalError
+    from diloco.syncer.snapshots import SnapshotError
+    from diloco.syncer.spool import SpoolError
+    from diloco.syncer.store import verify
+
+    folder = data_folder(target)
+    try:
+        found = verify(folder)
+    except (JournalError, SnapshotError, SpoolError, OSError) as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    print(
+        f"whole: {found.records} records in {found.segments} segments, {found.snapshots} snapshots, "
+        f"{found.payloads} payloads in {folder}"
+    )
+    if found.torn_bytes:
+        print(f"the last {found.torn_bytes} bytes are of a turn that was being written, and never acknowledged")
+    return ExitCode.OK
+
+
+def data_folder(target: str) -> Path:
+    """Return the syncer's data folder of ``target``, which is a run folder or already a data folder."""
+    path = Path(target)
+    return path if is_data(path) else data_of(existing_run(target))
+
+
+def segments(target: str) -> list[Path]:
+    """Return the journal's files for ``target``, oldest first."""
+    path = Path(target)
+    if path.is_file():
+        return [path]
+    folder = data_folder(target) / "journal"
+    found = sorted(folder.glob("journal-*.log"))
+    if not found:
+        raise ConfigError(f"{target!r} holds no journal: no journal-*.log in {folder}")
+    return found
+
+
+# --- ``diloco replay`` -----------------------------------------------------------------------------------------------
+
+REPLAY = """\
+Computes a run's outer steps again from its syncer's own data, which is only read, also while the syncer runs.
+
+  diloco replay runs/nimble-otter                             every kept version against its digest in the journal
+  diloco replay runs/nimble-otter --without site=site-b:versions=17..19 --out without-b
+                                                              the state that the same journal gives without those
+                                                              updates; `diloco restore` takes a run up from there
+
+The journal's rounds stand: what else was merged with an update that is left out is merged without it, with the weights
+that the others have among themselves.  A step left empty is skipped and keeps its number."""
+LISTED_MAX = 20
+
+
+def replay(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(
+        prog="diloco replay", description=REPLAY, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, its name below runs/, or its data folder")
+    told = "site=NAME:versions=FIRST..LAST (into which they were merged) or :sequences=..., and :fragment=N for one"
+    parser.add_argument("--without", action="append", default=[], metavar="UPDATES", help=f"leave out {told}")
+    parser.add_argument("--and-later", action="store_true", help="and every update trained on a base with those inside")
+    parser.add_argument("--to", type=int, metavar="VERSION", help="end every fragment at this version")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the result there: image and model.safetensors")
+    parser.add_argument("--verify", action="store_true", help="from the oldest snapshot, and compare every other one")
+    parser.add_argument("--json", action="store_true", help="say it as one JSON object")
+    given = parser.parse_args(arguments)
+    selections = _selections(given.without)
+    if given.to is not None and given.to < 0:
+        raise ConfigError(f"--to is {given.to}: a version, from 0 on")
+    if given.out is not None and given.out.exists():
+        raise ConfigError(f"--out is {str(given.out)!r}: it exists already, and an image gets a folder of its own")
+    past = past_of(given.run)
+    limit_threads(1)
+    facts = _replay(past, past.rules(), selections, given)
+    if given.json:
+        print(json.dumps(facts))
+    return ExitCode.OK
+
+
+def _selections(texts: Sequence[str]) -> list[Selection]:
+    from diloco.sync.rounds import parse_selection
+
+    try:
+        return [parse_selection(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError(f"--without {error}") from error
+
+
+def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: argparse.Namespace) -> dict[str, object]:
+    """Replay; print the result as text unless JSON is wanted, and return the values for JSON."""
+    from diloco.config import build
+    from diloco.syncer.restoring import Kept, KeptError
+    from diloco.syncer.snapshots import Image, ImageError, full_parameters, write_image
+
+    notes: list[str] = []
+    try:
+        kept = Kept(past.data, notes.append)
+        rebuilt = kept.replay(rules, selections, given.to, and_later=given.and_later, verify=given.verify)
+    except KeptError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    facts = _facts(past, rebuilt, [str(chosen) for chosen in selections], notes)
+    if given.out is not None:
+        parameters = full_parameters(build.layout_of(past.config), [values.evaluated for values in rebuilt.values])
+        try:
+            write_image(given.out, Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, facts), parameters)
+        except ImageError as error:
+            raise VerbError(ExitCode.FAILED, str(error)) from error
+        facts["out"] = str(given.out)
+    if not given.json:
+        print("\n".join([*(f"note: {note}" for note in notes), *_lines(rebuilt)]))
+        if given.out is not None:
+            print(f"kept in {given.out}: diloco restore {given.run} --from {given.out} takes the run up from there")
+    return facts
+
+
+def _facts(past: Past, rebuilt: ReplayerWithout, selections: list[str], notes: list[str]) -> dict[str, object]:
+    return {
+        "run": past.config.run.name,
+        "lineage": rebuilt.machine.state.lineage,
+        "without": selections,
+        "from_versions": rebuilt.began_at,
+        "versions": [values.version for values in rebuilt.values],
+        "digests": [values.digest for values in rebuilt.values],
+        "records": rebuilt.records,
+        "versions_compared": rebuilt.compared,
+        "snapshots_compared": rebuilt.snapshots,
+        "left_out": [asdict(out) for out in rebuilt.left_out],
+        "skipped": [{"fragment": fragment, "version": version} for fragment, version in rebuilt.skipped],
+        "trained_on_old_base": dict(sorted(rebuilt.on_old_base.items())),
+        "waiting_on_old_base": rebuilt.old_base_waiting,
+        "notes": notes,
+    }
+
+
+def _lines(rebuilt: ReplayerWithout) -> list[str]:
+    """Return the result as lines of text."""
+    began, ended = (" ".join(map(str, v)) for v in (rebuilt.began_at, [values.version for values in rebuilt.values]))
+    lines = [f"lineage {rebuilt.machine.state.lineage}: {rebuilt.records:,} records, versions {began} to {ended}"]
+    lines.append(f"{rebuilt.compared:,} versions have the digest that the journal says, bit for bit")
+    if rebuilt.snapshots:
+        lines.append(f"{rebuilt.snapshots} snapshots hold what the journal gives, bit for bit")
+    for out in rebuilt.left_out[:LISTED_MAX]:
+        where = f"{out.site}, fragment {out.fragment}, sequence {out.sequence}"
+        why = "" if out.chosen else " (trained on what is left out)"
+        lines.append(f"left out: {where}, merged into version {out.version}, {out.tokens:,} tokens{why}")
+    if len(rebuilt.left_out) > LISTED_MAX:
+        lines.append(f"left out: {len(rebuilt.left_out) - LISTED_MAX} more (--json has them all)")
+    for fragment, version in rebuilt.skipped:
+        lines.append(f"skipped: version {version} of fragment {fragment}: nothing of it remained; it keeps its number")
+    if rebuilt.left_out:
+        by_site = ", ".join(f"{site} {count}" for site, count in sorted(rebuilt.on_old_base.items())) or "none"
+        count = sum(rebuilt.on_old_base.values())
+        kept = "and are merged as they are (--and-later leaves them out too)" if count else "and are kept"
+        lines.append(
+            f"{count} later updates were trained on a base with those inside ({by_site}) {kept}; "
+            f"{rebuilt.old_base_waiting} more wait"
+        )
+    return lines
+
+
+# --- ``diloco restore`` ----------------------------------------------------------------------------------------------
+
+RESTORE = """\
+Takes a run up again whose syncer is stopped.  What it is restored to becomes each fragment's next version, in
+a new lineage; sites come back by themselves, drop what they had in flight, and count what is lost.
+
+  diloco restore runs/nimble-otter --from without-b           what `diloco replay --without ... --out without-b` gave
+  diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a data folder that is lost
+  diloco restore runs/nimble-otter --list                     the backups that there are
+  diloco restore runs/nimble-otter --from-site runs/nimble-otter/sites/site-b
+                                                              the published version that a warm site has as its base,
+                                                              without the outer optimizer's momentum
+
+The run goes on where its data lies: in what a standby took over, if one did, and not in the folder before that.  Given
+a data folder in place of the run's, it goes on there from now on."""
+ANSWER_S = 2.0
+"""How long a process at the run's address may take to accept a connection."""
+
+
+def restore(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(
+        prog="diloco restore", description=RESTORE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN_DIR", help="the run's folder, its name below runs/, or its data folder")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="IMAGE|BACKUP",
+        help="an image's folder; a folder or URL of backups, or one of them",
+    )
+    parser.add_argument("--from-site", type=Path, metavar="FOLDER", help="the folder of a warm site")
+    parser.add_argument("--evidence", action="append", default=[], type=Path, metavar="PATH",
+        help="what must agree with a site: an events.jsonl, another site's folder, an old data folder")  # fmt: skip
+    parser.add_argument(
+        "--above",
+        type=int,
+        default=0,
+        metavar="LINEAGE",
+        help="begin a lineage above this one: what a site names when it refuses",
+    )
+    parser.add_argument("--why", default="", metavar="TEXT", help="the reason, for the journal")
+    parser.add_argument("--list", action="store_true", help="say which backups there are, and do nothing")
+    parser.add_argument("--json", action="store_true", help="say it as one JSON object")
+    given = parser.parse_args(arguments)
+    past = past_of(given.run)
+    limit_threads(1)
+    if given.list:
+        return _list(past, given)
+    if (given.source is None) == (given.from_site is None):
+        raise ConfigError("give --from IMAGE|BACKUP or --from-site FOLDER, one of them (--list shows the backups)")
+    _say(past, given, *_restore(past, given))
+    return ExitCode.OK
+
+
+def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    """Restore under the folder's lock; return the result, and notes on the source to print."""
+    from diloco.config import build, build_syncer
+    from diloco.durable import LockedError, locked
+    from diloco.models.read import ColdError
+    from diloco.syncer.backups import BackupError
+    from diloco.syncer.restoring import RestoreError
+    from diloco.syncer.snapshots import ImageError
+    from diloco.syncer.store import StoreError
+
+    card = build_syncer.plan(past.config, build.layout_of(past.config)).card
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(locked(past.data))
+            _take_others(past, stack)
+            if given.from_site is not None:
+                return _from_site(past, card, given)
+            if (Path(given.source) / "image.json").is_file():
+                return _from_image(past, card, given)
+            return _from_backup(past, card, given)
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: stop this run's syncer first") from error
+    except (RestoreError, StoreError, ImageError, BackupError, ColdError) as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+
+
+def _take_others(past: Past, stack: ExitStack) -> None:
+    """Refuse while another process leads or follows the run: its further work would be lost, or would come back."""
+    from diloco.durable import LockedError, locked
+
+    for folder in past.others():
+        try:
+            stack.enter_context(locked(folder))
+        except LockedError as error:
+            raise VerbError(ExitCode.FAILED, f"{error}, a syncer or standby of this run: stop it first") from error
+    path = past.run_dir.address
+    address = path.read_text().strip() if path.is_file() else ""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, ValueError):
+        return
+    raise VerbError(
+        ExitCode.FAILED,
+        f"the run's syncer answers at {address}: stop it first; if that is another program, remove {path}",
+    )
+
+
+def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.syncer.restoring import restore_in_place
+    from diloco.syncer.snapshots import read_image
+
+    image = read_image(Path(given.source))
+    why = given.why or f"restored from the image {given.source}"
+    known = _known(given, _evidence(past, given))
+    restored = restore_in_place(past.data, card, past.rules(), image, why, known, disk_from_environment())
+    momentum = all(values.optimizer.tensors for values in image.fragments)
+    without = image.facts.get("without") or []
+    said = [f"without {text}" for text in without] if isinstance(without, list) else []
+    said.append("momentum as it was then" if momentum else "no momentum: there was none")
+    return restored, [*said, *_unfinished(past, restored)]
+
+
+def _unfinished(past: Past, restored: Restored) -> list[str]:
+    """Move the final model of a run that had finished aside, because the run goes on; return notes to print."""
+    from diloco.durable import PLAIN_DISK, Step
+
+    final, before = past.data / "final", past.data / f"final-before-{restored.lineage}"
+    if not final.is_dir():
+        return []
+    PLAIN_DISK.rename(final, before, Step.FILE)
+    PLAIN_DISK.sync_folder(past.data, Step.FILE)
+    return [f"the run had finished and goes on; the final model that it had is in {before}"]
+
+
+def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.syncer.backups import BackupError
+    from diloco.syncer.restoring import restore_backup
+
+    vault, name = _backup(given.source, card.run_id)
+    facts = vault.facts(card.run_id, name)
+    why = given.why or f"restored from the backup {name} of {facts.at}"
+    found = vault.backups(card.run_id).values()
+    passed = [f"passed over: {damaged}" for damaged in found if isinstance(damaged, BackupError)]
+    told = [each for each in found if not isinstance(each, BackupError)]
+    highest = max(each.lineage for each in told), max(each.epoch for each in told)
+    known = _known(given, _evidence(past, given), *highest)
+    disk = disk_from_environment()
+    fetch = lambda folder: vault.fetch(card.run_id, name, folder, disk)  # noqa: E731
+    restored = restore_backup(past.data, card, past.rules(), fetch, why, known, disk)
+    return restored, [f"backup {name} of {facts.at}", *passed, "momentum as it was then"]
+
+
+def _backup(source: str, run_id: str) -> tuple[Vault, str]:
+    """Return the backup that ``source`` names: a backup itself, or the newest of the run below it."""
+    from diloco.syncer.backups import BackupError, Vault
+
+    vault = Vault(source)
+    if names := vault.names(run_id):
+        return vault, names[-1]
+    above, _, name = source.rstrip("/").rpartition("/")
+    for url, wanted in ((above.rpartition("/")[0], name), (above, "")):
+        if not url or url.endswith(":/"):
+            continue
+        names = Vault(url).names(run_id)
+        if wanted in names:
+            return Vault(url), wanted
+        if not wanted and name == run_id and names:
+            return Vault(url), names[-1]
+    raise BackupError(f"{source!r} holds neither an image nor a backup of run {run_id}")
+
+
+def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.codec.base import digest, shorter
+    from diloco.models.read import ColdError, read_site
+    from diloco.outer.optimizer import NOTHING
+    from diloco.sync.state import Line
+    from diloco.syncer.restoring import restore_values
+    from diloco.syncer.snapshots import FragmentValues
+
+    site = read_site(given.from_site, number_of(past.config))
+    for name in ("run_id", "layout_fingerprint"):
+        if getattr(site, name) != getattr(card, name):
+            raise ColdError(f"{given.from_site} is of another run: its {name} is {getattr(site, name)!r}")
+    evidence = _evidence(past, given)
+    if site.lineage < evidence.lineage:
+        raise ColdError(
+            f"{given.from_site} is of lineage {site.lineage}, and lineage {evidence.lineage} has begun since"
+        )
+    alone = []
+    for index, (version, base) in enumerate(zip(site.versions, site.bases, strict=True)):
+        known = evidence.digests.get((site.lineage, index, version), [])
+        if not known:
+            alone.append(index)
+        for told, who in known:
+            if (here := digest(base, told)) != told:
+                raise ColdError(
+                    f"version {version} of fragment {index} is {shorter(here)} at site {site.site} and "
+                    f"{shorter(told)} in {who}: it is not what was published"
+                )
+    held = evidence.held(site.lineage, site.versions)
+    lines = {site.site: list(site.lines)}
+    for (name, index), (tokens, updates) in (held or {}).items():
+        line = lines.setdefault(name, [Line() for _ in site.versions])[index]
+        line.tokens_merged, line.updates_merged = tokens, updates
+    values = [
+        FragmentValues(version, base, base.clone(), NOTHING, told)
+        for version, base, told in zip(site.versions, site.bases, site.digests, strict=True)
+    ]
+    why = given.why or f"restored from what site {site.site} held at its step {site.step}"
+    numbers = _known(given, evidence, site.lineage, site.epoch)
+    disk = disk_from_environment()
+    above = past.config.upstream.site_id or ""
+    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers, disk, site.units_begun, above)
+    said = [f"from site {site.site}, step {site.step}; the outer optimizer's momentum is lost"]
+    said += [f"nothing else knows its version of fragment {index}" for index in alone]
+    if site.units_begun:
+        said.append(f"units of the data before {site.units_begun} are not leased again: which are merged is not known")
+    if held is None:
+        said.append(f"which tokens of other sites are in it is not known: only those of {site.site} count as merged")
+    return restored, said
+
+
+def _known(given: argparse.Namespace, evidence: Evidence, lineage: int = 0, epoch: int = 0) -> Known:
+    from diloco.syncer.restoring import Known
+
+    return Known(int(time.time()), max(given.above, evidence.lineage, lineage), max(evidence.epoch, epoch))
+
+
+def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
+    """Return the evidence in the run's own events and in the user's paths; ConfigError for a contradiction."""
+    from diloco.runs.evidence import read_evidence
+
+    own = [past.run_dir.events] if past.run_dir.events.is_file() else []
+    found = read_evidence([*own, *given.evidence], number_of(past.config))
+    if found.contradictions:
+        raise ConfigError(f"the evidence contradicts itself: {found.contradictions[0]}")
+    return found
+
+
+def _list(past: Past, given: argparse.Namespace) -> ExitCode:
+    from diloco.syncer.backups import BackupError, Vault
+
+    url = given.source or backup_of(past.config)
+    if not url:
+        raise ConfigError("cluster.syncer.backup is '': the run makes no backups; --from names another place")
+    run_id = past.config.run.name or ""
+    try:
+        found = Vault(url).backups(run_id)
+    except BackupError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    if given.json:
+        print(json.dumps({name: _plain(facts) for name, facts in found.items()}))
+        return ExitCode.OK
+    for name, facts in found.items():
+        if isinstance(facts, BackupError):
+            print(f"{name}  cannot be read: {facts}")
+            continue
+        size = sum(each.bytes for each in facts.files.values())
+        versions = " ".join(map(str, facts.versions))
+        print(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes, made {facts.at}")
+    print(f"{len(found)} backups of {run_id} in {url}; the last one is taken unless --from {url}/{run_id}/NAME says")
+    return ExitCode.OK
+
+
+def _plain(facts: BackupFacts | BackupError) -> dict[str, object]:
+    """Return one backup of the list as plain values."""
+    return {"damaged": str(facts)} if isinstance(facts, Exception) else {**asdict(facts), "files": len(facts.files)}
+
+
+def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[str]) -> None:
+    """Print the result, and write it to the run's events."""
+    from diloco.observe.eventlog import EventLog
+
+    if past.data.resolve() != data_of(past.run_dir).resolve():
+        past.run_dir.move_to(past.data)
+        said = [*said, f"the run goes on in {past.data} from now on"]
+    if past.config.upstream.site_id:
+        said = [
+            *said,
+            "a region takes the values of the run above: what its sites had brought and is not there is lost",
+        ]
+    facts = {**asdict(restored), "said": said}
+    log = EventLog(past.run_dir.events, "restore")
+    log.emit("restored", facts)
+    log.close()
+    if given.json:
+        print(json.dumps({"run": past.config.run.name, **facts}))
+        return
+    versions = " ".join(map(str, restored.versions))
+    print(f"{past.config.run.name} is restored: lineage {restored.lineage} begins with versions {versions}")
+    for line in said:
+        print(f"  {line}")
+    print(f"  {restored.refused} updates had no fate and are refused; {restored.run_tokens:,} tokens are merged")
+    print("start the syncer with the command it was started with: the sites come back by themselves")

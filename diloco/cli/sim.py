@@ -1,0 +1,309 @@
+"""``diloco sim``: simulate a run without tensors in virtual time, or reproduce a published table."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config.arguments import load_config, settings_parser
+from diloco.config.errors import ConfigError, ExitCode
+from diloco.config.keys import nearest
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from diloco.lab.compare import Column, MadeRun
+    from diloco.plan.studies import Study
+    from diloco.sim.fleet_plan import FleetPlan, FleetResult
+
+SCENARIO = "+scenario="
+SEEDS_MAX = 1000
+DOES = """Simulates the sites, links and rules of a run, with the machines that a run has and without tensors: who
+trains, who waits, who is away, and what crosses the links.  Hours pass in seconds.
+
+  diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
+  diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
+  diloco sim --hours 24 --region site-a,site-b --region-interruptions-per-day 2
+  diloco sim --hours 168 --chips 20000 --interruptions-per-chip-year 1 --away-s 900 --seeds 3
+  diloco sim experiment=halos --above outer=halos_global --above codec=fp32 --above network=transatlantic --hours 24
+  diloco sim scenario=demo                        with the faults that diloco up plays
+  diloco sim --like runs/latest                   a run that was made and the same simulated, side by side
+  diloco sim +scenario=goodput_decoupled          a published table, and the same found here
+  diloco sim +scenario=bandwidth_streaming --json
+
+Sites, their slowdown and their links are those of cluster.sites and network, sizes those of model and codec.  With
+--hours the run lasts so long; without, until it ends by run.seconds or run.tokens.  Each --above is a setting of a
+syncer above: its cluster.sites are then regions over its network, and each has all the sites of this one.  Model, text,
+fragments, seed and, unless --above says another, the run's length are the same for both."""
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("sim", DOES)
+    parser.add_argument("--step-s", type=float, default=0.1, help="an inner step of a site that is not slowed (0.1)")
+    parser.add_argument("--hours", type=float, help="that the run lasts (until its run.seconds or run.tokens)")
+    parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")
+    parser.add_argument("--away-s", type=float, default=60.0, help="that each of them takes (60)")
+    parser.add_argument("--region", action="append", default=[], metavar="SITE,SITE", help="sites that fail together")
+    parser.add_argument("--region-interruptions-per-day", type=float, default=0.0, help="of each --region (0)")
+    parser.add_argument("--chips", type=int, default=0, metavar="N", help="at each site (0)")
+    parser.add_argument("--interruptions-per-chip-year", type=float, default=0.0, help="each stops its site (0)")
+    parser.add_argument("--maintenance-every-h", type=float, default=0.0, help="of each site, one after the other (0)")
+    parser.add_argument("--maintenance-s", type=float, default=0.0, help="that each of them takes (0)")
+    parser.add_argument("--step-jitter", type=float, default=0.0, help="share by which steps are longer or shorter (0)")
+    parser.add_argument("--merge-s", type=float, default=0.0, help="that an outer step takes (0)")
+    parser.add_argument("--sites", type=int, metavar="N", help="so many, those of cluster.sites over and over")
+    parser.add_argument("--above", action="append", default=[], metavar="KEY=VALUE", help="of a syncer above regions")
+    parser.add_argument(
+        "--regions", type=int, metavar="N", help="so many, those of --above cluster.sites over and over"
+    )
+    parser.add_argument("--like", type=Path, metavar="FOLDER", help="of a run that was made: simulate it, and compare")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run.seed and the N - 1 after it (1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    named = [each.removeprefix(SCENARIO) for each in arguments if each.startswith(SCENARIO)]
+    given = parser.parse_args([each for each in arguments if not each.startswith(SCENARIO)])
+    if len(named) > 1:
+        raise ConfigError(f"+scenario is {' and '.join(named)}: one at a time")
+    if named:
+        kept = {"json", "settings"}
+        told = [key for key, value in vars(given).items() if key not in kept and value != parser.get_default(key)]
+        if told:
+            flag = f"--{told[0].replace('_', '-')}"
+            raise ConfigError(f"{flag} and +scenario={named[0]}: that is as it was published, and takes --json alone")
+        return _study(named[0], given)
+    return _fleet(given)
+
+
+def _study(name: str, given: argparse.Namespace) -> ExitCode:
+    from diloco.plan.studies import STUDIES
+
+    if name not in STUDIES:
+        near = nearest(name, list(STUDIES))
+        hint = f"did you mean {near}?" if near else f"one of {', '.join(STUDIES)}"
+        raise ConfigError(f"+scenario is {name!r}: {hint}")
+    if given.settings:
+        raise ConfigError(f"{given.settings[0]}: +scenario={name} is as it was published, and takes no settings")
+    study, began_s = STUDIES[name], time.monotonic()
+    cells = []
+    if not given.json:
+        print(study.does)
+        print(f"{'':<24}{'':<16}{'published':>12}{'found':>12}{'off':>8}  ({study.unit})", flush=True)
+    for cell in study.cells(0):
+        cells.append(cell)
+        if not given.json:
+            print(f"{cell.row:<24}{cell.column:<16}{cell.published:>12g}{cell.found:>12g}{cell.off:>8g}", flush=True)
+    worst = max(cell.off for cell in cells)
+    _say(study, worst, [asdict(cell) for cell in cells], time.monotonic() - began_s, given)
+    return ExitCode.OK
+
+
+def _say(
+    study: Study, worst: float, rows: Sequence[Mapping[str, object]], seconds: float, given: argparse.Namespace
+) -> None:
+    if given.json:
+        print(json.dumps({"scenario": study.name, study.worst: worst, "seconds": round(seconds, 1), "cells": rows}))
+    else:
+        print(f"at most {worst:g} {study.unit} off")
+
+
+def _fleet(given: argparse.Namespace) -> ExitCode:
+    if given.like is not None:
+        if given.config is not None:
+            raise ConfigError("--config and --like: the configuration is that of the run")
+        if given.sites is not None:
+            raise ConfigError("--sites and --like: the sites are those of the run")
+        if given.seeds != 1:
+            raise ConfigError("--seeds and --like: one run was made")
+        if given.above or given.regions is not None:
+            raise ConfigError("--above, --regions and --like: a run of one level is compared")
+        given.config = given.like / "config.yaml"
+    config = load_config(given)
+    if not 1 <= given.seeds <= SEEDS_MAX:
+        raise ConfigError(f"--seeds is {given.seeds}: must be from 1 to {SEEDS_MAX}")
+    from diloco.config import build_syncer
+    from diloco.config.run_dir import RunDir
+    from diloco.lab.compare import as_made, read_made, simulated
+    from diloco.lab.fleet import Told, above_of, fleet_of, not_simulated, tree_of, with_sites
+    from diloco.sim.fleet import EndlessError, simulate
+
+    told = Told(
+        step_s=given.step_s,
+        seconds=None if given.hours is None else 3600 * given.hours,
+        interruptions_per_day=given.interruptions_per_day,
+        away_s=given.away_s,
+        merge_s=given.merge_s,
+        regions=given.region,
+        region_interruptions_per_day=given.region_interruptions_per_day,
+        chips=given.chips,
+        interruptions_per_chip_year=given.interruptions_per_chip_year,
+        maintenance_every_h=given.maintenance_every_h,
+        maintenance_s=given.maintenance_s,
+        step_jitter=given.step_jitter,
+    )
+    if given.like is not None:
+        config.scenario = None  # The faults that happened are known from the run.
+    if given.sites is not None:
+        config = with_sites(config, given.sites)
+    names, above = list(config.cluster.sites), None
+    if given.above or given.regions is not None:
+        above = above_of(config, given.above, given.regions)
+    if given.like is None:  # A run that was made is valid.
+        build_syncer.check(config)
+    plan = fleet_of(config, told) if above is None else tree_of(config, above, told)
+    made = None if given.like is None else read_made(RunDir(given.like))
+    plan = plan if made is None else as_made(plan, names, made)
+    began_s = time.monotonic()
+    try:
+        found = simulate(plan)
+        regions = [] if above is None else list(above.cluster.sites)
+        left_out = not_simulated(config) + [
+            f"above: {each}" for each in ([] if above is None else not_simulated(above))
+        ]
+        figures = summary(names, plan, found, time.monotonic() - began_s, regions) | {"not_simulated": left_out}
+        others = {seed: simulate(replace(plan, seed=seed)) for seed in range(plan.seed + 1, plan.seed + given.seeds)}
+    except EndlessError as error:
+        raise ConfigError(f"{error}: this run does not end, and --hours says how much of it to simulate") from None
+    each = {plan.seed: found, **others}
+    figures["goodput_by_seed"] = {str(seed): round(one.goodput, 5) for seed, one in each.items()}
+    if made is not None:
+        figures["like"] = likeness(made, simulated(found, names), found.versions)
+    print(json.dumps(figures) if given.json else "\n".join(lines(figures)))
+    return ExitCode.OK
+
+
+def likeness(made: MadeRun, found: Mapping[str, Column], versions: Sequence[int]) -> dict[str, object]:
+    """Return both columns as plain values."""
+    return {
+        "versions": {"run": sum(made.versions), "simulation": sum(versions)},
+        "sites": {
+            name: {"run": asdict(made.columns[name]), "simulation": asdict(column)} for name, column in found.items()
+        },
+    }
+
+
+def compared(told: Mapping[str, object]) -> list[str]:
+    """Return the comparison as lines of text."""
+    versions, sites = told["versions"], told["sites"]
+    assert isinstance(versions, dict)
+    assert isinstance(sites, dict)
+    head = f"{'':<14}{'':<12}{'steps':>9}{'merged':>9}{'MB up':>10}{'MB down':>10}{'idle':>8}"
+    table = [
+        f"{name if which == 'run' else '':<14}{which:<12}{site['steps']:>9,}{site['updates_merged']:>9,}"
+        f"{site['bytes_up'] / 1e6:>10,.2f}{site['bytes_down'] / 1e6:>10,.2f}{site['idle_share']:>8.1%}"
+        for name, both in sites.items()
+        for which, site in both.items()
+    ]
+    return [head, *table, f"versions: {versions['run']:,} in the run, {versions['simulation']:,} in the simulation"]
+
+
+def summary(
+    names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float, regions: Sequence[str] = ()
+) -> dict[str, object]:
+    """Return a fleet's result as plain values; shares are of the time that passed.  ``names`` are of its sites, or of
+    those of each of ``regions``."""
+    figures: dict[str, object] = {
+        "goodput": round(found.goodput, 5),
+        "versions": list(found.versions),
+        "sites_per_version": round(found.sites_per_version, 3),
+        "simulated_s": found.seconds,
+        "took_s": round(took_s, 3),
+        "site_rounds_per_s": round(found.site_rounds / max(took_s, 1e-9)),
+        "seed": plan.seed,
+    }
+    if not regions:
+        return figures | {"sites": _sites(names, plan, found)}
+    sites: dict[str, dict[str, float]] = {}
+    told: dict[str, dict[str, object]] = {}
+    for place, (region, site, account) in enumerate(zip(regions, plan.sites, found.sites, strict=True)):
+        assert site.region is not None
+        assert account.region is not None
+        below = _sites([f"{region}/{name}" for name in names], site.region.plan, account.region)
+        sites |= below
+        told[region] = {
+            "version_0_s": round(_version_0_s(plan, place), 3),
+            "goodput": round(account.region.goodput, 5),
+            "versions": list(account.region.versions),
+            "updates_merged": account.rounds,
+            "bytes_up": account.bytes_up,
+            "bytes_down": account.bytes_down,
+        }
+    return figures | {"sites": sites, "regions": told}
+
+
+def _sites(names: Sequence[str], plan: FleetPlan, found: FleetResult) -> dict[str, dict[str, float]]:
+    return {
+        name: {
+            "version_0_s": round(_version_0_s(plan, place), 3),
+            "trained_share": round(site.trained_s / found.seconds, 5),
+            "waited_share": round(site.waited_s / found.seconds, 5),
+            "away_share": round(site.away_s / found.seconds, 5),
+            "steps": site.steps,
+            "updates_merged": site.rounds,
+            "interruptions": site.interruptions,
+            "bytes_up": site.bytes_up,
+            "bytes_down": site.bytes_down,
+        }
+        for place, (name, site) in enumerate(zip(names, found.sites, strict=True))
+    }
+
+
+def _version_0_s(plan: FleetPlan, place: int) -> float:
+    """Return the seconds that joining and fetching version 0 take on the site's link alone."""
+    site = plan.sites[place]
+    return 2 * site.rtt_s + (sum(plan.whole_bytes) * 8e-6 / site.down_mbps if site.down_mbps else 0.0)
+
+
+def lines(told: dict[str, object]) -> list[str]:
+    """Return the summary as lines of text."""
+    sites = told["sites"]
+    assert isinstance(sites, dict)
+    regions = told.get("regions", {})
+    assert isinstance(regions, dict)
+    wide = max(14, *(len(name) + 2 for name in sites))
+    head = f"{'':<{wide}}{'trained':>9}{'waited':>9}{'away':>9}{'steps':>12}{'merged':>9}{'MB up':>12}{'MB down':>12}"
+    table = [
+        f"{name:<{wide}}{site['trained_share']:>9.1%}{site['waited_share']:>9.1%}{site['away_share']:>9.1%}"
+        f"{site['steps']:>12,}{site['updates_merged']:>9,}"
+        f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
+        for name, site in sites.items()
+    ]
+    if regions:
+        table.append(f"{'':<{wide}}{'goodput':>9}{'':>30}{'merged':>9}{'MB up':>12}{'MB down':>12}  (above)")
+    table += [
+        f"{name:<{wide}}{site['goodput']:>9.1%}{'':>30}{site['updates_merged']:>9,}"
+        f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
+        for name, site in regions.items()
+    ]
+    versions = told["versions"]
+    assert isinstance(versions, list)
+    ends = (
+        f"goodput {told['goodput']:.1%}; {sum(versions):,} versions, of {told['sites_per_version']} "
+        f"{'regions' if regions else 'sites'} each; {told['simulated_s']:,.0f} s in {told['took_s']} s"
+    )
+    late = [
+        f"{name} made no step: version 0 takes {site['version_0_s']:,.0f} s to come"
+        for name, site in sites.items()
+        if site["version_0_s"] > told["simulated_s"]
+    ]
+    late += [
+        f"{name} merged nothing: version 0 takes {site['version_0_s']:,.0f} s to come from above"
+        for name, site in regions.items()
+        if site["version_0_s"] > told["simulated_s"]
+    ]
+    ends += "".join(f"\n{each}" for each in late)
+    like, left_out = told.get("like"), told["not_simulated"]
+    assert isinstance(left_out, list)
+    by_seed = told["goodput_by_seed"]
+    assert isinstance(by_seed, dict)
+    if len(by_seed) > 1:
+        shares = list(by_seed.values())
+        ends += (
+            f"\ngoodput of seeds {' '.join(by_seed)}: {sum(shares) / len(shares):.1%} at the mean, "
+            f"{min(shares):.1%} to {max(shares):.1%}; the table is of the first"
+        )
+    ends += f"\nnot simulated: {', '.join(left_out)}" if left_out else ""
+    return [head, *table, ends, *(["", *compared(like)] if isinstance(like, dict) else [])]

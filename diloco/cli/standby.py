@@ -1,0 +1,249 @@
+"""``diloco standby``: run a second syncer that follows the first, and send an operator's commands to either."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.cli.status import standby_line, syncer_address
+from diloco.cli.syncer import FROM_SETTINGS, again, said, serve, write_config
+from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import syncer_dir
+from diloco.observe.console import identity_lines, lines_to
+from diloco.observe.eventlog import EventLog
+from diloco.open_files import raise_limit
+from diloco.runs.process import Stopping, disk_from_environment, limit_arenas
+from diloco.runs.syncer_log import syncer_log
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from diloco.config.run_dir import RunDir
+    from diloco.config.schema import RunConfig
+    from diloco.syncer.standby import StandingBy, Warm
+    from diloco.wire.client import AdminClient
+
+DOES = """A second syncer that follows the first, and takes its place when it is told to.
+
+  diloco syncer         run.name=otter ... cluster.replication.mode=sync
+  diloco standby follow run.name=otter ... cluster.standby.primary=fra:7077 cluster.syncer.listen=iad:7077
+  diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
+  diloco standby status  iad:7077        how it stands: whether it follows, and how far it is
+  diloco standby promote iad:7077        when the first one is gone for good, or cut off: this one goes on
+  diloco standby detach  fra:7077        said to the syncer: go on without a standby until one has caught up
+
+With cluster.replication.mode=sync nothing is acknowledged before the standby has it, and nothing at all while the
+standby is away, in words, until it is back or detached.  With async acknowledgements do not wait, and while the standby
+is away nothing does: then a loss of the syncer's disk costs what came since.
+
+promote refuses, in words, while the syncer is still heard, and where the standby may lack what was told: mode async, or
+a standby that was detached.  --lossy promotes it all the same: it begins a new lineage with what it has, sites go over
+to that, and what only the other one has is given up.  With cluster.lease the lease says who has everything.
+
+follow takes the settings of `diloco syncer`.  Promoted, it is that syncer, on the same address, with the same exit
+codes; its first own act is a larger epoch, and sites that have joined it never go back to the old one.  It needs
+cluster.replication itself, for the next standby, which begins with an empty folder.  Ctrl-C while it follows: exit 75,
+the same command goes on.  When the run has finished and the syncer has stopped it ends as well, with exit 0.  Where
+they want to know who asks: site.token_file=... site.tls_ca=..."""
+WORDS = ("follow", "promote", "detach", "status")
+WAIT_S = 0.1
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("standby", DOES)
+    parser.usage = "diloco standby follow|promote|detach|status [HOST:PORT] [--lossy] [--json] [key=value ...]"
+    parser.add_argument(
+        "--lossy",
+        action="store_true",
+        help="promote: also where it may lack something that was acknowledged, or the syncer is still heard",
+    )
+    parser.add_argument("--json", action="store_true", help="status: print what the standby says, as it says it")
+    given = parser.parse_args(arguments)
+    words = [text for text in given.settings if "=" not in text]
+    if not words or words[0] not in WORDS:
+        raise VerbError(ExitCode.USAGE, f"say what to do: one of {', '.join(WORDS)}")
+    what, *targets = words
+    given.settings = [text for text in given.settings if "=" in text]
+    for option in ("lossy", "json"):
+        if getattr(given, option) and what != {"lossy": "promote", "json": "status"}[option]:
+            raise VerbError(ExitCode.USAGE, f"--{option} is nothing that {what} takes")
+    if len(targets) != (what != "follow"):
+        wanted = "no HOST:PORT, but settings" if what == "follow" else "one HOST:PORT"
+        raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
+    return _follow(given) if what == "follow" else _say(what, targets[0], given)
+
+
+# --- an operator's commands -----------------------------------------------------------------------------------------
+
+
+def _say(what: str, target: str, given: argparse.Namespace) -> ExitCode:
+    address = syncer_address(target)
+    with _asking(address, given.settings) as client:
+        if what == "promote":
+            client.promote(lossy=given.lossy)
+            print(f"{address} takes over")
+        elif what == "detach":
+            client.detach()
+            print(f"{address} goes on without a standby, until one has caught up")
+            print("one that is away now lacks what comes: from here on it may be promoted with --lossy only")
+        else:
+            _show(address, client.status(), as_json=given.json)
+    return ExitCode.OK
+
+
+def _show(address: str, status: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status, sort_keys=True))
+    elif status.get("role") == "standby":
+        print(standby_line(status))
+    else:
+        raise VerbError(ExitCode.FAILED, f"{address} is no standby, but the syncer: `diloco status {address}`")
+
+
+@contextmanager
+def _asking(address: str, settings: Sequence[str]) -> Iterator[AdminClient]:
+    from diloco.config import compose as configs
+    from diloco.config import connecting
+    from diloco.config.connecting import unanswered
+    from diloco.wire.client import AdminClient
+    from diloco.wire.messages import Refused, Unreachable
+
+    security = connecting.site_security(configs.compose(settings))
+    try:
+        client = AdminClient(address, security)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{address}: {error}") from error
+    with client:
+        try:
+            yield client
+        except Unreachable as error:
+            why = unanswered(address, security, error.why)
+            raise VerbError(ExitCode.UNREACHABLE, f"{address} does not answer: {why}") from error
+        except Refused as error:
+            raise VerbError(ExitCode.FAILED, f"{address} does not do it: {error.text}") from error
+
+
+# --- following ------------------------------------------------------------------------------------------------------
+
+
+def _follow(given: argparse.Namespace) -> ExitCode:
+    config = load_config(given)
+    if config.run.name is None:
+        raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
+    limit_threads(1)  # Inside one operation: a round uses several threads, by ranges.
+    limit_arenas()
+    raise_limit()
+    run_dir = syncer_dir(config)
+    config = goes_on(config, run_dir.config, given)
+
+    from diloco.config import build_syncer, regional
+
+    build_syncer.check(config)
+    build_syncer.standby_primary(config)
+    write_config(config, run_dir, given, over=False)
+    config.cluster.syncer.folder = config.cluster.syncer.folder or str(run_dir.root / config.cluster.standby.name)
+    if regional.is_region(config):
+        regional.run_above(config, Path(config.cluster.syncer.folder))
+    warm = _followed(config, run_dir)
+    if isinstance(warm, ExitCode):
+        return warm
+    with ExitStack() as stack:
+        stack.callback(warm.taken.close)
+        log = syncer_log(config, stack)
+        folder = config.cluster.syncer.folder
+        run_dir.move_to(Path(folder))  # Before the new syncer publishes: the old folder is stale then.
+        print(f"took over in {folder}")
+        ending = serve(config, run_dir, log, stack, given, warm)
+    return said(config, run_dir, ending, again(config, given, promoted=True))
+
+
+def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
+    """Follow until it is promoted, or until the run is over or a stop is requested; print the latter two."""
+    from diloco.durable import LockedError
+    from diloco.observe.metrics import page_at
+    from diloco.observe.syncer_metrics import StandbyMetrics
+    from diloco.syncer.region import check_site
+    from diloco.syncer.standby import StandbyError
+    from diloco.syncer.store import StoreError
+
+    log = EventLog(
+        run_dir.events,
+        config.cluster.standby.name,
+        also=identity_lines(lines_to(sys.stderr, config.cluster.standby.name)),
+    )
+    standing = _standing_by(config, log)
+    metrics = StandbyMetrics(config, standing.status)
+    try:
+        with (
+            Stopping("the standby stops; the syncer says what it waits for") as stopping,
+            page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families, log.emit) as page,
+        ):
+            stopping.ask(lambda: None)
+            address = standing.start()
+            primary, name = config.cluster.standby.primary, config.cluster.standby.name
+            print(f"standby {name} of run {config.run.name} follows {primary}, and answers at {address}", flush=True)
+            print(f"it takes over when it is told to:  diloco standby promote {address}", flush=True)
+            if page:
+                print(f"metrics at {page}, and those of the syncer once it has taken over", flush=True)
+            while not stopping.asked and not standing.ended:
+                if (state := standing.standby.state()) is not None:
+                    check_site(state, config.upstream.site_id or "")
+                began = time.monotonic()
+                warm = standing.wait(WAIT_S)
+                if warm is not None:
+                    log.emit("promoted", {"seconds": round(time.monotonic() - began, 3)})
+                    return warm
+        if standing.ended:
+            print(f"run {config.run.name} has finished and its syncer has stopped: there is nothing to stand by for")
+            return ExitCode.OK
+        print(f"standby {name} has stopped; the same command goes on")
+        return ExitCode.DRAINED
+    except StoreError as error:
+        raise VerbError(ExitCode.MISMATCH, str(error)) from error
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: give the standby a folder of its own") from error
+    except StandbyError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    except ValueError as error:
+        if not str(error).startswith(FROM_SETTINGS):
+            raise
+        raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
+    finally:
+        standing.stop()
+        log.close()
+
+
+def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
+    from diloco.config import build, build_syncer, connecting
+    from diloco.syncer.standby import Standby, StandingBy
+    from diloco.wire.client import FollowClient
+
+    primary = config.cluster.standby.primary
+    try:
+        client = FollowClient(primary, connecting.site_security(config))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"cluster.standby.primary is {primary!r}: {error}") from error
+    run_dir, disk = syncer_dir(config), disk_from_environment()
+    standby = Standby(
+        config.cluster.standby.name,
+        build_syncer.syncer_options(config, run_dir),
+        build_syncer.plan(config, build.layout_of(config)),
+        client,
+        log.emit,
+        disk,
+    )
+    return StandingBy(
+        standby,
+        primary,
+        connecting.server_options(config),
+        connecting.syncer_security(config),
+        lambda what, why: log.emit("note", {"note": what, "why": why}),
+        build_syncer.lease(config, disk),
+    )

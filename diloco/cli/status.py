@@ -1,0 +1,394 @@
+"""``diloco status``: print the state of a running syncer, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from diloco.config.arguments import OneLineParser, settings_parser
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import BETWEEN, SYNCERS
+from diloco.config.run_dir import existing_run
+from diloco.observe.console import size
+from diloco.observe.report import rebuild
+from diloco.observe.summary import closing_lines
+from diloco.observe.text import units_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rich.table import Table
+
+    Status = Mapping[str, Any]
+
+
+DOES = """How a running syncer stands: versions, sites, staleness, tokens, bytes, loss.
+
+  diloco status 127.0.0.1:7077
+  diloco status runs/nimble-otter --watch
+  diloco status 127.0.0.1:7077/127.0.0.1:7078      a run with two syncers
+
+Where the syncer wants to know who asks: site.token_file=... site.tls_ca=..."""
+EVERY_S = 1.0
+PLAIN_WIDTH = 140
+COLUMNS = (
+    "site",
+    "state",
+    "step",
+    "loss",
+    "tokens/s",
+    "processed",
+    "merged",
+    "in flight",
+    "stale",
+    "up",
+    "down",
+    "link",
+    "heard",
+)
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("status", DOES, file=False, shown=False)
+    parser.add_argument("--json", action="store_true", help="print what the syncer says, as it says it")
+    parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C or the syncer has gone")
+    given = parser.parse_args(arguments)
+    targets = [text for text in given.settings if "=" not in text]
+    if not targets:
+        raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT (of several each), or one run folder")
+    addresses = [address for target in targets for address in syncer_addresses(target)]
+    settings = [text for text in given.settings if "=" in text]
+    if len(addresses) > 1:
+        return _several({address: _asker(address, settings) for address in addresses}, given.json, given.watch)
+    asked = _asker(addresses[0], settings)
+    if not given.watch:
+        _print(asked(), given.json)
+        return ExitCode.OK
+    with suppress(KeyboardInterrupt):
+        _watch(asked, given.json)
+    return ExitCode.OK
+
+
+def _several(askers: Mapping[str, Callable[[], Mapping[str, Any]]], as_json: bool, again: bool) -> ExitCode:
+    with suppress(KeyboardInterrupt):
+        while True:
+            found = asked_all(askers)
+            if as_json:
+                print(json.dumps(as_one(found), sort_keys=True), flush=True)
+            else:
+                print(whole_line(found), flush=True)
+                for address, status in found.items():
+                    print(f"\n{one_line(address, status)}", flush=True)
+                    if "unreachable" not in status:
+                        _print(status, False)
+            if not again:
+                return code_of(found)
+            time.sleep(EVERY_S)
+    return ExitCode.OK
+
+
+def syncer_addresses(target: str) -> list[str]:
+    """Return the addresses of all syncers in ``target``: with / between, as for sites, or those of a run folder."""
+    folder = Path(target) if Path(target).is_dir() else Path("runs") / target
+    own = sorted((folder / SYNCERS).glob("*/syncer.address"), key=lambda path: path.parent.name)
+    if own:
+        return [path.read_text().strip() for path in own]
+    if BETWEEN in target and not Path(target).exists():
+        return [syncer_address(each) for each in target.split(BETWEEN)]
+    return [syncer_address(target)]
+
+
+def syncer_address(target: str) -> str:
+    """Return the syncer's ``HOST:PORT``, from itself or from a run folder; exit 3 when none runs there."""
+    host, colon, port = target.rpartition(":")
+    if colon and host and port.isdecimal() and not Path(target).exists():
+        return target
+    run_dir = existing_run(target)
+    if not run_dir.address.is_file():
+        raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {run_dir.root} is running: {run_dir.address} is not there")
+    return run_dir.address.read_text().strip()
+
+
+def _asker(address: str, settings: list[str]) -> Any:
+    """Return a function that asks the syncer once."""
+    from diloco.config.connecting import unanswered
+    from diloco.wire.client import AdminClient
+    from diloco.wire.messages import Refused, Unreachable
+    from diloco.wire.options import SecurityOptions
+
+    security = SecurityOptions()
+    if settings:
+        from diloco.config import compose as configs
+        from diloco.config import connecting
+
+        security = connecting.site_security(configs.compose(settings))
+    try:
+        client = AdminClient(address, security)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"syncer {address}: {error}") from error
+
+    def ask() -> Mapping[str, Any]:
+        try:
+            return client.status()
+        except Unreachable as error:
+            why = unanswered(address, security, error.why)
+            raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: {why}") from error
+        except Refused as error:
+            raise VerbError(ExitCode.FAILED, f"the syncer at {address} does not tell: {error.text}") from error
+
+    return ask
+
+
+def _print(status: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status, sort_keys=True), flush=True)
+        return
+    if status.get("role") == "standby":
+        print(standby_line(status), flush=True)
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    console.print(heading(status), soft_wrap=True, highlight=False)
+    console.print(sites_table(status))
+    console.print(units_line(status), soft_wrap=True, highlight=False, end="")
+    console.print(stages_lines(status), soft_wrap=True, highlight=False, end="")
+
+
+def _watch(asked: Any, as_json: bool) -> NoReturn:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    if as_json:
+        while True:
+            _print(asked(), True)
+            time.sleep(EVERY_S)
+    console = Console()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            status = asked()
+            standby = status.get("role") == "standby"
+            shown = (
+                standby_line(status)
+                if standby
+                else Group(heading(status), sites_table(status), units_line(status) + stages_lines(status))
+            )
+            live.update(shown, refresh=True)
+            time.sleep(EVERY_S)
+
+
+def standby_line(status: Mapping[str, Any]) -> str:
+    """Return one line about a standby."""
+    versions = ",".join(map(str, status["versions"])) or "none yet"
+    follows = "follows" if status["following"] else f"DOES NOT FOLLOW (heard {status['heard_seconds_ago']:.0f} s ago)"
+    failed = f"  FAILED: {status['failed']}" if status["failed"] else ""
+    trouble = f"  {status['trouble']}" if status.get("trouble") and not failed else ""
+    complaints = "".join(f"  {text}" for text in status.get("identity_complaints", []))
+    return (
+        f"standby {status['name']} {follows} {status['primary']}  versions {versions}  epoch {status['epoch']}  "
+        f"{status['turns_behind']} turns to carry out{trouble}{complaints}{failed}"
+    )
+
+
+def heading(status: Mapping[str, Any]) -> str:
+    """Return one line about the run."""
+    versions = ",".join(str(fragment["version"]) for fragment in status["fragments"])
+    ending = f" ({status['ending']})" if status["ending"] else ""
+    waiting = sum(len(fragment["arrived"]) for fragment in status["fragments"])
+    return (
+        f"run {status['run_id']}  {status['phase']}{ending}  {status['progress']:.0%} of the run  versions {versions}  "
+        f"{status['run_tokens']:,} tokens merged  {waiting} arrived for the open rounds  epoch {status['epoch']}  "
+        f"up {status['up_seconds']:.0f} s{_kernels(status)}{_lineage(status)}{_backup(status)}{_troubles(status)}"
+    )
+
+
+def _kernels(status: Mapping[str, Any]) -> str:
+    """Return the syncer's kernels; "" for an older syncer, which does not report them."""
+    return f"  kernels {status['kernels']}" if "kernels" in status else ""
+
+
+def _lineage(status: Mapping[str, Any]) -> str:
+    """Return when the run was restored, if it was: a lineage's number is that time."""
+    lineage = status.get("lineage", 1)
+    return "" if lineage <= 1 else f"  restored {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(lineage))} UTC"
+
+
+def _backup(status: Mapping[str, Any]) -> str:
+    """Return the age of the last good backup, where any are made."""
+    backup = status.get("backup")
+    if backup is None:
+        return ""
+    age_s = backup["age_s"]
+    age = "none yet" if age_s is None else f"{age_s:.0f} s old"
+    return f"  backup {age}" + (f", FAILING: {backup['failing']}" if backup["failing"] else "")
+
+
+def _troubles(status: Mapping[str, Any]) -> str:
+    """Return what an operator must see at once, as far as the syncer reports it: earlier releases report less."""
+    told = list(status.get("identity_complaints", []))
+    told += [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
+    if still := status.get("standstill"):
+        told.append(f"NO VERSION of fragment {still['fragment']} for {still['seconds']:.0f} s: {still['why']}")
+    for name, site in status["sites"].items():
+        found = {"updates": site.get("updates_corrupt", 0), "bases": site.get("bases_differed", 0)}
+        if any(found.values()):
+            what = " and ".join(f"{count} {kind}" for kind, count in found.items() if count)
+            told.append(f"{name} CORRUPTS DATA ({what})")
+        for held in site.get("held", []):
+            which = f"{name} {held['fragment']} {held['sequence']}"
+            told.append(f"HELD for {held['seconds']:.0f} s: {which}: {held['why']} (diloco admit, diloco refuse)")
+    return "".join(f"  {text}" for text in told)
+
+
+def sites_table(status: Mapping[str, Any]) -> Table:
+    """Return a table with one row a site."""
+    from rich.table import Table
+
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("site", "state") else "right")
+    for name, site in status["sites"].items():
+        loss, heard = site.get("loss"), site["heard_seconds_ago"]
+        table.add_row(
+            name,
+            site["status"],
+            _number(site.get("step")),
+            f"{loss:.4f}" if isinstance(loss, float) else "-",
+            _number(site.get("tokens_per_s")),
+            _number(site.get("tokens_processed")),
+            _number(site["tokens_merged"]),
+            _number(site.get("tokens_in_flight")),
+            _number(site.get("staleness")),
+            size(site.get("bytes_up") or site["payload_bytes_up"]),
+            size(site.get("bytes_down") or site["payload_bytes_down"]),
+            _link(site.get("link")),
+            f"{heard:.1f} s ago" if heard is not None else "never",
+        )
+    return table
+
+
+def units_line(status: Mapping[str, Any]) -> str:
+    """Return a line on where the units of the data are; "" where none are leased, or the syncer reports none."""
+    units = status.get("units")
+    return f"{units_text(units)}\n" if units else ""
+
+
+def stages_lines(status: Mapping[str, Any]) -> str:
+    """Return the costs of each fragment's latest round, a line each; none for a fragment without a round."""
+    lines = [
+        f"round {fragment['version']} of fragment {index}: "
+        + ", ".join(f"{name.removesuffix('_s')} {1000 * seconds:,.1f} ms" for name, seconds in costs.items())
+        for index, fragment in enumerate(status["fragments"])
+        if (costs := fragment.get("costs"))
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _link(link: Mapping[str, Any] | None) -> str:
+    """Return round trip and rates, as far as the site has measured them; and codec and overlap, where chosen."""
+    if not link or not link["rtt_ns"]:
+        return "-"
+    rates = [f"{link[key] * 8 / 1e6:,.3g}" if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
+    chosen = f" {link['up_codec']}" if link["why"] else ""
+    overlap = f" overlap {link['overlap_steps']}" if link.get("overlap_steps") else ""
+    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)} Mbit/s{chosen}{overlap}"
+
+
+def _number(value: object) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
+
+
+# --- ``diloco status`` of a run with several syncers -----------------------------------------------------------------
+
+
+def asked_all(askers: Mapping[str, Callable[[], Status]]) -> dict[str, Status]:
+    """Return each syncer's status by its address; ``{"unreachable": why}`` for one that does not answer."""
+    found: dict[str, Status] = {}
+    for address, ask in askers.items():
+        try:
+            found[address] = ask()
+        except VerbError as error:
+            if error.code is not ExitCode.UNREACHABLE:
+                raise
+            found[address] = {"unreachable": str(error)}
+    return found
+
+
+def answering(found: Mapping[str, Status]) -> list[Status]:
+    """Return the status of each syncer that answered and leads; a standby does not."""
+    return [each for each in found.values() if "fragments" in each]
+
+
+def as_one(found: Mapping[str, Status]) -> dict[str, object]:
+    """Return the whole run as one object; its tokens and versions are of the fragments whose syncers answered."""
+    known = answering(found)
+    versions = {
+        place: fragment["version"]
+        for each in known
+        for place, fragment in zip(each.get("held") or range(len(each["fragments"])), each["fragments"], strict=True)
+    }
+    counts = [len(each["fragments"]) for each in known]
+    weighted = sum(each["run_tokens"] * count for each, count in zip(known, counts, strict=True))
+    return {
+        "run_id": known[0]["run_id"] if known else None,
+        "run_tokens": weighted // sum(counts) if known else None,
+        "progress": [min(each["progress"] for each in known), max(each["progress"] for each in known)] if known else [],
+        "versions": {str(place): versions[place] for place in sorted(versions)},
+        "syncers": dict(found),
+    }
+
+
+def whole_line(found: Mapping[str, Status]) -> str:
+    """Return one line about the run."""
+    one = as_one(found)
+    silent = [address for address, each in found.items() if "unreachable" in each]
+    away = f"  DOES NOT ANSWER: {', '.join(silent)}" if silent else ""
+    if one["run_id"] is None:
+        return f"{len(found)} syncers{away}"
+    known = answering(found)
+    least, most = min(each["progress"] for each in known), max(each["progress"] for each in known)
+    shares = f"{least:.0%}" if f"{least:.0%}" == f"{most:.0%}" else f"{least:.0%} to {most:.0%}"
+    versions = one["versions"]
+    assert isinstance(versions, dict)
+    told = ",".join(f"{place}:{version}" for place, version in versions.items())
+    return (
+        f"run {one['run_id']} on {len(found)} syncers  {shares} of the run  versions {told}  "
+        f"{one['run_tokens']:,} tokens merged, the mean over these fragments{away}"
+    )
+
+
+def one_line(address: str, status: Status) -> str:
+    """Return the line above the table of one syncer."""
+    if "unreachable" in status:
+        return f"syncer {address}: {status['unreachable']}"
+    held = ",".join(map(str, status.get("held", [])))
+    return f"syncer {address} holds fragments {held} of the model, and counts them from 0:"
+
+
+def code_of(found: Mapping[str, Status]) -> ExitCode:
+    """Return exit code 3 where a syncer does not answer: its fragments stand still."""
+    return ExitCode.UNREACHABLE if any("unreachable" in each for each in found.values()) else ExitCode.OK
+
+
+# --- ``diloco report RUN_DIR`` ---------------------------------------------------------------------------------------
+
+REPORT = """\
+Writes report.html into a run's folder, from its events.jsonl and summary.json, and prints the closing table.
+Works for a run that failed or still goes on, with what is known by then."""
+
+
+def report(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(prog="diloco report", description=REPORT)
+    parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
+    run_dir = existing_run(parser.parse_args(arguments).run).root
+    summary, history = rebuild(run_dir)
+    print("\n".join(closing_lines(summary, history, run_dir)))
+    print(f"report  {run_dir / 'report.html'}")
+    return ExitCode.OK

@@ -1,0 +1,287 @@
+"""``diloco syncer``: run the program that merges the sites' updates, from its first start to the last version."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.config import compose as configs
+from diloco.config.advice import whole_steps
+from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
+from diloco.config.run_dir import RunDir, name_run, run_dir_of
+from diloco.durable import LockedError, write_file
+from diloco.observe.eventlog import read_events
+from diloco.observe.history import whole
+from diloco.open_files import raise_limit
+from diloco.runs.process import Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas
+from diloco.runs.syncer_log import syncer_log
+from diloco.sync.agreement import how_to_restore
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from diloco.config.schema import RunConfig
+    from diloco.observe.eventlog import Event, EventLog
+    from diloco.sync.events import Ending
+    from diloco.syncer.server import Syncer
+    from diloco.syncer.standby import Warm
+
+DOES = """The syncer of a run: holds the fragments, merges what the sites send, publishes versions.
+
+  diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
+
+Prints the run's name and the line with which a site joins.  The same command with run.name=NAME goes on.
+Ctrl-C once: a last round, then exit 75; twice: at once.  SIGHUP: stops at once and in order, exit 75, so that another
+process, of a newer release as well, takes its place with the same command; the sites train on meanwhile.
+Exit 0 when the run has reached its tokens or seconds."""
+WAIT_S = 0.2
+EVENTS_BYTES = 1 << 20
+"""How much of the end of the event log a start searches for versions that its data lack."""
+STOP_S = 2.0
+HAND_OVER_S = 10.0
+"""How long an upload may go on after a hand-over begins; one that is cut is sent again."""
+FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    given = settings_parser("syncer", DOES).parse_args(arguments)
+    config = load_config(given)
+    limit_threads(1)  # Inside one operation: a round uses several threads, by ranges.
+    limit_arenas()
+    raise_limit()
+    name_run(config)
+    run_dir = syncer_dir(config)
+    _check_resume(config, run_dir)
+    config = goes_on(config, run_dir.config, given)
+
+    from diloco.config import build, build_syncer
+
+    build_syncer.check(config)
+    if not _data(config, run_dir).is_dir():
+        build.check_version_zero(config)
+    write_config(config, run_dir, given)
+    with ExitStack() as stack:
+        log = syncer_log(config, stack)
+        ending = serve(config, run_dir, log, stack, given)
+    return said(config, run_dir, ending, again(config, given))
+
+
+def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
+    moved, setting = run_dir.moved_to(), config.cluster.syncer.folder
+    if moved is not None and setting and Path(setting).resolve() != moved.resolve():
+        raise ConfigError(
+            f"cluster.syncer.folder is {setting!r}, and the run goes on in {moved} since it was moved there: leave the "
+            f"setting out, or remove {run_dir.moved}, which says so"
+        )
+    there = _data(config, run_dir).is_dir()
+    if config.run.resume == "must" and not there:
+        raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
+    if config.run.resume == "never" and there:
+        raise ConfigError(f"run.resume is 'never': {_data(config, run_dir)} holds a run; take another run.name")
+    if config.run.resume == "auto" and run_dir.has_lost(_data(config, run_dir)):
+        raise VerbError(
+            ExitCode.FAILED,
+            f"run {config.run.name} has published versions and {_data(config, run_dir)} is gone: diloco restore takes "
+            "it up again from a backup or a warm site; run.resume=never begins it anew, and its sites will not follow",
+        )
+
+
+def _data(config: RunConfig, run_dir: RunDir) -> Path:
+    return Path(config.cluster.syncer.folder) if config.cluster.syncer.folder else run_dir.syncer
+
+
+def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, *, over: bool = True) -> None:
+    """Write the resolved file into the run's folder, ``over`` an old one; refuse the folder of another run."""
+    if run_dir.config.is_file():
+        configs.require_same(config, run_dir.config)
+    if (over and given.config is None) or not run_dir.config.is_file():
+        configs.write(config, run_dir.config)
+    # Readers of a whole run with several syncers find its configuration in its own folder.
+    if has_several(config) and not run_dir_of(config).config.is_file():
+        configs.write(at(config, 0), run_dir_of(config).config)
+
+
+def serve(
+    config: RunConfig,
+    run_dir: RunDir,
+    log: EventLog,
+    stack: ExitStack,
+    given: argparse.Namespace,
+    warm: Warm | None = None,
+) -> Ending | None:
+    """Start (from a standby's ``warm`` state), wait for the last version, linger, stop; return the run's ending."""
+    import torch
+
+    from diloco.config import build, build_syncer, connecting
+    from diloco.config.regional import above_of
+    from diloco.observe.metrics import page_at
+    from diloco.observe.syncer_metrics import SyncerMetrics
+    from diloco.syncer.lease import LeaseError, LeaseRefusedError
+    from diloco.syncer.server import Syncer
+    from diloco.syncer.store import StoreError
+
+    torch.set_num_threads(1)
+    keep_what_is_loaded()
+    layout, disk = build.layout_of(config), disk_from_environment()
+    plan = build_syncer.plan(config, layout)
+    syncer = Syncer(
+        build_syncer.syncer_options(config, run_dir),
+        plan,
+        lambda: build.version_zero(config, layout),
+        connecting.server_options(config),
+        connecting.syncer_security(config),
+        log.emit,
+        disk,
+        build_syncer.lease(config, disk),
+        above_of(config, _data(config, run_dir), plan, log.emit, disk),
+    )
+    metrics = SyncerMetrics(config, syncer.status)
+    log.follow(metrics.take)
+    where = ("cluster.syncer.metrics", config.cluster.syncer.metrics)
+    page = stack.enter_context(page_at(*where, metrics.families, log.emit))
+    hands_over = "the syncer stops, and the sites train on until another takes its place"
+    stopping = stack.enter_context(Stopping("a last round, then the syncer stops", hands_over))
+    size = run_dir.events.stat().st_size if run_dir.events.is_file() else 0
+    before = read_events(run_dir.events, max(0, size - EVENTS_BYTES))[0]
+    try:
+        address = syncer.start(warm)
+    except StoreError as error:
+        raise VerbError(ExitCode.MISMATCH, str(error)) from error
+    except LeaseError as error:
+        refused = isinstance(error, LeaseRefusedError)
+        raise VerbError(ExitCode.MISMATCH if refused else ExitCode.FAILED, str(error)) from error
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: is this run's syncer running already?") from error
+    except ValueError as error:
+        # The wire names its own fields; any other error is not about these settings.
+        if not str(error).startswith(FROM_SETTINGS):
+            raise
+        raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
+    write_file(run_dir.address, address.encode())
+    stack.callback(lambda: _forget(run_dir))
+    _greet(config, run_dir, address, given, again(config, given, promoted=warm is not None))
+    if warm is None and (older := old_copy(before, syncer.status())):
+        print(f"{_data(config, run_dir)}: {older}", file=sys.stderr, flush=True)
+    if page:
+        print(f"metrics at {page}", flush=True)
+    return _wait(syncer, stopping)
+
+
+def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
+    from diloco.sync.leadership import LeaseLostError
+    from diloco.syncer.region import UpstreamRefusedError
+    from diloco.syncer.snapshots import MemoryDamaged
+
+    asked = False
+    wanted: list[bool] = []
+    # The signal handler runs in this thread, and must not wait there for the decision loop.
+    stopping.ask(lambda: wanted.append(True))
+    try:
+        while (ending := syncer.wait(WAIT_S)) is None and not stopping.handing_over:
+            if wanted and not asked:
+                asked = syncer.drain()
+        if ending is not None:
+            syncer.linger()
+    except (MemoryDamaged, LeaseLostError, UpstreamRefusedError) as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    except Exception as error:
+        # A lost data folder explains whichever file was missing first.
+        if (lost := syncer.room.lost()) is None:
+            raise
+        raise VerbError(ExitCode.FAILED, lost) from error
+    finally:
+        syncer.stop(HAND_OVER_S if stopping.handing_over else STOP_S)
+    return ending
+
+
+def old_copy(events: Sequence[Event], status: Mapping[str, Any]) -> str:
+    """Return a warning where a syncer just started, with ``status``, lacks versions in ``events``; "" if it does not.
+
+    A version is durable before it is published, so data that lack one are an old copy.
+    """
+    versions = [int(each["version"]) for each in status["fragments"]]
+    told = [
+        (whole(e, "lineage") or 1, whole(e, "version"), whole(e, "fragment"))
+        for e in events
+        if e["what"] == "published"
+    ]
+    lacks = [each for each in told if each[2] < len(versions) and each[:2] > (status["lineage"], versions[each[2]])]
+    if not lacks:
+        return ""
+    lineage, version, fragment = max(lacks)
+    here = f"version {version} of fragment {fragment} was published, and here it is at {versions[fragment]}"
+    return f"an old copy of the syncer's data: {here}. Sites that are ahead of it stop; {how_to_restore(lineage)}"
+
+
+def _forget(run_dir: RunDir) -> None:
+    with suppress(FileNotFoundError):
+        run_dir.address.unlink()
+
+
+def again(config: RunConfig, given: argparse.Namespace, *, promoted: bool = False) -> str:
+    """Return the command that goes on with the run; a ``promoted`` standby's own command would follow a syncer."""
+    if not promoted:
+        return f"the same command with run.name={config.run.name}"
+    settings = [text for text in given.settings if not text.startswith(("run.name=", "cluster.standby."))]
+    begin = ["--config", str(given.config)] if given.config is not None else []
+    return f"`{shlex.join(['diloco', 'syncer', *begin, f'run.name={config.run.name}', *settings])}`"
+
+
+def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Namespace, command: str) -> None:
+    which = f"syncer {config.cluster.syncer.index} of " if has_several(config) else ""
+    where = f"{which}run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})"
+    print(f"{where}; {command} goes on")
+    for sentence in whole_steps(config):
+        print(f"note: {sentence}")
+    print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)
+
+
+def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
+    """Return the command with which a site joins: the run's settings given here, without the syncer's own; a call of
+    ``diloco.join`` instead, where the model comes from a file.
+
+    Each of several syncers knows only its own address, and shows placeholders for the others.
+    """
+    others = [f"SYNCER_{index}" for index in range(config.outer.num_syncers)]
+    others[config.cluster.syncer.index] = address
+    if config.model.kind == "file":
+        where = BETWEEN.join(others)
+        return f'diloco.join(model, optimizer, syncer="{where}", site="site-a", tokens_per_step=...)'
+    own = (
+        "run.name=",
+        "run.dir=",
+        "run.resume=",
+        "run.init_from=",
+        "cluster.syncer.",
+        "cluster.syncer=",
+        "cluster.replication",
+        "cluster.lease",
+        "cluster.standby",
+        "upstream.",
+    )
+    shared = [shlex.quote(text) for text in settings if not text.lstrip("+").startswith(own)]
+    begin = ["--config", shlex.quote(str(file))] if file is not None else []
+    words = ["diloco", "site", *begin, f"run.name={config.run.name}", *shared]
+    return " ".join([*words, f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"])
+
+
+def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:
+    """Print how the run ended, and the ``command`` that goes on with it; return the exit code."""
+    from diloco.sync.events import Ending
+
+    if ending is Ending.FINISHED:
+        print(f"run {config.run.name} has finished; final version in {_data(config, run_dir) / 'final'}")
+        return ExitCode.OK
+    if ending is None:
+        print(f"run {config.run.name} is left to another syncer; {command} is one")
+        return ExitCode.DRAINED
+    print(f"run {config.run.name} is drained; {command} goes on")
+    return ExitCode.DRAINED

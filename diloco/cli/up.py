@@ -1,0 +1,369 @@
+"""``diloco up``: compose the configuration, make the run's folder, run it on this machine, and print the result."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import zlib
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config import compose as configs
+from diloco.config.advice import advice, whole_steps
+from diloco.config.arguments import limit_threads, load_config, named_keys, settings_parser
+from diloco.config.compose import enough_sites
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import BETWEEN, is_syncer, syncer_dirs
+from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
+from diloco.config.schema import SiteSection
+from diloco.durable import LockedError, locked
+from diloco.observe.eventlog import EventLog
+from diloco.observe.history import RunHistory
+from diloco.observe.report import rebuild
+from diloco.observe.summary import closing_lines, summarize, write_summary
+from diloco.observe.view import Facts, make_view
+from diloco.open_files import raise_limit
+from diloco.runs.memory_folder import check_memory_folder, clear_memory
+from diloco.runs.scenario import SYNCER, Step, link_name, scenario_of
+from diloco.runs.supervise import Interrupts, child_environment
+from diloco.runs.up import EVAL, OneSyncer, Outcome, Up, UpOptions, check_syncers, children_of, not_played, syncers_of
+from diloco.wan.process import RelayProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from diloco.config.schema import DataSection, RunConfig
+
+
+DOES = """A whole run on this machine: a syncer, sites, emulated WAN links between them, and faults by a scenario.
+
+  diloco up
+  diloco up run.seconds=60 scenario=none cluster=local4 network=transatlantic
+
+The same command goes on with the latest run if that was drained.  Ctrl-C once: a last round, then everything ends
+(exit 75); twice: at once."""
+Keys = frozenset[str] | None
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    given = settings_parser("up", DOES).parse_args(arguments)
+    config = load_config(given)
+    # Copied first: the thread limit of this process is not for the children.
+    environment = child_environment(os.environ)
+    limit_threads(1)
+    raise_limit()
+    check(config)
+    steps = scenario_of(config)
+
+    from diloco.config import build_syncer
+    from diloco.config.build import check_kernels
+
+    build_syncer.check(config)
+    check_kernels(config)
+    check_memory_folder(config)
+    with ExitStack() as stack:
+        run_dir, again = choose_run(config, stack, named_keys(given))
+        interrupts = stack.enter_context(Interrupts())
+        print(f"run {run_dir.root.name} {'goes on' if again else 'begins'} in {run_dir.root}", flush=True)
+        for sentence in advice(config):
+            print(f"advice: {sentence}", flush=True)
+        for sentence in whole_steps(config):
+            print(f"note: {sentence}", flush=True)
+        return _run(config, run_dir, steps, interrupts, environment)
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for settings of other verbs that ``up`` decides by itself, and for bad site names."""
+    if not config.cluster.sites:
+        raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
+    check_syncers(config)
+    enough_sites(config)
+    for name, site in config.cluster.sites.items():
+        if site.nodes != 1:
+            raise ConfigError(f"cluster.sites.{name}.nodes is {site.nodes}: diloco up has one machine; leave it out")
+        if not configs.is_name(name):
+            raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
+        if name in RESERVED or is_syncer(name):
+            raise ConfigError(f"cluster.sites has {name!r}: that is the name of another process of the run")
+    for key in ("id", "syncer", "index", "num_sites", "nodes"):
+        value = getattr(config.site, key)
+        if value != getattr(SiteSection(), key):
+            raise ConfigError(f"site.{key} is {value!r}: diloco up gives each of cluster.sites its own; leave it out")
+    if config.cluster.syncer.folder:
+        folder = config.cluster.syncer.folder
+        raise ConfigError(f"cluster.syncer.folder is {folder!r}: diloco up keeps all in the run's folder; leave it out")
+    if config.cluster.replication.mode == "sync":
+        words = (
+            "diloco up starts no standby, and nothing is acknowledged without; start syncer, standby and sites by hand"
+        )
+        raise ConfigError(f"cluster.replication.mode is 'sync': {words}")
+    if (endpoint := config.upstream.endpoint) is not None:
+        raise ConfigError(f"upstream.endpoint is {endpoint!r}: diloco up is a whole run; diloco syncer makes a region")
+
+
+RESERVED = (SYNCER, EVAL, "up")
+
+
+def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -> tuple[RunDir, bool]:
+    """Choose and lock the run's folder; return it, and whether an earlier run goes on there.  Sets ``config.run.name``.
+
+    ``named`` is what ``named_keys`` returns.
+    """
+    resume = config.run.resume
+    latest = _unfinished_latest(config) if config.run.name is None and resume != "never" else None
+    other = _differences(config, latest, named) if latest is not None else []
+    if latest is not None and not other:
+        try:
+            stack.enter_context(locked(latest.root))
+            config.run.name = latest.root.name
+            return _settled(config, latest, named), True
+        except LockedError:
+            pass  # It is running in another terminal: this is a new run.
+    why_not = f"{latest.root} is another run: {_in_words(other)}" if latest is not None and other else ""
+    if resume == "must" and config.run.name is None:
+        reason = why_not or f"the latest run in {config.run.dir} is none that can go on"
+        raise ConfigError(f"run.resume is 'must': {reason}")
+    if why_not:
+        print(f"a new run, since {why_not}", flush=True)
+    name_run(config)
+    run_dir = run_dir_of(config)
+    there = run_dir.config.is_file()
+    if there and resume == "never":
+        raise ConfigError(f"run.resume is 'never': {run_dir.root} holds a run; take another run.name")
+    if there and _finished(run_dir):
+        raise ConfigError(f"run {config.run.name} has finished, see {run_dir.report}; take another run.name")
+    if not there and resume == "must":
+        raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
+    if there:
+        configs.require_same(_as_in(config, run_dir, named)[0], run_dir.config)
+    if not any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in syncer_dirs(config, run_dir)):
+        from diloco.config import build
+
+        build.check_version_zero(config)
+    try:
+        stack.enter_context(locked(run_dir.root))
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: it is running already") from error
+    anew = _differences(config, run_dir, named) if there else []
+    if anew:
+        print(f"taken anew: {_in_words(anew)}", flush=True)
+    return _settled(config, run_dir, named), there
+
+
+def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
+    """Write the configuration into the folder.
+
+    ``run.resume`` becomes "auto" whatever was given to ``up``: a child that is started again goes on there.
+    """
+    with suppress(FileNotFoundError):
+        run_dir.summary.unlink()
+    config.run.resume = "auto"
+    if run_dir.config.is_file():
+        there, kept = _as_in(config, run_dir, named)
+        if kept:
+            print(f"note: {' '.join(kept)}, as the run has it", flush=True)
+        config.data.leased, config.outer, config.codec = there.data.leased, there.outer, there.codec
+    elif config.data.leased is None:  # All sites have this machine's text.
+        config.data.leased = not (config.inner.deterministic or config.outer.lock_step)
+    configs.write(config, run_dir.config)
+    point_latest(run_dir)
+    return run_dir
+
+
+def _finished(run_dir: RunDir) -> bool:
+    return all(each.final_model.is_file() for each in syncer_dirs(configs.read(run_dir.config), run_dir))
+
+
+def _unfinished_latest(config: RunConfig) -> RunDir | None:
+    """Return the latest run, if it has not finished and ``up`` can go on with it."""
+    link = Path(config.run.dir) / LATEST
+    run_dir = RunDir(Path(config.run.dir) / os.readlink(link)) if link.is_symlink() else None
+    if run_dir is None or not run_dir.config.is_file():
+        return None
+    try:
+        dirs = syncer_dirs(configs.read(run_dir.config), run_dir)
+    except ConfigError:
+        return None  # Written by another version of this program, which we cannot go on with.
+    if _finished(run_dir):
+        return None
+    # A run of `diloco train` has no syncer's folder: it is not a run of sites.
+    return run_dir if any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in dirs) else None
+
+
+def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
+    """Return in words the settings that differ from the run's folder, except those that only say how to go on."""
+    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir, named)[0]))
+    keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
+    return [
+        f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, list[str]]:
+    """Return ``configs.keep_run_settings`` of ``config``, where a ``data.leased`` that is not given is the run's.
+
+    A run of an earlier release has no leases.
+    """
+    there = configs.read(run_dir.config)
+    leased = there.data.leased if config.data.leased is None else config.data.leased
+    config = replace(config, data=replace(config.data, leased=leased))
+    return (config, []) if named is None else configs.keep_run_settings(config, run_dir.config, named)
+
+
+def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:
+    """Return the leaves of ``values`` by dotted name, as text."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _settings(value, f"{above}{name}.")
+        else:
+            found[above + name] = "null" if value is None else str(value)
+    return found
+
+
+def _in_words(differences: Sequence[str]) -> str:
+    more = len(differences) - NAMED_MAX
+    return "; ".join([*differences[:NAMED_MAX], *([f"and {more} more"] if more > 0 else [])])
+
+
+NAMED_MAX = 3
+
+
+def _run(
+    config: RunConfig, run_dir: RunDir, steps: list[Step], interrupts: Interrupts, environment: dict[str, str]
+) -> ExitCode:
+    """Start the run, wait for its end, and print the result."""
+    from diloco.config import build, connecting
+    from diloco.inner.data import DataError
+    from diloco.runs.status_watch import StatusWatch, StatusWatches
+
+    if not Path(config.data.cache).is_dir():
+        print("preparing the text, once for all runs", flush=True)
+    try:
+        build.corpus(config)
+        references = reference_bits(config.data)
+    except DataError as error:
+        raise ConfigError(f"data: {error}") from error
+    history = RunHistory()
+    outcome, failed = Outcome(), None
+    with ExitStack() as stack:
+        log = EventLog(run_dir.events, "up")
+        stack.callback(log.close)
+        for name in config.cluster.sites:  # A killed site that was not started again left its files in memory.
+            stack.callback(clear_memory, replace(config, site=replace(config.site, id=name)))
+        syncers = syncers_of(config)
+        relay = stack.enter_context(RelayProcess()) if config.network.emulate else None
+        options = up_options(config, syncers, relay, steps, references)
+        children = children_of(options, run_dir)
+        up = Up(options, children, run_dir, log, history, relay, environment)
+        watches = [StatusWatch(each.address, connecting.site_security(config)) for each in syncers]
+        watch = watches[0] if len(watches) == 1 else StatusWatches(watches)
+        stack.callback(watch.close)
+        try:
+            with make_view(history, facts_of(config, sum(options.layout)), os.environ) as view:
+                outcome = up.run(view, watch, interrupts)
+        except VerbError as error:
+            outcome, failed = up.outcome, error
+            outcome.wrong.append(str(error))
+        outcome.wrong += missed(history, up)
+        summary = summarize(history, outcome.status, asdict(config), outcome.wrong)
+        log.emit("run", {"state": "ended", "status": summary["status"]})
+    write_summary(run_dir.summary, summary)
+    _, history = rebuild(run_dir.root)
+    if failed is not None:
+        raise failed
+    print("\n".join(["", *closing_lines(summary, history, run_dir.root)]), flush=True)
+    return exit_code(history, outcome, str(summary["status"]))
+
+
+def missed(history: RunHistory, up: Up) -> list[str]:
+    """Return the complaint that a finished run ended before the whole scenario was played; a drained run can go on."""
+    text = not_played(up.schedule)
+    return [text] if text and history.ending == "finished" else []
+
+
+def exit_code(history: RunHistory, outcome: Outcome, status: str) -> ExitCode:
+    """Return the exit code for the shell."""
+    if outcome.code is not ExitCode.OK:
+        return outcome.code
+    if history.ending == "drained":
+        return ExitCode.DRAINED
+    return ExitCode.OK if status == "ok" else ExitCode.FAILED
+
+
+def up_options(
+    config: RunConfig,
+    syncers: Sequence[OneSyncer],
+    relay: RelayProcess | None,
+    steps: list[Step],
+    references: dict[str, float],
+) -> UpOptions:
+    """Make the links, one from each site to each syncer, and return the settings of ``Up``."""
+    from diloco.config import build, connecting
+
+    links, sites = {}, {}
+    num_sites = len(config.cluster.sites)
+    for index, (name, site) in enumerate(config.cluster.sites.items()):
+        link = connecting.link_options(config, name)
+        dials = []
+        for number, syncer in enumerate(syncers):
+            own = link_name(name, number)
+            links[own] = {key: float(value) for key, value in asdict(link).items()}
+            dials.append(relay.add(own, link, syncer.address) if relay is not None else syncer.address)
+        # Assigned here for all sites: no two sites may take the same share of the text.
+        place = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
+        settings = {**place, "slowdown": site.slowdown, "nproc": site.nproc, "parallel": site.parallel}
+        settings |= {"tensor_ranks": site.tensor_ranks, "shard_ranks": site.shard_ranks}
+        build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
+        sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
+    waits = config.outer.final_wait_s + config.cluster.syncer.linger_s + 2 * config.site.finish_timeout_s
+    return UpOptions(
+        sites=sites,
+        links=links,
+        address=BETWEEN.join(each.address for each in syncers),
+        several=syncers if len(syncers) > 1 else (),
+        steps=steps,
+        layout=[fragment.numel for fragment in build.whole_layout(config).fragments],
+        references=references,
+        ending_s_max=waits + EVALUATION_S_MAX,
+        restore=syncers[0].restore,
+    )
+
+
+EVALUATION_S_MAX = 60.0
+
+
+def facts_of(config: RunConfig, values: int) -> Facts:
+    """Return the facts in the head of the view."""
+    from diloco.observe.text import count
+
+    model, codec, outer = config.model, config.codec, config.outer
+    codecs = codec.up if codec.up == codec.down else f"{codec.up} up, {codec.down} down"
+    size = f"{model.layers}x{model.dim} transformer, {count(values)} values"
+    words = [size, config.data.kind, codecs, f"quorum {outer.quorum}", f"H {outer.inner_steps}"]
+    return Facts(name=config.run.name or "", what=" · ".join(words), seconds=config.run.seconds)
+
+
+# --- Bits per byte of the validation text under ordinary compressors -------------------------------------------------
+
+TEXT_BYTES_MAX = 4_000_000
+
+
+def reference_bits(data: DataSection) -> dict[str, float]:
+    """Return the bits per byte of the validation split, compressed in one piece; empty for any other corpus.
+
+    Only for the built-in corpus: reading all of a user's text for a comparison could take longer than the run.
+    """
+    if data.kind != "stdlib":
+        return {}
+    from diloco.inner.corpus import read_corpus, read_text, source_files
+
+    documents = read_corpus(data.kind, source_files(data.kind, data.path, data.pattern)).split("validation")
+    text = "\n".join(read_text(data.kind, document) for document in documents).encode()[:TEXT_BYTES_MAX]
+    sizes = {"zlib -9": len(zlib.compress(text, 9)), "xz": len(lzma.compress(text))}
+    return {name: round(8 * size / len(text), 4) for name, size in sizes.items()}

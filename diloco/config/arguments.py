@@ -1,0 +1,127 @@
+"""The command-line parsing shared by the verbs that take settings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from diloco.config import compose as configs
+from diloco.config.compose import choices
+from diloco.config.errors import ExitCode, VerbError
+from diloco.config.keys import default_text, leaves, meanings
+from diloco.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that reports a usage error in one line, as all verbs do."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the verb with ``message``."""
+        raise VerbError(ExitCode.USAGE, message)
+
+
+class _WithSettings(OneLineParser):
+    """A parser whose ``--help`` lists all settings, looked up only then; settings may come before and after options."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self.parse_intermixed_args(args, namespace)
+
+    def format_help(self) -> str:
+        return f"{super().format_help()}\n{settings_help()}\n"
+
+
+def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
+    """Return a parser for ``diloco VERB [--config FILE] [--print-config] [key=value ...]``.
+
+    ``file`` False leaves out ``--config``; ``shown`` False, for a verb without a configuration of its own, leaves out
+    ``--print-config``.
+    """
+    parser = _WithSettings(
+        prog=f"diloco {verb}", description=does, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
+    if file:
+        parser.add_argument("--config", type=Path, metavar="FILE", help="begin with this resolved config.yaml")
+    if shown:
+        told = "print the resolved configuration, and do nothing"
+        parser.add_argument("--print-config", action="store_true", help=told)
+    return parser
+
+
+def load_config(given: argparse.Namespace) -> RunConfig:
+    """Return the configuration of the command line.  ``--print-config`` prints it and ends the verb."""
+    file: Path | None = given.config
+    config = configs.read(file, given.settings) if file is not None else configs.compose(given.settings)
+    if given.print_config:
+        print(configs.to_yaml(config), end="")
+        raise SystemExit(ExitCode.OK)
+    return config
+
+
+def named_keys(given: argparse.Namespace) -> frozenset[str] | None:
+    """Return the settings that the command line names directly, not by a group; None where it gives ``--config``."""
+    return (
+        None if given.config is not None else frozenset(text.partition("=")[0].lstrip("+") for text in given.settings)
+    )
+
+
+def goes_on(config: RunConfig, path: Path, given: argparse.Namespace) -> RunConfig:
+    """Adapt ``config`` to the run whose file is ``path``, if it exists: see ``configs.keep_run_settings``.
+
+    The kept settings are printed, and added to ``given.settings`` so that commands printed by this verb include them.
+    """
+    named = named_keys(given)
+    if named is None or not path.is_file():
+        return config
+    config, kept = configs.keep_run_settings(config, path, named)
+    if kept:
+        print(f"note: {' '.join(kept)}, as the run has it", flush=True)
+    given.settings = [*given.settings, *kept]
+    return config
+
+
+def limit_threads(threads: int, *, deterministic: bool = False) -> None:
+    """Set the environment for torch's import: ``threads`` per process (0: torch's choice), ``deterministic`` mode."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if threads < 0:
+        raise VerbError(ExitCode.USAGE, f"threads is {threads}: 0 (torch's own choice) or more")
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+# --- The text that a verb's ``--help`` adds below its own lines ------------------------------------------------------
+
+KEY_COLUMN = 46
+
+
+def settings_help() -> str:
+    """Return all settings, one line a key: its name, its default and its meaning."""
+    lines = [
+        "What can be set: group=choice, then single keys as key=value (in brackets: the value that no group sets)."
+    ]
+    lines += [f"  {group + '=':<13}{' | '.join(names)}" for group, names in choices().items()]
+    lines += _keys()
+    return "\n".join(lines)
+
+
+def _keys() -> Iterator[str]:
+    told = meanings()
+    last: type = RunConfig
+    for key, section, item in leaves():
+        if section is not last:
+            yield ""
+            yield f"{key.rpartition('.')[0]}: {_one_line(told.get((section.__name__, ''), ''))}"
+            last = section
+        name = f"  {key} [{default_text(item)}]"
+        meaning = _one_line(told.get((section.__name__, item.name), ""))
+        yield f"{name:<{KEY_COLUMN}} {meaning}".rstrip()
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,756 @@
+"""Build the objects of the lower layers from a ``RunConfig``, with plain constructors.
+
+The errors name the section of the value: "inner.lr is -1.0: positive and finite".
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco.codec.registry import make_codec, usual_feedback
+from diloco.config import connecting
+from diloco.config.compose import quorum, shared_config
+from diloco.config.errors import ConfigError, section
+from diloco.config.model_files import file_fragments, file_shapes, is_of_file, load_values
+from diloco.config.placing import has_several, placement_of, shared_by_part
+from diloco.config.regional import is_region
+from diloco.durable import PLAIN_DISK
+from diloco.inner.corpus import DataOptions, prepare_corpus
+from diloco.inner.data import CorpusManifest, LeasedStream, TokenStream
+from diloco.inner.model import (
+    CompileError,
+    ComputeOptions,
+    KernelsError,
+    ModelOptions,
+    Transformer,
+    kernels_of,
+    prepare,
+)
+from diloco.inner.optimizer import InnerOptions, build_optimizers
+from diloco.inner.parallel import device_of
+from diloco.inner.precision import resolve_precision
+from diloco.inner.sharding import ParallelOptions, Spread, check_cut
+from diloco.inner.trainer import Trainer, TrainerOptions
+from diloco.learner.exchange import AgentOptions
+from diloco.outer.fragments import Layout, gather, named_parameters_once, part_of, plan_layout
+from diloco.outer.merge import CORRECTION_NUMBERS, Correction, Gate, MergeOptions
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
+from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
+from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
+from diloco.sync.link import AdaptOptions, Way
+from diloco.sync.options import ADOPT_KEEPS_UNSENT, UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
+from diloco.wire.messages import STREAMS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
+
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+    from torch import Tensor
+
+    from diloco.config.schema import ClusterSite, RunConfig, SiteSection
+    from diloco.durable import Disk
+    from diloco.inner.data import UnitSource
+    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.trainer import Log
+    from diloco.outer.fragments import Layout
+
+
+UNIT_SEQUENCES_MAX = 1 << 20
+SLOWDOWN_MAX = 1e6
+
+
+def check(config: RunConfig) -> None:
+    """Build every set of options once, to raise ConfigError for a bad value before anything starts.
+
+    ``build_syncer.check`` checks the options of the syncer's process as well.
+    """
+    is_region(config)
+    layout = layout_of(config)
+    agreement(config, layout)
+    outer_options(config)
+    health_options(config)
+    rule(config, layout)
+    if not is_of_file(config):
+        check_spreading(config, model_options(config))
+    up_codecs(config)
+    compute_options(config)
+    inner_options(config)
+    trainer_options(config)
+    learner_options(config)
+    connecting.client_options(config)
+    agent_options(config, Path())
+    connecting.server_options(config)
+    connecting.syncer_security(config)
+    data_options(config)
+    connecting.link_options(config, "")
+    for name, site in config.cluster.sites.items():
+        connecting.link_options(config, name)
+        if not 1 <= site.slowdown <= SLOWDOWN_MAX:
+            wanted = f"from 1 (full speed) to {SLOWDOWN_MAX:g}"
+            raise ConfigError(f"cluster.sites.{name}.slowdown is {site.slowdown}: {wanted}")
+        if site.nproc < 1:
+            raise ConfigError(f"cluster.sites.{name}.nproc is {site.nproc}: at least 1")
+    if not config.site.canary_every_s >= 0:
+        raise ConfigError(f"site.canary_every_s is {config.site.canary_every_s!r}: 0 (never) or more")
+    if config.site.canary_steps < 1:
+        raise ConfigError(f"site.canary_steps is {config.site.canary_steps!r}: at least 1")
+    if config.data.validation_sequences < 1:
+        raise ConfigError(f"data.validation_sequences is {config.data.validation_sequences!r}: at least 1")
+
+
+# --- options of the lower layers ----------------------------------------------------------------------------------
+
+
+def model_options(config: RunConfig) -> ModelOptions:
+    """Return the size and shape of the model; ConfigError for a model of kind "file"."""
+    model = config.model
+    if is_of_file(config):
+        raise ConfigError(
+            "model.kind is 'file': what is in run.init_from is trained by the loops that join by diloco.join, and this "
+            "command knows its values only"
+        )
+    assert config.inner.sequence_length is not None
+    assert model.context is not None, "config.settle fills in what is null"
+    if not 1 <= config.inner.sequence_length <= model.context:
+        length = config.inner.sequence_length
+        raise ConfigError(f"inner.sequence_length is {length}: from 1 to model.context={model.context}")
+    with section("model"):
+        return ModelOptions(**{name: value for name, value in asdict(model).items() if name != "kind"})
+
+
+def data_options(config: RunConfig) -> DataOptions:
+    """Return the source of the text."""
+    known = {each.name for each in fields(DataOptions)}
+    with section("data"):
+        return DataOptions(**{name: value for name, value in asdict(config.data).items() if name in known})
+
+
+def inner_options(config: RunConfig) -> InnerOptions:
+    """Return the options of one inner step."""
+    inner = config.inner
+    with section("inner"):
+        return InnerOptions(
+            optimizer=inner.optimizer,
+            lr=inner.lr,
+            muon_lr=inner.muon_lr,
+            muon_momentum=inner.muon_momentum,
+            muon_weight_decay=inner.muon_weight_decay,
+            betas=list(inner.betas),
+            eps=inner.eps,
+            weight_decay=inner.weight_decay,
+            clip=inner.clip,
+            batch_sequences=inner.batch_sequences,
+            accumulation=inner.accumulation,
+            warmup_steps=inner.warmup_steps,
+            schedule=inner.schedule,
+            decay_share=inner.decay_share,
+            lr_floor=inner.lr_floor,
+        )
+
+
+def trainer_options(config: RunConfig) -> TrainerOptions:
+    """Return the options of the training loop."""
+    inner = config.inner
+    if inner.checkpoint_every_steps < 0:
+        raise ConfigError(f"inner.checkpoint_every_steps is {inner.checkpoint_every_steps}: 0 (none) or more")
+    if config.site.slowdown < 1:
+        raise ConfigError(f"site.slowdown is {config.site.slowdown}: 1 (full speed) or more")
+    with section("inner"):
+        return TrainerOptions(
+            precision=inner.precision,
+            deterministic=inner.deterministic,
+            seed=config.run.seed,
+            checkpoint_steps=inner.checkpoint_every_steps,
+            checkpoints_kept=inner.checkpoints_kept,
+            memory_checkpoint_every_steps=inner.memory_checkpoint_every_steps,
+            nonfinite_max=inner.nonfinite_max,
+            peak_tflops=peak_tflops(config),
+            slowdown=config.site.slowdown,
+        )
+
+
+def outer_options(config: RunConfig) -> OuterOptions:
+    """Return the options of the syncer's state machine.  A region has no limit of its own: the run above ends it."""
+    outer, ends_itself = config.outer, not is_region(config)
+    num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
+    all_train_on = outer.adopt in ADOPT_KEEPS_UNSENT and not outer.lock_step
+    with section("outer"):
+        return OuterOptions(
+            num_fragments=num_fragments,
+            quorum=quorum(outer.quorum),
+            quorum_min=outer.quorum_min,
+            round_updates=outer.round_updates,
+            grace=outer.grace,
+            grace_ns=to_ns("outer.grace_s", outer.grace_s),
+            grace_share_percent=outer.grace_share_percent,
+            grace_period_percent=outer.grace_period_percent if all_train_on else 0,
+            overlap_steps=outer.overlap_steps,
+            weights=outer.weights,
+            merge_by=outer.merge_by,
+            share_weighted=outer.share_weighted and outer.kind != "delayed_nesterov",
+            staleness_max=outer.staleness_max,
+            staleness_power=outer.staleness_power,
+            updates_in_flight_max=outer.updates_in_flight_max,
+            site_timeout_ns=to_ns("outer.site_timeout_s", outer.site_timeout_s, least_s=0.001),
+            final_wait_ns=to_ns("outer.final_wait_s", outer.final_wait_s, least_s=0.001),
+            token_budget=(config.run.tokens or 0) * ends_itself,
+            run_ns=to_ns("run.seconds", (config.run.seconds or 0.0) * ends_itself),
+            sites_max=outer.sites_max,
+            unit_sequences=unit_sequences(config),
+            lease_ns=to_ns("data.unit_lease_s", config.data.unit_lease_s, least_s=0.001),
+        )
+
+
+def unit_sequences(config: RunConfig) -> int:
+    """Return the sequences in each unit of text that the syncer leases, or 0 where it leases none.
+
+    Of several syncers, only the first leases text.
+    """
+    data = config.data
+    if not 1 <= data.unit_sequences <= UNIT_SEQUENCES_MAX:
+        raise ConfigError(f"data.unit_sequences is {data.unit_sequences}: 1 to {UNIT_SEQUENCES_MAX}")
+    if not 1 <= data.units_ahead <= UNITS_AHEAD_MAX:
+        raise ConfigError(f"data.units_ahead is {data.units_ahead}: 1 to {UNITS_AHEAD_MAX}")
+    leases = data.leased and (not has_several(config) or config.cluster.syncer.index == 0)
+    return data.unit_sequences if leases else 0
+
+
+def health_options(config: RunConfig) -> HealthOptions:
+    """Return the options for admitting, holding or refusing an outlier update."""
+    admission = config.cluster.admission
+    with section("cluster.admission"):
+        return HealthOptions(
+            policy=admission.policy,
+            policies={name: site.admission for name, site in config.cluster.sites.items() if site.admission},
+            norm_ratio_max=admission.norm_ratio_max,
+            cosine_z_max=admission.cosine_z_max,
+            history=admission.history,
+            hold_ns=to_ns("cluster.admission.hold_s", admission.hold_s, least_s=0.001),
+        )
+
+
+def outer_optimizer(config: RunConfig) -> OuterOptimizerOptions:
+    """Return the options of the outer optimizer."""
+    with section("outer"):
+        return OuterOptimizerOptions(
+            **{each.name: getattr(config.outer, each.name) for each in fields(OuterOptimizerOptions)}
+        )
+
+
+def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
+    """Return the outer step that an ``eager`` site applies ahead to its own updates.
+
+    None where ``adopt_alpha`` fixes the share that it applies, or where it applies none.
+    """
+    outer = config.outer
+    if outer.adopt != "eager" or outer.adopt_alpha is not None:
+        return None
+    if outer.kind not in ADDITIVE:
+        raise ConfigError(
+            f"outer.adopt_alpha is null: from 0 to 1, with outer.kind={outer.kind}, whose steps are no sum of the "
+            f"sites' parts as those of {', '.join(ADDITIVE)} are"
+        )
+    if outer.merge_by != "site":
+        raise ConfigError(
+            f"outer.adopt_alpha is null: from 0 to 1, with outer.merge_by={outer.merge_by}, because a site is told how "
+            "many sites a version holds, and not how many updates"
+        )
+    if outer.share_weighted:
+        raise ConfigError(
+            "outer.adopt_alpha is null: from 0 to 1, with outer.share_weighted=true, because a site is not told which "
+            "share of a step a version is"
+        )
+    return outer_optimizer(config)
+
+
+def rule(config: RunConfig, layout: Layout) -> OuterRule:
+    """Return the rule that merges updates and takes the outer step."""
+    outer = config.outer
+    optimizer = outer_optimizer(config)
+    with section("outer"):
+        gate = Gate(alpha=outer.gate_alpha, cutoff=outer.gate_cutoff, power=outer.gate_power)
+        if 0 < gate.cutoff <= outer.staleness_max:
+            wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
+            raise ConfigError(f"outer.gate_cutoff is {gate.cutoff}: {wanted}")
+        merge = MergeOptions(kind=outer.merge, norm_ratio_max=outer.norm_ratio_max, trim_share=outer.trim_share)
+        numbers = {name: getattr(outer, f"correction_{name}") for name in CORRECTION_NUMBERS}
+        correction = Correction(kind=outer.correction, **numbers)
+        return outer_rule(optimizer, merge, layout, outer.merge_plain, gate, correction)
+
+
+def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOptions:
+    """Return the options of a site's state machine; ``whole`` as in ``layout_of``."""
+    outer = config.outer
+    with section("outer"):
+        rules = LearnerOptions(
+            num_fragments=outer.num_fragments,
+            inner_steps=outer.inner_steps,
+            dynamic_steps=outer.dynamic_steps,
+            dynamic_rounding=outer.dynamic_rounding,
+            adopt=outer.adopt,
+            updates_in_flight_max=outer.updates_in_flight_max,
+            discards_max=outer.discards_max,
+            lock_step=outer.lock_step,
+            unit_sequences=unit_sequences(config),
+            sequence_tokens=config.inner.sequence_length or 0,
+            units_ahead=units_ahead(config),
+        )
+    held = held_of(config, whole) if has_several(config) else range(rules.num_fragments)
+    return replace(rules, num_fragments=len(held), offsets=tuple(rules.due_at[index] for index in held))
+
+
+def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) -> AgentOptions:
+    """Return the options of a site's agent, which keeps its files in ``folder``; ``whole`` as in ``layout_of``."""
+    site = config.site
+    check_codec("codec.up", config.codec.up)
+    check_codec("codec.down", config.codec.down)
+    alpha = config.outer.adopt_alpha
+    if alpha is not None and not 0 <= alpha <= 1:
+        raise ConfigError(f"outer.adopt_alpha is {alpha}: from 0 to 1")
+    if alpha is None and config.outer.adopt == "blend":
+        raise ConfigError("outer.adopt_alpha is null: from 0 to 1, with outer.adopt=blend")
+    if config.outer.measure_from not in MEASURE_FROM:
+        raise ConfigError(f"outer.measure_from is {config.outer.measure_from!r}: one of {', '.join(MEASURE_FROM)}")
+    with section("site"):
+        return AgentOptions(
+            folder=str(folder),
+            up_codec=config.codec.up,
+            feedback=feedback(config),
+            adapt=adapt_options(config, layout_of(config, whole)),
+            adopt_alpha=0.0 if alpha is None else alpha,
+            ahead=ahead(config),
+            measure_from=config.outer.measure_from,
+            join_timeout_s=site.join_timeout_s,
+            finish_timeout_s=site.finish_timeout_s,
+        )
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+def build_model(config: RunConfig) -> Transformer:
+    """Build the model with initial values from the seed; they are the same on every machine."""
+    return Transformer(model_options(config), seed=config.run.seed)
+
+
+def layout_of(config: RunConfig, whole: Layout | None = None) -> Layout:
+    """Return the fragments that the configured syncer holds: all of them where there is one syncer.
+
+    ``whole`` is the layout of the whole model, for a caller whose model the configuration does not describe.
+    """
+    whole = whole or whole_layout(config)
+    return part_of(whole, held_of(config, whole)) if has_several(config) else whole
+
+
+def held_of(config: RunConfig, whole: Layout | None = None) -> tuple[int, ...]:
+    """Return the indices of the configured syncer's fragments among those of the whole model."""
+    return placement_of(config, whole or whole_layout(config))[config.cluster.syncer.index]
+
+
+def whole_layout(config: RunConfig) -> Layout:
+    """Return all fragments, computed without allocating the model."""
+    if is_of_file(config):
+        return layout_over(config, file_shapes(config))
+    with torch.device("meta"):
+        model = Transformer(model_options(config))
+    return layout_over(config, {name: tuple(value.shape) for name, value in named_parameters_once(model).items()})
+
+
+def layout_over(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """Return all fragments of a model whose parameters have these names and ``shapes``."""
+    with section("outer"):
+        return plan_layout(list(shapes.items()), config.outer.num_fragments)
+
+
+def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) -> Agreement:
+    """Return this end's description of the run, for the join.
+
+    The lineage (0 here) does not come from the configuration: each end sends the lineage that it remembers.
+    """
+    shared = shared_config(config) | shared_by_part(config, whole or whole_layout(config))
+    return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared)
+
+
+def site_agreement(config: RunConfig, layout: Layout, whole: Layout | None = None, data: str = "") -> Agreement:
+    """Return ``agreement`` for a site; where the text is leased, it includes the text's identity.
+
+    ``data`` is the identity of a data source that replaces the configured corpus.
+    """
+    found = agreement(config, layout, whole)
+    if not config.data.leased:
+        return found
+    return replace(found, shared={**found.shared, CORPUS: data or corpus(config).identity})
+
+
+def check_version_zero(config: RunConfig) -> None:
+    """Refuse a ``run.init_from`` that cannot give version 0; this reads only shapes, no values."""
+    if config.run.init_from is not None and not is_of_file(config):
+        with torch.device("meta"):
+            model = Transformer(model_options(config))
+        load_values(config.run.init_from, model, shapes_only=True)
+
+
+def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
+    """Return the fragments of version 0: from ``run.init_from`` if given, otherwise from the seed."""
+    if is_of_file(config):
+        return file_fragments(config, layout)
+    model = build_model(config)
+    if config.run.init_from is not None:
+        load_values(config.run.init_from, model)
+    parameters = named_parameters_once(model)
+    return [gather(fragment, parameters) for fragment in layout.fragments]
+
+
+def corpus(config: RunConfig) -> CorpusManifest:
+    """Return the tokenised text; the first call on a machine creates it."""
+    with Preparing() as preparing:
+        return prepare_corpus(data_options(config), Path(config.data.cache), preparing.told)
+
+
+def site_share(config: RunConfig) -> tuple[int, int]:
+    """Return this site's share of the text as (index, number of shares); ConfigError where the settings lack it."""
+    site, names = config.site, list(config.cluster.sites)
+    if config.data.leased:
+        return 0, 1  # Leases decide which part of the text a site draws.
+    if site.index is None and site.id not in names:
+        raise ConfigError(
+            f"site.index is null and cluster.sites has no {site.id!r} (it has {', '.join(names) or 'none'}): give "
+            "site.index and site.num_sites, equal num_sites everywhere, so that no two sites draw the same text"
+        )
+    index = names.index(site.id) if site.index is None else site.index
+    num_sites = len(names) if site.num_sites is None else site.num_sites
+    if not 0 <= index < num_sites:
+        raise ConfigError(f"site.index is {index}: from 0 to {num_sites - 1}, with site.num_sites={num_sites}")
+    return index, num_sites
+
+
+def build_trainer(
+    config: RunConfig,
+    group: SiteGroup,
+    share: tuple[int, int],
+    checkpoints: Path | None,
+    log: Log,
+    progress: Callable[[], float] | None,
+    disk: Disk = PLAIN_DISK,
+    units: UnitSource | None = None,
+    memory: Path | None = None,
+) -> tuple[Trainer, Transformer]:
+    """Build a trainer on a ``share`` of the text, or on leased ``units`` of it, and its model, which this site's ranks
+    hold according to ``site.parallel``."""
+    assert config.inner.sequence_length is not None
+    options = inner_options(config)
+    with without_memory(config, group):
+        model = build_model(config)
+    held = spread(config, model, group)
+    text = corpus(config)  # Outside the section: its errors do not concern inner.
+    with section("inner"):
+        stream = _stream(config, text, held, share, units)
+        precision = resolve_precision(config.inner.precision, group.device, group)
+    trainer = Trainer(
+        model,
+        build_optimizers(model, options, precision),
+        stream,
+        replace(trainer_options(config), precision=precision),
+        group,
+        progress=progress,
+        checkpoint_dir=checkpoints,
+        memory_dir=memory,
+        log=log,
+        disk=disk,
+        spread=held,
+    )
+    return trainer, model
+
+
+def _stream(
+    config: RunConfig, text: CorpusManifest, held: Spread, share: tuple[int, int], units: UnitSource | None
+) -> TokenStream:
+    length, sequences, seed = config.inner.sequence_length, config.inner.batch_sequences, config.run.seed
+    assert length is not None
+    place = (held.data_rank, held.data_world)
+    if config.data.leased and units is not None:
+        unit = config.data.unit_sequences
+        return LeasedStream(text, "train", length, sequences, unit, units, held.group, seed, place)
+    return TokenStream(text, "train", length, sequences, *share, *place, seed)
+
+
+SECOND_NS = 1_000_000_000
+
+
+def to_ns(name: str, seconds: float, least_s: float = 0.0) -> int:
+    """Convert ``seconds`` to nanoseconds; ConfigError naming ``name`` unless ``least_s`` <= ``seconds`` < 1e9."""
+    if not least_s <= seconds < 1e9:
+        raise ConfigError(f"{name} is {seconds!r}: seconds, {f'at least {least_s:g}' if least_s else 'not negative'}")
+    return round(seconds * SECOND_NS)
+
+
+def units_ahead(config: RunConfig) -> int:
+    """Return how many units a site leases ahead: at least those of two steps, or it would run out in every step."""
+    inner, unit = config.inner, config.data.unit_sequences
+    two = 2 * -(-inner.batch_sequences * inner.accumulation * config.site.nproc * config.site.nodes // unit)
+    if config.data.leased and two > UNITS_AHEAD_MAX:
+        ahead = f"two steps of this site draw {two} units, more than {UNITS_AHEAD_MAX}: larger ones are wanted"
+        raise ConfigError(f"data.unit_sequences is {unit}: {ahead}")
+    return max(config.data.units_ahead, two)
+
+
+# --- what a site may choose by the measured link (site.adapt) ---------------------------------------------------------
+
+
+WINDOW_BYTES = 4 << 20
+"""Linux's default, for machines without ``TCP_WMEM``."""
+DEFAULT_PART = 10
+"""``site.overlap_steps_max`` defaults to ``outer.inner_steps`` over this.  An overlap of ten steps costs Streaming
+DiLoCo (arXiv 2501.18512) less than 0.2 % of its loss."""
+TCP_WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
+
+
+def up_codecs(config: RunConfig) -> list[str]:
+    """Return every codec that an update may use, ``codec.up`` first; ConfigError for a bad ``codec.up_allowed``."""
+    codec = config.codec
+    found = [codec.up, *codec.up_allowed]
+    for name in codec.up_allowed:
+        try:
+            make_codec(name)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("codec is", "codec.up_allowed has", 1)) from error
+        if found.count(name) > 1:
+            raise ConfigError(f"codec.up_allowed has {name!r} twice, or again what codec.up is")
+    return found
+
+
+def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) -> AdaptOptions:
+    """Return the codecs, numbers of connections and overlap steps that a site may choose from.
+
+    Without ``site.adapt`` these are only the configured ones.  ``config.site.data_channels`` must be checked before.
+    """
+    if config.site.adapt:
+        _check_adapt(config)
+    overlap_steps, overlap_steps_max = _overlap(config)
+    names = up_codecs(config) if config.site.adapt else [config.codec.up]
+    numels = [fragment.numel for fragment in layout.fragments]
+    return AdaptOptions(
+        ways=tuple(Way(name, _payloads_bytes(name, numels)) for name in names),
+        version_bytes=_payloads_bytes(config.codec.down, numels),
+        num_fragments=len(numels),
+        inner_steps=config.outer.inner_steps,
+        channels=config.site.data_channels,
+        channels_max=STREAMS_MAX if config.site.adapt else config.site.data_channels,
+        window_bytes=_window_bytes(window),
+        overlap_steps=overlap_steps,
+        overlap_steps_max=overlap_steps_max,
+    )
+
+
+def _check_adapt(config: RunConfig) -> None:
+    if config.outer.lock_step:
+        raise ConfigError("site.adapt is True: under outer.lock_step a run's bits must not hang on what a link carries")
+    if config.outer.adopt not in ADOPT_KEEPS_UNSENT:
+        raise ConfigError(
+            f"site.adapt is True: with outer.adopt={config.outer.adopt} what a coarser codec rounds off is lost; "
+            "under rebase and eager it goes out with the next update"
+        )
+
+
+def _overlap(config: RunConfig) -> tuple[int, int]:
+    """Return the fewest and the most inner steps that may pass until a version is adopted."""
+    least, most, period = config.site.overlap_steps, config.site.overlap_steps_max, config.outer.inner_steps
+    if not 0 <= least < period:
+        raise ConfigError(f"site.overlap_steps is {least}: from 0 to less than outer.inner_steps={period}")
+    if least and config.outer.lock_step:
+        raise ConfigError(
+            f"site.overlap_steps is {least}: under outer.lock_step no step passes before a version is here"
+        )
+    if most is not None and not config.site.adapt:
+        raise ConfigError(
+            f"site.overlap_steps_max is {most}: only under site.adapt=true; without it overlap_steps counts"
+        )
+    if most is None:
+        most = max(least, period // DEFAULT_PART)
+    if not least <= most < period:
+        wanted = f"from site.overlap_steps={least} to less than outer.inner_steps={period}"
+        raise ConfigError(f"site.overlap_steps_max is {most}: {wanted}")
+    return least, most if config.site.adapt else least
+
+
+def _payloads_bytes(codec: str, numels: list[int]) -> int:
+    return sum(make_codec(codec).payload_bytes_max(numel) for numel in numels)
+
+
+def _window_bytes(path: Path) -> int:
+    """Return the most bytes that the kernel lets one socket have in flight."""
+    try:
+        return max(1, int(path.read_text("ascii").split()[-1]))
+    except (OSError, ValueError, IndexError):
+        return WINDOW_BYTES
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+def feedback(config: RunConfig) -> float:
+    """Return the share, 0 to 1, of ``codec.up``'s rounding error that goes out with the next update."""
+    told, up = config.codec.feedback, config.codec.up
+    if told is None:
+        return 0.0 if config.outer.adopt in ADOPT_KEEPS_UNSENT else usual_feedback(up)
+    if not 0 <= told <= 1:
+        raise ConfigError(f"codec.feedback is {told!r}: from 0 to 1")
+    if told and config.outer.adopt in ADOPT_KEEPS_UNSENT:
+        raise ConfigError(
+            f"codec.feedback is {told!r}: with outer.adopt={config.outer.adopt} what codec.up rounds off stays in the "
+            "site's values and goes out with the next update; leave it null, or adopt by overwrite or blend"
+        )
+    if told and make_codec(up).lossless:
+        raise ConfigError(f"codec.feedback is {told!r}: codec.up={up} rounds nothing off")
+    return told
+
+
+def check_codec(name: str, codec: str) -> None:
+    """Raise ConfigError, naming the setting ``name``, where ``codec`` is not a valid codec."""
+    try:
+        make_codec(codec)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("codec is", f"{name} is", 1)) from error
+
+
+# --- how the ranks of a site hold the model, and how they compute it --------------------------------------------------
+
+
+def check_spreading(config: RunConfig, model: ModelOptions) -> None:
+    """Refuse parallel sizes that do not divide the model or the ranks of this site or of one in ``cluster.sites``."""
+    sites: dict[str, SiteSection | ClusterSite] = {"site": config.site}
+    sites |= {f"cluster.sites.{name}": site for name, site in config.cluster.sites.items()}
+    for where, site in sites.items():
+        try:
+            _, _, tensor = _parallel_options(site).sizes(max(1, site.nproc) * max(1, site.nodes))
+            check_cut(model, tensor)
+        except ValueError as error:
+            raise ConfigError(f"{where}.{error}") from error
+        if site.nodes > 1 and site.nproc % tensor:
+            raise ConfigError(
+                f"{where}.tensor_ranks is {tensor}: a divisor of the {site.nproc} rank(s) of one machine, because "
+                "ranks that multiply together wait for each other several times in every block"
+            )
+        if tensor > 1 and config.inner.compile:
+            raise ConfigError(
+                f"inner.compile is true: not with {where}.parallel={site.parallel}, because torch.compile does not "
+                "take matrices that ranks multiply together"
+            )
+        if tensor > 1 and config.inner.kernels != "torch":
+            raise ConfigError(
+                f"inner.kernels is {config.inner.kernels!r}: torch with {where}.parallel={site.parallel}, because such "
+                "kernels do not take values that ranks hold in parts"
+            )
+
+
+def check_kernels(config: RunConfig) -> None:
+    """Refuse kernels that this machine cannot run; sites on other machines are not checked."""
+    if config.inner.kernels == "torch":
+        return
+    try:
+        device = device_of(config.site.device)
+    except ValueError as error:
+        raise ConfigError(f"site.{error}") from error
+    with _kernels_in_words(config):
+        kernels_of(config.inner.kernels, device)
+
+
+@contextmanager
+def _kernels_in_words(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except KernelsError as error:
+        raise ConfigError(f"inner.kernels is {config.inner.kernels!r}: {error}") from error
+
+
+def without_memory(config: RunConfig, group: SiteGroup) -> AbstractContextManager[object]:
+    """Return a context that builds a model on the meta device if each rank will hold only a part: see ``spread``."""
+    try:
+        copies, _, _ = _parallel_options(config.site).sizes(group.world)
+    except ValueError as error:
+        raise ConfigError(f"site.{error}") from error
+    return torch.device("meta") if copies < group.world else nullcontext()
+
+
+def spread(config: RunConfig, model: Transformer, group: SiteGroup) -> Spread:
+    """Distribute ``model``, in place, over the ranks of this site, to be computed with the settings of ``inner``."""
+    with _kernels_in_words(config):
+        try:
+            prepare(model, compute_options(config), group.device)
+        except CompileError as error:
+            raise ConfigError(f"inner.compile is true: {error}") from error
+    try:
+        return Spread(model, group, _parallel_options(config.site))
+    except ValueError as error:
+        raise ConfigError(f"site.{error}") from error
+
+
+def compute_options(config: RunConfig) -> ComputeOptions:
+    """Return the options of computing the model."""
+    inner = config.inner
+    try:
+        return ComputeOptions(
+            activation_checkpoint=inner.activation_checkpoint,
+            compile=inner.compile,
+            loss_chunk=inner.loss_chunk,
+            kernels=inner.kernels,
+        )
+    except ValueError as error:
+        raise ConfigError(f"inner.{error}") from error
+
+
+def peak_tflops(config: RunConfig) -> float:
+    """Return the peak TFLOP/s of one rank's device; 0 where it is not configured."""
+    peak = config.site.peak_tflops
+    if peak is not None and not 0 < peak < math.inf:
+        raise ConfigError(f"site.peak_tflops is {peak}: positive and finite, or null where it is not known")
+    return peak or 0.0
+
+
+def _parallel_options(site: SiteSection | ClusterSite) -> ParallelOptions:
+    """Under hsdp on several machines, ``shard_ranks`` defaults to one copy of the model per machine: the all-gathers
+    of blocks then stay within a machine."""
+    shard = site.shard_ranks or (site.nproc if site.parallel == "hsdp" and site.nodes > 1 else 0)
+    return ParallelOptions(parallel=site.parallel, tensor_ranks=site.tensor_ranks, shard_ranks=shard)
+
+
+class Preparing(AbstractContextManager["Preparing"]):
+    """A progress bar for each split, shown from its first report on; none without reports or without a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        """``console`` None: standard error."""
+        self._console = console
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def told(self, split: str, done: int, total: int) -> None:
+        """Report that ``done`` of the ``total`` bytes of ``split`` are processed; ``total`` 0 means unknown."""
+        bars = self._bars = self._bars or self._begun()
+        if split not in self._tasks:
+            self._tasks[split] = bars.add_task(f"tokens of {split}", total=None)
+        bars.update(self._tasks[split], completed=done, total=total or None)
+
+    def _begun(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = self._console or Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        bars.start()
+        return bars
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the bars and leave them on the screen."""
+        if self._bars is not None:
+            self._bars.stop()

@@ -1,0 +1,137 @@
+"""Build the options of a syncer or its standby from the configuration.  A site does not load this module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config import build
+from diloco.config.build import agreement, health_options, held_of, outer_options, rule, up_codecs
+from diloco.config.compose import earlier_digest, is_name, shared_digest
+from diloco.config.errors import ConfigError, section
+from diloco.config.placing import backup_of, has_several, syncer_name
+from diloco.config.run_dir import RunDir
+from diloco.durable import PLAIN_DISK
+from diloco.syncer.backups import BackupOptions
+from diloco.syncer.lease import FileLease
+from diloco.syncer.lease_etcd import EtcdAccess, EtcdLease
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.replicator import ReplicationOptions
+from diloco.wire.channel import split_addresses
+
+if TYPE_CHECKING:
+    from diloco.config.schema import RunConfig
+    from diloco.durable import Disk
+    from diloco.outer.fragments import Layout
+    from diloco.syncer.lease import Lease
+
+
+def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
+    """Return the options of the syncer's process."""
+    syncer = config.cluster.syncer
+    with section("cluster.syncer"):
+        return SyncerOptions(
+            folder=syncer.folder or str(run_dir.syncer),
+            up_codecs=up_codecs(config),
+            down_codec=config.codec.down,
+            snapshot_every=syncer.snapshot_every,
+            downlinks_kept=syncer.downlinks_kept,
+            heartbeat_s=syncer.heartbeat_s,
+            linger_s=syncer.linger_s,
+            threads=syncer.threads,
+            memory_check_s=syncer.memory_check_s,
+            backup=BackupOptions(url=backup_of(config), every_s=syncer.backup_every_s, keep=syncer.backup_keep),
+            replication=replication_options(config),
+        )
+
+
+def plan(config: RunConfig, layout: Layout) -> RunPlan:
+    """Return the run's definition, as the syncer needs it."""
+    return RunPlan(
+        agreement=agreement(config, layout),
+        layout=layout,
+        shared_digest=shared_digest(config),
+        outer=outer_options(config),
+        health=health_options(config),
+        rule=rule(config, layout),
+        held=held_of(config),
+        earlier_digest=earlier_digest(config),
+    )
+
+
+def check(config: RunConfig) -> None:
+    """Build every set of options once, to raise ConfigError for a bad value before anything starts."""
+    build.check(config)
+    syncer_options(config, RunDir(Path()))
+    lease(config)
+
+
+# --- replication and a standby ----------------------------------------------------------------------------------------
+
+
+LEASES = ("none", "file", "etcd")
+OF_ETCD = ("tls_ca", "tls_cert", "tls_key", "user", "password_file")
+"""Optional settings of an etcd lease."""
+TTL_S_MIN = 1.0
+TTL_S_MAX = 3600.0
+TIMEOUT_S_MIN = 0.5
+ALIVE_S = 1.0
+NOT_A_STANDBY = "syncer"
+"""A standby may not have this name: the folder of that name in a run's folder is the first syncer's."""
+
+
+def replication_options(config: RunConfig) -> ReplicationOptions:
+    """Return the options that say what waits for a standby, and how long."""
+    replication = config.cluster.replication
+    if not replication.timeout_s >= TIMEOUT_S_MIN:
+        timeout_s = replication.timeout_s
+        raise ConfigError(f"cluster.replication.timeout_s is {timeout_s!r}: at least {TIMEOUT_S_MIN:g}")
+    alive_s = min(ALIVE_S, replication.timeout_s / 4)
+    try:
+        return ReplicationOptions(mode=replication.mode, timeout_s=replication.timeout_s, alive_s=alive_s)
+    except ValueError as error:
+        raise ConfigError(f"cluster.replication.{error}") from error
+
+
+def lease(config: RunConfig, disk: Disk = PLAIN_DISK) -> Lease | None:
+    """Return the lease that decides which syncer leads the run; None where an operator decides."""
+    section = config.cluster.lease
+    run_id = config.run.name or ""
+    if has_several(config):  # Each syncer has its own lease.
+        run_id += f".{syncer_name(config.cluster.syncer.index)}"
+    if section.kind not in LEASES:
+        raise ConfigError(f"cluster.lease.kind is {section.kind!r}: one of {', '.join(LEASES)}")
+    for name, kind in (("path", "file"), ("endpoints", "etcd"), *((each, "etcd") for each in OF_ETCD)):
+        value = getattr(section, name)
+        if value and section.kind != kind:
+            raise ConfigError(f"cluster.lease.{name} is given, and is for kind={kind}")  # It may hold a password.
+        if not value and section.kind == kind and name not in OF_ETCD:
+            raise ConfigError(f"cluster.lease.{name} is {value!r}: kind={kind} needs it")
+    if section.kind == "none":
+        return None
+    if not TTL_S_MIN <= section.ttl_s <= TTL_S_MAX:
+        raise ConfigError(f"cluster.lease.ttl_s is {section.ttl_s!r}: {TTL_S_MIN:g} to {TTL_S_MAX:g}")
+    if section.kind == "file":
+        path = Path(section.path)
+        if not path.is_absolute():
+            raise ConfigError(f"cluster.lease.path is {section.path!r}: an absolute path, of the same file everywhere")
+        return FileLease(path, run_id, section.ttl_s, disk)
+    access = EtcdAccess(section.tls_ca, section.tls_cert, section.tls_key, section.user, section.password_file)
+    try:
+        return EtcdLease(section.endpoints, run_id, section.ttl_s, access)
+    except ValueError as error:
+        raise ConfigError(f"cluster.lease.{error}") from error
+
+
+def standby_primary(config: RunConfig) -> str:
+    """Return the address of the syncer that a standby follows; ConfigError where it or the standby's name is bad."""
+    standby = config.cluster.standby
+    try:
+        (primary,) = split_addresses(standby.primary)
+    except ValueError:
+        wanted = "host:port of the syncer that it follows"
+        raise ConfigError(f"cluster.standby.primary is {standby.primary!r}: {wanted}") from None
+    if not is_name(standby.name) or standby.name == NOT_A_STANDBY:
+        wanted = f"letters, digits, '.', '_' and '-', at most 64, and not {NOT_A_STANDBY!r}"
+        raise ConfigError(f"cluster.standby.name is {standby.name!r}: {wanted}")
+    return primary

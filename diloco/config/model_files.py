@@ -1,0 +1,323 @@
+"""Read a model's values from a file or a folder: for version 0, and to look at a version.
+
+In a run of any model (``model.kind=file``) the names, shapes and first values of the parameters come from a file.
+Sites bring the model itself, each in its own training loop (``diloco.join``); the syncer needs only the file.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from diloco.config.errors import ConfigError
+from diloco.durable import PLAIN_DISK, Step
+from diloco.inner import checkpoint
+from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
+from diloco.inner.parallel import put
+from diloco.outer.fragments import gather, named_parameters_once
+from diloco.sync.plain import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from diloco.config.schema import RunConfig
+    from diloco.inner.model import ModelOptions, Transformer
+    from diloco.inner.tokenizer import Tokenizer
+    from diloco.outer.fragments import Layout
+
+    Load = Callable[[Path], dict[str, Tensor]]
+
+
+def load_values(source: str, model: Transformer, others: Sequence[str] = (), *, shapes_only: bool = False) -> None:
+    """Copy ``source`` into ``model``: a .safetensors file, a checkpoint, a folder of checkpoints (the newest), or a
+    folder in Hugging Face's format.
+
+    ``others`` have the rest of the model, where several syncers have each written a part.  With ``shapes_only`` the
+    model is on torch's meta device: only the headers of ``source`` are checked against it, and no value is read.
+    """
+    values: dict[str, Tensor] = {}
+    named, load = f"run.init_from is {source!r}", shapes_in if shapes_only else safetensors.torch.load_file
+    for each in (source, *others):
+        if is_folder(each):
+            values |= read_values(each, model.options, load)
+        else:
+            values |= values_in(each, named, shapes_only=shapes_only)
+    put_values(model, values, named)
+
+
+@torch.no_grad()
+def put_values(model: Transformer, values: Mapping[str, Tensor], called: str) -> None:
+    """Copy ``values`` into ``model``; ConfigError, which begins with ``called``, where names or shapes differ."""
+    parameters = named_parameters_once(model)
+    for name in sorted(parameters.keys() | values.keys()):
+        here = tuple(parameters[name].shape) if name in parameters else "nothing"
+        there = tuple(values[name].shape) if name in values else "nothing"
+        if here != there:
+            raise ConfigError(f"{called}: of another model, {name} is {here} here and {there} there")
+        put(parameters[name], values[name])
+
+
+def values_in(source: str, called: str, *, shapes_only: bool = False) -> Mapping[str, Tensor]:
+    """Return the parameters in a .safetensors file, a checkpoint, or the newest of a folder of checkpoints.
+
+    ConfigError begins with ``called``.  With ``shapes_only`` the tensors have no values.
+    """
+    path = Path(source)
+    values: Mapping[str, Tensor] = {}
+    try:
+        if path.is_dir():
+            read = checkpoint.load if (path / "manifest.json").is_file() else checkpoint.latest
+            if (found := read(path, verify=not shapes_only)) is not None:
+                values = found.part("model")
+                if shapes_only:
+                    shapes = {name: found.entries[f"model/{name}"].shape for name in values}
+                    values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        elif path.is_file():
+            values = shapes_in(path) if shapes_only else safetensors.torch.load_file(path)
+    except (SafetensorError, checkpoint.CheckpointError, OSError) as error:
+        raise ConfigError(f"{called}: it cannot be read: {error}") from error
+    if not values:
+        raise ConfigError(f"{called}: neither a .safetensors file nor a folder with a checkpoint or a config.json")
+    return values
+
+
+def shapes_in(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a .safetensors file from its header, without values."""
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
+
+
+# --- a run whose model is any model (model.kind=file) ----------------------------------------------------------------
+
+KINDS = ("transformer", "file")
+WRITTEN_BY = "diloco.save_version0(model, FILE) makes one"
+
+
+def is_of_file(config: RunConfig) -> bool:
+    """Return whether the model is that of a file; ConfigError for an unknown kind."""
+    if config.model.kind not in KINDS:
+        raise ConfigError(f"model.kind is {config.model.kind!r}: one of {', '.join(KINDS)}")
+    return config.model.kind == "file"
+
+
+def file_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the file's parameters; values are not read.  ConfigError where one is not floating point."""
+    with _opened(config) as file:
+        found = {name: file.get_slice(name) for name in sorted(file.keys())}
+        for name, part in found.items():
+            if not part.get_dtype().startswith(("F", "BF")):
+                raise ConfigError(
+                    f"run.init_from is {config.run.init_from!r}: {name} is {part.get_dtype()}, and only parameters of "
+                    f"floating point are exchanged; {WRITTEN_BY}"
+                )
+        return {name: tuple(part.get_shape()) for name, part in found.items()}
+
+
+def file_fragments(config: RunConfig, layout: Layout) -> list[Tensor]:
+    """Return the values of version 0, one tensor for each fragment."""
+    with _opened(config) as file:
+        return [
+            gather(fragment, {piece.name: file.get_tensor(piece.name) for piece in fragment.pieces})
+            for fragment in layout.fragments
+        ]
+
+
+@torch.no_grad()
+def save_version0(model: nn.Module, path: str | Path) -> Path:
+    """Write the current values of ``model`` to ``path``, a .safetensors file, as the first version of a run.
+
+    ``model`` is any ``nn.Module``, plain, compiled or wrapped; its parameters are written in fp32 under the names that
+    they have in the plain model, tied ones once, buffers not at all.  One machine does this once, and the syncer starts
+    from the file; the values that the sites' own models begin with do not matter then::
+
+        diloco.save_version0(model, "v0.safetensors")
+
+        diloco syncer run.name=mine run.tokens=2e9 model.kind=file run.init_from=v0.safetensors
+
+    Returns the path.  ``ValueError`` for a model without parameters, or with one that is not of floating point.
+    """
+    values = {name: _whole(each) for name, each in named_parameters_once(model).items()}
+    if not values:
+        raise ValueError("model has no parameters: there is nothing to train")
+    for name, each in values.items():
+        if not each.is_floating_point():
+            raise ValueError(f"model has {name}, which is {each.dtype}: only floating point is trained")
+    there = Path(path)
+    there.parent.mkdir(parents=True, exist_ok=True)
+    on_host = {name: each.to("cpu", torch.float32) for name, each in values.items()}
+    beside = there.with_name(f"{there.name}.new")
+    save_file(on_host, beside)
+    beside.replace(there)
+    return there
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return the full values of a parameter that may be sharded, a collective; contiguous, in memory of its own."""
+    gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return torch.empty_like(gathered, memory_format=torch.contiguous_format).copy_(gathered)
+
+
+@contextmanager
+def _opened(config: RunConfig) -> Iterator[Any]:
+    source = config.run.init_from
+    if source is None:
+        raise ConfigError(f"run.init_from is null: model.kind=file is the model of a .safetensors file; {WRITTEN_BY}")
+    try:
+        with safe_open(source, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"run.init_from is {source!r}: it cannot be read: {error}") from error
+
+
+# --- Write and read a model as a folder in Hugging Face's format -----------------------------------------------------
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
+JSON_BYTES_MAX = 64 << 20
+"""Maximum size of a ``config.json`` or of an index, which names each parameter once."""
+
+
+def write_folder(
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    options: ModelOptions,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int,
+) -> int:
+    """Write the model atomically as ``folder``, which must not exist; return the bytes of its values.
+
+    A file holds at most ``shard_bytes`` of values, or a single parameter that has more.
+    """
+    from diloco.syncer.snapshots import tensor_file  # A site only reads such folders, and need not import this.
+
+    disk, step = PLAIN_DISK, Step.FILE
+    beside = folder.with_name(f".{folder.name}.tmp")
+    disk.remove(beside, step)
+    disk.settle(beside, step)
+    try:
+        values = to_llama(parameters, options)
+        parts = _shards({name: value.numel() * dtype.itemsize for name, value in values.items()}, shard_bytes)
+        files: dict[str, str] = {}
+        for number, part in enumerate(parts, start=1):
+            file = WHOLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+            tensors = {name: values[name].detach().to("cpu", dtype).contiguous() for name in part}
+            disk.write_parts(beside / file, tensor_file(tensors, {"format": "pt"}), step)
+            files |= dict.fromkeys(part, file)
+        size = sum(value.numel() * dtype.itemsize for value in values.values())
+        if len(parts) > 1:
+            _write_json(beside / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))})
+        called = str(dtype).removeprefix("torch.")
+        _write_json(beside / CONFIG, config_of(options, dtype=called, end_of_file=tokenizer.end_of_file))
+        _write_json(beside / "generation_config.json", {"eos_token_id": tokenizer.end_of_file})
+        form = tokenizer.field_form()
+        disk.write_file(beside / TOKENIZER, (form.to_str(pretty=True) + "\n").encode(), step)
+        end = form.id_to_token(tokenizer.end_of_file) if tokenizer.end_of_file is not None else None
+        _write_json(beside / TOKENIZER_CONFIG, _tokenizer_config(options, end))
+        disk.rename(beside, folder, step)
+    except BaseException:
+        disk.remove(beside, step)  # Retries must not fill the disk further.
+        raise
+    disk.sync_folder(folder.absolute().parent, step)
+    return size
+
+
+def is_folder(source: str | None) -> bool:
+    """Return whether ``source`` is a folder with a ``config.json``, like a Hugging Face model."""
+    return source is not None and (Path(source) / CONFIG).is_file()
+
+
+def read_options(folder: str) -> ModelOptions:
+    """Return the options of the model in ``folder``; ConfigError names an unsupported field of its ``config.json``."""
+    try:
+        return options_of(_read_json(Path(folder) / CONFIG))
+    except ValueError as error:
+        raise ConfigError(f"{Path(folder) / CONFIG}: {error}") from error
+
+
+def read_values(folder: str, options: ModelOptions, load: Load = safetensors.torch.load_file) -> dict[str, Tensor]:
+    """Return the parameters in ``folder`` by our names, in their dtype; ConfigError unless the model fits ``options``.
+
+    ``load`` reads the tensors of one file.
+    """
+    try:
+        other = difference(_read_json(Path(folder) / CONFIG), options)
+        if other:
+            raise ConfigError(f"{Path(folder) / CONFIG}: {other}; model=imported takes all of it from there")
+        return from_llama(_tensors(Path(folder), load), options)
+    except ConfigError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"{folder!r} cannot be taken in: {error}") from error
+
+
+def _tensors(folder: Path, load: Load) -> dict[str, Tensor]:
+    if not (folder / INDEX).is_file():
+        return load(folder / WHOLE)
+    told = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(told, dict) or not told:
+        raise ValueError(f"{folder / INDEX} has no weight_map")
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(map(str, told.values()))):
+        if Path(file).name != file:
+            raise ValueError(f"{folder / INDEX} names {file!r}: outside of the folder")
+        held = load(folder / file)
+        for name in (name for name, where in told.items() if where == file):
+            if name not in held:
+                raise ValueError(f"{folder / file} has no {name}, which {INDEX} says it has")
+            found[name] = held[name]
+    return found
+
+
+def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """Return the names in each file, in order; each file is filled up to ``shard_bytes``."""
+    parts: list[list[str]] = [[]]
+    held = 0
+    for name, size in sorted(sizes.items()):
+        if parts[-1] and held + size > shard_bytes:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    return parts
+
+
+def _tokenizer_config(options: ModelOptions, end: str | None) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": options.context,
+        "clean_up_tokenization_spaces": False,
+        **({"eos_token": end} if end is not None else {}),
+    }
+
+
+def _write_json(path: Path, told: Mapping[str, Any]) -> None:
+    PLAIN_DISK.write_file(path, (json.dumps(told, indent=2) + "\n").encode(), Step.FILE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > JSON_BYTES_MAX:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes: at most {JSON_BYTES_MAX}")
+    try:
+        told = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return told

@@ -1,0 +1,142 @@
+"""A run of several syncers: which fragments each one holds, where it keeps its data, and its address.
+
+Each syncer is built from a configuration with its own ``cluster.syncer.index``; ``towards`` gives a site the
+configurations of all syncers.  With one syncer, everything here has no effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diloco.config.errors import ConfigError
+from diloco.config.run_dir import RunDir, run_dir_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.config.schema import RunConfig
+    from diloco.outer.fragments import Layout
+
+BETWEEN = "/"
+"""Separates the addresses of two syncers in ``site.syncer`` and ``upstream.endpoint``; a comma separates those of a
+syncer and its standby."""
+SYNCERS = "syncers"
+BY_PART = frozenset({"cluster.syncer.index", "placement"})
+"""The keys that ``shared_by_part`` adds to the shared settings."""
+
+
+def has_several(config: RunConfig) -> bool:
+    """Return whether the run has more than one syncer; ConfigError for inconsistent settings."""
+    outer, index = config.outer, config.cluster.syncer.index
+    if outer.num_syncers < 1:
+        raise ConfigError(f"outer.num_syncers is {outer.num_syncers}: at least 1")
+    if outer.num_syncers > outer.num_fragments:
+        raise ConfigError(
+            f"outer.num_syncers is {outer.num_syncers}: at most outer.num_fragments={outer.num_fragments}, since each "
+            "syncer holds whole fragments"
+        )
+    if outer.syncer_mbps and len(outer.syncer_mbps) != outer.num_syncers:
+        raise ConfigError(f"outer.syncer_mbps is {outer.syncer_mbps}: one for each of num_syncers={outer.num_syncers}")
+    if not 0 <= index < outer.num_syncers:
+        raise ConfigError(
+            f"cluster.syncer.index is {index}: from 0 to {outer.num_syncers - 1}, with "
+            f"outer.num_syncers={outer.num_syncers}"
+        )
+    return outer.num_syncers > 1
+
+
+def number_of(config: RunConfig) -> int | None:
+    """Return the index of the configured syncer; None where there is only one syncer."""
+    return config.cluster.syncer.index if has_several(config) else None
+
+
+def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return, for each syncer, the indices of the fragments of ``whole`` that it holds."""
+    from diloco.outer.fragments import place  # Not above: --help must not import torch.
+
+    if not has_several(config):
+        return (tuple(range(len(whole.fragments))),)
+    try:
+        numels = [fragment.numel for fragment in whole.fragments]
+        return place(numels, config.outer.syncer_mbps or [1.0] * config.outer.num_syncers)
+    except ValueError as error:
+        raise ConfigError(f"outer.syncer_mbps is {config.outer.syncer_mbps}: {error}") from error
+
+
+def shared_by_part(config: RunConfig, whole: Layout) -> dict[str, str]:
+    """Return what a site and one of several syncers must also agree on: the syncer's index, and the placement."""
+    from diloco.outer.fragments import described
+
+    if not has_several(config):
+        return {}
+    placed = f"{described(placement_of(config, whole))} of layout {whole.fingerprint[:12]}"
+    return {"cluster.syncer.index": str(config.cluster.syncer.index), "placement": placed}
+
+
+def at(config: RunConfig, index: int) -> RunConfig:
+    """Return ``config`` for the syncer with number ``index``."""
+    return replace(config, cluster=replace(config.cluster, syncer=replace(config.cluster.syncer, index=index)))
+
+
+def syncer_configs(config: RunConfig) -> list[RunConfig]:
+    """Return ``config`` for each of the syncers."""
+    return [at(config, index) for index in range(config.outer.num_syncers)] if has_several(config) else [config]
+
+
+def towards(config: RunConfig) -> list[RunConfig]:
+    """Return a site's ``config`` for each syncer, with that syncer's index, and its address in ``site.syncer``."""
+    addresses = address_of_each(config, "site.syncer", config.site.syncer)
+    return [
+        replace(part, site=replace(config.site, syncer=address))
+        for part, address in zip(syncer_configs(config), addresses, strict=True)
+    ]
+
+
+def address_of_each(config: RunConfig, name: str, text: str) -> list[str]:
+    """Split ``text``, the value of the setting ``name``, into one address per syncer; ConfigError for a wrong count."""
+    found, count = [address.strip() for address in text.split(BETWEEN)], len(syncer_configs(config))
+    if len(found) != count:
+        wanted = f"one address, since outer.num_syncers={count}"
+        if count > 1:
+            wanted = f"{count} addresses with {BETWEEN} between, one for each of outer.num_syncers"
+        raise ConfigError(f"{name} is {text!r}: {wanted}")
+    return found
+
+
+def syncer_name(index: int) -> str:
+    """Return a syncer's name among the processes of a run."""
+    return f"syncer-{index}" if index else "syncer"
+
+
+def is_syncer(name: str) -> bool:
+    """Return whether a process of that name is one of the run's syncers."""
+    return name == syncer_name(0) or name.startswith(f"{syncer_name(0)}-")
+
+
+def syncer_dir(config: RunConfig) -> RunDir:
+    """Return the configured syncer's run folder: the run's own or, with several syncers, one below it."""
+    run_dir = run_dir_of(config)
+    return below(run_dir, config.cluster.syncer.index) if has_several(config) else run_dir
+
+
+def syncer_dirs(config: RunConfig, run_dir: RunDir) -> list[RunDir]:
+    """Return the run folders of all syncers of the run in ``run_dir``."""
+    return [below(run_dir, index) for index in range(config.outer.num_syncers)] if has_several(config) else [run_dir]
+
+
+def below(run_dir: RunDir, index: int) -> RunDir:
+    """Return the run folder of one of several syncers of the run in ``run_dir``."""
+    return RunDir(run_dir.root / SYNCERS / str(index))
+
+
+def backup_of(config: RunConfig) -> str:
+    """Return the URL of the syncer's backups, with one subfolder for each of several syncers; "": no backups."""
+    url = config.cluster.syncer.backup
+    return f"{url.rstrip('/')}/syncer-{config.cluster.syncer.index}" if url and has_several(config) else url
+
+
+def in_whole_order(placement: Sequence[Sequence[int]], told: Sequence[Sequence[int]]) -> list[int]:
+    """Merge the values ``told`` by each syncer, one for each fragment it holds, into the order of the whole model."""
+    pairs = (pair for mine, values in zip(placement, told, strict=True) for pair in zip(mine, values, strict=True))
+    return [value for _, value in sorted(pairs)]

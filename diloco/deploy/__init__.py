@@ -1,0 +1,1 @@
+"""Files for machines that a cluster manager allocates (Docker, Kubernetes, Slurm, SkyPilot), and certificates."""

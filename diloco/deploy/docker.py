@@ -1,0 +1,49 @@
+"""A Dockerfile: one image for every part of a run, without privileges, everything in it pinned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.deploy.rendering import File, check, filled, package, source_tree, uses_cuda
+
+if TYPE_CHECKING:
+    from diloco.config.schema import RunConfig
+
+USER = 10001
+"""A user id that no machine uses, so that files in a volume belong to no other user."""
+STATE = "/var/lib/diloco"
+"""The working folder of a container's processes: runs/ is made in it, and survives it on a volume."""
+CPU_BASE = "python:3.11-slim-bookworm"
+CUDA_BASE = "nvidia/cuda:12.8.1-runtime-ubuntu24.04"
+LEFT_OUT = (
+    "*",
+    "!diloco",
+    "!configs",
+    "!pyproject.toml",
+    "!constraints.txt",
+    "!README.md",
+    "!LICENSE",
+    "**/__pycache__",
+)
+
+
+def call(config: RunConfig) -> list[str]:
+    """Return the command that builds the image."""
+    return ["docker", "build", "--tag", config.launch.image, "--file", "Dockerfile", str(source_tree())]
+
+
+def files(config: RunConfig) -> list[File]:
+    """Return the Dockerfile, and the patterns of files that the builder leaves out of the source tree."""
+    check(config)
+    launch = config.launch
+    values = {
+        "image": launch.image,
+        "base": launch.base or (CUDA_BASE if uses_cuda(launch, config) else CPU_BASE),
+        "package": package(config),
+        "user": USER,
+        "state": STATE,
+    }
+    return [
+        File("Dockerfile", filled("Dockerfile", values)),
+        File("Dockerfile.dockerignore", "\n".join(LEFT_OUT) + "\n"),
+    ]

@@ -1,0 +1,283 @@
+"""Kubernetes: a StatefulSet for each syncer and a JobSet for each site, with their volumes and settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from diloco.config.errors import ConfigError, ExitCode
+from diloco.config.placing import BETWEEN
+from diloco.deploy.docker import STATE, USER
+from diloco.deploy.rendering import File, Process, check_reachable, documents, label, processes
+from diloco.wire.options import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diloco.config.schema import RunConfig
+
+SETTINGS = "/etc/diloco"
+SHOWN = "/run/secrets/diloco"
+"""Where the Secret is mounted: its files belong to root, and change when the Secret does."""
+OWN = "/run/diloco"
+"""Where a pod copies them at its start, for its process alone: a key that others can read is refused."""
+ENDED_FOR_GOOD = (int(ExitCode.USAGE), int(ExitCode.MISMATCH))
+"""Exit codes that the same command would return again."""
+RENDEZVOUS_PORT = 29500
+SYNCER_FILES = ("ca.pem", "syncer.pem", "syncer.key", "revoked.json")
+
+
+def prepared(config: RunConfig) -> list[Process]:
+    """Return the processes that pods are made of, with the settings that only pods need."""
+    secured = _secured(config) if config.launch.secrets else config
+    found = _found_by_name(_open(secured))
+    check_reachable(found)
+    return [_rendezvous(process) if process.nodes > 1 else process for process in processes(found)]
+
+
+def _rendezvous(process: Process) -> Process:
+    """Let the machines of a site meet at the pod of machine 0, by the name that the JobSet gives it."""
+    host = f"{process.label}-site-0-0.{process.label}"
+    site = replace(process.config.site, rendezvous=f"{host}:{RENDEZVOUS_PORT}")
+    return replace(process, config=replace(process.config, site=site))
+
+
+def files(process: Process) -> list[File]:
+    """Return all manifests of one process."""
+    return [File(manifest(process), _syncer(process) if process.verb == "syncer" else _site(process))]
+
+
+def call(process: Process) -> list[str]:
+    """Return the command that creates the process's objects."""
+    return ["kubectl", "apply", "--filename", manifest(process)]
+
+
+def manifest(process: Process) -> str:
+    """Return the name of the manifest for kubectl."""
+    return f"{process.name}.yaml"
+
+
+def _open(config: RunConfig) -> RunConfig:
+    """Make the syncer listen where other pods reach it."""
+    port = config.cluster.syncer.listen.rpartition(":")[2]
+    if not port.isdecimal() or int(port) == 0:
+        raise ConfigError(f"cluster.syncer.listen is {config.cluster.syncer.listen!r}: a port that others can know")
+    syncer = replace(config.cluster.syncer, listen=f"0.0.0.0:{port}")
+    return replace(config, cluster=replace(config.cluster, syncer=syncer))
+
+
+def _found_by_name(config: RunConfig) -> RunConfig:
+    """Let sites find a syncer by the name of its Service, unless another address is configured."""
+    if not is_loopback(config.site.syncer):
+        return config
+    names = ["syncer", *(f"syncer-{index}" for index in range(1, config.outer.num_syncers))]
+    port = config.cluster.syncer.listen.rpartition(":")[2]
+    addresses = [f"{_service(config, name)}:{port}" for name in names]
+    return replace(config, site=replace(config.site, syncer=BETWEEN.join(addresses)))
+
+
+def _service(config: RunConfig, name: str) -> str:
+    return f"{label(f'{config.run.name}-{name}')}.{config.launch.namespace}.svc"
+
+
+def _secured(config: RunConfig) -> RunConfig:
+    """Let both ends show certificates, from the folder into which the Secrets' files are copied."""
+    syncer = replace(
+        config.cluster.syncer,
+        tls_cert=f"{OWN}/syncer.pem",
+        tls_key=f"{OWN}/syncer.key",
+        tls_ca=f"{OWN}/ca.pem",
+        revoked_file=f"{SHOWN}/revoked.json",
+        require_client_cert=True,
+        insecure_non_loopback=False,
+    )
+    site = replace(
+        config.site,
+        tls_cert=f"{OWN}/site.pem",
+        tls_key=f"{OWN}/site.key",
+        tls_ca=f"{OWN}/ca.pem",
+        insecure_non_loopback=False,
+    )
+    return replace(config, site=site, cluster=replace(config.cluster, syncer=syncer))
+
+
+def _syncer(process: Process) -> str:
+    config, name = process.config, process.label
+    port = int(config.cluster.syncer.listen.rpartition(":")[2])
+    probe: dict[str, Any] = (
+        {"tcpSocket": {"port": port}} if config.cluster.syncer.tls_cert else {"grpc": {"port": port}}
+    )
+    container = _container(process) | {
+        "ports": [{"name": "grpc", "containerPort": port}],
+        # A start reads the disk and replays the journal: that may take minutes, and must not be cut short.
+        "startupProbe": probe | {"periodSeconds": 5, "failureThreshold": 360},
+        "readinessProbe": probe | {"periodSeconds": 5, "timeoutSeconds": 5},
+        "livenessProbe": probe | {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
+    }
+    chosen = {"matchLabels": _labels(process)}
+    service = {"clusterIP": "None", "selector": _labels(process), "ports": [{"name": "grpc", "port": port}]}
+    stateful = {
+        "serviceName": name,
+        "replicas": 1,
+        "selector": chosen,
+        "template": {"metadata": {"labels": _labels(process)}, "spec": _pod(process, container, "Always")},
+        "volumeClaimTemplates": [{"metadata": {"name": "state"}, "spec": _claim(process)}],
+    }
+    told = [
+        _settings(process),
+        _object("v1", "Service", process, service),
+        _object("apps/v1", "StatefulSet", process, stateful),
+        _object("policy/v1", "PodDisruptionBudget", process, {"minAvailable": 1, "selector": chosen}),
+    ]
+    lines = [
+        _head(process),
+        "When the run has ended it is started again and again, which does nothing: delete it then.",
+    ]
+    if config.cluster.syncer.tls_cert:
+        lines.append(
+            "Probes see only that it listens: the kubelet shows no certificate, and it takes none without one."
+        )
+    return documents(*told, head="\n".join(lines))
+
+
+def _site(process: Process) -> str:
+    container = _container(process)
+    if process.needs.gpus:
+        container["resources"]["limits"]["nvidia.com/gpu"] = process.needs.gpus
+    pod = _pod(process, container, "Never")
+    pod["volumes"] += [
+        {"name": "state", "persistentVolumeClaim": {"claimName": process.label}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    container["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    rules: list[dict[str, Any]] = [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": list(ENDED_FOR_GOOD)}},
+        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [int(ExitCode.DRAINED)]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    nodes = process.nodes
+    if nodes > 1:
+        # The pod of index 0 has a name in the JobSet's own service, and keeps it when it is started again.
+        rank = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+        container["env"] = [{"name": "NODE_RANK", "valueFrom": rank}]
+        container["command"] = [*container["command"], "site.node_rank=$(NODE_RANK)"]
+        container["ports"] = [{"name": "rendezvous", "containerPort": RENDEZVOUS_PORT}]
+    job = {
+        "parallelism": nodes,
+        "completions": nodes,
+        **({"completionMode": "Indexed"} if nodes > 1 else {}),
+        "backoffLimit": process.config.launch.restarts * nodes,
+        "podFailurePolicy": {"rules": rules},
+        "template": {"metadata": {"labels": _labels(process)}, "spec": pod},
+    }
+    jobs: dict[str, Any] = {
+        **({"network": {"enableDNSHostnames": True, "subdomain": process.label}} if nodes > 1 else {}),
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": [{"name": "site", "replicas": 1, "template": {"spec": job}}],
+    }
+    claim = _object("v1", "PersistentVolumeClaim", process, _claim(process))
+    made = _object("jobset.x-k8s.io/v1alpha2", "JobSet", process, jobs)
+    return documents(_settings(process), claim, made, head=_head(process))
+
+
+def _head(process: Process) -> str:
+    lines = [f"{process.what} of run {process.config.run.name}: kubectl apply --filename {manifest(process)}"]
+    if process.nodes > 1:
+        lines.append(
+            f"Its {process.nodes} machines share one volume: launch.storage_class is to be one that many may write."
+        )
+    if process.config.launch.secrets:
+        name, space = process.label, process.config.launch.namespace
+        lines.append("Its certificate, from where `diloco certs` made it:")
+        files = [f"--from-file=certs/{file}" for file in SYNCER_FILES]
+        if process.verb == "site":
+            files = ["--from-file=certs/ca.pem"]
+            files += [f"--from-file=site{end}=certs/sites/{process.name}{end}" for end in (".pem", ".key")]
+        else:
+            lines.append(f"  diloco certs issue certs --syncer --host {_service(process.config, process.name)}")
+        lines.append(f"  kubectl --namespace {space} create secret generic {name} {' '.join(files)}")
+    return "\n".join(lines)
+
+
+def _container(process: Process) -> dict[str, Any]:
+    needs = process.needs
+    resources = {"cpu": str(needs.cpus), "memory": f"{needs.memory_gib}Gi"}
+    mounts: list[dict[str, Any]] = [
+        {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
+        {"name": "state", "mountPath": STATE},
+    ]
+    if process.config.launch.secrets:
+        mounts += [{"name": "own", "mountPath": OWN}, {"name": "shown", "mountPath": SHOWN, "readOnly": True}]
+    return {
+        "name": "diloco",
+        "image": process.config.launch.image,
+        "command": process.command(f"{SETTINGS}/{process.settings}"),
+        "workingDir": STATE,
+        "resources": {"requests": dict(resources), "limits": {"memory": resources["memory"]}},
+        "securityContext": _narrow(),
+        "volumeMounts": mounts,
+    }
+
+
+def _narrow() -> dict[str, Any]:
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def _pod(process: Process, container: dict[str, Any], again: str) -> dict[str, Any]:
+    """Return what the pods of syncers and sites have in common."""
+    launch = process.config.launch
+    pod: dict[str, Any] = {
+        "restartPolicy": again,
+        "terminationGracePeriodSeconds": launch.leave_s,
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [{"name": "settings", "configMap": {"name": process.label}}],
+    }
+    if launch.secrets:
+        pod["volumes"] += [
+            {"name": "shown", "secret": {"secretName": process.label}},
+            {"name": "own", "emptyDir": {"medium": "Memory"}},
+        ]
+        pod["initContainers"] = [
+            {
+                "name": "keys",
+                "image": launch.image,
+                "command": ["sh", "-c", f"install -m 0600 {SHOWN}/* {OWN}/"],
+                "securityContext": _narrow(),
+                "volumeMounts": [
+                    {"name": "shown", "mountPath": SHOWN, "readOnly": True},
+                    {"name": "own", "mountPath": OWN},
+                ],
+            }
+        ]
+    return pod
+
+
+def _settings(process: Process) -> dict[str, Any]:
+    made = _object("v1", "ConfigMap", process, None)
+    return made | {"data": {process.settings: process.file().text}}
+
+
+def _claim(process: Process) -> dict[str, Any]:
+    launch = process.config.launch
+    claim: dict[str, Any] = {
+        "accessModes": ["ReadWriteMany" if process.nodes > 1 else "ReadWriteOnce"],
+        "resources": {"requests": {"storage": f"{process.needs.disk_gib}Gi"}},
+    }
+    return claim | ({"storageClassName": launch.storage_class} if launch.storage_class else {})
+
+
+def _labels(process: Process) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "diloco", "app.kubernetes.io/instance": process.label}
+
+
+def _object(version: str, kind: str, process: Process, spec: Mapping[str, Any] | None) -> dict[str, Any]:
+    metadata = {"name": process.label, "namespace": process.config.launch.namespace, "labels": _labels(process)}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata} | ({"spec": dict(spec)} if spec else {})

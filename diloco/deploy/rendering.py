@@ -1,0 +1,223 @@
+"""What all ways to launch share: the processes of a run, each with its own settings and needs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from importlib import resources
+from math import ceil
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from diloco.config import compose as configs
+from diloco.config.errors import ConfigError
+from diloco.config.placing import syncer_configs, syncer_name, towards
+from diloco.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diloco.config.schema import LaunchSection
+
+LABEL_MAX = 63
+"""The longest DNS label, in characters."""
+NAMES_MAX = 40
+"""How many of them the names of run and process may take together; the rest is for suffixes."""
+LEAVE_MORE_S = 10.0
+"""How long a site may take to leave after site.finish_timeout_s: for its last checkpoint, and to end its processes."""
+TEXTS: Mapping[str, str] = {
+    "image": r"[a-z0-9][a-z0-9._/:@-]*",
+    "base": r"[a-z0-9][a-z0-9._/:@-]*",
+    "accelerator": r"[A-Za-z0-9][A-Za-z0-9._-]*",
+    "partition": r"[A-Za-z0-9._,-]*",
+    "account": r"[A-Za-z0-9._-]*",
+    "namespace": r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+    "storage_class": r"[a-z0-9.-]*",
+}
+"""The pattern of each text setting: the texts stand in files that other programs read."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file to be written, with its name in the folder."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a process needs on each of its machines."""
+
+    cpus: int
+    memory_gib: int
+    disk_gib: int
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the run: its verb, its name among the others, and its complete settings."""
+
+    verb: str
+    name: str
+    config: RunConfig
+    needs: Needs
+
+    @property
+    def settings(self) -> str:
+        """The name of its settings file."""
+        return f"{self.name}.config.yaml"
+
+    @property
+    def label(self) -> str:
+        """The run's name and its own, as a DNS label."""
+        return label(f"{self.config.run.name}-{self.name}")
+
+    @property
+    def what(self) -> str:
+        """What it is, in words."""
+        return f"Site {self.name}" if self.verb == "site" else f"The {self.name}"
+
+    @property
+    def nodes(self) -> int:
+        """The number of machines that it is started on."""
+        return self.config.site.nodes if self.verb == "site" else 1
+
+    def command(self, settings: str) -> list[str]:
+        """Return its command line with the settings file ``settings``."""
+        return ["diloco", self.verb, "--config", settings]
+
+    def file(self) -> File:
+        """Return its settings file."""
+        return File(self.settings, configs.to_yaml(self.config))
+
+
+def processes(config: RunConfig) -> list[Process]:
+    """Return the syncers of ``config`` and its sites; ConfigError for what cannot be launched.
+
+    A syncer that listens on loopback only is not among them: it runs elsewhere, started by hand.
+    """
+    check(config)
+    launch = config.launch
+    syncer = Needs(max(2, config.cluster.syncer.threads + 1), launch.memory_gib, launch.disk_gib)
+    parts = syncer_configs(config) if has_syncer(config) else []
+    found = [Process("syncer", syncer_name(part.cluster.syncer.index), part, syncer) for part in parts]
+    if not config.cluster.sites:
+        raise ConfigError("cluster.sites is {}: the sites to be launched, as in cluster.sites.fra.nproc=8")
+    for name, site in config.cluster.sites.items():
+        if not configs.is_name(name):
+            raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
+        nproc = site.nproc if site.nproc != 1 else config.site.nproc
+        nodes = site.nodes if site.nodes != 1 else config.site.nodes
+        if nodes < 1:
+            raise ConfigError(f"cluster.sites.{name}.nodes is {nodes}: at least 1")
+        own = replace(config, site=replace(config.site, id=name, nproc=nproc, nodes=nodes))
+        cpus = launch.cpus or nproc * max(1, config.site.threads) + 1
+        found.append(Process("site", name, own, Needs(cpus, launch.memory_gib, launch.disk_gib, gpus(own))))
+    labels = [process.label for process in found]
+    for process in found:
+        if labels.count(process.label) > 1:
+            raise ConfigError(f"cluster.sites has {process.name!r}: as a name of machines it is {process.label}, twice")
+    return found
+
+
+def gpus(config: RunConfig) -> int:
+    """Return the number of accelerators on each machine of a site."""
+    if config.launch.gpus is not None:
+        return config.launch.gpus
+    return config.site.nproc if config.site.device == "cuda" else 0
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for an impossible setting of ``launch``."""
+    launch = config.launch
+    for name, form in TEXTS.items():
+        value = getattr(launch, name)
+        if value is not None and re.fullmatch(form, value) is None:
+            raise ConfigError(f"launch.{name} is {value!r}: not a name of that kind")
+    for name in ("cpus", "memory_gib", "disk_gib", "hours"):
+        value = getattr(launch, name)
+        if value is not None and not 0 < value < 1e6:
+            raise ConfigError(f"launch.{name} is {value!r}: more than 0")
+    for name in ("gpus", "restarts"):
+        value = getattr(launch, name)
+        if value is not None and not 0 <= value < 1e6:
+            raise ConfigError(f"launch.{name} is {value!r}: 0 or more")
+    least = ceil(config.site.finish_timeout_s + LEAVE_MORE_S)
+    if not least <= launch.leave_s <= 3600:
+        why = f"from {least} (site.finish_timeout_s, and {LEAVE_MORE_S:g} for a checkpoint) to 3600"
+        raise ConfigError(f"launch.leave_s is {launch.leave_s}: {why}")
+
+
+def check_reachable(config: RunConfig) -> None:
+    """Raise ConfigError where sites on other machines would look for the syncer on loopback."""
+    from diloco.config import connecting
+    from diloco.wire.options import check_bind, is_loopback
+
+    for address in config.site.syncer.replace("/", ",").split(","):
+        if is_loopback(address.strip()):
+            text = "the address at which the sites' machines reach the syncer"
+            raise ConfigError(f"site.syncer is {config.site.syncer!r}: {text}, host:port")
+    towards(config)
+    if has_syncer(config):
+        try:
+            check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
+        except ValueError as error:
+            raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
+
+
+def has_syncer(config: RunConfig) -> bool:
+    """Return whether the syncer is to be launched too."""
+    from diloco.wire.options import is_loopback
+
+    return not is_loopback(config.cluster.syncer.listen)
+
+
+def label(text: str) -> str:
+    """Return ``text`` as a DNS label; ConfigError where nothing of it can stay, or it is too long."""
+    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not found or not found[0].isalpha() or len(found) > NAMES_MAX:
+        raise ConfigError(f"{text!r}: as a name of machines at most {NAMES_MAX} letters, the first one of a to z")
+    return found
+
+
+def filled(template: str, values: Mapping[str, object]) -> str:
+    """Return the text of a template beside this module, with ``values`` filled in."""
+    text = resources.files("diloco.deploy").joinpath(f"{template}.template").read_text("utf-8")
+    return Template(text).substitute({name: str(value) for name, value in values.items()})
+
+
+def documents(*told: Mapping[str, object], head: str = "") -> str:
+    """Return YAML of several documents, below the lines of ``head`` as comments."""
+    import yaml  # type: ignore[import-untyped]
+
+    class Plain(yaml.SafeDumper):  # type: ignore[misc]
+        """Writes text of several lines as a literal block."""
+
+    def as_it_reads(dumper: yaml.SafeDumper, text: str) -> object:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Plain.add_representer(str, as_it_reads)
+    comment = "".join(f"# {line}\n" for line in head.splitlines())
+    made = yaml.dump_all(told, Dumper=Plain, sort_keys=False, default_flow_style=False, width=120)
+    return comment + str(made)
+
+
+def source_tree() -> Path:
+    """Return this program's source tree, which images and machines are made from; ConfigError if there is none."""
+    tree = Path(__file__).resolve().parents[2]
+    if not (tree / "pyproject.toml").is_file():
+        raise ConfigError(f"{tree} is no source tree of diloco: images are made from one, and this is an installed one")
+    return tree
+
+
+def package(config: RunConfig) -> str:
+    """Return what pip installs from the source tree."""
+    return ".[gpu]" if uses_cuda(config.launch, config) else "."
+
+
+def uses_cuda(launch: LaunchSection, config: RunConfig) -> bool:
+    """Return whether the run's sites compute on accelerators."""
+    return config.site.device == "cuda" or bool(launch.gpus)

@@ -1,0 +1,90 @@
+"""SkyPilot: a task for each site, and for the syncer, on a machine of any cloud."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from diloco.deploy.rendering import File, Process, check_reachable, documents, package, processes, source_tree
+
+if TYPE_CHECKING:
+    from diloco.config.schema import RunConfig
+
+HOME = "~/diloco"
+"""The working folder of a process on its machine."""
+ENVIRONMENT = "~/diloco-env"
+RENDEZVOUS_PORT = 29500
+HEAD = """{what} of run {run}: sky launch --cluster {name} {file}    (from the folder of this file)
+What settings name by a relative path lies in that folder, and comes along: certificates, keys and tokens."""
+
+
+def prepared(config: RunConfig) -> list[Process]:
+    """Return the processes that tasks are made of."""
+    check_reachable(config)
+    return processes(config)
+
+
+def files(process: Process) -> list[File]:
+    """Return the task and its settings."""
+    return [process.file(), File(task(process), _task(process))]
+
+
+def call(process: Process) -> list[str]:
+    """Return the command that finds a machine for the task and starts it."""
+    return ["sky", "launch", "--yes", "--detach-run", "--cluster", process.label, task(process)]
+
+
+def task(process: Process) -> str:
+    """Return the name of the task's file for sky."""
+    return f"{process.name}.sky.yaml"
+
+
+def _task(process: Process) -> str:
+    launch, needs = process.config.launch, process.needs
+    resources: dict[str, Any] = {
+        "cpus": f"{needs.cpus}+",
+        "memory": f"{needs.memory_gib}+",
+        "disk_size": needs.disk_gib,
+        "use_spot": launch.spot and process.verb == "site",
+        "job_recovery": {"strategy": "FAILOVER", "max_restarts_on_errors": launch.restarts},
+    }
+    if needs.gpus:
+        resources["accelerators"] = f"{launch.accelerator}:{needs.gpus}"
+    if process.verb == "syncer":
+        resources["ports"] = int(process.config.cluster.syncer.listen.rpartition(":")[2])
+    command = shlex.join(process.command(process.settings))
+    if process.nodes > 1:
+        first = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{RENDEZVOUS_PORT}"'
+        command += f' site.node_rank="$SKYPILOT_NODE_RANK" site.rendezvous={first}'
+    made: dict[str, object] = {
+        "name": process.label,
+        "num_nodes": process.nodes,
+        "resources": resources,
+        "workdir": str(source_tree()),
+        "file_mounts": {f"{HOME}/{name}": name for name in [process.settings, *_own_files(process)]},
+        "setup": f"python3 -m venv {ENVIRONMENT}\n"
+        f"{ENVIRONMENT}/bin/pip install --constraint constraints.txt {shlex.quote(package(process.config))}\n",
+        "run": f"export PATH={ENVIRONMENT.replace('~', '$HOME')}/bin:$PATH\ncd {HOME}\n{command}\n",
+    }
+    head = HEAD.format(what=process.what, run=process.config.run.name, name=process.label, file=task(process))
+    if process.nodes > 1:
+        head += f"\nIts {process.nodes} machines share a folder that this task does not make: run.dir is to lie in one."
+    return documents(made, head=head)
+
+
+def _own_files(process: Process) -> list[str]:
+    """Return the files that the settings name by a relative path, which the machine does not have."""
+    config = process.config
+    names = (
+        [config.site.tls_ca, config.site.tls_cert, config.site.tls_key, config.site.token_file]
+        if process.verb == "site"
+        else [
+            config.cluster.syncer.tls_ca,
+            config.cluster.syncer.tls_cert,
+            config.cluster.syncer.tls_key,
+            config.cluster.syncer.tokens_file,
+            config.cluster.syncer.permissions,
+            config.cluster.syncer.revoked_file,
+        ]
+    )
+    return [name for name in names if name and name != "system" and not name.startswith(("/", "~"))]

@@ -1,0 +1,74 @@
+"""Slurm: a batch script for each site, and for the syncer where it is to run there too."""
+
+from __future__ import annotations
+
+import shlex
+from math import ceil
+from typing import TYPE_CHECKING
+
+from diloco.deploy.rendering import File, Process, check_reachable, filled, processes
+
+if TYPE_CHECKING:
+    from diloco.config.schema import RunConfig
+
+
+def prepared(config: RunConfig) -> list[Process]:
+    """Return the processes that jobs are made of."""
+    check_reachable(config)
+    return processes(config)
+
+
+def files(process: Process) -> list[File]:
+    """Return the script and its settings."""
+    return [process.file(), File(script(process), _script(process))]
+
+
+def call(process: Process) -> list[str]:
+    """Return the command that submits the job."""
+    return ["sbatch", script(process)]
+
+
+def script(process: Process) -> str:
+    """Return the name of the script for sbatch."""
+    return f"{process.name}.sbatch"
+
+
+def _others(process: Process) -> str:
+    """Return the command for all machines but the first; it loops, because Slurm does not restart a killed task."""
+    command = shlex.join(process.command(process.settings))
+    place = 'site.node_rank="$((SLURM_PROCID + 1))" site.rendezvous="$SITE_RENDEZVOUS"'
+    again = f'while true; do {command} {place}; code=$?; [ "$code" -gt 128 ] || exit "$code"; done'
+    return filled("others", {"nodes": process.nodes - 1, "cpus": process.needs.cpus, "command": again})
+
+
+def _script(process: Process) -> str:
+    """Return a script that runs `diloco site` on each machine, which starts the ranks there itself.
+
+    That of machine 0 is the script's own child, as on a site of one machine: it receives the request to leave, and
+    tells the others.
+    """
+    launch, needs = process.config.launch, process.needs
+    command = shlex.join(process.command(process.settings))
+    if process.nodes > 1:
+        command += ' site.node_rank=0 site.rendezvous="$SITE_RENDEZVOUS"'
+    more = [
+        *([f"#SBATCH --gpus-per-node={needs.gpus}"] if needs.gpus else []),
+        *([f"#SBATCH --partition={launch.partition}"] if launch.partition else []),
+        *([f"#SBATCH --account={launch.account}"] if launch.account else []),
+    ]
+    values = {
+        "what": process.what,
+        "run": process.config.run.name,
+        "file": script(process),
+        "config": process.settings,
+        "name": process.label,
+        "cpus": needs.cpus,
+        "memory_gib": needs.memory_gib,
+        "minutes": ceil(launch.hours * 60),
+        "leave_s": launch.leave_s,
+        "more": "\n".join([*more, ""]),
+        "nodes": process.nodes,
+        "others": _others(process) if process.nodes > 1 else "",
+        "command": command,
+    }
+    return filled("sbatch", values)

@@ -1,0 +1,220 @@
+"""`diloco doctor`'s checks of this machine: kernel limits, process limits, software, devices.
+
+Kernel limits are read from files below /proc/sys on Linux; on other systems the finding says that they are unchecked.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco import open_files
+from diloco.codec import kernel_library
+from diloco.doctor.findings import Finding, fail, ok, warn
+from diloco.sync.link import WINDOW_SHARE_PERCENT, channels_for
+from diloco.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MIB = 1 << 20
+FILES_MIN = 1024
+SOMAXCONN_MIN = 128
+FAR_S = 0.01
+"""From this round-trip time on, TCP's window sizes matter."""
+UNMEASURED_RTT_S = 0.1
+"""The assumed round-trip time where no link was measured."""
+PACKAGES = ("torch", "grpcio", "protobuf", "zstandard", "numpy")
+PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""The variables that gRPC reads, in its order."""
+EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """A link's measured figures; a rate of 0 was not measured."""
+
+    rtt_s: float
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
+
+
+def software() -> list[Finding]:
+    """Report the versions of diloco, Python and the main packages."""
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    python = f"Python {platform.python_version()}"
+    return [ok("software", f"diloco {__version__}, {python}, {', '.join(found)}")]
+
+
+def devices(wanted: str) -> list[Finding]:
+    """Report GPUs and processors; ``wanted`` is ``site.device``."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    told = f"{cores} cores, {torch.get_num_threads()} threads of torch"
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return [ok("devices", f"{told}; {', '.join(names)}", gpus=names, cores=cores)]
+    if wanted == "cuda":
+        remedy = "set site.device=auto, or install a torch that is built for this machine's CUDA driver"
+        return [fail("devices", f"{told}; torch finds no GPU, and site.device is cuda", remedy)]
+    return [ok("devices", f"{told}; no GPU", gpus=[], cores=cores)]
+
+
+def number_format(device: str, precision: str) -> list[Finding]:
+    """Report the number format of matrix products; arguments are ``site.device`` and ``inner.precision``."""
+    from diloco.inner.parallel import device_of
+    from diloco.inner.precision import bf16_speed, resolve_precision
+
+    try:
+        where = device_of(device)
+        products = resolve_precision(precision, where)
+    except ValueError:
+        return []  # No such device or precision: another check reports it.
+    speed = bf16_speed(where)
+    told = f"products in {products}: bf16 has {speed:.2g} times the speed of fp32 on this {where.type}"
+    if products == "bf16" and speed < 1:
+        return [warn("format", told, "set inner.precision=auto", products=products, bf16_speed=speed)]
+    return [ok("format", told, products=products, bf16_speed=speed)]
+
+
+def kernels() -> list[Finding]:
+    """Report whether the codecs' compiled kernels are used, and why not."""
+    told, asked = kernel_library.description(), os.environ.get(kernel_library.VARIABLE, "")
+    if kernel_library.choice().library is not None:
+        return [ok("kernels", told)]
+    remedy = (
+        f"unset {kernel_library.VARIABLE}"
+        if asked
+        else "install diloco where a C++ compiler is, so that it builds them"
+    )
+    return [warn("kernels", told, f"{remedy}: an update takes several times as long without")]
+
+
+def limits() -> list[Finding]:
+    """Check the process's limit of open files."""
+    soft, hard = open_files.limits()
+    told = "no bound" if soft == sys.maxsize else f"at most {soft}"
+    if soft < (raised := min(hard, open_files.WANTED)):
+        told = f"{told}, which syncer, standby, site and up raise to {raised}"
+    if hard < FILES_MIN:
+        remedy = f"raise the hard limit to {FILES_MIN} or more (LimitNOFILE= of the service, limits.conf of the user)"
+        return [warn("limits", f"open files: {told}", remedy, files=soft, files_hard=hard)]
+    return [ok("limits", f"open files: {told}", files=soft, files_hard=hard)]
+
+
+def kernel(link: LinkFigures | None, root: Path = Path("/proc/sys/net")) -> list[Finding]:
+    """Check the kernel's TCP settings against the figures of ``link``; None: no link was measured."""
+    values = _values(root)
+    if "ipv4/tcp_wmem" not in values or "ipv4/tcp_rmem" not in values:
+        return [ok("kernel", f"{platform.system()}: its TCP settings are not looked at")]
+    sends, takes = (int(values[f"ipv4/{name}"].split()[-1]) for name in ("tcp_wmem", "tcp_rmem"))
+    findings = [_windows(link, sends, takes), _congestion(link, values)]
+    queue = int(values.get("core/somaxconn", "4096"))
+    if queue < SOMAXCONN_MIN:
+        remedy = "where the syncer runs: sysctl -w net.core.somaxconn=4096"
+        findings.append(warn("kernel", f"net.core.somaxconn is {queue}", remedy, somaxconn=queue))
+    return findings
+
+
+def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
+    """Check whether one connection can fill the link."""
+    figures = {"tcp_wmem_max": sends, "tcp_rmem_max": takes}
+    rtt_s = max(link.rtt_s, 1e-6) if link is not None else UNMEASURED_RTT_S
+    up, down = (window * WINDOW_SHARE_PERCENT / 100 / rtt_s for window in (sends, takes))
+    over = "the measured round trip" if link is not None else "100 ms"
+    told = (
+        f"one connection sends at most {megabits(up)} and takes at most {megabits(down)} over {over} "
+        f"(tcp_wmem {sends / MIB:.3g} MiB, tcp_rmem {takes / MIB:.3g} MiB)"
+    )
+    if link is None or link.rtt_s < FAR_S:
+        return ok("windows", told, **figures)
+    needed = max(
+        channels_for(link.rtt_s, link.up_bytes_per_s, sends), channels_for(link.rtt_s, link.down_bytes_per_s, takes)
+    )
+    # The measurement used these windows: a rate near their bound is the window's, not the link's.
+    bound = link.up_bytes_per_s > 0.7 * up or link.down_bytes_per_s > 0.7 * down
+    if not bound and needed == 1:
+        return ok("windows", told, **figures)
+    most = 64 * MIB
+    remedy = (
+        f"on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 {most}' net.ipv4.tcp_rmem='4096 131072 {most}'; "
+        f"where that may not be: site.data_channels={max(needed, 2)}, or site.adapt=true, which finds how many it "
+        "takes; a site learns the link's rate in its first rounds, and knows it from the first one on where it is told "
+        "(site.up_mbps, site.down_mbps)"
+    )
+    return warn("windows", f"{told}: that is what bounds this link", remedy, channels=needed, **figures)
+
+
+def _congestion(link: LinkFigures | None, values: Mapping[str, str]) -> Finding:
+    """Check how TCP reacts to loss, and whether it slow-starts again after a pause."""
+    control = values.get("ipv4/tcp_congestion_control", "").strip()
+    idle = values.get("ipv4/tcp_slow_start_after_idle", "0").strip() == "1"
+    told = f"congestion control {control or 'unknown'}, tcp_slow_start_after_idle {int(idle)}"
+    figures = {"congestion_control": control, "slow_start_after_idle": idle}
+    near = link is not None and link.rtt_s < FAR_S
+    if near or control == "bbr":
+        return ok("congestion", told, **figures)
+    commands = ["net.ipv4.tcp_congestion_control=bbr"] + ["net.ipv4.tcp_slow_start_after_idle=0"] * idle
+    available = values.get("ipv4/tcp_available_congestion_control", "").split()
+    first = "" if "bbr" in available else "modprobe tcp_bbr; "
+    remedy = f"on both machines: {first}sysctl -w {' '.join(commands)}"
+    after = " and begins anew after each pause" if idle else ""
+    return warn("congestion", f"{told}: it all but stops at 0.1 % of loss over a long link{after}", remedy, **figures)
+
+
+def _values(root: Path) -> dict[str, str]:
+    names = (
+        "ipv4/tcp_wmem",
+        "ipv4/tcp_rmem",
+        "ipv4/tcp_congestion_control",
+        "ipv4/tcp_available_congestion_control",
+        "ipv4/tcp_slow_start_after_idle",
+        "core/somaxconn",
+    )
+    found = {}
+    for name in names:
+        try:
+            found[name] = (root / name).read_text("ascii")
+        except OSError:
+            continue  # Another system, or a container that hides it.
+    return found
+
+
+def proxies(host: str, environment: Mapping[str, str]) -> list[Finding]:
+    """Check whether gRPC would reach ``host`` through a proxy set in the environment."""
+    name = next((each for each in PROXY_VARIABLES if environment.get(each)), None)
+    if name is None:
+        return [ok("proxy", "the environment names none that gRPC would use")]
+    spared = next((environment[each] for each in EXCEPTIONS if environment.get(each)), "")
+    suffixes = [each.strip() for each in spared.split(",") if each.strip()]
+    if any(_spares(suffix, host) for suffix in suffixes):
+        return [ok("proxy", f"{name} is set, and {host} is spared from it")]
+    remedy = f"export no_grpc_proxy={','.join([*suffixes, host])} (or unset {name})"
+    return [warn("proxy", f"gRPC goes to {host} through the proxy of {name}, which may not carry it", remedy)]
+
+
+def _spares(entry: str, host: str) -> bool:
+    """Return whether a no_proxy entry (a name suffix or a network) covers ``host``, by gRPC's rules."""
+    if "/" not in entry:
+        return host.lower().endswith(entry.lower())
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return False
+
+
+def megabits(bytes_per_s: float) -> str:
+    """Format a rate in bytes per second as Mbit/s or Gbit/s."""
+    return f"{bytes_per_s * 8 / 1e6:,.3g} Mbit/s" if bytes_per_s < 1.25e9 else f"{bytes_per_s * 8 / 1e9:,.3g} Gbit/s"

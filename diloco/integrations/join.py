@@ -1,0 +1,599 @@
+"""``diloco.join``: make a user's own training loop a site of a run.
+
+The run's rules come from the syncer, so that no site can start with wrong ones; the layout comes from the trained model
+itself; and the agent that talks to the syncer is that of ``diloco site``, built by the same function.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from diloco.codec import kernel_library
+from diloco.config import build, connecting, syncer_settings
+from diloco.config import compose as configs
+from diloco.config.errors import ConfigError, VerbError
+from diloco.config.keys import nearest
+from diloco.config.placing import towards
+from diloco.config.run_dir import RunDir, SiteDir, held
+from diloco.config.schema import SiteSection
+from diloco.durable import PLAIN_DISK
+from diloco.inner.checkpoint import CheckpointError
+from diloco.inner.checks import GroupError
+from diloco.inner.holding import Holding
+from diloco.inner.parallel import HoldingError, PresentGroup
+from diloco.inner.trainer import Resumed, StepInfo
+from diloco.integrations.drawing import Batches, Drawing, OwnData
+from diloco.learner.ranks import Orders
+from diloco.learner.transfer import JoinFailed
+from diloco.observe.eventlog import EventLog
+from diloco.outer.fragments import named_parameters_once
+from diloco.runs.process import refusal
+from diloco.runs.site_agent import agent_of, follower_of, join_text, whole_layout
+from diloco.sync.progress import combined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
+
+    from diloco.config.schema import RunConfig
+    from diloco.learner.agent import Agent, Finished
+    from diloco.learner.exchange import Follower
+    from diloco.learner.several_syncers import Agents
+
+    Log = Callable[[str, dict[str, object]], None]
+
+
+OTHERWISE = frozenset(
+    {"id", "syncer", "index", "num_sites", "nproc", "nodes", "device", "threads", "slowdown"}
+) | frozenset({"node_rank", "rendezvous", "nodes_wait_s", "metrics", "canary_every_s", "canary_steps"})
+"""The site settings that ``join`` does not accept: it has arguments for them, or the user's loop decides them."""
+
+
+def join(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    syncer: str,
+    site: str,
+    tokens_per_step: int | None = None,
+    hooks: bool = True,
+    folder: str | Path | None = None,
+    run: str | None = None,
+    log: Callable[[str, dict[str, object]], None] | None = None,
+    data: str | None = None,
+    samples: int | None = None,
+    samples_per_step: int | None = None,
+    **settings: object,
+) -> Outer:
+    """Make a training loop a site of the run that ``syncer`` serves::
+
+        with diloco.join(model, optimizer, syncer="host:7077", site="fra", tokens_per_step=4096) as outer:
+            for inputs, targets in data:
+                loss_of(model(inputs), targets).backward()
+                optimizer.step(), optimizer.zero_grad()
+                if outer.should_stop: break
+
+    Inside the ``with`` the site has joined and ``model`` holds the run's version; after each step of ``optimizer``, due
+    updates are read from the model and versions written into it, in place, without waiting for other sites.  At its
+    end unsent progress is sent, and the site leaves.  Where the loop raises, the site leaves at once, and the exception
+    propagates with a note of the site's token counts.
+
+    ``model``: any ``nn.Module``, plain, compiled or wrapped.  Its parameters are exchanged in fp32 and should be kept
+    in fp32 (use autocast to compute): the rounding error of a coarser type is lost at every version.  A list of
+    modules: this rank's parts of one model, under pipeline parallelism, each with the whole model's parameter names.
+    ``optimizer``: the model's optimizer, or several in the order in which they step: steps of the last one count.
+    ``syncer``: ``host:port``, as in ``diloco site``: a comma before a standby's, ``/`` between several syncers.
+    ``site``: this site's name on the wire; only one process, or one group of ranks, may use it.
+    ``tokens_per_step``: the tokens of one step of the whole site (or samples; the same unit at all sites, since it
+    weighs merges and measures the run's length).  None: the loop calls ``outer.tokens(n)`` in each step.
+    ``hooks``: count steps with a hook of the optimizer.  False: call ``outer.step()`` after each step.
+    ``folder``: the state for a restarted process; None: runs/RUN/sites/SITE.  Only one process at a time may use it.
+    ``run``: the expected name of the run; None: accept the run that the syncer serves.
+    ``log``: called with (what, fields) for each event, by several threads; events are also in FOLDER/events.jsonl.
+    ``data``, ``samples``, ``samples_per_step``: where the run leases its data (``data.leased``): the data set's name at
+    all sites, its number of samples, and the samples that one step of the whole site reads.  ``outer.batches`` gives
+    the indices to read next; an update names its samples, and those that a site loses are leased to another.
+    ``settings``: more of ``diloco site``, without ``site.``: token_file, tls_ca, tls_cert, tls_key, up_mbps, down_mbps,
+    data_channels, overlap_steps, adapt, join_timeout_s, finish_timeout_s ... (``diloco site --help``).
+
+    With several ranks (DDP, FSDP2's ``fully_shard``, tensor parallel: any method that leaves whole parameters or
+    DTensors), each rank calls this with the same arguments, after wrapping its model and making its optimizer.  Rank 0
+    talks to the syncer; the other ranks follow it.
+
+    Raises ``ValueError`` naming a bad argument; ``diloco.JoinFailed`` where the site cannot join, with ``kind``
+    ``unreachable``, ``mismatch`` or ``refused``; and ``RuntimeError`` on systems other than Linux.
+    """
+    _require_linux_and_force_kernels()
+    optimizers = _optimizers(optimizer)
+    parameters = _parameters(model, optimizers)
+    if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
+        raise ValueError(f"tokens_per_step is {tokens_per_step!r}: a whole number from 1 on, or None")
+    leased = _data(data, samples, samples_per_step)
+    group = _group()
+    config = _config(group, _own(syncer, site, settings), run, leased)
+    there = RunDir(Path("runs") / (config.run.name or "")).site(site) if folder is None else SiteDir(Path(folder))
+    with _naming_arguments():
+        holding = Holding(parameters, group, in_stages=not isinstance(model, nn.Module))
+        whole = whole_layout(config, holding)
+        for part in towards(config):
+            build.agent_options(part, there.agent, whole)
+            build.learner_options(part, whole)
+    return Outer(config, holding, optimizers[-1] if hooks else None, group, there, tokens_per_step, log, leased)
+
+
+def _require_linux_and_force_kernels() -> None:
+    if line := refusal(sys.platform):
+        raise RuntimeError(f"diloco.join: {line}")
+    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
+        logging.getLogger(__name__).warning(line)
+
+
+def _optimizers(given: object) -> list[torch.optim.Optimizer]:
+    several: Sequence[object] = given if isinstance(given, Sequence) else [given]
+    # A wrapper of an optimizer (accelerate has one) steps the optimizer inside, which has the hooks.
+    inside = [getattr(each, "optimizer", each) for each in several]
+    found = [each for each in inside if isinstance(each, torch.optim.Optimizer)]
+    if not found or len(found) < len(inside):
+        raise ValueError(f"optimizer is {given!r}: a torch.optim.Optimizer, or several")
+    return found
+
+
+def _parameters(model: object, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """Return the exchanged parameters by canonical name; ValueError where ``optimizers`` train none of them."""
+    parts = list(model) if isinstance(model, Sequence) else [model]
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            raise ValueError(f"model is {model!r}: a torch.nn.Module, or the parts of one")
+        here = named_parameters_once(part)
+        for name in sorted(here.keys() & found.keys()):
+            raise ValueError(f"model has parts that both have a parameter {name}: the parts of one model have not")
+        found |= here
+    if not found:
+        raise ValueError("model has no parameters: there is nothing to train")
+    held = {id(each) for each in found.values()}
+    trained = {id(each) for optimizer in optimizers for part in optimizer.param_groups for each in part["params"]}
+    if not held & trained:
+        raise ValueError("optimizer trains none of the model's parameters: make it from model.parameters()")
+    return found
+
+
+def _own(syncer: str, site: str, settings: dict[str, object]) -> dict[str, object]:
+    """Return the site's settings by dotted name, from the arguments; ValueError names a bad one."""
+    if not isinstance(site, str) or not configs.is_name(site):
+        raise ValueError(f"site is {site!r}: letters, digits, '.', '_' and '-', at most 64")
+    if not isinstance(syncer, str) or not syncer:
+        raise ValueError(f"syncer is {syncer!r}: host:port")
+    there = [each.name for each in fields(SiteSection) if each.name not in OTHERWISE]
+    for name in settings:
+        if name not in there:
+            near = nearest(name, there)
+            raise ValueError(f"{name} is no argument of join" + (f": did you mean {near}?" if near else ""))
+    own = {"site.id": site, "site.syncer": syncer} | {f"site.{name}": value for name, value in settings.items()}
+    with _naming_arguments():
+        config = configs.of_values(own)
+        connecting.site_security(config)
+        connecting.client_options(config)
+    return own
+
+
+def _data(name: str | None, samples: int | None, samples_per_step: int | None) -> OwnData | None:
+    if name is None:
+        for argument, value in (("samples", samples), ("samples_per_step", samples_per_step)):
+            if value is not None:
+                raise ValueError(f"{argument} is {value!r}, and data is None: give all three, or none")
+        return None
+    return OwnData(name, samples, samples_per_step)  # type: ignore[arg-type]
+
+
+def _check_data(config: RunConfig, data: OwnData | None) -> None:
+    """Raise JoinFailed unless the site names its data exactly where the syncer leases data."""
+    if bool(config.data.leased) == (data is not None):
+        return
+    words = "data.leased is true at the syncer: give data, samples and samples_per_step, and read outer.batches"
+    if data is not None:
+        words = f"data is {data.name!r}, and the syncer leases none (data.leased): draw a share of your own"
+    raise JoinFailed("mismatch", join_text(config, "mismatch", words))
+
+
+def _group() -> PresentGroup:
+    group, told = PresentGroup(), os.environ.get("WORLD_SIZE", "1")
+    if group.world == 1 and told.isdecimal() and int(told) > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {told}, and torch.distributed is not initialised: call init_process_group before join, so "
+            "that the ranks are one site"
+        )
+    return group
+
+
+def _config(group: PresentGroup, own: dict[str, object], run: str | None, data: OwnData | None) -> RunConfig:
+    """Return the run's settings from its syncer with the site's ``own`` on top; rank 0 fetches and broadcasts them."""
+    known = configs.of_values(own)
+    told: dict[str, object] = {}
+    if group.is_first:
+        try:
+            told = _asked(known, run)
+        except JoinFailed as error:
+            told = {"kind": error.kind, "text": error.text}
+        except ValueError as error:
+            told = {"text": str(error).replace("address is", "syncer is", 1)}
+    told = json.loads(group.all_gather_bytes(json.dumps(told).encode())[0])
+    if "kind" in told:
+        text = join_text(known, str(told["kind"]), str(told["text"]))
+        raise JoinFailed(str(told["kind"]), text.replace("(site.", "("))
+    if "text" in told:
+        raise ValueError(told["text"])
+    own = own | {"run.name": told["run"]}
+    if data is not None:  # These set how many units the site leases ahead.
+        own |= {"inner.batch_sequences": data.samples_per_step, "inner.accumulation": 1}
+    try:
+        config = configs.from_shared(told["shared"], own)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise JoinFailed("mismatch", join_text(known, "mismatch", str(error))) from error
+    _check_data(config, data)
+    return config
+
+
+def _asked(known: RunConfig, run: str | None) -> dict[str, object]:
+    site = known.site
+    if not 0 < site.join_timeout_s < math.inf:
+        raise ValueError(f"join_timeout_s is {site.join_timeout_s!r}: positive and finite")
+    told = syncer_settings.ask(site.syncer, connecting.site_security(known), site.join_timeout_s)
+    if run not in (None, told.run_id):
+        raise JoinFailed("mismatch", f"run is {run!r} at the site and {told.run_id!r} at the syncer")
+    return {"run": told.run_id, "shared": dict(told.shared)}
+
+
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Turn an error about the setting ``site.NAME`` into a ValueError about the argument NAME."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ValueError(str(error).removeprefix("site.").replace(" site.", " ")) from error
+    except HoldingError as error:
+        raise ValueError(f"model cannot be exchanged: {error}") from error
+
+
+# --- ``Outer``, which ``diloco.join`` returns ------------------------------------------------------------------------
+
+TENSORS = "tensors"
+FAILED = 1
+
+
+class SiteFailed(RuntimeError):
+    """The site had to leave the run early: it was evicted, or its updates were refused too many times in a row."""
+
+
+class Outer:
+    """A site of a run, for its training loop.  ``join`` makes it; ``with`` joins the run, and leaves it.
+
+    Not thread-safe: call everything from the training thread.  With several ranks, every rank has one, and all ranks
+    make the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        holding: Holding,
+        counted: torch.optim.Optimizer | None,
+        group: PresentGroup,
+        folder: SiteDir,
+        tokens_per_step: int | None,
+        log: Log | None,
+        data: OwnData | None = None,
+    ) -> None:
+        """``counted`` is the optimizer whose steps are counted; None: the loop calls ``step`` for each.  ``data`` is
+        the loop's data set, where the run leases its units."""
+        self._config, self._holding, self._counted = config, holding, counted
+        self._group, self._folder, self._log = group, folder, log
+        self._tokens_per_step, self._data = tokens_per_step, data
+        self._drawing = Drawing(data, config.data.unit_sequences, self._units, group, config.run.seed) if data else None
+        self._open = ExitStack()
+        self._agent: Agent | Agents | None = None  # Of rank 0, from start to end.
+        self._follower: Follower | None = None  # Of any other rank.
+        self._restored: Resumed | None = None
+        self._ledger: dict[str, int] = {}
+        self._begun = self._over = False
+        self._stop = ""
+        self._progress = 0.0
+        self._steps = self._tokens_total = 0
+        self._tokens, self._loss = 0, math.nan
+        self._last_ns = 0
+
+    # --- for the loop to read ----------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._config.run.name or ""
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop should end: the run has ended, or this site is no longer part of it."""
+        return bool(self._stop)
+
+    @property
+    def why(self) -> str:
+        """Why the loop should stop; empty while it should not."""
+        return self._stop
+
+    @property
+    def progress(self) -> float:
+        """The run's last known progress, 0 to 1, for a learning-rate schedule.  Equal on all ranks."""
+        return self._progress
+
+    @property
+    def steps(self) -> int:
+        """Steps of this site, including those of earlier processes that the syncer has or ``load_state_dict`` restored.
+
+        Their data is consumed: a restarted loop skips the data of so many steps.
+        """
+        return self._steps
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """The site's token counts, on rank 0: processed, which is the sum of merged, refused, in_flight, unsent,
+        overwritten and lost.  Empty on other ranks."""
+        if self._agent is not None:
+            whole = combined(self._agent.ledgers())
+            self._ledger = {name: getattr(whole, name) for name in whole.__slots__}
+        return dict(self._ledger)
+
+    def batches(self, count: int, rank: int | None = None, ranks: int | None = None) -> Iterator[list[int]]:
+        """Iterate over this rank's sample indices, ``count`` at a time, until ``should_stop``.
+
+        The samples are from the units of ``join``'s ``data`` that are leased to this site.  For
+        ``DataLoader(dataset, batch_sampler=outer.batches(16))``, or as is; inside the ``with``.  A step of the whole
+        site reads ``samples_per_step`` of them: ``count`` x ranks x micro-batches.  All ranks draw equally often, with
+        the same ``count``.  Where ranks share a batch (tensor parallel), they pass the same ``rank``, and as ``ranks``
+        the number of different batches.  A loader's workers may run ahead: only samples of finished steps count as
+        consumed.  A new iteration, such as an abandoned loader's next one, begins after the last step.
+        """
+        if self._drawing is None:
+            raise ValueError("batches is called, and join was given no data: name it there, where the run leases data")
+        return Batches(self._drawing, self._may_draw, count, rank, ranks)
+
+    def _may_draw(self) -> bool:
+        if not self.should_stop and self._agent is None and self._follower is None:
+            raise ValueError("batches are drawn before the site has joined, or after it has left")
+        return not self.should_stop
+
+    # --- for the loop to call ----------------------------------------------------------------------------------
+
+    def tokens(self, count: int, loss: float | None = None) -> None:
+        """Add ``count`` tokens of this rank to the current step; call it for each micro-batch.
+
+        ``loss``, in nats per token, is shown by ``diloco status``.
+        """
+        if self._tokens_per_step is not None:
+            raise ValueError(f"tokens is told {count!r}: tokens_per_step={self._tokens_per_step} has said it")
+        if count < 0:
+            raise ValueError(f"count is {count!r}: not negative")
+        self._tokens += count
+        self._loss = self._loss if loss is None else float(loss)
+
+    def step(self, tokens: int | None = None, loss: float | None = None) -> bool:
+        """Count a finished optimizer step, where ``hooks=False``; return ``should_stop``.
+
+        ``tokens`` and ``loss`` as for ``tokens``.
+        """
+        if self._counted is not None:
+            raise ValueError("step is called, and hooks is True: the optimizer's own hook has counted the step")
+        if tokens is not None:
+            self.tokens(tokens)
+        self._loss = self._loss if loss is None else float(loss)
+        self._stepped()
+        return self.should_stop
+
+    # --- joining and leaving -----------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Join the run: ``model`` holds the run's version when this returns.  ``with`` calls this at its beginning.
+
+        Raises ``JoinFailed`` where the syncer does not admit the site.
+        """
+        if self._begun:
+            raise ValueError("start is called twice: join again for another part in the run")
+        self._begun = True
+        # After this, in success or failure, the loop may destroy torch's process group, or end its process.
+        self._open.callback(self._group.settle)
+        with self._open:
+            cursor = self._lead() if self._group.is_first else self._follow()
+            if self._counted is not None:
+                hook = self._counted.register_step_post_hook(lambda *_: self._stepped())
+                self._open.callback(hook.remove)
+            ppm = round(self._agent.progress() * 1e6) if self._agent is not None else 0
+            told = self._group.broadcast_small([cursor, self._steps, self._tokens_total, ppm])
+            cursor, steps, self._tokens_total, self._progress = told[0], told[1], told[2], told[3] / 1e6
+            if self._drawing is not None:
+                self._drawing.begin(cursor)
+                cursor = self._drawing.steps
+            self._steps = max(steps, cursor)
+            self._last_ns = time.perf_counter_ns()
+            self._open = self._open.pop_all()
+        return self
+
+    def _lead(self) -> int:
+        try:
+            return self._begin()
+        except (JoinFailed, ValueError) as error:
+            # The other ranks wait for rank 0's first order; each of them then fails with the same error.
+            told = {"kind": error.kind if isinstance(error, JoinFailed) else "", "text": str(error)}
+            with suppress(GroupError):
+                Orders(self._group).go_on(stop=True)
+                self._group.all_gather_bytes(json.dumps(told).encode())
+            raise
+
+    def _begin(self) -> int:
+        try:
+            self._open.enter_context(held(self._folder.root))
+        except VerbError as error:
+            raise ValueError(f"folder is {str(self._folder.root)!r}: {error}") from error
+        log = EventLog(self._folder.root / "events.jsonl", self._config.site.id, also=_follower_of_log(self._log))
+        self._open.callback(log.close)
+        try:
+            data = self._data.identity if self._data is not None else ""
+            agent = agent_of(self._config, self._folder, self._holding, log.emit, self._restored, PLAIN_DISK, data=data)
+            self._open.callback(agent.close)
+            cursor = agent.start()
+        except CheckpointError as error:
+            raise ValueError(f"state is of another run, or another release: {error}") from error
+        except JoinFailed as error:
+            raise JoinFailed(error.kind, join_text(self._config, error.kind, error.text)) from error
+        self._agent = agent
+        return cursor
+
+    def _units(self, place: int, count: int) -> list[tuple[int, int]]:
+        assert self._agent is not None, "rank 0 has one, and the others ask it"
+        return self._agent.units(place, count)
+
+    def _follow(self) -> int:
+        self._follower = follower_of(self._config, self._holding)
+        if self._follower.start():
+            told = json.loads(self._group.all_gather_bytes(b"")[0])
+            raise JoinFailed(told["kind"], told["text"]) if told["kind"] else ValueError(told["text"])
+        return 0
+
+    def leave(self) -> None:
+        """Leave the run: send unsent progress and wait for its fate, at most ``finish_timeout_s`` for each.
+
+        ``with`` calls this at its end.  Raises ``SiteFailed``, on every rank, where the site had to leave early.
+        """
+        if not self._begun or self._over:
+            return
+        self._over = True
+        failed, why = 0, "rank 0 says why"
+        with self._open:
+            if self._follower is not None:
+                self._follower.finish()
+            if self._agent is not None:
+                finished: Finished = self._agent.finish()
+                failed, why = int(finished.ending == "failed"), finished.why
+                self._stop, self._ledger, self._agent = self._stop or finished.why, finished.ledger, None
+            (failed,) = self._group.broadcast_small([failed])
+        if failed:
+            raise SiteFailed(f"site {self._config.site.id} stopped: {why}")
+
+    def break_off(self) -> str:
+        """Leave at once, as ``with`` does where the loop raises; return the token counts as text."""
+        if not self._begun or self._over:
+            return ""
+        self._over = True
+        where = ", ".join(f"{count:,} {name}" for name, count in self.ledger.items() if count and name != "processed")
+        self._agent = None
+        self._open.close()
+        return where
+
+    def _abandon(self, error: BaseException) -> None:
+        """Leave at once, and add the token counts to ``error`` as a note."""
+        if where := self.break_off():
+            error.add_note(
+                f"diloco: site {self._config.site.id} left run {self.run} while it trained, its tokens: {where}; "
+                "with what state_dict gave and the same folder it goes on from there, without from the run's version"
+            )
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.leave()
+        else:
+            self._abandon(error)
+
+    # --- the loop's own checkpoint -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, on rank 0, the state that the loop's checkpoint needs beside model and optimizer to resume.
+
+        Tensors and plain values, for ``torch.save``; call it between two steps, together with saving the model.  Its
+        tensors are not written to afterwards.  Empty on other ranks.
+        """
+        if self._agent is None:
+            return {}
+        tensors, meta = self._agent.state()
+        return {TENSORS: tensors, "agent": meta, "steps": self._steps, "tokens": self._tokens_total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state_dict``'s result; call it before the ``with``, with the model and optimizer of that time.
+
+        Without it a new process takes the run's version, and the last process's unsent progress counts as lost.
+        """
+        if self._begun:
+            raise ValueError("load_state_dict is called after the site has joined: call it before the with")
+        if not state:
+            return
+        try:
+            steps, tokens, tensors, meta = state["steps"], state["tokens"], state[TENSORS], state["agent"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"state is nothing that state_dict gave: {error} is not in it") from error
+        self._steps, self._tokens_total = steps, tokens
+        self._restored = Resumed(steps, dict(tensors), dict(meta), ())
+
+    # --- a step ------------------------------------------------------------------------------------------------
+
+    def _stepped(self) -> None:
+        follower = self._agent or self._follower
+        if follower is None:
+            raise ValueError("step is called before the site has joined, or after it has left")
+        tokens, loss, progress, passes = self._agreed()
+        self._tokens, self._loss = 0, math.nan
+        if not tokens and not self._tokens_total:
+            raise ValueError("tokens of this step are 0: give tokens_per_step, or call outer.tokens(n) in each step")
+        sequences = self._drawing.stepped() if self._drawing is not None else 0
+        self._steps += 1
+        self._tokens_total += tokens
+        now_ns = time.perf_counter_ns()
+        verdict = follower.after_step(
+            StepInfo(
+                step=self._steps,
+                loss=loss,
+                tokens=tokens,
+                tokens_total=self._tokens_total,
+                step_ns=max(1, now_ns - self._last_ns),
+                cursor=self._steps if self._drawing is None else self._drawing.cursor,
+                grad_norm=math.nan,
+                lr=math.nan,
+                applied=True,
+                sequences=sequences,
+                passes=passes,
+            )
+        )
+        self._progress = progress
+        self._stop = self._stop or ((verdict.reason or "asked to stop") if verdict.stop else "")
+        self._last_ns = time.perf_counter_ns()
+
+    def _agreed(self) -> tuple[int, float, float, bool]:
+        """Return the step's tokens and mean loss, the run's progress, and whether the agent has nothing to do now.
+
+        The result is the same on all ranks.
+        """
+        known, acts = (self._agent.progress(), self._agent.may_act()) if self._agent is not None else (0.0, False)
+        told = [self._tokens, self._loss, known, float(acts)]
+        total, loss, progress, acting = self._group.all_reduce_sum(told)
+        return self._tokens_per_step or round(total), loss / self._group.world, progress, not acting
+
+
+def _follower_of_log(log: Log | None) -> Callable[[dict[str, object]], None] | None:
+    """Return a follower of the event log that calls the user's ``log``."""
+    if log is None:
+        return None
+
+    def take(event: dict[str, object]) -> None:
+        log(str(event["what"]), {name: value for name, value in event.items() if name != "what"})
+
+    return take

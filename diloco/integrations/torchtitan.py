@@ -1,0 +1,196 @@
+"""A torchtitan ``Trainer`` as a site; ``diloco.titan`` is the public entry.
+
+torchtitan's settings are a dataclass for each part, and a config knows the class that it builds.  So a site is made of
+a config: the same, with a section ``diloco``, of a subclass of the very trainer that it was for.  Nothing here imports
+torchtitan: a caller that has such a config has it.
+"""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diloco.config.model_files import save_version0
+from diloco.inner.parallel import PresentGroup
+from diloco.integrations.join import join
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+    from diloco.integrations.join import Outer
+else:
+    Trainer = object
+
+STATE = "diloco"
+"""The key of the site's own state in a torchtitan checkpoint."""
+RANK_0 = "rank_0"
+
+
+@dataclass(kw_only=True, slots=True)
+class Site:
+    """The section ``diloco`` of a trainer's settings: the arguments of ``diloco.join``."""
+
+    syncer: str = ""
+    """host:port of the syncer, a comma before a standby's, / between several syncers."""
+    site: str = ""
+    """This site's name on the wire: all ranks of the job are one site."""
+    run: str | None = None
+    """The run that is meant; none: whichever is served there."""
+    folder: str | None = None
+    """What a restarted job must find again; none: runs/RUN/sites/SITE."""
+    version0: str | None = None
+    """Write what the model begins with to this .safetensors file, from which a syncer starts a run, and end."""
+    token_file: str = ""
+    """A file with this site's token, mode 0600."""
+    tls_ca: str = ""
+    """Who signed the syncer's certificate (a file, or "system"); this turns TLS on."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    insecure_non_loopback: bool = False
+    """Permit a token over an unencrypted link."""
+    adapt: bool = False
+    """Choose codec, connections and inner steps by what the link carries."""
+    overlap_steps: int = 0
+    """A version is adopted so many inner steps after the site's update, with all that came meanwhile."""
+    overlap_steps_max: int | None = None
+    """The most of them under adapt; none: a tenth of the run's inner steps."""
+    data_channels: int = 1
+    """Connections that one transfer goes over side by side."""
+    up_mbps: float | None = None
+    """What this site's link has in 10^6 bits a second."""
+    down_mbps: float | None = None
+    """The same for the versions that it takes."""
+    join_timeout_s: float = 60.0
+    """How long a first join is tried."""
+    finish_timeout_s: float = 20.0
+    """How long leaving may take."""
+
+
+def site_of(config: Any) -> Any:
+    """Return ``config``, of a torchtitan ``Trainer``, as that of a site of a run::
+
+        def llama3_8b():
+            return diloco.titan.site_of(config_registry.llama3_8b())
+
+    All its settings stay, and a section ``diloco`` is added: ``--diloco.syncer host:7077 --diloco.site fra``.  The
+    run's end ends the training: ``training.steps`` is the length of the learning rates' schedule, and an upper bound.
+    Each checkpoint holds the site's own state too; one without is read with ``--checkpoint.exclude_from_loading
+    diloco``.
+    """
+    trainer = getattr(type(config), "_owner", None)
+    if trainer is None or not hasattr(trainer, "should_continue_training"):
+        raise ValueError(f"config is {config!r}: the Config of a torchtitan Trainer")
+    made = site_trainer(trainer)
+    return made.Config(**{each.name: getattr(config, each.name) for each in fields(config) if each.init})
+
+
+def site_trainer(trainer: Any) -> Any:
+    """Return the subclass of ``trainer`` that is a site, with a ``Config`` of its own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(trainer.Config):
+        diloco: Site = field(default_factory=Site)
+        """The run that this job is a site of."""
+
+    Config.__qualname__ = f"DiLoCo{trainer.__qualname__}.Config"
+    return type(f"DiLoCo{trainer.__name__}", (Training, trainer), {"Config": Config, "__doc__": trainer.__doc__})
+
+
+class Training(Trainer):
+    """Makes a trainer a site, as a mix-in in front of its class.
+
+    It joins after its checkpoint is read and before its first step, leaves after the last one, and at once where the
+    training raises.  The steps of its ``OptimizersContainer`` are counted by a hook: one for all the optimizers in it.
+    """
+
+    outer: Outer | None = None
+    """The site; None where the job only writes version 0 and does not join."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        told: Site = config.diloco
+        if told.version0 is not None:
+            return
+        for name in ("syncer", "site"):
+            if not getattr(told, name):
+                raise ValueError(
+                    f"diloco.{name} is '': --diloco.syncer host:port --diloco.site NAME, as for diloco site"
+                )
+        check_waits(told, config.comm)
+        arguments = {name: value for name, value in asdict(told).items() if name != "version0"}
+        arguments["tokens_per_step"] = tokens_per_step(config.training, self.parallel_dims)
+        self.outer = join(self.model_parts, self.optimizers, **arguments)
+        self._has_begun = False
+        if self.checkpointer.enable:
+            self.checkpointer.states[STATE] = Kept(self.outer, PresentGroup().is_first)
+
+    def train(self) -> None:
+        """Train until the run has ended, or ``training.steps`` are done."""
+        if self.outer is None:
+            self.checkpointer.load(step=self.config.checkpoint.load_step)
+            write_version0(self.model_parts, self.config.diloco.version0)
+            return
+        with ExitStack() as leaving:
+            leaving.push(self.outer)  # Not entered: the site starts when the checkpoint has been read.
+            super().train()
+
+    def should_continue_training(self) -> bool:
+        """Return whether to train on.  The first call comes when the checkpoint has been read, and starts the site."""
+        outer = self.outer
+        assert outer is not None
+        if not self._has_begun:
+            self._has_begun = True
+            outer.start()
+        return super().should_continue_training() and not outer.should_stop
+
+
+class Kept:
+    """The site's state as torchtitan's checkpoints take it: a ``Stateful``.
+
+    It is bytes, because such a checkpoint's tensors and their shapes must be known before reading, and the updates
+    in flight when a site ends are not.  Only rank 0 saves it: of several values of one name any may be kept.
+    """
+
+    def __init__(self, outer: Outer, is_first: bool) -> None:
+        self._outer, self._is_first = outer, is_first
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state for a checkpoint; empty on every rank but 0."""
+        if not self._is_first:
+            return {}
+        written = io.BytesIO()
+        torch.save(self._outer.state_dict(), written)
+        return {RANK_0: written.getvalue()}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None:
+        """Restore the state from a checkpoint."""
+        if self._is_first:
+            self._outer.load_state_dict(torch.load(io.BytesIO(state[RANK_0]), weights_only=True))
+
+
+def check_waits(told: Site, comm: Any) -> None:
+    """Raise ValueError where joining or leaving may take longer than torchtitan lets ranks wait: that ends the job."""
+    for name, bound in (("join_timeout_s", "init_timeout_seconds"), ("finish_timeout_s", "train_timeout_seconds")):
+        wanted, most = getattr(told, name), getattr(comm, bound)
+        if PresentGroup().world > 1 and not wanted < most:
+            raise ValueError(f"diloco.{name} is {wanted}: less than comm.{bound}={most}, so long the other ranks wait")
+
+
+def tokens_per_step(training: Any, dims: Any) -> int:
+    """Return the tokens of an optimizer step of the whole job, from its settings."""
+    sequences = training.global_batch_size
+    if sequences < 0:
+        sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    return int(sequences * training.seq_len)
+
+
+def write_version0(parts: list[torch.nn.Module], path: str) -> None:
+    """Write version 0 to one file; ValueError unless this single process has the whole model."""
+    if len(parts) > 1 or PresentGroup().world > 1:
+        raise ValueError("diloco.version0 is written by one process: torchrun --nproc-per-node 1")
+    there = save_version0(parts[0], path)
+    print(f"diloco: version 0 is in {there}: diloco syncer model.kind=file run.init_from={there} ...", flush=True)

@@ -1,0 +1,348 @@
+"""Experiments that compare rules: rows of settings, each trained under virtual time with several seeds.
+
+A laboratory is a YAML file (``configs/lab``): settings that all rows share, and each row's own.  A **cell** is one row
+with one seed.  Its result is stored under the digest of all its inputs, so that the same command resumes where it
+stopped, and a changed row is trained again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from math import inf
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from diloco.config import compose as configs
+from diloco.config.errors import ConfigError
+from diloco.config.keys import nearest
+from diloco.config.schema import RunConfig
+from diloco.durable import write_file
+from diloco.sync.options import require
+
+KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
+    "str": ("text", str),
+    "bool": ("true or false", bool),
+    "int": ("a whole number", int),
+    "float": ("a number", (int, float)),
+}
+"""The types of the fields of a row and a laboratory, and of a tuple's parts."""
+CODE = ("codec", "inner", "outer", "sim", "sync")
+"""The parts of the package that affect a cell's result."""
+NO_PART = ("does", "against", "settings", "rule", "pattern")
+"""The fields of a row that do not affect its result, or are in the configuration."""
+OWN = ("data.leased=false", "inner.checkpoint_every_steps=0", "network=loopback")
+"""The first settings of every row, since the training has no processes, disks or links of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One configuration.  ``control``: one process on all the text, with the sites' batches combined."""
+
+    does: str = ""
+    settings: tuple[str, ...] = ()
+    control: bool = False
+    speeds: tuple[float, ...] = ()
+    """The sites' speeds in steps per second; empty: the laboratory's."""
+    phases: tuple[float, ...] = ()
+    """When each site begins, as a share of its period; empty: all begin at once."""
+    jitter: float = 0.0
+    """A site's steps take up to this share more or less, drawn again for each stretch."""
+    interruptions_per_hour: float = 0.0
+    away_s: float = 0.0
+    rtt_s: float = 0.0
+    lost_share: float = 0.0
+    """The share of a site's updates that never reach the syncer; the site is told of each loss."""
+    against: str = ""
+    """The row that this one is compared with; empty: the laboratory's reference."""
+    rule: str = ""
+    pattern: str = ""
+    """The row's rule and pattern, where the laboratory has rules under patterns."""
+
+    def __post_init__(self) -> None:
+        for name in ("interruptions_per_hour", "away_s", "rtt_s"):
+            require(0 <= getattr(self, name) < inf, name, getattr(self, name), "not negative, and finite")
+        require(
+            self.interruptions_per_hour <= 3600, "interruptions_per_hour", self.interruptions_per_hour, "at most 3600"
+        )
+        for name in ("jitter", "lost_share"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        require(all(0 < each < inf for each in self.speeds), "speeds", self.speeds, "above 0 and finite")
+        require(all(0 <= each < 1 for each in self.phases), "phases", self.phases, "each at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Laboratory:
+    """``speeds`` has one entry per site; every row starts from ``warm_steps`` steps of the control."""
+
+    name: str
+    title: str
+    rows: Mapping[str, Row]
+    settings: tuple[str, ...] = ()
+    speeds: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    warm_steps: int = 0
+    points: int = 10
+    reference: str = ""
+
+    def __post_init__(self) -> None:
+        good = self.speeds and all(0 < each < inf for each in self.speeds)
+        require(bool(good), "speeds", self.speeds, "one or more, each above 0 and finite")
+        require(bool(self.seeds), "seeds", self.seeds, "one or more")
+        require(self.warm_steps >= 0, "warm_steps", self.warm_steps, "not negative")
+        require(self.points >= 1, "points", self.points, "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row with one seed, and the resulting configuration."""
+
+    name: str
+    seed: int
+    row: Row
+    config: RunConfig
+    warm: RunConfig
+    """The configuration of the warm start that all rows of a seed share."""
+    warm_steps: int
+    points: int
+
+    @property
+    def digest(self) -> str:
+        """The digest of all inputs: equal where two cells train the same."""
+        row = {key: value for key, value in asdict(self.row).items() if key not in NO_PART}
+        shared = configs.as_text(self.config)
+        return _digest([sorted(shared.items()), row, self.points, self.warm_digest])
+
+    @property
+    def warm_digest(self) -> str:
+        """The digest of the warm start's inputs; empty where there is no warm start."""
+        parts = ("model.", "data.", "inner.", "run.seed")
+        told = {key: value for key, value in configs.as_text(self.warm).items() if key.startswith(parts)}
+        return _digest([sorted(told.items()), len(self.row.speeds), self.warm_steps]) if self.warm_steps else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A cell's result.  ``loss`` is nats per token of the final model; ``points`` during training are (progress,
+    seconds, bytes up, loss); ``goodput`` is a share of the sites' virtual time; ``took_s`` is real time."""
+
+    row: str
+    seed: int
+    loss: float
+    tokens: int
+    seconds: float
+    bytes_up: int
+    took_s: float
+    points: list[list[float]] = field(default_factory=list)
+    goodput: float = 1.0
+    versions: int = 0
+    sites_per_version: float = 0.0
+    code: str = ""
+    """``code_digest()`` of the code that trained it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row over its seeds: its losses and, in ``off``, the relative difference from ``against`` with the same seed."""
+
+    name: str
+    does: str
+    losses: Mapping[int, float]
+    off: Mapping[int, float]
+    against: str
+    found: Sequence[Found] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the seeds."""
+        return fmean(self.losses.values())
+
+
+def read(name: str) -> Laboratory:
+    """Read the laboratory ``configs/lab/NAME.yaml``, or a file; raise a one-line ConfigError.
+
+    ``base: NAME`` inherits that laboratory's shared settings, and ``rows_of_base: [name, ...]`` some of its rows.
+    ``rules`` under ``patterns`` are rows too, RULE_PATTERN each, compared with the same rule under the first pattern.
+    """
+    return _read(_path(name), ())
+
+
+def _path(name: str) -> Path:
+    folder = configs.folder() / "lab"
+    path = folder / f"{name}.yaml" if "/" not in name and not name.endswith(".yaml") else Path(name)
+    if not path.is_file():
+        known = sorted(each.stem for each in folder.glob("*.yaml"))
+        near = nearest(name, known)
+        hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
+        raise ConfigError(f"+lab is {name!r}: {hint}")
+    return path
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
+    """Read ``path``; ``above`` are the laboratories whose base it is."""
+    plain = configs.of_yaml(path)
+    if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
+        raise ConfigError(f"{path}: a laboratory has rows, and each a name")
+    plain["rows"] |= _under_patterns(plain.pop("rules", {}), plain.pop("patterns", {}), path)
+    below, taken = plain.pop("base", None), plain.pop("rows_of_base", [])
+    base = None if below is None else _base(below, (*above, path))
+    known = {} if base is None else base.rows
+    if not isinstance(taken, list) or not all(key in known for key in taken):
+        raise ConfigError(f"{path}: rows_of_base is {taken!r}: a list of {', '.join(known) or 'rows, of a base'}")
+    rows = {key: known[key] for key in taken}
+    rows |= {str(key): _made(Row, value or {}, f"{path}: rows.{key}") for key, value in plain.pop("rows").items()}
+    shared = {} if base is None else {each.name: getattr(base, each.name) for each in fields(base)}
+    own = _values(Laboratory, plain, str(path))
+    settings = (*shared.pop("settings", ()), *own.pop("settings", ()))
+    lab: Laboratory = _new(
+        Laboratory, {**shared, "title": path.stem, **own, "name": path.stem, "rows": rows, "settings": settings}, path
+    )
+    for key in filter(None, (lab.reference, *(row.against for row in rows.values()))):
+        if key not in rows:
+            raise ConfigError(f"{path}: {key!r} is to be compared with, and is no row")
+    return lab
+
+
+def _under_patterns(rules: object, patterns: object, path: Path) -> dict[str, dict[str, object]]:
+    """Return a row for each rule under each pattern, with the fields of both."""
+    for name, given in (("rules", rules), ("patterns", patterns)):
+        if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+            raise ConfigError(f"{path}: {name} is {given!r}: must be names, and what rows of each have")
+    assert isinstance(rules, dict)
+    assert isinstance(patterns, dict)
+    if bool(rules) != bool(patterns):
+        raise ConfigError(
+            f"{path}: rules are {list(rules)} and patterns {list(patterns)}: neither is without the other"
+        )
+    first = next(iter(patterns), "")
+    return {
+        f"{rule}_{pattern}": {
+            **when,
+            **told,
+            "does": f"{told.get('does', rule)}; {when.get('does', pattern)}",
+            "against": "" if pattern == first else f"{rule}_{first}",
+            "rule": rule,
+            "pattern": pattern,
+        }
+        for rule, told in rules.items()
+        for pattern, when in patterns.items()
+    }
+
+
+def _base(name: object, above: tuple[Path, ...]) -> Laboratory:
+    path = _path(str(name))
+    if path in above:
+        raise ConfigError(f"{above[-1]}: base is {name!r}: that begins with this one")
+    return _read(path, above)
+
+
+def _made(kind: Any, plain: object, where: str) -> Any:
+    return _new(kind, _values(kind, plain, where), where)
+
+
+def _new(kind: Any, values: Mapping[str, object], where: object) -> Any:
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _values(kind: Any, plain: object, where: str) -> dict[str, Any]:
+    """Return the values of ``plain`` for the fields of ``kind``, each checked against its field's type."""
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{where} is {plain!r}: must be keys and values")
+    known = {each.name: str(each.type) for each in fields(kind) if each.name not in ("name", "rows")}
+    for key in plain:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key}: one of {', '.join(sorted(known))}")
+    return {key: _value(known[key], value, f"{where}: {key}") for key, value in plain.items()}
+
+
+def _value(kind: str, value: object, where: str) -> object:
+    part = kind.removeprefix("tuple[").removesuffix(", ...]")
+    what, types = KINDS[part]
+    parts = value if isinstance(value, list) and part != kind else [value]
+    if part != kind and not isinstance(value, list):
+        raise ConfigError(f"{where} is {value!r}: must be a list, each part {what}")
+    if not all(isinstance(each, types) and (part == "bool" or not isinstance(each, bool)) for each in parts):
+        raise ConfigError(f"{where} is {value!r}: must be {what}")
+    return tuple(parts) if part != kind else value
+
+
+def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Sequence[str]) -> list[Cell]:
+    """Return the cells of the rows ``names`` (empty: all), ordered by seed; ConfigError for bad settings."""
+    for name in names:
+        if name not in lab.rows:
+            raise ConfigError(f"--rows is {name!r}: one of {', '.join(lab.rows)}")
+    found = []
+    for seed in seeds:
+        for name, row in lab.rows.items():
+            if names and name not in names:
+                continue
+            settled = replace(row, speeds=row.speeds or lab.speeds)
+            if row.phases and len(row.phases) != len(settled.speeds):
+                raise ConfigError(f"row {name}: phases are {row.phases}: one for each of {len(settled.speeds)} sites")
+            try:
+                config = configs.compose([*OWN, *lab.settings, *row.settings, *more, f"run.seed={seed}"])
+                warm = configs.compose([*OWN, *lab.settings, *more, f"run.seed={seed}"])
+            except ConfigError as error:
+                raise ConfigError(f"row {name}: {error}") from error
+            if not config.run.tokens:
+                raise ConfigError(f"row {name}: run.tokens is {config.run.tokens}: a laboratory compares equal tokens")
+            found.append(Cell(name, seed, settled, config, warm, lab.warm_steps, lab.points))
+    return found
+
+
+def _digest(told: object) -> str:
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+@cache
+def code_digest() -> str:
+    """Return the digest of the code that may affect a cell's result."""
+    package = Path(__file__).parents[1]
+    files = [path for part in CODE for path in (package / part).rglob("*.py")]
+    files += [package / name for name in ("config/build.py", "lab/fleet.py", "lab/cell.py", "lab/training.py")]
+    found = hashlib.sha256()
+    for path in sorted(files):
+        found.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def kept(folder: Path, cell: Cell) -> Found | None:
+    """Return the stored result of ``cell``, if any."""
+    path = folder / "cells" / f"{cell.digest}.json"
+    if not path.is_file():
+        return None
+    try:
+        return Found(**json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError):  # Damaged: the cell is trained again.
+        return None
+
+
+def keep(folder: Path, cell: Cell, found: Found) -> None:
+    """Store the result of ``cell`` for later calls."""
+    path = folder / "cells" / f"{cell.digest}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(asdict(found), indent=1).encode())
+
+
+def lines(lab: Laboratory, found: Sequence[Found]) -> list[Line]:
+    """Return a line for each row with results, in the file's order."""
+    by_row: dict[str, list[Found]] = {}
+    for each in found:
+        by_row.setdefault(each.row, []).append(each)
+    losses = {name: {each.seed: each.loss for each in some} for name, some in by_row.items()}
+    made = []
+    for name, row in lab.rows.items():
+        if name not in by_row:
+            continue
+        against = row.against or lab.reference
+        other = losses.get(against, {}) if against != name else {}
+        off = {seed: loss / other[seed] - 1 for seed, loss in losses[name].items() if seed in other}
+        made.append(Line(name, row.does, losses[name], off, against, by_row[name]))
+    return made

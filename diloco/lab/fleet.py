@@ -1,0 +1,314 @@
+"""Build a fleet for the simulator from a run's configuration: the same sites, links, fragments, codecs and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from diloco.codec.registry import make_codec
+from diloco.config import build, build_syncer, connecting, regional
+from diloco.config import compose as configs
+from diloco.config.errors import ConfigError
+from diloco.config.schema import UpstreamSection
+from diloco.config.syncer_settings import OF_THE_MODEL
+from diloco.runs.scenario import Step, late_sites, scenario_of
+from diloco.sim.fleet_plan import YEAR_S, FleetFault, FleetPlan, FleetSite, Region, RegionPlan
+
+if TYPE_CHECKING:
+    from diloco.config.schema import RunConfig
+
+DAY_S = 86_400.0
+ABOVE = ("experiment", "outer", "codec", "network", "cluster", "run.seconds", "run.tokens")
+"""The settings that may be given for the run above regions."""
+CHIPS_MAX = 100_000_000
+FAULTS: Mapping[str, str] = {
+    "kill": "away",
+    "stop": "away",
+    "partition": "cut",
+    "half_open": "cut",
+    "start": "start",
+    "leave": "leave",
+}
+"""The fleet's kind of fault for each action of a scenario: a stopped site is away, a half-open link carries nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """Simulation inputs that the configuration lacks.  ``step_s`` is one inner step of a site that is not slowed down.
+
+    ``interruptions_per_day`` is per site, ``interruptions_per_chip_year`` per chip of a site's ``chips``, and
+    ``region_interruptions_per_day`` per region in ``regions`` (each is comma-separated names of sites); all keep sites
+    away for ``away_s``.  Every ``maintenance_every_h`` hours each site is away for ``maintenance_s``, one after the
+    other.  ``step_jitter`` is the share by which the steps between two boundaries may be longer or shorter.
+    ``seconds`` None: the run's length from the configuration.
+    """
+
+    step_s: float = 0.1
+    seconds: float | None = None
+    interruptions_per_day: float = 0.0
+    away_s: float = 60.0
+    merge_s: float = 0.0
+    regions: Sequence[str] = ()
+    region_interruptions_per_day: float = 0.0
+    chips: int = 0
+    interruptions_per_chip_year: float = 0.0
+    maintenance_every_h: float = 0.0
+    maintenance_s: float = 0.0
+    step_jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        hours = 1.0 if self.seconds is None else self.seconds / 3600
+        for name, value in {"--step-s": self.step_s, "--away-s": self.away_s, "--hours": hours}.items():
+            if not 1e-6 <= value <= 1e9:
+                raise ConfigError(f"{name} is {value:g}: must be from 1e-06 to 1e+09")
+        least = {"--interruptions-per-day": self.interruptions_per_day, "--merge-s": self.merge_s}
+        for name, value in (least | {"--region-interruptions-per-day": self.region_interruptions_per_day}).items():
+            if not 0 <= value <= DAY_S:
+                raise ConfigError(f"{name} is {value:g}: must be from 0 to {DAY_S:g}")
+        if self.regions and not self.region_interruptions_per_day:
+            raise ConfigError(f"--region is {self.regions[0]}: it fails by --region-interruptions-per-day, which is 0")
+        if self.region_interruptions_per_day and not self.regions:
+            per_day = f"{self.region_interruptions_per_day:g}"
+            raise ConfigError(f"--region-interruptions-per-day is {per_day}: of which sites, --region says")
+        self._check_chips()
+        self._check_maintenance()
+        if not 0 <= self.step_jitter < 1:
+            raise ConfigError(f"--step-jitter is {self.step_jitter:g}: must be from 0 to below 1")
+
+    def _check_chips(self) -> None:
+        per_year = self.interruptions_per_chip_year
+        if not 0 <= self.chips <= CHIPS_MAX:
+            raise ConfigError(f"--chips is {self.chips}: must be from 0 to {CHIPS_MAX}")
+        if not 0 <= per_year <= DAY_S:
+            raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: must be from 0 to {DAY_S:g}")
+        if self.chips and not per_year:
+            raise ConfigError(f"--chips is {self.chips}: they fail by --interruptions-per-chip-year, which is 0")
+        if per_year and not self.chips:
+            raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: of how many chips a site, --chips says")
+        if self.interruptions_per_s() > 1:
+            per_day = f"{self.interruptions_per_s() * DAY_S:g}"
+            raise ConfigError(
+                f"--chips is {self.chips}: that is {per_day} interruptions of a site in a day, above {DAY_S:g}"
+            )
+
+    def _check_maintenance(self) -> None:
+        every_h, lasts_s = self.maintenance_every_h, self.maintenance_s
+        if not (every_h or lasts_s):
+            return
+        if not 1e-3 <= every_h <= 1e6:
+            raise ConfigError(f"--maintenance-every-h is {every_h:g}: must be from 0.001 to 1e+06")
+        if not 0 < lasts_s < 3600 * every_h:
+            raise ConfigError(f"--maintenance-s is {lasts_s:g}: must be above 0 and below --maintenance-every-h")
+        if self.seconds is None:
+            raise ConfigError(f"--maintenance-every-h is {every_h:g}: for how long, --hours says")
+
+    def interruptions_per_s(self) -> float:
+        """Return the interruptions per second of one site: its own and those of its chips."""
+        return self.interruptions_per_day / DAY_S + self.chips * self.interruptions_per_chip_year / YEAR_S
+
+    def maintenance(self, place: int, sites: int) -> tuple[tuple[float, float], ...]:
+        """Return (begin, end) of each maintenance of site number ``place`` of ``sites``, in seconds from the start."""
+        if not self.maintenance_s:
+            return ()
+        assert self.seconds is not None, self
+        every_s = 3600 * self.maintenance_every_h
+        if self.maintenance_s > every_s / sites:
+            each = f"each of {sites} sites has {every_s / sites:g} s in turn"
+            raise ConfigError(f"--maintenance-s is {self.maintenance_s:g}: of --maintenance-every-h {each}")
+        first_s = every_s * (place + 1) / sites
+        begins = (first_s + every_s * number for number in range(int(self.seconds / every_s) + 1))
+        return tuple((begin_s, begin_s + self.maintenance_s) for begin_s in begins if begin_s < self.seconds)
+
+
+def with_sites(config: RunConfig, count: int, flag: str = "--sites") -> RunConfig:
+    """Return ``config`` with ``count`` sites, repeating those of ``cluster.sites``."""
+    if count < 1:
+        raise ConfigError(f"{flag} is {count}: at least 1")
+    known = list(config.cluster.sites.items())
+    if not known:
+        raise ConfigError("cluster.sites is empty: there is no site to take over and over")
+    sites = dict(known[:count])
+    for place in range(len(known), count):
+        name, site = known[place % len(known)]
+        sites[f"{name}-{place // len(known) + 1}"] = site
+    outer = replace(config.outer, sites_max=max(config.outer.sites_max, count))
+    return replace(config, outer=outer, cluster=replace(config.cluster, sites=sites))
+
+
+def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
+    """Return the fleet: the sites of ``cluster.sites``, the links of ``network``, the fragments' bytes in ``codec``.
+
+    Faults at fixed times come from ``scenario``, where it is set.
+    """
+    _check_own(config)
+    plan = _plan(config, told)
+    names = list(config.cluster.sites)
+    steps = [] if config.scenario is None else scenario_of(config)
+    late = late_sites(steps)
+    sites = (_site(config, told, place, len(names), late=name in late) for place, name in enumerate(names))
+    together = _failing_together(names, told)
+    return replace(plan, sites=tuple(sites), faults=faults_of(steps, names), regions=together)
+
+
+def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
+    """Return a fleet of two levels: each site of ``above`` is a region, a syncer with the sites of ``config``.
+
+    A region has the link of its site in ``above``.  Failures are independent in each region.
+    """
+    _check_own(config)
+    if config.scenario is not None:
+        raise ConfigError(f"scenario is {config.scenario!r}: what happens at its time is not simulated with --above")
+    region = replace(_of_one(config), upstream=replace(config.upstream, endpoint="above:1", site_id="region"))
+    build_syncer.check(region)
+    whole, names, count = _plan(above, told), list(config.cluster.sites), len(above.cluster.sites)
+    below = replace(_plan(region, told, ends=False), regions=_failing_together(names, told))
+
+    def site_above(index: int, name: str) -> FleetSite:
+        places = range(index * len(names), (index + 1) * len(names))
+        sites = tuple(_site(config, told, place, count * len(names), late=False) for place in places)
+        plan = replace(below, sites=sites)
+        upstream = config.upstream
+        from_blend = upstream.counted_from == "blend"
+        region = RegionPlan(plan=plan, updates=upstream.updates, alpha=upstream.alpha, from_blend=from_blend)
+        return replace(_linked(above, name), region=region)
+
+    return replace(whole, sites=tuple(site_above(index, name) for index, name in enumerate(above.cluster.sites)))
+
+
+def above_of(config: RunConfig, settings: Sequence[str], count: int | None = None) -> RunConfig:
+    """Return the configuration of the run above ``count`` regions that each are ``config``.
+
+    It has the regions' model, text and fragments, and their run length unless ``settings`` give one; all else comes
+    from ``settings``.
+    """
+    try:
+        above = configs.compose(settings)
+        said = {text.partition("=")[0]: text for text in settings}
+        for key, text in said.items():
+            if not key.startswith(ABOVE) or key.startswith(OF_THE_MODEL):
+                raise ConfigError(f"{text}: the region's counts; of the one above {', '.join(ABOVE)}")
+        run = config.run
+        if {"run.seconds", "run.tokens"} & said.keys():
+            run = replace(run, seconds=above.run.seconds, tokens=above.run.tokens)
+        own = config.outer
+        outer = replace(above.outer, num_fragments=own.num_fragments, num_syncers=own.num_syncers)
+        outer.syncer_mbps = own.syncer_mbps
+        above = replace(above, model=config.model, data=config.data, inner=config.inner, run=run, outer=outer)
+        above.upstream = UpstreamSection()
+        if why := regional.not_above(above):
+            raise ConfigError(f"{why}: not built for regions")
+        above = above if count is None else with_sites(above, count, "--regions")
+        build_syncer.check(above)
+    except ConfigError as error:
+        raise ConfigError(f"--above: {error}") from error
+    return above
+
+
+def _check_own(config: RunConfig) -> None:
+    if (endpoint := config.upstream.endpoint) is not None:
+        text = f"upstream.endpoint is {endpoint!r}: leave it out (null)"
+        raise ConfigError(f"{text}; what is above regions, --above says")
+
+
+def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
+    """Return the fleet's plan without sites and faults; ``ends`` False: another run decides when this one ends."""
+    if not config.cluster.sites:
+        raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
+    # Leases decide which data a site draws, which the simulation ignores.
+    config = replace(_of_one(config), data=replace(config.data, leased=False))
+    outer = build.outer_options(config)
+    if told.seconds is not None or not ends:
+        outer = replace(outer, run_ns=0, token_budget=0)
+    elif not (outer.run_ns or outer.token_budget):
+        raise ConfigError("run.seconds and run.tokens are null: nothing ends this run, and --hours says how long it is")
+    numels = [fragment.numel for fragment in build.layout_of(config).fragments]
+    try:
+        up, down = make_codec(config.codec.up), make_codec(config.codec.down)
+    except ValueError as error:
+        raise ConfigError(f"codec: {error}") from error
+    return FleetPlan(
+        sites=(),
+        outer=outer,
+        learner=build.learner_options(config),
+        update_bytes=tuple(up.payload_bytes_max(numel) for numel in numels),
+        version_bytes=tuple(down.payload_bytes_max(numel) for numel in numels),
+        whole_bytes=tuple(4 * numel for numel in numels),
+        merge_s=told.merge_s,
+        seconds=told.seconds if ends else None,
+        seed=config.run.seed,
+    )
+
+
+def _of_one(config: RunConfig) -> RunConfig:
+    """Return ``config`` with one syncer: several syncers equal one that is fast enough."""
+    return replace(config, outer=replace(config.outer, num_syncers=1, syncer_mbps=[]))
+
+
+def _site(config: RunConfig, told: Told, place: int, count: int, *, late: bool) -> FleetSite:
+    """Return site number ``place`` of ``count``, which repeat those of ``config``."""
+    names = list(config.cluster.sites)
+    name = names[place % len(names)]
+    site, inner = config.cluster.sites[name], config.inner
+    tokens = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
+    return replace(
+        _linked(config, name),
+        step_s=told.step_s * site.slowdown,
+        tokens_per_step=tokens * site.nproc,
+        interruptions_per_s=told.interruptions_per_s(),
+        away_s=told.away_s,
+        step_jitter=told.step_jitter,
+        starts_s=inf if late else 0.0,
+        planned=told.maintenance(place, count),
+    )
+
+
+def _linked(config: RunConfig, name: str) -> FleetSite:
+    """Return a site with only its link set."""
+    link = connecting.link_options(config, name)
+    if not config.network.emulate:
+        return FleetSite(step_s=0.0)
+    return FleetSite(step_s=0.0, up_mbps=link.mbps, down_mbps=link.mbps, rtt_s=link.rtt_ms / 1e3)
+
+
+def _failing_together(names: Sequence[str], told: Told) -> tuple[Region, ...]:
+    per_s = told.region_interruptions_per_day / DAY_S
+    return tuple(
+        Region(sites=_places(names, region), interruptions_per_s=per_s, away_s=told.away_s) for region in told.regions
+    )
+
+
+def faults_of(steps: Sequence[Step], names: Sequence[str]) -> tuple[FleetFault, ...]:
+    """Turn a scenario of ``diloco up`` into faults of a fleet of these sites; ``ConfigError`` if it is unsupported."""
+    faults = []
+    for step in steps:
+        if step.do not in FAULTS:
+            wanted = f"one of {', '.join(FAULTS)}"
+            raise ConfigError(f"line {step.line} of the scenario has do: {step.do}: to simulate, {wanted}")
+        kind, site = FAULTS[step.do], names.index(step.site) if step.site else None
+        if site is None:
+            kind = "down" if step.do == "kill" else "pause"
+        when = {"at_s": step.at_s, "at_share": step.at_progress}
+        faults.append(FleetFault(kind=kind, site=site, lasts_s=step.for_s, **when))
+    return tuple(faults)
+
+
+def not_simulated(config: RunConfig) -> list[str]:
+    """Return the settings that affect a run but not its simulation."""
+    found = [] if config.outer.num_syncers == 1 else [f"outer.num_syncers={config.outer.num_syncers}"]
+    for name in ("jitter_ms", "stall_percent"):
+        of = {getattr(connecting.link_options(config, site), name) for site in config.cluster.sites}
+        if config.network.emulate and of != {0}:
+            found.append(f"network.{name}={max(of):g}")
+    return found
+
+
+def _places(names: Sequence[str], region: str) -> tuple[int, ...]:
+    sites = region.split(",")
+    for site in sites:
+        if site not in names:
+            raise ConfigError(f"--region {region} has {site!r}: one of {', '.join(names)}")
+    if len(set(sites)) < len(sites):
+        raise ConfigError(f"--region {region} has a site twice")
+    return tuple(names.index(site) for site in sites)

@@ -1,0 +1,292 @@
+"""A fleet that trains: a real model at every site of a simulation, with the product's own trainer, tensors and codecs.
+
+The objects of a real run's processes handle the tensors here too, one after the other, at the virtual instants that
+the machines decide on.  So a run with speeds and faults that this machine lacks takes only the time of its inner
+steps, and repeats to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from diloco.codec.merging import Merging, State, outer_pass
+from diloco.codec.registry import make_codec
+from diloco.config import build
+from diloco.config.build import feedback
+from diloco.durable import write_file
+from diloco.inner.holding import Holding
+from diloco.inner.parallel import SiteGroup
+from diloco.learner.seal import encoders
+from diloco.learner.tensors import SiteTensors
+from diloco.models.evaluate import Evaluator
+from diloco.outer.fragments import gather, named_parameters_once, scatter
+from diloco.outer.optimizer import NOTHING, evaluated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from diloco.config.schema import RunConfig
+    from diloco.inner.data import CorpusManifest
+    from diloco.inner.model import Transformer
+    from diloco.inner.trainer import Trainer
+    from diloco.outer.fragments import Layout
+    from diloco.sync import effects as fx
+
+TOLD = "diloco"
+"""The key of everything that is no tensor, in the file of a warm start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """The state of a training after ``step`` steps: the values by name, and the inner optimizers' state."""
+
+    step: int
+    values: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    plain: Mapping[str, float | int | bool]
+    optimizer: str
+
+    def save(self, path: Path) -> None:
+        """Write it to a file that is whole or not there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {f"values/{name}": each for name, each in self.values.items()}
+        tensors |= {f"inner/{name}": each for name, each in self.tensors.items()}
+        told = {"step": self.step, "optimizer": self.optimizer, "plain": dict(self.plain)}
+        write_file(path, safetensors.torch.save(tensors, {TOLD: json.dumps(told)}))
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        """Return whether a whole file is there."""
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                return TOLD in (file.metadata() or {})
+        except (OSError, safetensors.SafetensorError):
+            return False
+
+    @classmethod
+    def load(cls, path: Path) -> Warm:
+        """Return what :meth:`save` wrote."""
+        with safetensors.safe_open(path, "pt") as file:
+            told = json.loads(file.metadata()[TOLD])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        parts: dict[str, dict[str, Tensor]] = {"values": {}, "inner": {}}
+        for name, each in tensors.items():
+            part, _, key = name.partition("/")
+            parts[part][key] = each
+        return cls(told["step"], parts["values"], parts["inner"], told["plain"], told["optimizer"])
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The global model at one time: nats per token on a fixed part of the validation text."""
+
+    progress: float
+    seconds: float
+    bytes_up: int
+    loss: float
+
+
+class Control:
+    """One process on all the text with the batch of all sites together: the bound that communication cannot beat."""
+
+    def __init__(self, config: RunConfig, sites: int, tokens: int) -> None:
+        """It trains for ``tokens`` in all, which sets its learning-rate schedule."""
+        inner = replace(config.inner, batch_sequences=config.inner.batch_sequences * sites)
+        self._share = 0.0
+        self._tokens = tokens
+        self._trainer, self._model = _trainer(replace(config, inner=inner), (0, 1), self)
+
+    def progress(self) -> float:
+        """Return the share of its tokens that are trained, 0 to 1."""
+        return self._share
+
+    def begin(self, warm: Warm) -> None:
+        """Go on from ``warm``."""
+        _begin(self._trainer, self._model, warm)
+
+    def steps(self, count: int) -> None:
+        """Make ``count`` steps without advancing the progress."""
+        self._trainer.run(until_step=self._trainer.step + count)
+
+    def whole(self) -> None:
+        """Train until the tokens are used up."""
+        step_tokens = self._trainer.stream.tokens_per_batch * self._trainer.optimizers.options.accumulation
+        for done in range(0, self._tokens, step_tokens):
+            self._share = done / self._tokens
+            self.steps(1)
+
+    def score(self, evaluator: Evaluator) -> float:
+        """Return its loss, nats per token."""
+        return evaluator.score(self._model).val_loss
+
+    def state(self) -> Warm:
+        """Return a copy of its state now."""
+        tensors, plain = self._trainer.optimizers.state_dict()
+        values = {name: each.detach().clone() for name, each in named_parameters_once(self._model).items()}
+        return Warm(
+            self._trainer.step,
+            values,
+            {name: each.clone() for name, each in tensors.items()},
+            dict(plain),
+            self._trainer.optimizers.options.optimizer,
+        )
+
+
+class TrainedFleet:
+    """The tensors of all sites and of the syncer (``sim.fleet.Cargo``)."""
+
+    def __init__(self, config: RunConfig, names: Sequence[str], text: CorpusManifest, warm: Warm | None, points: int):
+        """``points`` is how often the global model is scored, evenly over the run's progress."""
+        self._layout = build.layout_of(config)
+        self._rule = build.rule(config, self._layout)
+        self._down = make_codec(config.codec.down)
+        self._evaluator = Evaluator(config, text)
+        self._eval_model = build.build_model(config)
+        if warm is not None:
+            _put(self._eval_model, warm.values)
+        parameters = named_parameters_once(self._eval_model)
+        first = [gather(fragment, parameters) for fragment in self._layout.fragments]
+        self._states = [State(each, each.clone(), NOTHING) for each in first]
+        self._sites_in = [0] * len(first)
+        self._sites = [_Site(config, self._layout, (index, len(names)), warm) for index in range(len(names))]
+        self._places = {name: index for index, name in enumerate(names)}
+        self._payloads: dict[tuple[int, int, int], bytes | memoryview] = {}
+        self._encoding = config.codec.up
+        self._points_wanted = points
+        self.bytes_up, self.last_merge_s = 0, 0.0
+        self.points: list[Point] = []
+
+    def values(self) -> Mapping[str, Tensor]:
+        """Return the newest versions by name, as the rule evaluates them: the parameters of one reused model."""
+        parameters = named_parameters_once(self._eval_model)
+        for fragment, state in zip(self._layout.fragments, self._states, strict=True):
+            scatter(fragment, evaluated(state.theta, state.optimizer), parameters)
+        return parameters
+
+    def score(self) -> float:
+        """Return the loss of these, nats per token."""
+        self.values()
+        return self._evaluator.score(self._eval_model).val_loss
+
+    # --- what the fleet calls -----------------------------------------------------------------------------------------
+
+    def trained(self, site: int, steps: int, progress_ppm: int) -> None:  # noqa: D102
+        self._sites[site].train(steps, progress_ppm / 1e6)
+
+    def sealed(self, site: int, seal: fx.Seal) -> None:  # noqa: D102
+        here = self._sites[site]
+        encoded = here.encoder.encode(here.tensors.measure(seal.fragment, seal.in_flight))
+        here.tensors.sealed(seal.fragment, seal.sequence, encoded.sent, encoded.fed)
+        # The encoder reuses its memory when nothing refers to it; a payload of the simulation is a copy.
+        payload = bytes(encoded.payload)
+        self._payloads[site, seal.fragment, seal.sequence] = payload
+        self.bytes_up += len(payload)
+
+    def adopted(self, site: int, effect: fx.Adopt) -> None:  # noqa: D102
+        self._sites[site].tensors.adopt(effect.fragment, effect.version, effect.merged, effect.fresh, effect.under_way)
+
+    def retaken(self, site: int, effect: fx.Retake) -> None:  # noqa: D102
+        self._sites[site].tensors.retake(effect.fragment, effect.version, effect.keep)
+
+    def released(self, site: int, effect: fx.Release) -> None:  # noqa: D102
+        self._sites[site].tensors.release(effect.fragment, effect.sequence)
+        self._payloads.pop((site, effect.fragment, effect.sequence), None)
+
+    def published(self, fragment: int) -> object:  # noqa: D102
+        return self._states[fragment].published, self._sites_in[fragment]
+
+    def fetched(self, site: int, fragment: int, version: int, values: object) -> None:  # noqa: D102
+        assert isinstance(values, tuple)
+        published, sites = values
+        self._sites[site].tensors.arrived(fragment, version, published, "", sites)
+
+    def merged(self, command: fx.StartOuterStep, now_s: float, progress_ppm: int) -> None:  # noqa: D102
+        before, held = self._states[command.fragment], command.version - 1
+        staleness = [held - part.base_version for part in command.contributions]
+        contributions = [
+            (
+                part.weight,
+                [
+                    (make_codec(self._encoding), self._take(part.site, command.fragment, each.sequence))
+                    for each in part.updates
+                ],
+            )
+            for part in command.contributions
+        ]
+        merging = Merging.of(self._rule, command.fragment, staleness)
+        stepped = outer_pass(
+            contributions, before, self._rule.optimizer, self._down, merging=merging, share=command.share
+        )
+        self._states[command.fragment] = stepped.state
+        self._sites_in[command.fragment] = len({part.site for part in command.contributions})
+        self.last_merge_s, share = now_s, progress_ppm / 1e6
+        if share * self._points_wanted >= len(self.points) + 1 and share < 1:
+            self.points.append(Point(share, now_s, self.bytes_up, self.score()))
+
+    def _take(self, site: str, fragment: int, sequence: int) -> bytes | memoryview:
+        return self._payloads.pop((self._places[site], fragment, sequence))
+
+
+class _Site:
+    """A site's trainer and its tensors of the exchange."""
+
+    def __init__(self, config: RunConfig, layout: Layout, share: tuple[int, int], warm: Warm | None) -> None:
+        self._share = 0.0
+        self._trainer, model = _trainer(config, share, self)
+        if warm is not None:
+            _begin(self._trainer, model, warm)
+        holding = Holding(named_parameters_once(model), SiteGroup())
+        outer = config.outer
+        self.tensors = SiteTensors(
+            layout,
+            holding,
+            outer.adopt,
+            0.0 if outer.adopt_alpha is None else outer.adopt_alpha,
+            feedback=feedback(config),
+            measure_from=outer.measure_from,
+            ahead=build.ahead(config),
+        )
+        (self.encoder,) = encoders([config.codec.up], self.tensors)
+
+    def progress(self) -> float:
+        """Return the run's progress as last given, 0 to 1."""
+        return self._share
+
+    def train(self, steps: int, progress: float) -> None:
+        """Make ``steps`` inner steps, during which the run's progress rises evenly to ``progress``."""
+        before = self._share
+        for done in range(steps):
+            self._share = before + (progress - before) * done / steps
+            self._trainer.run(until_step=self._trainer.step + 1)
+        self._share = progress
+
+
+def _trainer(config: RunConfig, share: tuple[int, int], asked: Control | _Site) -> tuple[Trainer, Transformer]:
+    return build.build_trainer(config, SiteGroup(), share, None, lambda what, fields: None, asked.progress)
+
+
+def _begin(trainer: Trainer, model: Transformer, warm: Warm) -> None:
+    _put(model, warm.values)
+    if trainer.optimizers.options.optimizer == warm.optimizer:
+        trainer.optimizers.load_state_dict(warm.tensors, warm.plain)
+    trainer.step = warm.step
+
+
+@torch.no_grad()
+def _put(model: Transformer, values: Mapping[str, Tensor]) -> None:
+    for name, parameter in named_parameters_once(model).items():
+        parameter.copy_(values[name])
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Return the tokens of one inner step of one site."""
+    assert config.inner.sequence_length is not None
+    return config.inner.batch_sequences * config.inner.accumulation * config.inner.sequence_length

@@ -1,0 +1,1 @@
+"""Find a model, in a run, a checkpoint, a syncer or a folder, and evaluate it."""

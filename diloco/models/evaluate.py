@@ -1,0 +1,194 @@
+"""Follow the global model without being a site, and compute its loss on the validation text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from diloco.codec.registry import digest, make_codec
+from diloco.codec.site_pass import follow
+from diloco.config import build, connecting
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.model_files import load_values
+from diloco.config.placing import in_whole_order, placement_of, towards
+from diloco.inner.data import validation_batches
+from diloco.inner.evaluate import bits_per_byte, evaluate
+from diloco.outer.fragments import named_parameters_once, scatter
+from diloco.wire.client import AdminClient, SyncClient
+from diloco.wire.messages import PullAsk, Refused, Unreachable
+from diloco.wire.pulling import PullSink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from diloco.config.schema import RunConfig
+    from diloco.inner.data import CorpusManifest
+    from diloco.inner.model import Transformer
+    from diloco.inner.sharding import Spread
+    from diloco.outer.fragments import Layout
+    from diloco.wire.pulling import PulledVersion
+
+
+BATCH_SEQUENCES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Loss in nats per token, and in bits per byte, which compares between tokenizers."""
+
+    val_loss: float
+    val_bits_per_byte: float
+
+
+class Evaluator:
+    """Computes the loss on a fixed part of the validation text, or on all of it."""
+
+    def __init__(self, config: RunConfig, manifest: CorpusManifest) -> None:
+        self._config, self._manifest = config, manifest
+        self._part = self._batches(config.data.validation_sequences)
+
+    def score(self, model: Transformer, *, whole: bool = False, together: Spread | None = None) -> Score:
+        """Return the score of ``model`` on the fixed part, or on the ``whole`` validation split.
+
+        ``together`` are the ranks that hold the model in parts; all of them must call this.
+        """
+        batches = self._batches(0) if whole else self._part
+        loss = evaluate(model, batches, precision=self._config.inner.precision, together=together)
+        return Score(loss, bits_per_byte(loss, self._manifest.bytes_per_token))
+
+    def _batches(self, sequences: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert self._config.inner.sequence_length is not None
+        count = math.ceil(sequences / BATCH_SEQUENCES)
+        return validation_batches(self._manifest, self._config.inner.sequence_length, BATCH_SEQUENCES, count)
+
+
+class Observer:
+    """Follows the published versions without being a site.  For use in one thread."""
+
+    def __init__(self, client: SyncClient, run_id: str, layout: Layout) -> None:
+        self._client, self._run_id, self._layout = client, run_id, layout
+        self._held: dict[int, tuple[int, torch.Tensor]] = {}
+        self._sinks = [PullSink() for _ in layout.fragments]
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the held version of each fragment, -1 for none."""
+        return [self._held[index][0] if index in self._held else -1 for index in range(len(self._sinks))]
+
+    def refresh(self) -> bool:
+        """Fetch new versions and return whether there were any.  Raises ``Unreachable`` and ``Refused``."""
+        before = self.versions
+        for fragment in range(len(self._sinks)):
+            have, _ = self._held.get(fragment, (-1, None))
+            self._take(fragment, self._client.pull(PullAsk(self._run_id, "", fragment, have), self._sinks[fragment]))
+        return self.versions != before
+
+    def _take(self, fragment: int, pulled: PulledVersion) -> None:
+        header, wanted = pulled.header, self._layout.fragments[fragment].numel
+        if header.numel != wanted:
+            text = f"fragment {fragment} has {header.numel} values at the syncer and {wanted} by the settings here"
+            raise VerbError(ExitCode.MISMATCH, f"{text}: give the run's own, or --config its config.yaml")
+        if header.whole:
+            values = make_codec("fp32").decode(pulled.parts[0], header.numel)
+        else:
+            values = self._held[fragment][1]
+            for part in pulled.parts:
+                values = follow(values, part, make_codec(header.encoding))
+        if digest(values, header.digest) == header.digest:
+            self._held[fragment] = (header.version, values)
+        else:
+            self._held.pop(fragment, None)  # the next refresh fetches it whole
+
+    def write_into(self, model: Transformer) -> None:
+        """Copy the held values into ``model``; every fragment must have been fetched."""
+        parameters = named_parameters_once(model)
+        for fragment in self._layout.fragments:
+            scatter(fragment, self._held[fragment.index][1], parameters)
+
+
+def model_of(config: RunConfig, source: str) -> Transformer:
+    """Build the model with the values of ``source``, a .safetensors file or a checkpoint."""
+    model = build.build_model(config)
+    load_values(source, model)
+    return model
+
+
+# --- Observe a run's syncers from outside ----------------------------------------------------------------------------
+
+
+class Observed:
+    """``address`` has one or several syncers, as in ``site.syncer``; ``at_end`` registers functions that disconnect."""
+
+    def __init__(self, config: RunConfig, address: str, at_end: Callable[[Callable[[], None]], object]) -> None:
+        parts = towards(replace(config, site=replace(config.site, syncer=address)))
+        self._placement = placement_of(config, build.whole_layout(config))
+        self._parts = [_Part(part, at_end) for part in parts]
+
+    @property
+    def versions(self) -> list[int]:
+        """The held version of each fragment of the model, -1 for none."""
+        return in_whole_order(self._placement, [part.observer.versions for part in self._parts])
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens merged: the mean over all fragments, since each fragment counts every token once."""
+        weighted = sum(part.run_tokens * len(mine) for part, mine in zip(self._parts, self._placement, strict=True))
+        return weighted // sum(map(len, self._placement))
+
+    @property
+    def ended(self) -> bool:
+        """Whether every syncer has its final versions."""
+        return all(part.ended for part in self._parts)
+
+    @property
+    def drained(self) -> bool:
+        """Whether the run has ended before it was finished, and can be resumed."""
+        return self.ended and any(part.drained for part in self._parts)
+
+    def refresh(self) -> bool | None:
+        """Fetch new versions and return whether there were any; None without an answer or with fragments missing."""
+        before = self.versions
+        answers = [part.refresh() for part in self._parts]
+        if not any(answers) or min(self.versions) < 0:
+            return None
+        return self.versions != before
+
+    def write_into(self, model: Transformer) -> None:
+        """Copy the held values into ``model``; every fragment must have been fetched."""
+        for part in self._parts:
+            part.observer.write_into(model)
+
+
+class _Part:
+    """The connection to one syncer."""
+
+    def __init__(self, config: RunConfig, at_end: Callable[[Callable[[], None]], object]) -> None:
+        security, name, address = connecting.site_security(config), config.run.name or "", config.site.syncer
+        try:
+            client = SyncClient(address, "", name, security)
+            self._admin = AdminClient(address, security)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"syncer {address}: {error}") from error
+        at_end(client.close)
+        at_end(self._admin.close)
+        self.observer = Observer(client, name, build.layout_of(config))
+        self.run_tokens = 0
+        self.ended = self.drained = False
+
+    def refresh(self) -> bool:
+        """Fetch new versions and return whether the syncer answered."""
+        try:
+            status = self._admin.status()
+            self.observer.refresh()
+        except Unreachable:
+            return False
+        except Refused as error:
+            raise VerbError(ExitCode.MISMATCH, error.text) from error
+        tokens = status.get("run_tokens")
+        self.run_tokens = int(tokens) if isinstance(tokens, int) else 0
+        self.ended = status.get("phase") == "ended"
+        self.drained = self.ended and status.get("ending") != "finished"
+        return True

@@ -1,0 +1,265 @@
+"""Read a model from a run's folder, its syncer, a checkpoint, or a folder in Hugging Face's format."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from diloco.codec.base import digest, shorter
+from diloco.config import build, model_files
+from diloco.config import compose as configs
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.model_files import put_values, values_in
+from diloco.config.placing import SYNCERS, has_several, in_whole_order, placement_of, syncer_configs, syncer_dirs
+from diloco.config.run_dir import RunDir
+from diloco.config.schema import RunConfig
+from diloco.inner import checkpoint
+from diloco.models.sources import Kind, Past, data_of, kind_of, past_of
+from diloco.outer.fragments import named_parameters_once
+from diloco.sync.plain import PlainError, from_plain
+from diloco.sync.progress import FragmentProgress, LearnerState
+from diloco.sync.state import Line
+from diloco.syncer.restoring import Kept, KeptError
+from diloco.syncer.snapshots import full_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.inner.model import Transformer
+    from diloco.syncer.snapshots import FragmentValues
+
+
+ABOVE_MAX = 4
+"""How many folders above a checkpoint are searched for the configuration that it was trained with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Full parameters by name, once each, in fp32; ``called`` describes them, ``versions`` are their versions."""
+
+    config: RunConfig
+    parameters: dict[str, Tensor]
+    called: str
+    versions: tuple[int, ...] = ()
+
+    def model(self) -> Transformer:
+        """Return the model with these values."""
+        made = build.build_model(self.config)
+        put_values(made, self.parameters, self.called)
+        return made
+
+
+def take(source: str, settings: Sequence[str] = (), file: Path | None = None, version: int | None = None) -> Taken:
+    """Return the model at ``source``, as of ``version`` (None: the newest there).
+
+    ``settings`` override the configuration found there, or that in ``file``.  Raises ConfigError and VerbError.
+    """
+    kind, path = kind_of(source)
+    if kind is Kind.FOLDER:
+        _no_version(version, f"{source} is a folder with one model")
+        return _of_folder(source, settings)
+    if kind is Kind.TRAINED:
+        return _of_checkpoint(path, settings, file, version)
+    if kind is Kind.DATA:
+        past = past_of(source)
+        return _of_run(past.run_dir, configs.read(past.run_dir.config, settings), version, past.data)
+    run_dir = RunDir(path)
+    if path.parent.name == SYNCERS:  # Of one of several syncers; the run's folder has the whole model.
+        run_dir = RunDir(path.parent.parent)
+    if file is None and not run_dir.config.is_file():
+        raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: nothing there says what the run was")
+    return _of_run(run_dir, configs.read(file or run_dir.config, settings), version)
+
+
+def take_from_syncer(address: str, config: RunConfig) -> Taken:
+    """Return the newest version that the syncer or syncers at ``address`` publish; VerbError where none answers."""
+    from diloco.models.evaluate import Observed
+
+    with ExitStack() as stack:
+        observed = Observed(config, address, stack.callback)
+        if observed.refresh() is None:
+            text = f"the syncer of run {config.run.name} at {address} does not answer"
+            raise VerbError(ExitCode.UNREACHABLE, text)
+        model = build.build_model(config)
+        observed.write_into(model)
+        versions = tuple(observed.versions)
+    parameters = {name: value.detach() for name, value in named_parameters_once(model).items()}
+    return Taken(config, parameters, f"{_numbered(versions)} of {config.run.name}", versions)
+
+
+def folder_settings(folder: str) -> list[str]:
+    """Return the settings for the model and the tokenizer of a folder in Hugging Face's format."""
+    chosen = ["model=imported", f"run.init_from={_quoted(folder)}"]
+    tokenizer = Path(folder) / model_files.TOKENIZER
+    return [*chosen, f"data.tokenizer={_quoted(str(tokenizer))}"] if tokenizer.is_file() else chosen
+
+
+def _of_folder(folder: str, settings: Sequence[str]) -> Taken:
+    config = configs.compose([*folder_settings(folder), *settings])
+    parameters = {
+        name: value.float() for name, value in model_files.read_values(folder, build.model_options(config)).items()
+    }
+    return Taken(config, parameters, f"the model in {folder}")
+
+
+def _of_checkpoint(path: Path, settings: Sequence[str], file: Path | None, version: int | None) -> Taken:
+    """Return the trained model there; with ``version`` the published one that a site has as its base."""
+    config = configs.read(file or _config_above(path), settings)
+    if version is not None:
+        return _of_base(path, config, version)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    parameters = {name: value.float() for name, value in values_in(str(folder), str(path)).items()}
+    return Taken(config, parameters, f"what was trained in {path}")
+
+
+def _of_base(path: Path, config: RunConfig, version: int) -> Taken:
+    site = next((above for above in (path, *path.absolute().parents[:2]) if (above / "checkpoints").is_dir()), None)
+    if site is None or has_several(config):
+        raise ConfigError(f"--version is {version}: {path} has no versions; a run's folder or a site's has")
+    try:
+        found = read_site(site)
+    except ColdError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    if set(found.versions) != {version}:
+        raise VerbError(ExitCode.FAILED, f"--version is {version}: {path} holds {_numbered(found.versions)} as bases")
+    _check_layout(found.layout_fingerprint, config, str(path))
+    parameters = full_parameters(build.layout_of(config), found.bases)
+    return Taken(config, parameters, f"{_numbered(found.versions)} of {found.run_id}", found.versions)
+
+
+def _of_run(run_dir: RunDir, config: RunConfig, version: int | None, data: Path | None = None) -> Taken:
+    parameters: dict[str, Tensor] = {}
+    versions: list[list[int]] = []
+    for part, folder in zip(syncer_configs(config), syncer_dirs(config, run_dir), strict=True):
+        values = _kept(Past(folder, part, data or data_of(folder)), version)
+        parameters |= full_parameters(build.layout_of(part), [one.evaluated for one in values])
+        versions.append([one.version for one in values])
+    whole = tuple(in_whole_order(placement_of(config, build.whole_layout(config)), versions))
+    return Taken(config, parameters, f"{_numbered(whole)} of {config.run.name}", whole)
+
+
+def _kept(past: Past, version: int | None) -> list[FragmentValues]:
+    """Return ``version`` of each fragment in a syncer's data folder, from a snapshot and the journal after it."""
+    try:
+        kept = Kept(past.data)
+        _check_layout(kept.card.layout_fingerprint, past.config, str(past.data))
+        rebuilt = kept.replay(past.rules(), last=version, shortest=True)
+    except KeptError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    newest = tuple(fragment.version for fragment in rebuilt.machine.state.fragments)
+    if version is not None and min(newest) < version:
+        raise VerbError(ExitCode.FAILED, f"--version is {version}: {past.data} holds no more than {_numbered(newest)}")
+    return rebuilt.values
+
+
+def _config_above(path: Path) -> Path:
+    """Return the configuration file of the run, or of the site, that a checkpoint lies in."""
+    for folder in (path, *path.absolute().parents[:ABOVE_MAX]):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise ConfigError(f"{path}: no config.yaml above it says of which model it is; --config FILE does")
+
+
+def _check_layout(there: str, config: RunConfig, where: str) -> None:
+    """Raise ConfigError for values of another model's layout: the sizes may agree although the names do not."""
+    if there != build.layout_of(config).fingerprint:
+        raise ConfigError(f"{where} is of another model, or of other fragments, than the settings say")
+
+
+def _no_version(version: int | None, why: str) -> None:
+    if version is not None:
+        raise ConfigError(f"--version is {version}: {why}")
+
+
+def _numbered(versions: Sequence[int]) -> str:
+    return f"version {versions[0]}" if len(set(versions)) == 1 else f"versions {' '.join(map(str, versions))}"
+
+
+def _quoted(text: str) -> str:
+    """Return ``text`` as one value of a setting, whatever characters it has."""
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+# --- Read from a site's newest checkpoint its bases, which are versions that the syncer had published ----------------
+
+
+class ColdError(ValueError):
+    """The site cannot be a source; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSite:
+    """``bases`` are Θ̂ of ``versions``, flat fp32, and ``digests`` were published with them.  ``lines`` is how far the
+    site's own updates are merged in them; ``step`` is the checkpoint's; ``units_begun`` is the first data unit after
+    all units that the site was recently leased."""
+
+    site: str
+    run_id: str
+    layout_fingerprint: str
+    lineage: int
+    epoch: int
+    step: int
+    versions: tuple[int, ...]
+    digests: tuple[str, ...]
+    bases: tuple[Tensor, ...]
+    lines: tuple[Line, ...]
+    units_begun: int = 0
+
+
+def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
+    """Return the site in ``folder``, every base compared with its digest; ``ColdError`` when it cannot be a source.
+
+    ``syncer`` selects one of several syncers, whose fragments are read.
+    """
+    try:
+        found = checkpoint.latest(folder / "checkpoints")
+    except checkpoint.CheckpointError as error:
+        raise ColdError(str(error)) from error
+    if found is None and not folder.is_dir():
+        beside = ", ".join(sorted(path.parent.name for path in folder.parent.glob("*/checkpoints")))
+        raise ColdError(f"{folder} is not there" + (f"; beside it are {beside}" if beside else ""))
+    if found is None:
+        raise ColdError(f"{folder} has no checkpoint: a cold site is never a source")
+    told = found.meta.get("extra", {})
+    begin = "extra/" if syncer is None else f"extra/{syncer}."
+    try:
+        told = told if syncer is None else told["parts"][syncer]
+        state: LearnerState = from_plain(LearnerState, told["machine"], "machine")
+        published = told["published"]
+        digests = tuple(str(each) for each in published["digests"])
+        who = (str(published["site"]), str(published["run_id"]), str(published["layout_fingerprint"]))
+    except (LookupError, TypeError, PlainError) as error:
+        raise ColdError(
+            f"{found.path} does not say what was published (it is of an earlier version, or of no site): {error!r}"
+        ) from error
+    versions = tuple(part.base_version for part in state.fragments)
+    if min(versions) < 0 or max(versions) == 0:
+        raise ColdError(f"{found.path} has versions {' '.join(map(str, versions))}: a cold site is never a source")
+    bases = []
+    for index, (version, wanted) in enumerate(zip(versions, digests, strict=True)):
+        base = found.tensors[f"{begin}base.{index}"]
+        here = digest(base, wanted)
+        if here != wanted:
+            raise ColdError(
+                f"{found.path}: what it holds as version {version} of fragment {index} is {shorter(here)}, and "
+                f"{shorter(wanted) or 'nothing'} was told when that was published"
+            )
+        bases.append(base)
+    lines = tuple(_line(part) for part in state.fragments)
+    begun = max((stop for _, stop in state.units.real()), default=0)
+    return WarmSite(*who, state.lineage, state.epoch, state.step, versions, digests, tuple(bases), lines, begun)
+
+
+def _line(part: FragmentProgress) -> Line:
+    """Return what the syncer may know of the site's own updates: those inside its base are merged."""
+    ahead = [sent for sent in part.in_flight if sent.merged_version is not None]
+    accepted = part.next_sequence - 1
+    return Line(
+        watermark=accepted,
+        tokens_merged=part.tokens_merged - sum(sent.tokens for sent in ahead),
+        updates_merged=part.updates_merged - len(ahead),
+    )

@@ -1,0 +1,677 @@
+"""Reduce a run's events to its history, which the live view, the summary and the report all read.
+
+Pure: events in (``INTERFACE`` below), records out; no file and no clock.  Instants are seconds of the run: wall time
+since its first event, without the pauses between two ``diloco up`` of the same run.
+
+INTERFACE.  Each event is ``{"at", "who", "what", ...}`` as ``eventlog`` writes it; missing or null fields are skipped,
+so that the events of a run that was killed at any point can be read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.config.placing import is_syncer
+from diloco.observe.text import sentence
+from diloco.sync.events import DISCARDING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from diloco.observe.eventlog import Event
+
+
+ROUNDS_MAX = 20_000
+LINES_MAX = 400
+FP32_BYTES = 4
+
+
+class RunHistory:
+    """The history of a run: pass every event to ``take``, in the order of the file; read the fields at any time."""
+
+    def __init__(self) -> None:
+        self.sites: dict[str, SiteHistory] = {}
+        self.layout: list[int] = []
+        """Values in each fragment."""
+        self.versions: list[int] = []
+        self.lineage = 1
+        self.epoch = 0
+        self.syncer_spans: list[Span] = []
+        self.syncer_up = False
+        """Whether all syncers are up."""
+        self.run_tokens = 0
+        self._merged: dict[str, dict[str, int]] = {}
+        self.progress = 0.0
+        self.rounds: deque[Round] = deque(maxlen=ROUNDS_MAX)
+        self.num_rounds = 0
+        self.faults: list[Fault] = []
+        self.standstills: list[Standstill] = []
+        self.unmoved_s = 0.0
+        """The longest time during training without a new version of any fragment although updates waited."""
+        self.trained_s = 0.0
+        """The time from the first step to the newest version or last round."""
+        self._moved_s: float | None = None
+        self.evaluations: list[Evaluation] = []
+        self.references: dict[str, float] = {}
+        """Bits per byte of the validation text, by general-purpose compressor."""
+        self.units: dict[str, int] = {}
+        """The counts of the data's units by state, from the syncer's last event; empty where none are leased."""
+        self.wire = Series()
+        """(seconds, bytes on the links, bytes with fp32 instead, bytes of data parallel instead)."""
+        self.bytes_fp32 = 0
+        self.bytes_joins = 0
+        self._downlinks: dict[int, int] = {}
+        """By fragment, the encoded bytes of its newest version."""
+        self.num_syncers = 1
+        self.last_round = False
+        """Whether every syncer has announced the last round."""
+        self.ending: str | None = None
+        self.run_status: str | None = None
+        self.restored = False
+        """Whether the run was restored after ``up``'s last event about it: a summary, if any, is older than that."""
+        self.first_step_s: float | None = None
+        self.seconds = 0.0
+        self.lines: deque[tuple[float, str, str]] = deque(maxlen=LINES_MAX)
+        """(seconds, who, sentence) of the events to show to a reader."""
+        self.num_lines = 0
+        self._origin: float | None = None
+        self._session = 0
+        self._stands_still = False
+        self._met: dict[int, float] = {}
+        self._syncers_up: set[str] = set()
+        self._last_rounds: set[str] = set()
+        self._ended: dict[str, str] = {}
+        """The run's ending at each syncer."""
+
+    def take_all(self, events: Iterable[Event]) -> None:
+        """Take several events."""
+        for event in events:
+            self.take(event)
+
+    def take(self, event: Event) -> None:
+        """Take the next event; an unknown one changes only the clock."""
+        at, who, what = event.get("at"), str(event.get("who", "")), str(event.get("what", ""))
+        if not isinstance(at, int | float):
+            return
+        now_s = self._clock(float(at), begins=what == "run" and event.get("state") == "started")
+        handler = getattr(self, f"_on_{what}", None)
+        if handler is not None:
+            handler(who, event, now_s)
+        line = sentence(event)
+        # Lost connections to the syncer are normal once the run has ended.
+        if line is not None and not (what == "disconnected" and (self.last_round or self.ending)):
+            self.num_lines += 1
+            self.lines.append((now_s, who, line))
+
+    def site(self, name: str) -> SiteHistory:
+        """Return the record of a site; create it at its first mention."""
+        return self.sites.setdefault(name, SiteHistory(name))
+
+    def staleness(self, site: SiteHistory) -> int:
+        """Return how many versions the site's oldest base is behind."""
+        known = enumerate(self.versions)
+        return max((version - site.base_versions.get(index, version) for index, version in known), default=0)
+
+    @property
+    def num_fragments(self) -> int:
+        """The number of fragments, from the layout (only ``up`` logs it) or syncers' versions; at least 1."""
+        return len(self.layout) or len(self.versions) or 1
+
+    def tokens_merged(self, site: str) -> int:
+        """Return the tokens of ``site`` in published versions: the mean over all fragments, as in ``Status``."""
+        return sum(of.get(site, 0) for of in self._merged.values()) // self.num_fragments
+
+    def open_faults(self) -> list[Fault]:
+        """Return the faults that the scenario has not healed yet, but will."""
+        return [fault for fault in self.faults if fault.seconds is not None and fault.healed_s is None]
+
+    def bytes_data_parallel(self) -> int:
+        """Return the bytes that data parallel would have sent for the steps made so far.
+
+        A ring all-reduce of fp32 gradients moves 2(N-1)/N times their size out of each of the N sites for each of its
+        steps.  Each byte counts once, at its sender, as the links count it.
+        """
+        count = len(self.sites)
+        steps = sum(site.meter("inner_steps") for site in self.sites.values())
+        return int(steps * 2 * (count - 1) / count * FP32_BYTES * sum(self.layout)) if count else 0
+
+    def begin_again(self) -> None:
+        """Forget the recorded end of the run, because the run continues after it."""
+        self.ending = self.run_status = None
+        self.last_round = False
+        self._last_rounds.clear()
+        self._ended.clear()
+
+    # --- time --------------------------------------------------------------------------------------------------
+
+    def _clock(self, at: float, *, begins: bool) -> float:
+        if self._origin is None:
+            self._origin = at
+        elif begins:
+            # Another `diloco up` of the same run: leave out the pause between the two.
+            self._origin = at - self.seconds
+        if begins:
+            self._session += 1
+            self._stands_still = False
+        if not self._stands_still:
+            self.seconds = max(self.seconds, at - self._origin)
+        return min(at - self._origin, self.seconds) if self._stands_still else at - self._origin
+
+    # --- events of `up` ----------------------------------------------------------------------------------------
+
+    def _on_run(self, who: str, event: Event, now_s: float) -> None:
+        state, self.restored = event.get("state"), False
+        if state == "started":
+            self.begin_again()
+            self.num_syncers = whole(event, "syncers") or 1
+            names = event.get("sites")
+            for name in names if isinstance(names, list) else []:
+                site = self.site(str(name))
+                site.done, site.left = None, False
+        if state == "ended":
+            self.run_status = str(event.get("status"))
+            self._stands_still = True
+            self._close_spans(now_s)
+
+    def _close_spans(self, now_s: float) -> None:
+        for spans in [self.syncer_spans, *(site.spans for site in self.sites.values())]:
+            if spans and spans[-1].end_s is None:
+                spans[-1].end_s = now_s
+
+    def _on_layout(self, who: str, event: Event, now_s: float) -> None:
+        values = event.get("fragments")
+        if isinstance(values, list):
+            self.layout = [int(value) for value in values]
+
+    def _on_reference(self, who: str, event: Event, now_s: float) -> None:
+        values = event.get("bits_per_byte")
+        if isinstance(values, dict):
+            self.references = {str(name): float(value) for name, value in values.items()}
+
+    def _on_units(self, who: str, event: Event, now_s: float) -> None:
+        self.units = {name: whole(event, name) for name in event if name not in ("at", "who", "what")}
+
+    def _on_process(self, who: str, event: Event, now_s: float) -> None:
+        name, state = str(event.get("name")), str(event.get("state"))
+        if is_syncer(name) and not event.get("site"):
+            (self._syncers_up.add if state == "started" else self._syncers_up.discard)(name)
+            self.syncer_up = len(self._syncers_up) >= self.num_syncers
+            if name != "syncer":
+                return
+            spans = self.syncer_spans
+        elif name in self.sites or event.get("site"):
+            site = self.site(name)
+            spans = site.spans
+            site.process = state
+            if state == "started":
+                site.restarts += bool(spans)
+                site.losses.cut()
+            site.joined = site.connected = site.frozen = False
+            site.out_of_reach.clear()
+        else:
+            return
+        if spans and spans[-1].end_s is None:
+            spans[-1].end_s = now_s
+        if state == "started":
+            spans.append(Span(now_s))
+
+    def _on_fault(self, who: str, event: Event, now_s: float) -> None:
+        fault = Fault(str(event.get("fault")), str(event.get("target")), now_s, number(event, "seconds"))
+        self.faults.append(fault)
+        for site in self._hit_by(fault):
+            site.merges_since_fault = 0
+            if fault.target.startswith("link:"):
+                site.cut = fault.what if fault.seconds is not None else site.cut
+            elif fault.what == "stop" and fault.target == site.name:
+                site.frozen = True
+
+    def _on_healed(self, who: str, event: Event, now_s: float) -> None:
+        for fault in self.faults:
+            if (fault.what, fault.target) != (event.get("fault"), event.get("target")) or fault.healed_s is not None:
+                continue
+            fault.healed_s = now_s
+            for site in self._hit_by(fault):
+                site.merges_since_fault = 0
+                if fault.target.startswith("link:"):
+                    site.cut = ""
+                elif fault.target == site.name:
+                    site.frozen = False
+
+    def _hit_by(self, fault: Fault) -> list[SiteHistory]:
+        """Return the sites that a fault cuts off, stops or ends: all of them when its target is a syncer."""
+        if is_syncer(fault.target):
+            return list(self.sites.values())
+        return [site for name, site in self.sites.items() if fault.target in (name, f"link:{name}")]
+
+    def _on_link(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(str(event.get("site")))
+        site.links[self._session] = (whole(event, "bytes_up"), whole(event, "bytes_down"))
+        self._count_wire(now_s)
+
+    def _count_wire(self, now_s: float) -> None:
+        total = sum(other.bytes_up + other.bytes_down for other in self.sites.values())
+        self.wire.add(now_s, total, self.bytes_fp32, self.bytes_data_parallel())
+
+    def _on_eval(self, who: str, event: Event, now_s: float) -> None:
+        loss = number(event, "val_loss")
+        if loss is not None:
+            versions = event.get("versions")
+            known = [int(version) for version in versions] if isinstance(versions, list) else []
+            bits = number(event, "val_bits_per_byte")
+            self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, known))
+
+    # --- events of a restore -----------------------------------------------------------------------------------
+
+    def _on_restored(self, who: str, event: Event, now_s: float) -> None:
+        self.restored = True
+        self.begin_again()
+        for site in self.sites.values():
+            site.left_with = None  # Some merged tokens may be lost by the restore.
+        held = event.get("held")
+        if isinstance(held, list):
+            merged: dict[str, int] = {}
+            for name, _, tokens, _ in held:
+                merged[str(name)] = merged.get(str(name), 0) + int(tokens)
+            self._merged = {who: merged}
+        self.run_tokens = whole(event, "run_tokens")
+        self.lineage = whole(event, "lineage")
+        versions = event.get("versions")
+        if isinstance(versions, list):
+            self._at(places(event, versions), versions)
+
+    # --- events of the syncer ----------------------------------------------------------------------------------
+
+    def _on_syncer_started(self, who: str, event: Event, now_s: float) -> None:
+        self.epoch = whole(event, "epoch")
+        versions = event.get("versions")
+        if isinstance(versions, list):
+            self._at(places(event, versions), versions)
+        if "tokens_merged" in event:  # Earlier releases lack it: count on from the published versions.
+            merged = _mapping(event, "tokens_merged")
+            self._merged.pop("restore", None)
+            self._merged[who] = {site: whole(merged, site) for site in merged}
+        self.ending = None
+        self._ended.pop(who, None)
+        if event.get("ending") is not None:  # The run had ended before this start: no more events follow.
+            self._on_last_round(who, event, now_s)
+            self._on_final(who, event, now_s)
+
+    def _at(self, fragments: Sequence[int], versions: Sequence[int]) -> None:
+        """Set the versions of these fragments: all fragments, or those of one of several syncers."""
+        self.versions += [0] * (max(fragments, default=-1) + 1 - len(self.versions))
+        for fragment, version in zip(fragments, versions, strict=False):
+            self.versions[fragment] = int(version)
+
+    def _on_grace(self, who: str, event: Event, now_s: float) -> None:
+        self._met.setdefault(whole(event, "fragment"), now_s)
+
+    def _on_outer_step(self, who: str, event: Event, now_s: float) -> None:
+        fragment, version = whole(event, "fragment"), whole(event, "version")
+        done = Round(fragment, version, now_s, self._met.pop(fragment, None), lineage=self.lineage)
+        done.weights = {name: float(weight) for name, weight in _mapping(event, "sites").items()}
+        done.staleness = {name: int(value) for name, value in _mapping(event, "staleness").items()}
+        done.norm, done.seconds = number(event, "norm"), number(event, "seconds")
+        known = self._round(fragment, version)
+        if known is None:
+            self.rounds.append(done)
+            for name in done.weights:
+                site = self.site(name)
+                site.merges += 1
+                site.merges_since_fault += 1
+
+    def _on_published(self, who: str, event: Event, now_s: float) -> None:
+        fragment, version = whole(event, "fragment"), whole(event, "version")
+        self.versions += [0] * (fragment + 1 - len(self.versions))
+        if version > self.versions[fragment]:
+            self.num_rounds += version - self.versions[fragment]
+            self._moves(who, fragment, now_s)
+            self.versions[fragment] = version
+            merged = self._merged.setdefault(who, {})
+            for name, counts in _mapping(event, "merged").items():
+                if isinstance(counts, list) and counts:
+                    merged[name] = merged.get(name, 0) + int(counts[0])
+        self._downlinks[fragment] = whole(event, "bytes")
+        self.run_tokens = max(self.run_tokens, whole(event, "run_tokens"))
+        self.progress = max(self.progress, whole(event, "progress_ppm") / 1e6)
+        round_ = self._round(fragment, version)
+        if round_ is not None:
+            round_.published_s = now_s
+
+    def _on_standstill(self, who: str, event: Event, now_s: float) -> None:
+        fragment, why = whole(event, "fragment"), str(event.get("why"))
+        still = [each for each in self.standstills if each.end_s is None and each.fragment == fragment]
+        if still:
+            still[0].why = why
+        else:
+            self.standstills.append(Standstill(who, fragment, now_s - (number(event, "seconds") or 0.0), why))
+
+    def _moves(self, who: str, fragment: int | None, now_s: float) -> None:
+        """End standstills: that of ``fragment`` (new version) or, for None (last round), all of the syncer ``who``."""
+        still = [each for each in self.standstills if each.end_s is None]
+        for each in still:
+            if each.fragment == fragment or (fragment is None and each.syncer == who):
+                each.end_s = now_s
+        if self.first_step_s is None or self._last_rounds:
+            return
+        self.trained_s = now_s - self.first_step_s
+        if still:
+            self.unmoved_s = max(self.unmoved_s, now_s - (self._moved_s or self.first_step_s))
+        self._moved_s = now_s
+
+    def _round(self, fragment: int, version: int) -> Round | None:
+        """Return the round that made this version, if known; an outer step repeated by a restart is the same round."""
+        recent = (self.rounds[-1 - back] for back in range(min(len(self.rounds), 256)))
+        wanted = (self.lineage, fragment, version)
+        return next((known for known in recent if (known.lineage, known.fragment, known.version) == wanted), None)
+
+    def _on_refused(self, who: str, event: Event, now_s: float) -> None:
+        site, reason = self.site(str(event.get("site"))), str(event.get("reason"))
+        site.refused[reason] = site.refused.get(reason, 0) + 1
+
+    def _on_site_joined(self, who: str, event: Event, now_s: float) -> None:
+        self.site(str(event.get("site"))).left = False
+
+    def _on_site_left(self, who: str, event: Event, now_s: float) -> None:
+        self.site(str(event.get("site"))).left = True
+
+    def _on_last_round(self, who: str, event: Event, now_s: float) -> None:
+        self._moves(who, None, now_s)
+        self._last_rounds.add(who)
+        self.last_round = len(self._last_rounds) >= self.num_syncers
+
+    def _on_final(self, who: str, event: Event, now_s: float) -> None:
+        self._ended[who] = str(event.get("ending"))
+        if len(self._ended) < self.num_syncers:
+            return
+        # A drained syncer is not finished, so the run is not finished either.
+        self.ending = next((each for each in self._ended.values() if each != "finished"), "finished")
+        if self.ending == "finished":
+            self.progress = 1.0
+
+    # --- events of a site --------------------------------------------------------------------------------------
+
+    def _on_number_format(self, who: str, event: Event, now_s: float) -> None:
+        self.site(who).products = str(event.get("products"))
+
+    def _on_step(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        if self.first_step_s is None:
+            self.first_step_s = now_s
+        site.step = whole(event, "step")
+        # Steps repeated after a restart count again: these are tokens read, so the trainer's own total is not used.
+        site.tokens += whole(event, "tokens")
+        site.tokens_per_s = number(event, "tokens_per_s") or 0.0
+        site.loss = number(event, "loss")
+        if site.loss is not None:
+            site.losses.add(now_s, site.tokens, site.loss)
+
+    def _on_joined(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        site.joined = True
+        site.out_of_reach.discard(whole(event, "of_syncer"))
+        site.connected = not site.out_of_reach
+        site.done, site.left_with, site.left = None, None, False
+        site.incarnation = whole(event, "incarnation")
+        versions = event.get("versions")
+        if isinstance(versions, list):
+            known = zip(places(event, versions), versions, strict=False)
+            site.base_versions |= {place: int(version) for place, version in known if int(version) >= 0}
+
+    def _on_connected(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        site.out_of_reach.discard(whole(event, "of_syncer"))
+        site.connected = not site.out_of_reach
+
+    def _on_disconnected(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        site.out_of_reach.add(whole(event, "of_syncer"))
+        site.connected = False
+
+    def _on_adopted(self, who: str, event: Event, now_s: float) -> None:
+        self.site(who).base_versions[whole(event, "fragment")] = whole(event, "version")
+
+    def _on_meter(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        incarnation = whole(event, "incarnation") or site.incarnation
+        values = {name: number(event, name) for name in event if name not in ("at", "who", "what", "incarnation")}
+        site.meters[incarnation] = {name: value for name, value in values.items() if value is not None}
+        if not site.links:  # Without emulated links the sites themselves count what they send.
+            self._count_wire(now_s)
+
+    def _on_pushed(self, who: str, event: Event, now_s: float) -> None:
+        if event.get("outcome") == "accepted":
+            self.bytes_fp32 += self._fragment_bytes(event)
+
+    def _on_fetched(self, who: str, event: Event, now_s: float) -> None:
+        had, carried = number(event, "had"), whole(event, "bytes")
+        # A version that its codec makes no smaller is sent whole, also to sites that follow.  Earlier releases lack
+        # "had", and a site may fetch a version before the event that it is published.
+        sent = self._downlinks.get(whole(event, "fragment"), 0 if had is None else carried)
+        if event.get("whole") and ((had is not None and had < 0) or carried > sent):
+            self.bytes_joins += carried
+        else:
+            self.bytes_fp32 += self._fragment_bytes(event)
+
+    def _fragment_bytes(self, event: Event) -> int:
+        fragment = whole(event, "fragment")
+        return FP32_BYTES * self.layout[fragment] if fragment < len(self.layout) else 0
+
+    def _on_fate(self, who: str, event: Event, now_s: float) -> None:
+        if event.get("reason") in DISCARDING:
+            self.site(who).tokens_discarded += whole(event, "tokens")
+
+    def _on_site_done(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        # The ledger's keys are "processed", "merged", ...; the summary's are "tokens_processed", ...
+        ledger = {name.removeprefix("tokens_"): value for name, value in _mapping(event, "ledger").items()}
+        site.done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
+        site.left_with = site.done
+        site.done_reason = str(event.get("reason", ""))
+
+
+def number(event: Mapping[str, object], name: str) -> float | None:
+    """Return a field as a float; None where it is missing, null or not a number."""
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def whole(event: Mapping[str, object], name: str) -> int:
+    """Return a field as an integer; 0 where it is missing."""
+    return int(number(event, name) or 0)
+
+
+def places(event: Mapping[str, object], versions: Sequence[object]) -> list[int]:
+    """Return the fragments of ``versions``: the event's list (from one of several syncers), or all in order."""
+    fragments = event.get("fragments")
+    return [int(each) for each in fragments] if isinstance(fragments, list) else list(range(len(versions)))
+
+
+def _mapping(event: Mapping[str, object], name: str) -> dict[str, float]:
+    value = event.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+# --- The records of a ``RunHistory`` ---------------------------------------------------------------------------------
+
+SERIES_MAX = 4000
+
+
+class Series:
+    """Points over time, halved whenever there are ``SERIES_MAX``, with breaks between two processes."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, ...] | None] = []
+        self.last: tuple[float, ...] | None = None
+        self._stride = 1
+        self._skipped = 0
+
+    def add(self, *point: float) -> None:
+        """Append a point."""
+        self.last = point
+        self._skipped += 1
+        if self._skipped >= self._stride:
+            self._skipped = 0
+            self.points.append(point)
+        if len(self.points) >= SERIES_MAX:
+            self._stride *= 2
+            # Breaks stay: a line must not be drawn across the time in which a process was gone.
+            self.points = [kept for index, kept in enumerate(self.points) if index % 2 or kept is None]
+
+    def cut(self) -> None:
+        """Add a break: the next point does not continue the last one."""
+        if self.points and self.points[-1] is not None:
+            self.points.append(None)
+
+    def whole(self) -> list[tuple[float, ...] | None]:
+        """Return all points kept, and the last one in any case."""
+        if self.last is None or self.points[-1:] == [self.last]:
+            return self.points
+        return [*self.points, self.last]
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of time; ``end_s`` is None while it lasts."""
+
+    start_s: float
+    end_s: float | None = None
+
+
+@dataclass(slots=True)
+class Standstill:
+    """A stretch of time in which a syncer made no version of a fragment although updates waited for it."""
+
+    syncer: str
+    fragment: int
+    start_s: float
+    why: str
+    end_s: float | None = None
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault of the scenario.  ``healed_s`` is None for a fault that was not healed, or cannot be."""
+
+    what: str
+    target: str
+    at_s: float
+    seconds: float | None = None
+    healed_s: float | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """One outer step: its fragment and version, the sites in it, when quorum was met, when it was published."""
+
+    fragment: int
+    version: int
+    at_s: float
+    met_s: float | None = None
+    published_s: float | None = None
+    weights: dict[str, float] = field(default_factory=dict)
+    staleness: dict[str, int] = field(default_factory=dict)
+    norm: float | None = None
+    seconds: float | None = None
+    lineage: int = 1
+    """Versions are numbered anew in the lineage that a restore begins."""
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """The score of the published values on the validation set."""
+
+    at_s: float
+    tokens: int
+    val_loss: float
+    val_bits_per_byte: float | None
+    versions: list[int]
+
+
+@dataclass(slots=True)
+class SiteHistory:
+    """The history of one site."""
+
+    name: str
+    process: str = ""
+    """The state of its process, from ``up``: started, ended, killed; empty without ``up``."""
+    frozen: bool = False
+    joined: bool = False
+    connected: bool = False
+    """Whether it hears from every syncer."""
+    out_of_reach: set[int] = field(default_factory=set)
+    """Of several syncers: the numbers of those that it has lost."""
+    cut: str = ""
+    """The fault that is on its link now."""
+    products: str = ""
+    """The number format of its matrix products."""
+    step: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    loss: float | None = None
+    losses: Series = field(default_factory=Series)
+    """(seconds, tokens, nats per token)."""
+    base_versions: dict[int, int] = field(default_factory=dict)
+    incarnation: int = 0
+    meters: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The last meter of each incarnation."""
+    restarts: int = 0
+    merges: int = 0
+    merges_since_fault: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    tokens_discarded: int = 0
+    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Bytes (up, down) counted at its link in each session."""
+    spans: list[Span] = field(default_factory=list)
+    """When its process lived."""
+    done: dict[str, int] | None = None
+    left_with: dict[str, int] | None = None
+    """The ledger of its last process that reported one.
+
+    It holds until another process trains, which has joined first, or until the run is restored."""
+    done_reason: str = ""
+    left: bool = False
+
+    def meter(self, name: str) -> float:
+        """Return the sum of a meter's field over all incarnations."""
+        return sum(meter.get(name, 0.0) for meter in self.meters.values())
+
+    def meter_max(self, name: str) -> float:
+        """Return the largest value of a meter's field over all incarnations."""
+        return max((meter.get(name, 0.0) for meter in self.meters.values()), default=0.0)
+
+    def meter_by_steps(self, name: str) -> float:
+        """Return the mean of a meter's field over the incarnations, weighted by their steps."""
+        steps = self.meter("inner_steps")
+        total = sum(meter.get(name, 0.0) * meter.get("inner_steps", 0.0) for meter in self.meters.values())
+        return total / steps if steps else 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Updates in flight, by the site's last report."""
+        return int(self.meters.get(self.incarnation, {}).get("in_flight", 0))
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that its link carried to the syncer; without an emulated link, the site's own count."""
+        return sum(up for up, _ in self.links.values()) if self.links else int(self.meter("bytes_up"))
+
+    @property
+    def bytes_down(self) -> int:
+        """The same from the syncer."""
+        return sum(down for _, down in self.links.values()) if self.links else int(self.meter("bytes_down"))
+
+    def state(self) -> str:
+        """Return the site's state in one word, for a table."""
+        if self.done is not None:
+            return "done"
+        if self.left:
+            return "left"
+        if self.process in ("ended", "killed"):
+            return self.process
+        if self.frozen:
+            return "frozen"
+        if not self.joined:
+            return "starting" if self.process else "waiting"
+        return "training" if self.connected else "alone"

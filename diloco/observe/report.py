@@ -1,0 +1,269 @@
+"""``report.html``: one file that opens offline in any browser, and shows a run; also a run that failed.
+
+The charts are static SVG (``plot``).
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib import resources
+from string import Template
+from typing import TYPE_CHECKING
+
+from diloco.durable import write_file
+from diloco.observe.eventlog import read_events
+from diloco.observe.history import RunHistory
+from diloco.observe.plot import Axis, Bar, Line, Points, Rule, line_chart, time_line
+from diloco.observe.summary import LEDGER, complaints, summarize
+from diloco.observe.text import CAUSED, clock, count, size, times_less, units_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from diloco.observe.history import Fault
+
+
+TIME = Axis("time, m:ss", clock)
+LOSS = Axis("nats per token", lambda value: f"{value:.3g}")
+
+
+def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
+    """Write ``run_dir/report.html`` from the run's events and its summary; return summary and history.
+
+    A new summary is made from the events where ``summary.json`` is missing (the run was killed), lacks fields of a run
+    of sites, or may be from before the run was restored.
+    """
+    history = RunHistory()
+    history.take_all(read_events(run_dir / "events.jsonl")[0])
+    config = _text(run_dir / "config.yaml")
+    told = _text(run_dir / "summary.json")
+    summary = json.loads(told) if told else {}
+    if complaints(summary) or history.restored:
+        summary = summarize(history, None, {})
+    write_file(run_dir / "report.html", render(run_dir.resolve().name, history, summary, config).encode())
+    return summary, history
+
+
+def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: str) -> str:
+    """Return the page."""
+    sections = [
+        section("Loss against time", _loss_legend(history), _loss(history, 0, TIME), _LOSS_NOTE),
+        section("Loss against tokens", _loss_legend(history), _loss(history, 1, Axis("tokens", count)), _TOKENS_NOTE),
+        section("Validation, bits per byte", "", _bits(history), "The published values on text that no site has seen."),
+        section("Rounds, merges and faults", _time_legend(history), _time_line(history), _TIME_NOTE),
+        section("Bytes between the sites", legend(_WIRE), _wire(history), _WIRE_NOTE),
+        section("Where every token went", "", _ledger_table(summary), _ledger_note(summary)),
+        section("Time and wire of each site", "", _site_table(summary), ""),
+        section("Faults", "", _fault_table(summary), ""),
+        f"<details><summary>What happened</summary><pre>{_log(history)}</pre></details>",
+        f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
+    ]
+    status = str(summary["status"])
+    return page(title, status, _tiles(summary), sections, good=status == "ok")
+
+
+_LOSS_NOTE = "Sites: their own training loss, averaged over neighbouring steps. Global model: validation loss."
+_TOKENS_NOTE = "Sites against the tokens they read themselves; the global model against all tokens merged into it."
+_TIME_NOTE = (
+    "A site's bar is its process; each tick on it is an update of that site merged into a version. The lowest row has "
+    "one mark for each outer step, from the quorum to the publication."
+)
+_WIRE_NOTE = (
+    "Bytes counted at the links, both directions, logarithmic. With fp32 codecs: four bytes for each value of each "
+    "update and version that was exchanged. Data parallel: 2(N-1)/N × 4 bytes × parameters for each inner step of each "
+    "site."
+)
+_LEDGER_NOTE = "Every token that a site processed stands in exactly one of the other columns."
+_WIRE = (("on the links", "s0"), ("with fp32 codecs", "s1"), ("data parallel", "s2"))
+
+
+def _tiles(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    reached, wire, sites = summary["global"], summary["wire"], summary["sites"].values()
+    total = wire["bytes_up"] + wire["bytes_down"]
+    bits, loss = reached["val_bits_per_byte"], reached["val_loss"]
+    start = reached["val_loss_start"]
+    processed = sum(site["tokens_processed"] for site in sites)
+    return [
+        (f"{bits:.3f}" if bits is not None else "-", "validation bits/byte"),
+        (f"{loss:.3f}" if loss is not None else "-", f"nats/token, from {start:.3f}" if start else "nats/token"),
+        (count(sum(site["tokens_merged"] for site in sites)), f"tokens merged of {count(processed)} processed"),
+        (str(sum(summary["versions"])), "outer steps"),
+        (size(total), f"{times_less(total, wire['bytes_data_parallel_equivalent'])} data parallel"),
+        (clock(summary["wall_seconds"]), f"{len(summary['faults'])} faults"),
+    ]
+
+
+def _styled(history: RunHistory) -> list[tuple[str, str]]:
+    return [(name, series_style(number)) for number, name in enumerate(sorted(history.sites))]
+
+
+def _loss_legend(history: RunHistory) -> str:
+    return legend([*_styled(history), ("global model (validation)", "global")])
+
+
+def _time_legend(history: RunHistory) -> str:
+    return legend([*_styled(history), ("fault", "bad"), ("outer step", "global")])
+
+
+def _loss(history: RunHistory, column: int, x: Axis) -> str:
+    """Chart each site's training loss and the validation loss, against seconds (column 0) or tokens (column 1)."""
+    lines = []
+    for name, style in _styled(history):
+        points: Points = [(point[column], point[2]) if point else None for point in history.sites[name].losses.whole()]
+        lines.append(Line(name, style, points))
+    known = [(one.tokens if column else one.at_s, one.val_loss) for one in history.evaluations]
+    lines.append(Line("global model", "global", list(known)))
+    return line_chart(lines, x, LOSS, time=column == 0)
+
+
+def _bits(history: RunHistory) -> str:
+    known: Points = [
+        (one.at_s, one.val_bits_per_byte) for one in history.evaluations if one.val_bits_per_byte is not None
+    ]
+    rules = [Rule(name, value) for name, value in sorted(history.references.items())]
+    shown = Axis("bits per byte", lambda value: f"{value:.3g}")
+    return line_chart([Line("global model", "global", known)], TIME, shown, rules, time=True)
+
+
+def _wire(history: RunHistory) -> str:
+    lines = [
+        Line(label, style, [(point[0], point[number + 1]) if point else None for point in history.wire.whole()])
+        for number, (label, style) in enumerate(_WIRE)
+    ]
+    return line_chart(lines, TIME, Axis("bytes so far", size, log=True), time=True)
+
+
+def _time_line(history: RunHistory) -> str:
+    names = sorted(history.sites)
+    rows = [*names, "syncer", "outer steps"] if names else []
+    bars = []
+    for number, name in enumerate(names):
+        site = history.sites[name]
+        bars += _lives(number, site.spans, history, f"life {series_style(number)}", name)
+    bars += _lives(len(names), history.syncer_spans, history, "life global", "syncer")
+    bars += [_fault_bar(fault, rows, history) for fault in history.faults if _row_of(fault) in rows]
+    for round_ in history.rounds:
+        made = f"fragment {round_.fragment}, version {round_.version}"
+        for name, weight in sorted(round_.weights.items()):
+            stale = round_.staleness.get(name, 0)
+            title = f"{name} in {made} at {clock(round_.at_s)}: weight {weight:.2f}, staleness {stale}"
+            if name in names:
+                row = names.index(name)
+                bars.append(Bar(row, round_.at_s, round_.at_s, f"merge {series_style(row)}", title))
+        begin = round_.at_s if round_.met_s is None else round_.met_s
+        end = round_.at_s if round_.published_s is None else round_.published_s
+        title = (
+            f"{made} at {clock(end)}, from {', '.join(sorted(round_.weights))}; {end - begin:.2f} s since the quorum"
+        )
+        bars.append(Bar(len(names) + 1, begin, end, "round", title))
+    return time_line(rows, bars, history.seconds, TIME)
+
+
+def _lives(row: int, spans: Sequence[Any], history: RunHistory, style: str, name: str) -> list[Bar]:
+    ends = [history.seconds if span.end_s is None else span.end_s for span in spans]
+    lived = zip(spans, ends, strict=True)
+    return [
+        Bar(row, span.start_s, end, style, f"{name} runs, {clock(span.start_s)} to {clock(end)}") for span, end in lived
+    ]
+
+
+def _row_of(fault: Fault) -> str:
+    return fault.target.removeprefix("link:")
+
+
+def _fault_bar(fault: Fault, rows: Sequence[str], history: RunHistory) -> Bar:
+    end = fault.healed_s if fault.healed_s is not None else history.seconds if fault.seconds else fault.at_s
+    style = "fault" if end > fault.at_s else "shock"
+    title = f"{fault.target} {CAUSED.get(fault.what, fault.what)}, {clock(fault.at_s)} to {clock(end)}"
+    return Bar(rows.index(_row_of(fault)), fault.at_s, end, style, title)
+
+
+def _ledger_note(summary: Mapping[str, Any]) -> str:
+    units = summary.get("units")
+    return f"{_LEDGER_NOTE} Data in {units_text(units)}." if units else _LEDGER_NOTE
+
+
+def _ledger_table(summary: Mapping[str, Any]) -> str:
+    names = ("processed", *LEDGER)
+    rows = [[name, *(f"{site[f'tokens_{part}']:,}" for part in names)] for name, site in summary["sites"].items()]
+    return table(["site", *(name.replace("_", " ") for name in names)], rows)
+
+
+def _site_table(summary: Mapping[str, Any]) -> str:
+    head = ["site", "steps", "tokens/s", "products", "step p50", "step max", "stall", "longest", "updates", "refused"]
+    head += ["restarts", "up", "down"]
+    rows = []
+    for name, site in summary["sites"].items():
+        share = site["stall_seconds"] / site["train_seconds"] if site["train_seconds"] else 0.0
+        speed = [count(site.get("tokens_per_second", 0)), site.get("products") or "-"]
+        times = [f"{site['step_seconds'][part] * 1e3:.0f} ms" for part in ("p50", "max")]
+        stall = [f"{share:.2%}", f"{site['after_step_seconds_max'] * 1e3:.1f} ms"]
+        refused = ", ".join(f"{number} {reason}" for reason, number in sorted(site["updates_refused"].items())) or "0"
+        merged = [str(site["updates_merged"]), refused, str(site["restarts"])]
+        wire = [size(site["bytes_up"]), size(site["bytes_down"])]
+        rows.append([name, f"{site['inner_steps']:,}", *speed, *times, *stall, *merged, *wire])
+    return table(head, rows)
+
+
+def _fault_table(summary: Mapping[str, Any]) -> str:
+    rows = []
+    for fault in summary["faults"]:
+        healed = fault["healed_seconds"]
+        lasted = "-" if healed is None else f"{healed - fault['at_seconds']:.1f} s"
+        rows.append([fault["target"], CAUSED.get(fault["what"], fault["what"]), clock(fault["at_seconds"]), lasted])
+    return table(("target", "what happened", "at", "lasted"), rows)
+
+
+def _log(history: RunHistory) -> str:
+    return escape("\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines))
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8") if path.exists() else ""
+
+
+# --- The frame of our pages ------------------------------------------------------------------------------------------
+
+STYLES = 8
+
+
+def page(title: str, status: str, tiles: Sequence[tuple[str, str]], sections: Sequence[str], *, good: bool) -> str:
+    """Return the whole page.  ``tiles`` are (figure, words); ``sections`` are HTML."""
+    filled = Template(resources.files("diloco.observe").joinpath("report.html").read_text("utf-8"))
+    return filled.substitute(
+        title=escape(title),
+        mood="ok" if good else "wrong",
+        status=escape(status),
+        tiles="".join(f'<div class="tile"><b>{value}</b><span>{words}</span></div>' for value, words in tiles),
+        sections="\n".join(sections),
+    )
+
+
+def section(title: str, legend: str, picture: str, note: str) -> str:
+    """Return a section: its heading, note, legend and picture."""
+    shown = picture or '<div class="empty">Nothing was recorded.</div>'
+    words = f'<p class="soft">{escape(note)}</p>' if note else ""
+    return f"<h2>{escape(title)}</h2>\n{words}{legend}\n{shown}"
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Return a legend; ``entries`` are (label, style)."""
+    items = "".join(f'<span class="{style}"><i></i><span>{escape(label)}</span></span>' for label, style in entries)
+    return f'<div class="legend">{items}</div>'
+
+
+def series_style(number: int) -> str:
+    """Return the style class of series ``number``."""
+    return f"s{number % STYLES}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; "" without a row."""
+    if not rows:
+        return ""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'

@@ -1,0 +1,179 @@
+"""Detect silent data corruption: repeat a few inner steps from a site's recorded state and compare the bits.
+
+A weak memory cell, or a core that sometimes adds wrongly, shows in no checksum: the checksum is of the wrong value.  It
+shows when the same steps, in deterministic mode, give different bits in two runs, or other bits than on another machine
+of the same kind.  Machines of different kinds round differently, so comparing them proves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config import compose as configs
+from diloco.config.errors import ConfigError
+from diloco.runs.process import PARENT_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from torch import nn
+
+    from diloco.config.schema import RunConfig
+
+NICE = 15
+"""The nice value of a canary that runs beside training."""
+WHY_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The paths of a site's checkpoint and of the configuration that it was trained with."""
+
+    checkpoint: Path
+    config: Path
+
+
+def recorded(target: Path) -> Recorded:
+    """Resolve the user's ``target``: a checkpoint of a site, or a site's folder (then its newest checkpoint)."""
+    from diloco.inner import checkpoint
+
+    site = target if (target / "checkpoints").is_dir() else target.parent.parent
+    if not (site / "config.yaml").is_file():
+        raise ConfigError(f"{str(target)!r} is no site's folder and no checkpoint of one: no config.yaml there")
+    if site != target:
+        return Recorded(target, site / "config.yaml")
+    names = checkpoint.names(site / "checkpoints")
+    if not names:
+        raise ConfigError(f"{site / 'checkpoints'} holds no checkpoint yet")
+    return Recorded(site / "checkpoints" / names[-1], site / "config.yaml")
+
+
+def repeatable(path: Path) -> RunConfig:
+    """Return the site's configuration, changed for one process that repeats steps to the bit and writes nothing."""
+    config = configs.read(path)
+    config.inner.deterministic = True
+    config.inner.checkpoint_every_steps = 0
+    config.site.slowdown = 1.0
+    config.site.nproc = config.site.nodes = 1
+    config.site.parallel, config.site.tensor_ranks, config.site.shard_ranks = "ddp", 0, 0
+    return config
+
+
+def digest_after(config: RunConfig, path: Path, steps: int) -> tuple[str, int]:
+    """Return the SHA-256 hex of all parameters and losses after ``steps`` steps from checkpoint ``path``, and its step.
+
+    Every call reads and builds everything again, because training changes the tensors that were read.
+    """
+    from diloco.config import build
+    from diloco.inner import checkpoint
+    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.trainer import StepInfo, Verdict
+
+    hashed = hashlib.sha256()
+
+    def note_loss(info: StepInfo) -> Verdict:
+        hashed.update(f"{info.step} {info.loss!r}\n".encode())
+        return Verdict()
+
+    group = SiteGroup(device=config.site.device)
+    with closing(group):
+        share = build.site_share(config)
+        trainer, model = build.build_trainer(config, group, share, None, lambda what, fields: None, None)
+        trainer.resume(checkpoint.load(path))
+        begun = trainer.step
+        trainer.run(until_step=begun + steps, after_step=note_loss)
+        _update(hashed, model)
+    return hashed.hexdigest(), begun
+
+
+def _update(hashed: hashlib._Hash, model: nn.Module) -> None:
+    import torch
+
+    for name, parameter in sorted(model.named_parameters()):
+        hashed.update(name.encode())
+        hashed.update(parameter.detach().to("cpu", torch.float32).contiguous().numpy().data)
+
+
+def command(folder: Path, steps: int) -> list[str]:
+    """Return the command of a canary of the site in ``folder``; it sets its own low priority."""
+    options = ["--steps", str(steps), "--nice", str(NICE), "--json"]
+    return [sys.executable, "-m", "diloco", "canary", str(folder), *options]
+
+
+class Canaries:
+    """Runs canaries one after another, in a low-priority process beside a site's training; emits an event for each."""
+
+    def __init__(self, command: Sequence[str], every_s: float, emit: Callable[[str, dict[str, object]], None]) -> None:
+        """``command`` prints one JSON object; ``every_s`` is the pause before each canary, 0 for no canaries."""
+        self._command = command
+        self._every_s = every_s
+        self._emit = emit
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
+
+    def __enter__(self) -> Canaries:
+        if self._every_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        if self._every_s:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            began_s = time.monotonic()
+            try:
+                told = self._told()
+            except (OSError, ValueError) as error:
+                told = {"same": None, "why": _in_words(error)[-WHY_CHARS:]}
+            if told is not None:
+                self._emit("canary", {**told, "seconds": round(time.monotonic() - began_s, 3)})
+
+    def _told(self) -> dict[str, object] | None:
+        """Run one canary and return its result; None when the site ends first.
+
+        Raises ``OSError`` where the process cannot start, ``ValueError`` where its output is not a JSON object.
+        """
+        child = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )
+        with child:
+            while True:
+                try:
+                    out, problem = child.communicate(timeout=0.5)
+                    break
+                except subprocess.TimeoutExpired:
+                    if self._ended.is_set():
+                        child.kill()
+        if self._ended.is_set():
+            return None
+        try:
+            said = json.loads(out)
+        except ValueError:
+            return {"same": None, "why": " ".join(problem.split())[-WHY_CHARS:]}
+        if not isinstance(said, dict):
+            raise ValueError(f"it printed no JSON object: {out.strip()}")
+        return said
+
+
+def _in_words(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -1,0 +1,204 @@
+"""What a process of a run sets up for itself: its end with its parent, its signals, its memory, and its exit.
+
+``python -m diloco.runs.process PARENT command ...`` ties itself to its parent (``die_with_parent``) and becomes the
+command, for programs that are not our own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.durable import armed_disk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType, TracebackType
+
+    from diloco.durable import Disk
+
+
+PARENT_VARIABLE = "DILOCO_PARENT"
+"""Names the environment variable with the id of the parent process: a child ends with it."""
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when process ``parent`` ends; exit now if that has ended already.
+
+    By ``PR_SET_PDEATHSIG``, which, unlike a watching thread, also reaches a stopped process.  Linux only; elsewhere
+    this does nothing.  The kernel watches the parent's thread: a parent starts children from a thread that lives as
+    long as the parent does.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    """Tie this process to its parent and become the command."""
+    die_with_parent(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+def keep_what_is_loaded() -> None:
+    """Exclude everything in memory now, which lives as long as the process, from all later garbage collections.
+
+    With torch and gRPC loaded that is hundreds of thousands of objects; a full collection visits them all while every
+    thread stands still, for some 30 ms.  Call it when all modules are loaded.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+ARENAS_MAX = 2
+_M_ARENA_MAX = -8
+
+
+def limit_arenas() -> None:
+    """Limit the C library to ``ARENAS_MAX`` malloc arenas; call it before the process has threads.
+
+    glibc makes an arena for each new thread, up to eight a core, and a thread cannot use what is free in another arena.
+    A syncer answers in many threads.  Measured under a fuzzer, 30 MiB of 250 MiB were free but unusable in 16 arenas,
+    and still growing; with two arenas it is 8 MiB of 224 MiB, and constant.  Other C libraries have no arenas.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, ARENAS_MAX)
+
+
+SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
+
+
+def let_workers_fork() -> None:
+    """Tell gRPC that no process forked from this one, such as a data loader's worker, uses gRPC.
+
+    Call it before gRPC is first imported.  Otherwise gRPC tries, at each fork, to bring its threads into a state that a
+    child could go on from, gives up where they are busy, as an agent's are, and a worker may then be aborted by a lock
+    that it has inherited.  A value that the user has set stays.
+    """
+    os.environ.setdefault(SUPPORT, "0")
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with ``code``; a rank of several ends without tearing down its interpreter.
+
+    gloo's threads release the arguments of a collective late, and need the interpreter's lock to do so.  A thread that
+    asks for the lock during the tear-down aborts the process, after all its work was done, and torchrun ends the other
+    ranks with it.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # The reader is gone.
+            stream.flush()
+    os._exit(code)
+
+
+KILL_VARIABLE = "DILOCO_KILL_AT"
+
+
+def disk_from_environment() -> Disk:
+    """Return the plain disk or, for tests, one that kills this process at the step that ``DILOCO_KILL_AT`` names.
+
+    ``DILOCO_KILL_AT=journal.sync:7 diloco syncer ...`` ends that process by SIGKILL at the seventh passage of the step
+    ``journal.sync`` (``diloco.durable.Step`` lists them).  Every operation counts twice, before and after it.
+    """
+    try:
+        return armed_disk(os.environ.get(KILL_VARIABLE, ""))
+    except ValueError as error:
+        raise ConfigError(f"{KILL_VARIABLE}: {error}") from error
+
+
+SAME_REQUEST_S = 0.2
+"""A terminal and a parent may both pass on one Ctrl-C; so close together they are one request."""
+
+
+class Stopping:
+    """A context that handles Ctrl-C and SIGTERM: the first asks for an orderly stop, the second ends the process at
+    once. SIGHUP hands over to another process.
+
+    Until :meth:`ask` sets a callback, the first signal ends the verb as drained: there is nothing to lose yet.  After a
+    context inside another one there is: when the inner one ends, the outer one only records the request.
+    """
+
+    def __init__(self, what_happens: str, hands_over: str = "") -> None:
+        """``hands_over`` is the line printed on a SIGHUP; empty: that signal is not handled."""
+        self._what_happens = what_happens
+        self._hands_over = hands_over
+        self.handing_over = False
+        self._asked_at: float | None = None
+        self._whom: Callable[[], None] | None = None
+        self._before: dict[int, object] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether a stop was requested."""
+        return self._asked_at is not None
+
+    def ask(self, whom: Callable[[], None]) -> None:
+        """Have the first signal call ``whom``, in the main thread between two instructions: it must be short."""
+        self._whom = whom
+        if self.asked:
+            whom()
+
+    def __enter__(self) -> Stopping:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+        if self._hands_over:
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_hangup)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, before in self._before.items():
+            outer = getattr(before, "__self__", None)
+            if isinstance(outer, Stopping) and outer._whom is None:
+                outer.ask(lambda: None)
+            signal.signal(number, before)  # type: ignore[arg-type]
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        self.handing_over = True
+        os.write(sys.stderr.fileno(), f"{self._hands_over}\n".encode())
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            if self._whom is None:
+                raise VerbError(ExitCode.DRAINED, "stopped before it began")
+            os.write(sys.stderr.fileno(), f"{self._what_happens}; once more: at once\n".encode())
+            self._whom()
+        elif now - self._asked_at > SAME_REQUEST_S:
+            os._exit(ExitCode.FAILED)
+
+
+LINUX_ONLY = frozenset(
+    {"up", "syncer", "site", "train", "eval", "lab", "restore", "standby", "journal", "canary", "replay"}
+)
+"""The verbs that lock files, wait for the disk, watch children and read ``/proc`` by calls that macOS and Windows lack
+in part; none of that is tested there."""
+
+
+def refusal(platform: str) -> str:
+    """Return in one line why a part of a run does not work on ``platform`` (``sys.platform``); "" on Linux."""
+    if platform.startswith("linux"):
+        return ""
+    system = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
+    way = "WSL 2, " if platform == "win32" else ""
+    return f"it needs Linux, and this is {system}: run it in {way}a container or a virtual machine"
+
+
+if __name__ == "__main__":
+    main()

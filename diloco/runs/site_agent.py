@@ -1,0 +1,157 @@
+"""The agents that a rank of a site runs beside its trainer: one for the syncer, or one for each of several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from diloco.config import build, connecting
+from diloco.config.connecting import unanswered
+from diloco.config.errors import ConfigError
+from diloco.config.placing import BETWEEN, placement_of, towards
+from diloco.learner.agent import Agent
+from diloco.learner.exchange import Follower, Owner
+from diloco.learner.ranks import Dealt, Orders, all_mine, deal
+from diloco.learner.several_syncers import Agents, OneVoice, part_restored
+from diloco.outer.fragments import Layout
+from diloco.wire.client import SyncClient
+from diloco.wire.options import MBPS_MIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from diloco.config.run_dir import SiteDir
+    from diloco.config.schema import RunConfig
+    from diloco.durable import Disk
+    from diloco.inner.holding import Holding
+    from diloco.inner.trainer import Resumed
+
+    Emit = Callable[[str, dict[str, object]], None]
+    Restored = tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
+
+
+def agent_of(
+    config: RunConfig,
+    folder: SiteDir,
+    holding: Holding,
+    emit: Emit,
+    resumed: Resumed | None,
+    disk: Disk,
+    *,
+    spread: bool = False,
+    data: str = "",
+) -> Agent | Agents:
+    """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too: they have an
+    ``owning_follower_of``.  ``data`` identifies the data of a training loop that does not read this project's text,
+    where its units are leased."""
+    whole = whole_layout(config, holding)
+    restored = (resumed.tensors, resumed.meta) if resumed is not None else None
+    redo = resumed.redo if resumed is not None else None
+    parts = towards(config)
+
+    site = Orders(holding.group)
+
+    def towards_one(part: RunConfig, own_folder: Path, says: Emit, orders: Orders, own: Restored) -> Agent:
+        layout = build.layout_of(part, whole)
+        dealt = deal(layout, holding) if spread else all_mine(layout)
+        return Agent(
+            build.agent_options(part, own_folder, whole),
+            build.learner_options(part, whole),
+            layout,
+            holding,
+            build.site_agreement(part, layout, whole, data),
+            _client(part, dealt),
+            config.site.id,
+            says,
+            orders,
+            restored=own,
+            redo=redo,
+            disk=disk,
+            dealt=dealt,
+        )
+
+    if len(parts) == 1:
+        return towards_one(parts[0], folder.agent, emit, site, restored)
+    voice = OneVoice(placement_of(config, whole), emit)
+    agents = [
+        towards_one(part, _data_of(folder, index), voice.of(index), site.of(index), own)
+        for index, part in enumerate(parts)
+        for own in [part_restored(restored, index, len(parts))]
+    ]
+    return Agents(agents, voice, site, config.site.join_timeout_s, redo)
+
+
+def follower_of(config: RunConfig, holding: Holding) -> Follower:
+    """Return the follower of any other rank, where rank 0 owns all fragments."""
+    whole = whole_layout(config, holding)
+    return Follower([build.layout_of(part, whole) for part in towards(config)], holding, config.outer.adopt)
+
+
+def owning_follower_of(
+    config: RunConfig, folder: SiteDir, holding: Holding, resumed: Resumed | None, disk: Disk
+) -> Follower:
+    """Return the follower of any other rank, with the fragments that it owns; rank 0's agent has ``spread``."""
+    whole = whole_layout(config, holding)
+    parts, layouts, owned = towards(config), list[Layout](), list[Owner | None]()
+    restored: Restored = (resumed.tensors, resumed.meta) if resumed is not None else None
+    for index, part in enumerate(parts):
+        data, own = folder.agent, restored
+        if len(parts) > 1:
+            data, own = _data_of(folder, index), part_restored(own, index, len(parts))
+        layouts.append(build.layout_of(part, whole))
+        dealt = deal(layouts[-1], holding)
+        if not dealt.channels:  # E.g. where a syncer has one fragment: rank 0 owns it.
+            owned.append(None)
+            continue
+        owner = Owner(
+            build.agent_options(part, data, whole),
+            config.outer.adopt,
+            layouts[-1],
+            holding,
+            dealt,
+            _client(part, dealt),
+            config.run.name or "",
+            config.site.id,
+            own[0] if own is not None else None,
+            disk,
+        )
+        owned.append(owner)
+    return Follower(layouts, holding, config.outer.adopt, owned)
+
+
+def whole_layout(config: RunConfig, holding: Holding) -> Layout:
+    """Return the fragments of the very model that is trained; the syncer compares them with its own."""
+    return build.layout_over(config, holding.shapes)
+
+
+def join_text(config: RunConfig, kind: str, text: str) -> str:
+    """Return why a site could not join, in one line that names the site and the syncer's address."""
+    if kind == "unreachable":
+        text = unanswered(config.site.syncer.replace(BETWEEN, ","), connecting.site_security(config), text)
+        waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
+        return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
+    return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
+
+
+def _data_of(folder: SiteDir, syncer: int) -> Path:
+    return folder.agent / f"syncer-{syncer}"
+
+
+def _client(config: RunConfig, dealt: Dealt) -> SyncClient:
+    """Return one rank's client, which gets an equal share of the bandwidth configured for the site's link."""
+    whole, ranks = connecting.client_options(config), len(set(dealt.owners))
+    up_mbps, down_mbps = (max(mbps / ranks, MBPS_MIN) if mbps else 0.0 for mbps in (whole.up_mbps, whole.down_mbps))
+    options = replace(whole, up_mbps=up_mbps, down_mbps=down_mbps)
+    try:
+        return SyncClient(
+            config.site.syncer,
+            config.site.id,
+            config.run.name or "",
+            connecting.site_security(config),
+            options,
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"site: {str(error).replace('address is', 'syncer is', 1)}") from error

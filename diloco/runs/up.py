@@ -1,0 +1,389 @@
+"""A whole run on this machine: syncer, sites, links between them, an observer, and the faults of a scenario.
+
+``Up`` owns the children and one loop: read new events, restart children that died, play due faults, count the links'
+bytes, draw the view.  The truth of the run is ``events.jsonl``; the events of ``up`` go there too and are read back.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import backup_of, has_several, syncer_configs, syncer_dir, syncer_name
+from diloco.config.run_dir import RunDir, run_dir_of
+from diloco.config.schema import SyncerSection
+from diloco.observe.eventlog import EventLog, read_events
+from diloco.runs.scenario import SYNCER, Faults, Schedule, Step, late_sites, not_yet_played, site_of
+from diloco.runs.supervise import Child, end_all, verb
+from diloco.wan.process import RelayDiedError
+
+if TYPE_CHECKING:
+    from diloco.config.schema import RunConfig
+    from diloco.observe.history import RunHistory
+    from diloco.observe.view import LiveView, PlainView
+    from diloco.runs.status_watch import StatusWatch, StatusWatches
+    from diloco.runs.supervise import Interrupts
+    from diloco.wan.process import RelayProcess
+
+
+EVAL = "eval"
+EVAL_EVERY_S = "10"
+TICK_S = 0.1
+LINKS_EVERY_S = 1.0
+DEATHS_MAX = 5
+PEACE_S = 30.0
+"""The death count of a child that has lived so long since its last start is reset."""
+END_GRACE_S = 5.0
+FAREWELL_S = 2.0
+"""How long a site may take to end after the syncer has."""
+WORDS_MAX = 160
+
+
+@dataclass(kw_only=True, slots=True)
+class UpOptions:
+    """The settings of ``Up``."""
+
+    sites: Mapping[str, Sequence[str]]
+    """The arguments of ``diloco site`` for each site."""
+    address: str
+    """The syncer's listen address; of several syncers, their addresses with / between."""
+    steps: Sequence[Step]
+    links: Mapping[str, Mapping[str, float]]
+    """The options of each site's link."""
+    layout: Sequence[int]
+    """The number of values in each fragment."""
+    references: Mapping[str, float]
+    """Bits per byte of the text under ordinary compressors."""
+    ending_s_max: float
+    """The longest time from the last round to the end of the last process."""
+    restore: str = "diloco restore"
+    """The command to show when the syncer has lost its folder."""
+    several: Sequence[OneSyncer] = ()
+    """The syncers, where there is more than one."""
+
+    def syncers(self, run_dir: RunDir) -> Sequence[OneSyncer]:
+        """Return all syncers, also where there is only one."""
+        return self.several or [OneSyncer(SYNCER, self.address, run_dir, self.restore)]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How the loop ended: ``code`` for the shell, ``wrong`` for the summary."""
+
+    code: ExitCode = ExitCode.OK
+    wrong: list[str] = field(default_factory=list)
+    status: dict[str, object] | None = None
+
+
+def children_of(options: UpOptions, run_dir: RunDir) -> dict[str, Child]:
+    """Return the processes of a run, none of them started, in the order in which they are to be."""
+    config, logs = ["--config", str(run_dir.config)], run_dir.root / "logs"
+    syncers = []
+    for index, each in enumerate(options.syncers(run_dir)):
+        own = [f"cluster.syncer.index={index}", f"cluster.syncer.listen={each.address}"]
+        syncers.append(Child(each.name, verb("syncer", *config, *own), logs / f"{each.name}.log"))
+    follow = verb("eval", str(run_dir.root), "--syncer", options.address, "--follow", "--every", EVAL_EVERY_S)
+    evaluator = Child(EVAL, follow, logs / "eval.log", niceness=5)
+    sites = [
+        Child(name, verb("site", *config, *settings), logs / f"{name}.log", is_site=True)
+        for name, settings in options.sites.items()
+    ]
+    return {child.name: child for child in [*syncers, *sites, evaluator]}
+
+
+class Up:
+    """One run, from the start of its children to the end of the last one."""
+
+    def __init__(
+        self,
+        options: UpOptions,
+        children: dict[str, Child],
+        run_dir: RunDir,
+        log: EventLog,
+        history: RunHistory,
+        relay: RelayProcess | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.options, self.run_dir, self.log, self.history, self.relay = options, run_dir, log, history, relay
+        self.outcome = Outcome()
+        self._environment = environment
+        self._next_links_s = 0.0
+        self._ends_at_s: float | None = None
+        self._draining = False
+        self._syncer_gone_s: float | None = None
+        self._told_stragglers = False
+        self._syncers = {each.name: each for each in options.syncers(run_dir)}
+        self._lost: set[str] = set()
+        self._units: dict[str, object] = {}  # As emitted last.
+        self._first_step_s: float | None = None
+        self._alive_since: dict[str, float] = {}
+        self.children = children
+        self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
+        # What an earlier `diloco up` of this run left behind says nothing about our children, and faults that the
+        # scenario played then are not played again.
+        earlier, self._offset = read_events(run_dir.events)
+        history.take_all(earlier)
+        history.begin_again()
+        played = [(fault.what, fault.target) for fault in history.faults]
+        self.schedule = Schedule(not_yet_played(options.steps, played, history.progress if earlier else -1.0))
+
+    @property
+    def sites(self) -> list[Child]:
+        """The sites' processes."""
+        return [child for child in self.children.values() if child.is_site]
+
+    # --- the loop ----------------------------------------------------------------------------------------------
+
+    def run(self, view: LiveView | PlainView, watch: StatusWatch | StatusWatches, interrupts: Interrupts) -> Outcome:
+        """Start everything, keep it going until the run has ended, and leave no process behind."""
+        try:
+            self._begin()
+            while not self._over():
+                self._turn(view, watch, interrupts)
+                time.sleep(TICK_S)
+        except RelayDiedError as error:
+            raise VerbError(ExitCode.FAILED, str(error)) from error
+        finally:
+            for name in sorted(self._lost):
+                how = self._syncers[name].restore
+                self.outcome.wrong.append(f"the {name}'s data are gone: {how}, and the same command")
+            end_all(self.children.values(), 0.0 if interrupts.count > 1 else END_GRACE_S)
+            self.read()
+            view.update()
+        self.outcome.status = watch.latest
+        if interrupts.count > 1:
+            self.outcome.code = ExitCode.FAILED
+            self.outcome.wrong.append("stopped at once, by hand")
+        return self.outcome
+
+    def _begin(self) -> None:
+        # A site that joined late in an earlier part of the run is there from the beginning now.
+        late = late_sites(self.schedule.not_begun())
+        facts: dict[str, object] = {"state": "started", "name": self.run_dir.root.name}
+        self.log.emit("run", {**facts, "sites": list(self.options.sites), "syncers": len(self._syncers)})
+        self.log.emit("layout", {"fragments": list(self.options.layout)})
+        if self.options.references:
+            self.log.emit("reference", {"bits_per_byte": dict(self.options.references)})
+        for child in self.children.values():
+            if child.name not in late:
+                self.start(child)
+
+    def _turn(self, view: LiveView | PlainView, watch: StatusWatch | StatusWatches, interrupts: Interrupts) -> None:
+        now_s = time.monotonic()
+        self.read()
+        for child in self.children.values():
+            if child.ended():
+                self._ended(child, now_s)
+            elif child.wanted and not child.running and now_s >= child.next_start_s and self._may_start(child, view):
+                self.start(child)
+        if interrupts.count and not self._draining:
+            view.say("asked to stop: a last round, then everything ends; once more: at once")
+            self._drain(watch, now_s)
+        if interrupts.count > 1 or (self._draining and self._lost):
+            self._ends_at_s = now_s
+        if self._first_step_s is not None and not self._draining and not self._winding_up():
+            self._faults.play(self.schedule.due(now_s - self._first_step_s, self.history.progress))
+        self._watch_the_end(watch, now_s)
+        self._count_links(now_s)
+        self._say_units(watch)
+        view.update()
+
+    def read(self) -> None:
+        """Read the events since the last call."""
+        events, self._offset = read_events(self.run_dir.events, self._offset)
+        self.history.take_all(events)
+        for event in events:
+            child = self.children.get(str(event["who"]))
+            if child is not None and event["what"] in ("joined", "syncer_started", "eval"):
+                child.proven = True
+            if event["what"] == "step" and self._first_step_s is None:
+                self._first_step_s = time.monotonic()
+
+    def _may_start(self, child: Child, view: LiveView | PlainView) -> bool:
+        """Return whether to start a child; not a syncer without its folder: sites train on until it is restored."""
+        if child.name not in self._syncers or self._winding_up():
+            return not self._winding_up()
+        syncer = self._syncers[child.name]
+        lost = syncer.run_dir.has_lost(syncer.run_dir.syncer)
+        if lost and child.name not in self._lost:
+            self.log.emit("lost", {"folder": str(syncer.run_dir.syncer)})
+            view.say(f"to take the run up again, and have the syncer started, type:  {syncer.restore}")
+        (self._lost.add if lost else self._lost.discard)(child.name)
+        return not lost
+
+    # --- children ----------------------------------------------------------------------------------------------
+
+    def start(self, child: Child) -> None:
+        """Start a child and log it."""
+        child.start(self._environment)
+        self._alive_since[child.name] = time.monotonic()
+        self.say_process(child, "started")
+
+    def say_process(self, child: Child, state: str, **more: object) -> None:
+        """Log the state of a child's process."""
+        facts: dict[str, object] = {"name": child.name, "pid": child.pid, "state": state, **more}
+        self.log.emit("process", {**facts, "site": True} if child.is_site else facts)
+
+    def _ended(self, child: Child, now_s: float) -> None:
+        """Handle a child's end: it is orderly, or the child is started again, or the run fails."""
+        orderly = child.code in (ExitCode.OK, ExitCode.DRAINED) or (child.name == EVAL and self._draining)
+        if orderly or not child.wanted:
+            self.say_process(child, "ended" if orderly else "killed", code=child.code)
+            child.wanted = False
+            return
+        words = child.last_words() or "it said nothing"
+        self.say_process(child, "ended", code=child.code, unasked=True, why=words)
+        told = f"{child.name} ended with exit code {child.code}: {shortened(words)} ({child.log})"
+        if not child.proven and self._first_step_s is None and child.name != EVAL:
+            self._fail(child, f"could not start: {told}")
+        if now_s - self._alive_since[child.name] > PEACE_S:
+            child.deaths = 0
+        if self._winding_up() or child.code in (ExitCode.USAGE, ExitCode.MISMATCH):
+            child.wanted = False
+            self.outcome.wrong.append(told)
+            return
+        child.backed_off(now_s)
+        if child.deaths > DEATHS_MAX:
+            child.wanted = False
+            self.outcome.wrong.append(f"{told}, for the {child.deaths}th time in a row")
+            if child.name in self._syncers:
+                self._fail(child, f"gave up on the {child.name}: {told}")
+
+    def _fail(self, child: Child, why: str) -> None:
+        known = [ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH]
+        raise VerbError(ExitCode(child.code) if child.code in known else ExitCode.FAILED, why)
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def _winding_up(self) -> bool:
+        """Return whether the run has its final versions, so that no child needs a restart."""
+        return self.history.ending is not None
+
+    def _drain(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
+        self._draining = True
+        self._faults.play(self.schedule.heal_all())
+        watch.drain()
+        watch.hurry()
+        self._ends_at_s = self._ends_at_s or now_s + self.options.ending_s_max
+
+    def _watch_the_end(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
+        ending = self._draining or self._winding_up() or self.history.last_round
+        nobody = not any(site.wanted or site.running for site in self.sites)
+        if nobody and not ending and not self.schedule.healing and not late_sites(self.schedule.not_begun()):
+            self.outcome.wrong.append("every site had ended before the run did")
+            self._drain(watch, now_s)
+        if self._draining and watch.drain_refused and not watch.drain_accepted:
+            # Draining takes an administrator's token, and we have none; but the syncer is our own child.
+            for name in self._syncers:
+                self.children[name].signal(signal.SIGTERM)
+            watch.drain_refused = ""
+        if (self._winding_up() or self.history.last_round) and self._ends_at_s is None:
+            watch.hurry()
+            self._ends_at_s = now_s + self.options.ending_s_max
+        gone = not any(self.children[name].running for name in self._syncers)
+        if self._winding_up() and gone and self._syncer_gone_s is None:
+            self._syncer_gone_s = now_s
+        if self._syncer_gone_s is not None and now_s >= self._syncer_gone_s + FAREWELL_S and not self._told_stragglers:
+            # A site that was cut off while the run ended would wait for a syncer that does not come back; and so would
+            # the observer, when there is no final version to evaluate.
+            self._told_stragglers = True
+            observers = [self.children[EVAL]] if self.history.ending == "drained" else []
+            for straggler in [*self.sites, *observers]:
+                straggler.wanted = False
+                straggler.signal(signal.SIGTERM)
+
+    def _over(self) -> bool:
+        if self._ends_at_s is not None and time.monotonic() >= self._ends_at_s:
+            late = [child.name for child in self.children.values() if child.running]
+            if late and not self._lost:
+                self.outcome.wrong.append(f"{', '.join(late)} had to be ended")
+            return True
+        return self._winding_up() and not any(child.running for child in self.children.values())
+
+    def _count_links(self, now_s: float) -> None:
+        if self.relay is None or now_s < self._next_links_s:
+            return
+        self._next_links_s = now_s + LINKS_EVERY_S
+        total: dict[str, dict[str, float]] = {}
+        for link, stats in self.relay.stats().items():
+            site = total.setdefault(site_of(link), dict.fromkeys(("bytes_up", "bytes_down"), 0))
+            for name in site:
+                site[name] += stats[name]
+        for name, counts in total.items():
+            self.log.emit("link", {"site": name, **counts})
+
+    def _say_units(self, watch: StatusWatch | StatusWatches) -> None:
+        """Log where the units of the data are, when the syncer reports a change."""
+        told = (watch.latest or {}).get("units")
+        if isinstance(told, dict) and told != self._units:
+            self._units = told
+            self.log.emit("units", told)
+
+
+def shortened(words: str) -> str:
+    """Return the words cut to ``WORDS_MAX`` characters, for a summary; the log has all of them."""
+    return words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
+
+
+def not_played(schedule: Schedule) -> str:
+    """Return in words the steps of the scenario that never began; "" if all did."""
+    left = [f"{step.do} {step.target}" for step in schedule.not_begun()]
+    return f"the run ended before: {', '.join(left)}" if left else ""
+
+
+# --- The syncers of ``diloco up`` ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OneSyncer:
+    """One syncer process: its name, listen address and run folder, and the command to show when the folder is lost."""
+
+    name: str
+    address: str
+    run_dir: RunDir
+    restore: str
+
+
+def syncers_of(config: RunConfig) -> list[OneSyncer]:
+    """Return all syncers of the run, ordered by number."""
+    return [
+        OneSyncer(syncer_name(index), syncer_address(part), syncer_dir(part), restore_line(part))
+        for index, part in enumerate(syncer_configs(config))
+    ]
+
+
+def syncer_address(config: RunConfig) -> str:
+    """Return the syncer's listen address: as configured, or on any free port where nothing was configured."""
+    if config.cluster.syncer.listen != SyncerSection().listen:
+        return config.cluster.syncer.listen
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def restore_line(config: RunConfig) -> str:
+    """Return the command that restores a lost syncer folder: from backups if the run makes any, or from a site."""
+    backup = backup_of(config)
+    site = run_dir_of(config).site(next(iter(config.cluster.sites))).root
+    return f"diloco restore {syncer_dir(config).root} " + (f"--from {backup}" if backup else f"--from-site {site}")
+
+
+def check_syncers(config: RunConfig) -> None:
+    """Raise ConfigError for settings that several syncers on one machine cannot share."""
+    if not has_several(config):
+        return
+    usual = SyncerSection()
+    for name in ("index", "listen", "metrics"):
+        value = getattr(config.cluster.syncer, name)
+        if value != getattr(usual, name):
+            raise ConfigError(
+                f"cluster.syncer.{name} is {value!r}: diloco up gives each of outer.num_syncers its own; leave it out"
+            )
+    if config.cluster.lease.kind == "file":
+        path = config.cluster.lease.path
+        raise ConfigError(f"cluster.lease.path is {path!r}: several syncers need a file each; start them by hand")
