@@ -212,7 +212,7 @@ kernels:
 
 # lm-evaluation-harness for the tests of `diloco eval --tasks`: a folder on the path, with what .venv lacks of all that
 # it imports there.
-.venv-harness/.ready: tests/launch/harness.txt .venv/.ready
+.venv-harness/.ready: tests/integrations/harness.txt .venv/.ready
 	@echo "Setting up .venv-harness: the packages of $<"
 	@rm -rf .venv-harness && $(BIN)/pip install -q --no-compile --no-deps --target .venv-harness -r $< && touch $@
 

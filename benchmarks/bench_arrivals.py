@@ -18,10 +18,10 @@ from benchmarks.record import add_arguments, finish, record
 from diloco.observe.eventlog import read_events
 from diloco.observe.history import number
 from tests.hunts.examples import BOUND_S, CACHE, SITES, WORDS, loss_of
-from tests.launch.processes import Verb, place_in, wait_for
+from tests.runs.processes import Verb, place_in, wait_for
 
 if TYPE_CHECKING:
-    from tests.launch.processes import Place
+    from tests.runs.processes import Place
 
 SPREAD_MAX = 0.02
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from tests.hunts.rank_kills import pid_of
-from tests.launch.processes import place_in, wait_for
+from tests.runs.processes import place_in, wait_for
 
 if TYPE_CHECKING:
     from diloco.observe.eventlog import Event
-    from tests.launch.processes import Place, Verb
+    from tests.runs.processes import Place, Verb
 
 RUN, SITE, RANKS, BOUND_S = "recovery", "site-a", 2, 240.0
 SIZES = {"quick": (2, 64), "full": (8, 512)}

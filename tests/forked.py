@@ -22,7 +22,7 @@ IMPORTED = (
     "diloco.cli.syncer",
     "pytest",  # What ranks do often stands in a module of tests.
     "tests.hunts.target",
-    "tests.launch.pasts",
+    "tests.models.pasts",
     "tests.layouts",
     "tests.loopback.toy",
     "torch._dynamo",  # By the first step of an optimizer and by DDP, a second in each process.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco import open_files
-from tests.launch.processes import place_in
+from tests.runs.processes import place_in
 
 INFINITE = resource.RLIM_INFINITY
 

@@ -15,8 +15,8 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.wire.options import ServerOptions
-from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.cluster import free_port
+from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
 from tests.sooner import sooner
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from diloco.observe.eventlog import Event
 from diloco.syncer.restoring import Kept
 from tests.hunts.reporting import Hunt
-from tests.launch.processes import Place, Verb, place_in, wait_for
+from tests.runs.processes import Place, Verb, place_in, wait_for
 
 WAYS = ("backup", "site")
 PARTS = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")

@@ -20,7 +20,7 @@ from diloco.inner.llama import from_llama
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.outer.fragments import named_parameters_once
 from tests.hunts.reporting import Hunt, why
-from tests.launch.processes import Place, Verb, place_in, wait_for
+from tests.runs.processes import Place, Verb, place_in, wait_for
 
 MODEL = ModelOptions(vocab_size=1024, layers=2, dim=64, context=64)
 SITES = ("fra", "iad")
@@ -31,7 +31,7 @@ INNER += ["inner.warmup_steps=0", "inner.precision=fp32", "inner.checkpoint_ever
 CACHE = "runs/.data"
 EXAMPLES = ("plain_loop", "fsdp_loop", "hf_trainer")
 ELSEWHERE = ("torchtitan_site",)
-"""What has an environment of its own: tests/launch/test_titan_trainer.py runs it."""
+"""What has an environment of its own: tests/integrations/test_torchtitan.py runs it."""
 OURS = "trainer"
 BOUND_S = 300.0
 SHARE_MAX = 0.02

@@ -22,7 +22,7 @@ from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
 from diloco.observe.eventlog import read_events
 from tests.hunts.reporting import Hunt, why
-from tests.launch.processes import TINY, Place, place_in
+from tests.runs.processes import TINY, Place, place_in
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "outer.lock_step": ("false", "true"),

@@ -31,9 +31,9 @@ from diloco.sync.fates import columns_of
 from diloco.sync.syncer import OuterSync
 from tests.hunts.reporting import Hunt, why
 from tests.hunts.verb_lives import RealRun
-from tests.launch.processes import Place, Verb, place_in, wait_for
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log
+from tests.runs.processes import Place, Verb, place_in, wait_for
 
 BOUND_S = 240.0
 RANKS = 2

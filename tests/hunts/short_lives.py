@@ -43,8 +43,8 @@ from diloco.syncer.store import STAGING, RunCard, Store, StoreError
 from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
 from tests.hunts.reporting import Hunt, why
-from tests.launch.pasts import Hand, with_a_past
-from tests.launch.test_warm_site import checkpointed
+from tests.models.pasts import Hand, with_a_past
+from tests.models.test_read_warm_site import checkpointed
 from tests.syncer.building import stored
 
 BOUND_S = 120.0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.hunts.disaster import BOUND_S, main
-from tests.launch.processes import TINY
+from tests.runs.processes import TINY
 
 SMALL = [text for text in TINY if not text.startswith(("run.seconds", "data.cache"))]
 

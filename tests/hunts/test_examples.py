@@ -10,7 +10,7 @@ import pytest
 
 from tests.hunts import examples
 from tests.hunts.examples import ELSEWHERE, EXAMPLES, OURS, SHARE_MAX, main, run_of, version0
-from tests.launch.processes import ROOT, Place, place_in
+from tests.runs.processes import ROOT, Place, place_in
 
 TOKENS = 80_000
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.hunts.pairs import SETTINGS, Row, covering, judge, pairs_of, refusal, run_of
-from tests.launch.processes import place_in
+from tests.runs.processes import place_in
 
 ALL = sum(len(one) * len(two) for at, one in enumerate(SETTINGS.values()) for two in list(SETTINGS.values())[:at])
 ROW = {"outer.lock_step": "true", "outer.quorum": "all", "outer.num_fragments": "4 outer.num_syncers=2"}

@@ -16,8 +16,8 @@ from io import BytesIO
 from pathlib import Path
 
 from tests.hunts.reporting import Hunt
-from tests.launch.processes import ROOT, place_in
 from tests.loopback.upgrading import Upgrade
+from tests.runs.processes import ROOT, place_in
 
 PREVIOUS = "e4cbd8b"
 """The last commit that speaks protocol 2, whose digests are SHA-256."""

@@ -27,10 +27,10 @@ from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import OuterRule
 from diloco.sync.options import OuterOptions
 from tests.hunts.reporting import why
-from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.archive import link
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, free_port
+from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
 
 BOUND_S = 240.0
 PATIENCE_S = 45.0

@@ -1,4 +1,4 @@
-"""The mapping itself; whether ``transformers`` reads it is asked in tests/launch/test_field_folder_transformers.py."""
+"""The mapping itself; whether ``transformers`` reads it is asked in tests/config/test_model_files_transformers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group of ranks that a process finds itself in; two processes of one are in tests/launch/test_joined_ranks.py."""
+"""The group of ranks that a process finds itself in; two processes of one: tests/integrations/test_join_ranks.py."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.processes import TINY, Place, place_in
+from tests.runs.processes import TINY, Place, place_in
 
 # Sites that sleep most of the time leave the cores to each other, so that a step takes what it takes.
 SLOW = [f"cluster.sites.{name}.slowdown={times}" for name, times in (("site-a", 3), ("site-b", 4), ("site-c", 5))]

@@ -14,10 +14,10 @@ import pytest
 
 from diloco.wire.channel import SYNC_SERVICE
 from tests.hunts import http2
-from tests.launch.processes import place_in, wait_for
 from tests.loopback.cluster import Process, free_port
 from tests.loopback.test_hostile import join
 from tests.loopback.toy import Toy
+from tests.runs.processes import place_in, wait_for
 
 PEERS = 1007
 ROUNDS = 5

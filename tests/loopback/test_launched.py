@@ -11,8 +11,8 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.observe.eventlog import read_events
-from tests.launch.processes import ROOT, TINY, place_in, wait_for
 from tests.loopback.cluster import free_port
+from tests.runs.processes import ROOT, TINY, place_in, wait_for
 
 SETTINGS = [
     "run.name=jobs",

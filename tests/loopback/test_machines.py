@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from diloco.runs.supervise import descendants
-from tests.launch.processes import Place, Verb, place_in, wait_for
 from tests.loopback.test_real_processes import balanced
+from tests.runs.processes import Place, Verb, place_in, wait_for
 
 BOUND_S = 120.0
 SETTINGS = ["outer.num_fragments=2", "inner.checkpoint_every_steps=10", "run.seconds=1000"]

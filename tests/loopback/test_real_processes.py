@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diloco.observe.eventlog import Event
-from tests.launch.processes import TINY, Place, place_in, wait_for
+from tests.runs.processes import TINY, Place, place_in, wait_for
 
 
 @pytest.fixture

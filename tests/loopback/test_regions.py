@@ -28,13 +28,13 @@ from diloco.sync.state import OuterState, Phase
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.snapshots import Snapshots
 from diloco.wire.client import AdminClient
-from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.audit import History, audit, history, one_run
 from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port
 from tests.loopback.speaker import speaker
 from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.test_restore import CLOCK_S, restore_without
 from tests.loopback.toy import Toy
+from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
 
 STEP_S = 0.004
 LONG_S = 180.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import ROOT, TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import ROOT, TINY, Place, Verb, place_in, wait_for
 
 BOUND_S = 120.0
 VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
 
 SYNCERS = ["outer.num_fragments=4", "outer.num_syncers=2"]
 

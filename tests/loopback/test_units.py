@@ -17,7 +17,7 @@ from diloco.sync.fates import columns_of
 from diloco.syncer.restoring import Kept
 from diloco.wire.client import AdminClient
 from diloco.wire.options import SecurityOptions
-from tests.launch.processes import Place, place_in, wait_for
+from tests.runs.processes import Place, place_in, wait_for
 
 UNIT = 8
 LEASED = (

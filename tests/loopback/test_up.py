@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from diloco.observe.summary import complaints
-from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
-from tests.launch.test_supervise import alive
+from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
+from tests.runs.test_supervise import alive
 
 SITES = ["cluster=one", "cluster.sites.site-b.slowdown=1.3", "network.rtt_ms=20"]
 UP = [*TINY, *SITES, "outer.final_wait_s=5"]

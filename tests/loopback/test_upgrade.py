@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import ROOT, place_in
 from tests.loopback.upgrading import SITES, Upgrade
+from tests.runs.processes import ROOT, place_in
 
 
 @pytest.mark.slow

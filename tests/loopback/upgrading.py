@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.launch.processes import TINY, Place, Verb, wait_for
 from tests.loopback.cluster import free_port
+from tests.runs.processes import TINY, Place, Verb, wait_for
 
 RUN = "otter"
 SITES = ("site-a", "site-b")

@@ -1,0 +1,207 @@
+"""``diloco canary`` says what it found, in its exit code as well."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from diloco.cli.main import main
+from diloco.doctor import link
+from diloco.runs import canary
+from diloco.wire.checkup import Greeting, greet
+from diloco.wire.options import ServerOptions
+from tests.loopback.cluster import free_port
+from tests.runs.processes import TINY, place_in, wait_for
+from tests.runs.test_canary import digest_of, trained_site
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from diloco.wire.options import SecurityOptions
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_site(tmp_path_factory.mktemp("site"))
+
+
+@pytest.mark.slow
+def test_a_machine_that_repeats_itself(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["canary", str(site), "--steps", "2"]) == 0
+    first, digest, again, verdict = capsys.readouterr().out.splitlines()
+    assert "2 steps from step 3 on" in first
+    assert digest.split() == ["digest", digest_of(site)]
+    assert again.split() == ["again", digest_of(site)]
+    assert verdict == "same"
+
+
+def test_a_digest_from_elsewhere(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["canary", str(site), "--steps", "2", "--json", "--expect", digest_of(site)]) == 0
+    assert json.loads(capsys.readouterr().out)["same"] is True
+    assert main(["canary", str(site), "--steps", "2", "--expect", "0" * 64]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_two_runs_that_differ(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter((("a" * 64, 3), ("b" * 64, 3)))
+    monkeypatch.setattr(canary, "digest_after", lambda *asked: next(digests))
+    assert main(["canary", str(site)]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "--steps is 0: at least 1"),
+        (["--expect", "xyz"], "--expect is 'xyz': 64 hexadecimal digits"),
+        (["--nice", "20"], "--nice is 20: from 0 to 19"),
+        ([], "is no site's folder"),
+    ],
+)
+def test_a_users_mistake_is_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["canary", str(tmp_path), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert len(told.splitlines()) == 1
+
+
+# --- The verb --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
+    yield server.address
+    server.stop(0.2)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> list[str]:
+    return [*TINY, f"run.dir={tmp_path}"]
+
+
+def test_the_machine_alone(here: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *here]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:6]] == ["software", "devices", "format", "kernels", "limits", "store"]
+    assert lines[-1].endswith(" 0 fail")
+    assert not any(" tcp " in line for line in lines)
+
+
+def test_the_way_to_a_syncer_as_one_object(here: list[str], address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"server={address}", f"run={RUN}", "--json", *here]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    levels = {each["check"]: each["level"] for each in told["checks"]}
+    assert {"dns", "tcp", "grpc", "run", "identity", "rtt"} <= set(levels)
+    assert (told["exit"], told["counts"]["fail"]) == (0, 0)
+    [rtt] = [each for each in told["checks"] if each["check"] == "rtt"]
+    assert rtt["address"] == address
+    assert 0 < rtt["figures"]["median_ms"] < 1000
+
+
+@pytest.mark.slow
+def test_a_check_that_failed_is_1(here: list[str], address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"server={address}", "run=run-2", *here]) == 1
+    assert "run run-2 is not served there" in capsys.readouterr().out
+    assert main(["doctor", f"server={address}", *here, "site.token_file=/nowhere/token"]) == 1
+    out = capsys.readouterr().out
+    assert "fail  files       site.token_file is '/nowhere/token': No such file or directory" in out
+
+
+def test_nobody_anywhere_is_3(
+    here: list[str], address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", f"server=127.0.0.1:{free_port()}", *here]) == 3
+    assert "Connection refused" in capsys.readouterr().out
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        _, its_port = silent.getsockname()
+        dead = f"127.0.0.1:{its_port}"
+
+        def briefly(to: str, port: int, host: str, security: SecurityOptions, timeout_s: float) -> Greeting:
+            return greet(to, port, host, security, 0.2 if port == its_port else timeout_s)
+
+        monkeypatch.setattr(link, "greet", briefly)  # Nobody waits long for who never says anything.
+        assert main(["doctor", f"server={dead}", *here]) == 3
+        assert "it accepts and says nothing" in capsys.readouterr().out
+        # One of two is enough to have reached somebody; that the other is dead is a failure all the same.
+        assert main(["doctor", f"server={dead},{address}", *here]) == 1
+    out = capsys.readouterr().out
+    assert f"--    {dead}\n" in out
+    assert f"--    {address}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("server is 'here'", ["server=here"]),
+        ("a port of 1 to 65535 wanted", ["server=127.0.0.1:99999"]),
+        ("unknown key sever", ["sever=127.0.0.1:7077"]),
+        ("codec.up is 'int5'", ["codec.up=int5"]),
+    ],
+)
+def test_arguments_that_cannot_be_are_2_and_one_line(
+    words: str, arguments: list[str], here: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *here, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with place_in(tmp_path) as place:
+        syncer = place.start("syncer", "syncer", *TINY, "run.name=first", "cluster.syncer.listen=127.0.0.1:0")
+        wait_for(lambda: "a site joins with" in syncer.text(), "the syncer's greeting", syncer.text)
+        there = (tmp_path / "runs" / "first" / "syncer.address").read_text().strip()
+        asked = ["doctor", f"server={there}", "run=first", *TINY, f"run.dir={tmp_path}/runs"]
+        assert main(asked) == 0
+        out = capsys.readouterr().out
+        for words in (
+            "ok    settings    layout and shared settings are those of run first",
+            "ok    store       syncer: ",
+            "ok    bandwidth   up ",
+        ):
+            assert words in out
+        assert main([*asked, "outer.lr=0.1", "--seconds", "0"]) == 1
+        assert "fail  settings    outer.lr is 0.1 at the site and 0.7 at the syncer -> " in capsys.readouterr().out
+        assert main([*asked, "model.dim=64", "--seconds", "0"]) == 1
+        assert "model.dim is 64 at the site and" in capsys.readouterr().out
+        assert main(["status", there, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["sites"] == {}
+
+
+@pytest.mark.slow
+def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = [*TINY, f"run.dir={tmp_path}", "run.name=small", "outer.num_fragments=2", "outer.num_syncers=2"]
+    asked: list[str] = []
+
+    class Telling(FakeSyncer):
+        def probe(self, ask: Any) -> Any:
+            asked.extend([ask.shared_config["cluster.syncer.index"]] if ask.shared_config else [])
+            return super().probe(ask)
+
+    servers = [serve(Telling(), ServerOptions(run_id=RUN)) for _ in range(2)]
+    try:
+        where = "/".join(each.address for each in servers)
+        main(["doctor", f"server={where}", *two])
+    finally:
+        for each in servers:
+            each.stop(0.2)
+    assert sorted(set(asked)) == ["0", "1"]
+    assert asked == sorted(asked)
+    assert main(["doctor", f"server={where}", *two]) == 3
+    assert main(["doctor", f"server={where}", *TINY, f"run.dir={tmp_path}"]) == 2
+    assert "one address, since outer.num_syncers=1" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""``diloco launch``: what it writes, what it calls, and what it says of nonsense."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.cli.launch import TOOLS, write
+from diloco.cli.main import main
+from diloco.config.errors import ConfigError
+from diloco.deploy.rendering import File, source_tree
+from tests.deploy.rendered import AWAY, OPEN
+
+EVERY = [*AWAY, *OPEN, "launch.secrets=false"]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose tools write down how they are called."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    (tmp_path / "bin").mkdir()
+    for tool in TOOLS.values():
+        file = tmp_path / "bin" / tool
+        file.write_text(f'#!/bin/sh\necho "{tool} $@ in $PWD" >> {tmp_path}/called\n[ ! -e {tmp_path}/fails ]\n')
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    return tmp_path
+
+
+def called(place: Path) -> list[str]:
+    return (place / "called").read_text().splitlines() if (place / "called").exists() else []
+
+
+@pytest.mark.parametrize("kind", ["docker", "slurm"])
+def test_what_is_printed_is_what_is_written(kind: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", kind, "--dry-run", *EVERY]) == 0
+    printed = capsys.readouterr().out
+    assert main(["launch", kind, "--dry-run", "--to", "out", *EVERY]) == 0
+    files = sorted((place / "out").iterdir())
+    assert files
+    for file in files:
+        assert f"# --- {file.name} ---\n{file.read_text()}" in printed
+    assert printed.count("# --- ") == len(files)
+    assert called(place) == []
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", kind, "--yes", *EVERY]) == 0
+    folder = place / "runs" / "First.run" / "launch" / kind
+    told = capsys.readouterr().out
+    assert told.startswith(f"runs/First.run/launch/{kind}: ")
+    wanted = {
+        "docker": [f"docker build --tag diloco:latest --file Dockerfile {source_tree()}"],
+        "slurm": [f"sbatch {name}.sbatch" for name in ("syncer", "site-a", "fra")],
+        "kubernetes": [f"kubectl apply --filename {name}.yaml" for name in ("syncer", "site-a", "fra")],
+        "skypilot": [
+            f"sky launch --yes --detach-run --cluster first-run-{name} {name}.sky.yaml"
+            for name in ("syncer", "site-a", "fra")
+        ],
+    }[kind]
+    assert called(place) == [f"{line} in {folder}" for line in wanted]
+    assert all(f"  {line}\n" in told for line in wanted), "it is said before it is done"
+
+
+def test_the_same_again_changes_nothing(place: Path) -> None:
+    for _ in range(2):
+        write(place / "out", [File("a", "text")])
+    with pytest.raises(ConfigError, match="out/a is there and is another"):
+        write(place / "out", [File("b", "text"), File("a", "other")])
+    assert not (place / "out" / "b").exists(), "all or none"
+
+
+def test_the_first_failure_is_the_last_call(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "fails").touch()
+    assert main(["launch", "slurm", "--yes", *EVERY]) == 1
+    assert "sbatch syncer.sbatch ended with code 1; nothing after it was called" in capsys.readouterr().err
+    assert len(called(place)) == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "calls"), [("y\n", 3), ("\n", 0)])
+def test_somebody_must_agree(answer: str, calls: int, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    assert main(["launch", "slurm", *EVERY]) == 0
+    assert len(called(place)) == calls
+
+
+def test_where_nobody_can_be_asked_nothing_is_done(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert main(["launch", "slurm", *EVERY]) == 2
+    assert "nobody is here to be asked: --yes does it" in capsys.readouterr().err
+    assert called(place) == []
+
+
+def test_a_syncer_that_runs_elsewhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slurm", "--dry-run", *AWAY]) == 0
+    told = capsys.readouterr()
+    assert "note: no files for the syncer, which other machines do not reach" in told.err
+    assert "syncer.sbatch" not in told.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "arguments"),
+    [
+        ("give one of docker, slurm, kubernetes, skypilot", 2, []),
+        ("give one of docker, slurm, kubernetes, skypilot, not nomad", 2, ["nomad"]),
+        ("not docker slurm", 2, ["docker", "slurm"]),
+        ("unknown key launch.imagee: did you mean launch.image?", 2, ["docker", "launch.imagee=x"]),
+        ("site.syncer is '127.0.0.1:7077': the address at which", 2, ["slurm", "--dry-run"]),
+        ("out/site-a.sbatch is there and is another", 2, ["slurm", "--dry-run", "--to", "out", *AWAY]),
+        ("sky is not installed here: --dry-run writes the files", 1, ["skypilot", *AWAY]),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: str, code: int, arguments: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "out").mkdir()
+    (place / "out" / "site-a.sbatch").write_text("mine")
+    (place / "bin" / "sky").unlink()
+    assert main(["launch", *arguments]) == code
+    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert len(told) == 1
+    assert words in told[0]
+    assert (place / "out" / "site-a.sbatch").read_text() == "mine"

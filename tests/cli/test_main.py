@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.cli.main import VERBS, main
+from tests.runs.processes import TINY
+
+OURS = ("syncer", "site", "train", "eval", "export", "launch", "status", "standby", "journal")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in OURS)])
+def test_help_answers_without_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom diloco.cli.main import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
+        "    print('HEAVY', [name for name in ('torch', 'hydra', 'grpc') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout, done.stdout[-200:]
+    if len(arguments) == 2 and arguments[0] != "journal":
+        for words in (
+            "outer=       async | async_dn | buffered | decoupled | diloco",
+            "outer.inner_steps [30]",
+            "tokens2_per_step",
+        ):
+            assert words in done.stdout
+    if arguments == ["--help"]:
+        assert all(f"  {verb.name} " in done.stdout for verb in VERBS)
+    else:
+        assert done.stdout.startswith(("usage: diloco", "diloco 0."))
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("unknown verb sight: did you mean site?", ["sight"]),
+        ("unknown key outter.lr: did you mean outer.lr?", ["site", *TINY, "run.name=none", "outter.lr=1"]),
+        ("unknown key typo", ["train", *TINY, "+typo=1"]),
+        ("inner.lr is -1.0: positive and finite", ["site", *TINY, "run.name=none", "inner.lr=-1"]),
+        ("codec.down is 'int5'", ["syncer", *TINY, "codec.down=int5"]),
+        ("run.name is null: give the name", ["site", *TINY]),
+        ("site.index is null and cluster.sites has no 'site-q'", ["site", *TINY, "run.name=none", "site.id=site-q"]),
+        ("site.index is 3: from 0 to 2", ["site", *TINY, "run.name=none", "site.index=3"]),
+        ("site.id is 'a/b'", ["site", *TINY, "run.name=none", "site.id=a/b"]),
+        ("--nope", ["site", "--nope"]),
+        ("there is no such file or folder", ["train", *TINY, "data.path=nowhere"]),
+        ("run.init_from is 'nowhere'", ["syncer", *TINY, "run.init_from=nowhere", "cluster.syncer.listen=127.0.0.1:0"]),
+        ("run.resume is 'must'", ["syncer", *TINY, "run.name=none", "run.resume=must"]),
+        ("run.resume is 'must'", ["train", *TINY, "run.name=none", "run.resume=must"]),
+        (
+            "listen is '127.0.0.1:99999': host:port wanted, with a port of 0 to 65535",
+            ["syncer", *TINY, "cluster.syncer.listen=127.0.0.1:99999"],
+        ),
+        ("'127.0.0.1:99999': a port of 1 to 65535", ["status", "127.0.0.1:99999"]),
+        ("nohost.invalid does not resolve here", ["syncer", *TINY, "cluster.syncer.listen=nohost.invalid:1"]),
+        ("not a loopback address", ["syncer", *TINY, "cluster.syncer.listen=0.0.0.0:0"]),
+        ("threads is -1", ["syncer", *TINY, "cluster.syncer.threads=-1"]),
+        ("site.nproc is 2: start the ranks", ["train", *TINY, "site.nproc=2"]),
+        ("site.token_file is 'nowhere'", ["status", "127.0.0.1:1", "site.token_file=nowhere"]),
+        ("'nowhere' is no run folder", ["status", "nowhere"]),
+        ("'nowhere' is no run folder", ["eval", "nowhere"]),
+        ("'nowhere' is no run folder", ["journal", "show", "nowhere"]),
+        ("unrecognized arguments: --print-config", ["eval", "x", "--print-config"]),
+        ("unrecognized arguments: --config", ["status", "x", "--config", "f"]),
+        ("give one run folder, or --syncer", ["eval"]),
+        ("invalid choice: 'hide'", ["journal", "hide", "x"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(
+    words: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    before = dict(os.environ)
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.err.count("\n") == 1, told.err
+    assert not told.out
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize("verb", ["syncer", "train", "site"])
+def test_what_the_machine_refuses_is_one_line_and_exit_1(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    (tmp_path / "runs").write_text("a file where the folder of runs should be")
+    assert main([verb, *TINY, "run.name=x"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"diloco {verb}: runs/x")
+    assert told.rstrip().endswith(("Not a directory", "File exists")), told
+    assert told.count("\n") == 1, told
+
+
+def test_only_its_address_is_blamed_on_where_a_syncer_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    (tmp_path / "tokens").write_text("{}")
+    (tmp_path / "tokens").chmod(0o644)
+    assert main(["syncer", *TINY, "cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.tokens_file=tokens"]) == 2
+    told = capsys.readouterr().err
+    assert "cluster.syncer.tokens_file tokens can be read by others" in told
+    assert "listen" not in told
+    assert main(["syncer", *TINY, "cluster.syncer.listen=0.0.0.0:0"]) == 2
+    assert "cluster.syncer.listen is '0.0.0.0:0': not a loopback" in capsys.readouterr().err
+
+
+def test_the_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["site", "--print-config", "experiment=streaming"])
+    assert ended.value.code == 0
+    assert "adopt: blend" in capsys.readouterr().out
+
+
+def test_under_torchrun_a_rank_reads_a_resolved_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for verb in ("site", "train"):
+        assert main([verb, "run.name=x"]) == 2
+        assert "ranks read a resolved file" in capsys.readouterr().err
+
+
+def test_a_run_folder_without_a_syncer_is_unreachable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: x}")
+    assert main(["status", str(tmp_path)]) == 3
+    assert "no syncer of" in capsys.readouterr().err
+
+
+REFUSING = """
+import contextlib
+from diloco.cli.main import main
+with contextlib.suppress(SystemExit):
+    main(["status", "--help"])
+import grpc
+from diloco.wire.options import ServerOptions
+from tests.wire.fake_syncer import FakeSyncer, RUN, serve
+server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
+with grpc.insecure_channel(server.address) as channel:
+    for _ in range(3):
+        with contextlib.suppress(grpc.RpcError):
+            channel.unary_unary("/a.B/C")(b"x" * 1000, compression=grpc.Compression.Gzip, timeout=20)
+server.stop(0)
+"""
+
+
+def test_a_refusal_by_grpc_itself_writes_no_line() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", REFUSING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""

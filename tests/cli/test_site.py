@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import site as site_main
+from diloco.cli.main import main
+from diloco.cli.site import check_identity
+from diloco.config import run_dir
+from diloco.config.compose import compose, read, write
+from diloco.config.errors import ConfigError, ExitCode
+from diloco.config.run_dir import SiteDir
+from diloco.config.schema import RunConfig
+from diloco.durable import locked
+from diloco.runs.site_machines import Ranks
+from tests.runs.processes import TINY
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "run.name is null"),
+        (["run.name=x", "site.id='../a'"], r"site.id is '../a'"),
+        (["run.name=x", "site.nproc=0"], r"site.nproc is 0: at least 1"),
+        (["run.name=x", "site.node_rank=1"], r"site.node_rank is 1: from 0 to 0"),
+    ],
+)
+def test_a_site_says_which_run_and_which_site_it_is(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_identity(compose(settings))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["inner.memory_checkpoint_every_steps=5", "site.memory_folder=none"],
+            "site.memory_folder is 'none': no such folder",
+        ),
+        (["inner.kernels=liger", "site.device=cpu"], "inner.kernels is 'liger': its kernels are for accelerators"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_before_anything_starts(
+    settings: list[str], words: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["site", *TINY, "run.name=x", "site.id=site-a", "site.nproc=2", *settings]) == 2
+    assert words in capsys.readouterr().err
+    assert os.listdir(place) == []
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_second_start_touches_nothing_of_the_first(
+    nproc: int, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
+    folder = SiteDir(Path("runs/x/sites/site-a"))
+    with locked(folder.root):
+        for path in (folder.config, folder.ending, folder.speaker):
+            path.write_text("of the first")
+        assert main(["site", *TINY, "run.name=x", "site.id=site-a", f"site.nproc={nproc}"]) == 1
+        for path in (folder.config, folder.ending, folder.speaker):
+            assert path.read_text() == "of the first"
+    assert "is it started twice?" in capsys.readouterr().err
+
+
+def test_19_a_site_goes_on_as_its_run_began_and_a_wrong_preset_leaves_no_trace(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr(site_main, "run_rank", lambda config, place: ran.append(config) or (ExitCode.DRAINED, ""))
+    site = ["site", *TINY, "run.name=x", "site.id=site-a"]
+    folder = SiteDir(Path("runs/x/sites/site-a"))
+    write(compose([*site[1:], "outer=streaming", "outer.measure_from=adopted"]), folder.config)
+    for settings in (["outer=streaming"], ["outer=halos"], ["outer=streaming"]):
+        assert main([*site, *settings]) == 75
+    assert [config.outer.measure_from for config in ran] == ["adopted", "adopted", "published"]
+    assert [config.outer.dynamic_rounding for config in ran] == ["down", "up", "down"]
+
+
+def test_under_torchrun_values_are_checked_and_a_drained_site_has_not_failed(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(compose([*TINY, "run.name=x", "site.id=site-a"]), place / "site.yaml")
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    ends = iter((ExitCode.OK, ExitCode.DRAINED, ExitCode.FAILED))
+    monkeypatch.setattr(site_main, "run_rank", lambda config, place: (next(ends), "so it was"))
+    assert main(["site", "--config", "site.yaml", "inner.lr=-1"]) == 2
+    assert "inner.lr is -1: positive" in capsys.readouterr().err.replace("-1.0", "-1")
+    assert main(["site", "--config", "site.yaml", "site.nodes=2"]) == 2
+    assert "site.nodes is 2: not under torchrun" in capsys.readouterr().err
+    assert [main(["site", "--config", "site.yaml"]) for _ in range(3)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("node_rank", "who", "own"), [(0, "First", ""), (1, "Another", "machines/1")])
+def test_each_machine_has_its_part_and_keeps_its_own_settings(
+    node_rank: int, who: str, own: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SiteDir(Path("runs/x/sites/site-a"))
+
+    class Machine:
+        def __init__(self, config: RunConfig, site: SiteDir, ranks: Ranks, asked: object, say: object) -> None:
+            assert site == folder
+            assert ranks.log == folder.root / own / "torchrun.log"
+            assert read(folder.root / own / "config.yaml").site.node_rank == config.site.node_rank == node_rank
+
+        def run(self) -> tuple[ExitCode, str]:
+            return ExitCode.DRAINED, "as machine 0 said"
+
+    monkeypatch.setattr(site_main, who, Machine)
+    several = ["site.nodes=2", f"site.node_rank={node_rank}", "site.rendezvous=127.0.0.1:0"]
+    assert main(["site", *TINY, "run.name=x", "site.id=site-a", *several]) == 75
+    assert (folder.root / "config.yaml").exists() is (node_rank == 0)
+
+
+def test_ranks_that_are_started_again_are_not_held_to_the_word_of_those_before(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is lost just when rank 0 has left: torchrun starts all again, and the new rank 0 takes that word back."""
+    folder = SiteDir(Path("runs/x/sites/site-a"))
+    ended = {"code": int(ExitCode.DRAINED), "text": "drained", "start": 0, "again": False}
+
+    class Scripted:
+        killed = False
+
+        def __init__(self, nproc: int, config: Path, log: Path) -> None:
+            self.log, self._began = log, time.monotonic()
+
+        def start(self, restarts: int) -> None:
+            folder.ending.write_text(json.dumps(ended))
+
+        def code(self) -> int | None:
+            since = time.monotonic() - self._began
+            if 0.3 < since < 1.5:
+                folder.ending.unlink(missing_ok=True)
+            if since < 2.0 and not self.killed:
+                return None
+            folder.ending.write_text(json.dumps({**ended, "code": int(ExitCode.OK), "text": "finished"}))
+            return 0
+
+        def kill(self) -> None:
+            Scripted.killed = True
+
+    monkeypatch.setattr(site_main, "Ranks", Scripted)
+    monkeypatch.setattr(site_main, "RANKS_END_S", 1.0)
+    folder.root.mkdir(parents=True)
+    config = compose(["run.name=x", "site.id=site-a", "site.nproc=2"])
+    assert site_main.run_ranks(config, folder) == (ExitCode.OK, "finished")
+    assert not Scripted.killed

@@ -1,0 +1,171 @@
+"""``diloco standby``: its words, and a run that goes on after its syncer was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from diloco.cli.main import main
+from diloco.cli.status import standby_line
+from tests.loopback.cluster import eventually, free_port, serving
+from tests.runs.processes import START_S, TINY, place_in, wait_for
+from tests.syncer.test_standby import BOUND_S, a_toy
+from tests.syncer.test_standing_by import standing_by
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    yield tmp_path
+    os.environ.clear()
+    os.environ.update(before)
+
+
+FOLLOW = ["follow", *TINY, "run.name=otter", "cluster.syncer.listen=127.0.0.1:0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "say what to do: one of follow, promote, detach, status"),
+        (["prommote", "a:1"], "say what to do"),
+        (["promote"], "promote takes one HOST:PORT"),
+        (["follow", "a:1"], "follow takes no HOST:PORT, but settings"),
+        (["detach", "a:1", "--lossy"], "--lossy is nothing that detach takes"),
+        (["promote", "a:1", "--json"], "--json is nothing that promote takes"),
+        (["follow", *TINY], "run.name is null"),
+        (FOLLOW, "cluster.standby.primary is '': host:port"),
+        ([*FOLLOW, "cluster.standby.primary=a:1", "cluster.replication.mode=both"], "mode is 'both': one of off, sync"),
+        (
+            [*FOLLOW, "cluster.standby.primary=a:1", "cluster.syncer.listen=nowhere"],
+            "cluster.syncer.listen is 'nowhere'",
+        ),
+        (["status", "nowhere"], "'nowhere' is no run folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["standby", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert why in said
+    assert said.count("\n") == 1
+
+
+def test_what_an_operator_says_to_a_standby_and_to_a_syncer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toy = a_toy(tmp_path)
+    with serving(toy) as (_, first, log):
+        standing = standing_by(toy, first, 0)
+        address = standing.start()
+        try:
+            log.wait_for("standby_follows", 1, BOUND_S)
+            assert main(["standby", "status", address, "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["primary"] == first
+            for verb in (["standby", "status"], ["status"]):
+                assert main([*verb, address]) == 0
+                assert f"standby standby follows {first}  versions " in capsys.readouterr().out
+            assert main(["standby", "status", first]) == 1
+            assert "is no standby, but the syncer" in capsys.readouterr().err
+            assert main(["standby", "promote", first]) == 1
+            assert "this is no standby: it is the syncer" in capsys.readouterr().err
+            assert main(["standby", "detach", address]) == 3
+            assert f"this is the standby of {first}: ask there" in capsys.readouterr().err
+            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
+            assert main(["standby", "promote", address, "--lossy"]) == 0
+            assert standing.promoted.is_set()
+            assert standing.lossy
+            assert main(["standby", "detach", first]) == 0
+            assert "goes on without a standby" in capsys.readouterr().out
+        finally:
+            standing.stop()
+            warm = standing.wait(0.0)
+            if warm is not None:
+                warm.taken.close()
+    assert main(["standby", "promote", f"127.0.0.1:{free_port()}"]) == 3
+
+
+def test_a_standby_that_does_not_follow_shows_it() -> None:
+    status = {"name": "iad", "following": False, "heard_seconds_ago": 9.4, "failed": "other bits", "versions": []}
+    line = standby_line({**status, "primary": "fra:1", "epoch": 0, "turns_behind": 0})
+    assert "standby iad DOES NOT FOLLOW (heard 9 s ago) fra:1  versions none yet" in line
+    assert line.endswith("FAILED: other bits")
+    trouble = {"trouble": "disk full: 3 MB are free", "failed": None, "primary": "fra:1", "epoch": 0, "turns_behind": 0}
+    assert standby_line({**status, **trouble, "identity_complaints": ["tokens_file cannot be used"]}).endswith(
+        "3 MB are free  tokens_file cannot be used"
+    )
+    assert standby_line({**status, **trouble}).endswith("0 turns to carry out  disk full: 3 MB are free")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        replication = ["cluster.replication.mode=sync", "cluster.replication.timeout_s=3"]
+        syncer, first = place.syncer("otter", *replication, "run.seconds=20")
+        second = f"127.0.0.1:{free_port()}"
+        own = [f"cluster.standby.primary={first}", f"cluster.syncer.listen={second}", "run.seconds=20"]
+        page = f"127.0.0.1:{free_port()}"
+        watched = [*own, *replication, f"cluster.syncer.metrics={page}"]
+        standby = place.start("standby", "standby", "follow", *TINY, "run.name=otter", *watched)
+        site = place.site("otter", f"{first},{second}", "site-a", "run.seconds=20", "site.index=0", "site.num_sites=1")
+        wait_for(lambda: len(place.seen("otter", "syncer", "published")) >= 3, "versions", site.text)
+        syncer.kill()
+        code, said = place.run("standby", "promote", second)
+        assert code == 0, said
+        moved = tmp_path / "runs" / "otter" / "syncer.folder"
+        wait_for(moved.is_file, "the record of where the run goes on", standby.text)
+        wait_for(lambda: f"\nmetrics at http://{page}/metrics\n" in standby.text(), "the syncer's page", standby.text)
+        with urlopen(f"http://{page}/metrics", timeout=START_S) as answer:
+            assert b"\ndiloco_syncer_epoch 1." in answer.read()
+        assert moved.read_text() == "standby"
+        code, said = place.run("restore", "otter", "--from", "any")
+        assert (code, "stop this run's syncer first" in said) == (1, True), said
+        assert site.end() == 0, site.text()
+        assert standby.end() == 0, standby.text()
+        assert "run otter has finished; final version in runs/otter/standby/final" in standby.text()
+        assert "the same command" not in standby.text()
+        epochs = [event["epoch"] for event in place.seen("otter", "syncer", "syncer_started")]
+        assert epochs == sorted(set(epochs))
+        assert len(epochs) == 2
+        syncers = {event["syncer"] for event in place.seen("otter", "site-a", "joined")}
+        assert syncers == {first, second}
+        begin = standby.text().index("`diloco syncer ") + 1
+        command = shlex.split(standby.text()[begin : standby.text().index("` goes on")])
+        code, said = place.run(*command[1:])
+        assert (code, "run otter has finished; final version in runs/otter/standby/final" in said) == (0, True), said
+
+
+@pytest.mark.slow
+def test_it_ends_when_the_run_has_finished_and_its_syncer_has_stopped(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        budget = ["cluster.replication.mode=sync", "run.seconds=6"]
+        syncer, first = place.syncer("otter", *budget)
+        own = [f"cluster.standby.primary={first}", "cluster.syncer.listen=127.0.0.1:0"]
+        standby = place.start("standby", "standby", "follow", *TINY, "run.name=otter", *own, *budget)
+        site = place.site("otter", first, "site-a", "run.seconds=6", "site.index=0", "site.num_sites=1")
+        assert site.end() == 0, site.text()
+        assert syncer.end() == 0, syncer.text()
+        assert standby.end() == 0, standby.text()
+        assert standby.text().endswith(
+            "run otter has finished and its syncer has stopped: there is nothing to stand by for\n"
+        )
+
+
+def test_ctrl_c_while_it_follows(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        primary = f"cluster.standby.primary=127.0.0.1:{free_port()}"
+        standby = place.start("standby", "standby", *FOLLOW, primary, "cluster.syncer.metrics=127.0.0.1:0")
+        wait_for(lambda: "it takes over when it is told to" in standby.text(), "its first words", standby.text)
+        wait_for(lambda: "metrics at http" in standby.text(), "the address of its page", standby.text)
+        (page,) = re.findall(r"metrics at (http://\S+), and those of the syncer once", standby.text())
+        with urlopen(page, timeout=START_S) as answer:
+            assert b"\ndiloco_standby_following 0.0\n" in answer.read()
+        standby.signal(signal.SIGINT)
+        assert standby.end() == 75
+        assert "the same command goes on" in standby.text()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from diloco.cli import status
+from diloco.cli.main import main
+from diloco.cli.status import heading, report, sites_table, stages_lines, syncer_address, units_line
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from tests.observe.recorded import Recorder, write
+
+
+def test_it_writes_the_report_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "events.jsonl", Recorder(10).record()[:200])
+    assert report([str(tmp_path)]) is ExitCode.OK
+    out = capsys.readouterr().out
+    assert "the run did not come to its end" in out
+    assert (tmp_path / "report.html").is_file()
+    assert str(tmp_path / "report.html") in out
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run folder"):
+        report([str(tmp_path)])
+    with pytest.raises(VerbError):
+        report([])
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+UNITS = {
+    "processed": 1201,
+    "leased": 1300,
+    "merged": 1200,
+    "partly": 0,
+    "in_hand": 100,
+    "given_back": 0,
+    "reissued": 7,
+    "repeated": 0,
+    "sequences": 64,
+}
+STATUS = {
+    "run_id": "nimble-otter",
+    "phase": "ending",
+    "ending": "drained",
+    "progress": 0.25,
+    "run_tokens": 12000,
+    "epoch": 3,
+    "up_seconds": 12.3,
+    "kernels": "native (AVX2)",
+    "fragments": [{"version": 4, "arrived": ["site-a"]}, {"version": 5, "arrived": []}],
+    "sites": {
+        "site-a": {
+            "status": "live",
+            "step": 120,
+            "loss": 2.5,
+            "tokens_per_s": 8120.0,
+            "tokens_processed": 15000,
+            "tokens_merged": 12000,
+            "tokens_in_flight": 2000,
+            "staleness": 1,
+            "bytes_up": 2048,
+            "bytes_down": 4096,
+            "payload_bytes_up": 2000,
+            "payload_bytes_down": 4000,
+            "heard_seconds_ago": 0.4,
+        },
+        "site-b": {
+            "status": "silent",
+            "tokens_merged": 0,
+            "payload_bytes_up": 0,
+            "payload_bytes_down": 10,
+            "heard_seconds_ago": None,
+        },
+    },
+}
+
+
+def test_the_table_shows_a_site_that_reports_and_one_that_never_did() -> None:
+    console = Console(width=140)
+    with console.capture() as told:
+        console.print(heading(STATUS))
+        console.print(sites_table(STATUS))
+    text = told.get()
+    for words in (
+        "nimble-otter",
+        "ending (drained)",
+        "25%",
+        "versions 4,5",
+        "kernels native (AVX2)",
+        "12,000",
+        "8,120",
+        "2.5000",
+        "0.4 s ago",
+        "never",
+    ):
+        assert words in text, text
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_watch_ended_by_ctrl_c_has_not_failed(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status, "_asker", lambda address, settings: lambda: STATUS)
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=stop, gmtime=time.gmtime, strftime=time.strftime))
+    assert main(["status", "127.0.0.1:7077", "--watch", *option]) == 0
+
+
+def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path) -> None:
+    assert syncer_address("127.0.0.1:7077") == "127.0.0.1:7077"
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(VerbError, match="no syncer of"):
+        syncer_address(str(tmp_path))
+    (tmp_path / "syncer.address").write_text("127.0.0.1:4000")
+    assert syncer_address(str(tmp_path)) == "127.0.0.1:4000"
+    with pytest.raises(ConfigError, match="no run folder"):
+        syncer_address("nowhere:at-all")
+
+
+def test_where_the_units_are_is_shown_where_any_are_leased() -> None:
+    assert units_line(STATUS) == units_line({**STATUS, "units": None}) == ""
+    assert units_line({**STATUS, "units": UNITS}).startswith("units of 64 sequences: 1,300 leased, 1,201 processed, ")
+
+
+def test_the_stages_of_the_latest_rounds_are_shown_once_there_are_any() -> None:
+    assert stages_lines(STATUS) == ""
+    costs = {"receive_s": 1.25, "read_s": 0.001, "publish_s": 0.0125}
+    fragments = [{"version": 4, "costs": costs}, {"version": 5, "costs": None}]
+    assert stages_lines({**STATUS, "fragments": fragments}) == (
+        "round 4 of fragment 0: receive 1,250.0 ms, read 1.0 ms, publish 12.5 ms\n"
+    )
+
+
+def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
+    assert "NO UPDATES" not in heading(STATUS)
+    sites = {"site-a": {"updates_corrupt": 2, "bases_differed": 1}, "site-b": {"updates_corrupt": 0}}
+    told = heading({**STATUS, "not_ready": ["disk_full", "draining"], "sites": sites})
+    assert "TAKES NO UPDATES: disk_full, draining" in told
+    assert "site-a CORRUPTS DATA (2 updates and 1 bases)" in told
+    assert "site-b" not in told
+    broken = "permissions cannot be used, what was read before stays in force: permissions p: it is not JSON"
+    assert f"  {broken}  TAKES NO" in heading({**STATUS, "identity_complaints": [broken], "not_ready": ["disk_full"]})
+    held = {"fragment": 1, "sequence": 7, "seconds": 12.4, "why": "its norm is 400 times the usual one"}
+    still = {"fragment": 1, "seconds": 31.4, "waits_for": ["site-b"], "why": "waiting for site-b of all 2 members"}
+    told = heading({**STATUS, "standstill": still})
+    assert told.endswith("  NO VERSION of fragment 1 for 31 s: waiting for site-b of all 2 members")
+    told = heading({**STATUS, "sites": {"site-a": {"held": [held]}, "site-b": {"held": []}}})
+    assert "HELD for 12 s: site-a 1 7: its norm is 400 times the usual one (diloco admit, diloco refuse)" in told
+
+
+def test_a_restored_run_and_its_backups_are_in_the_first_line() -> None:
+    assert "restored" not in heading({**STATUS, "lineage": 1, "backup": None})
+    assert "backup" not in heading({**STATUS, "lineage": 1, "backup": None})
+    backup = {"age_s": 12.4, "failing": "", "last": "x", "url": "vault"}
+    told = heading({**STATUS, "lineage": 1_795_235_467, "backup": backup})
+    assert "restored 2026-11-21 04:31:07 UTC  backup 12 s old" in told
+    failing = heading({**STATUS, "backup": {**backup, "age_s": None, "failing": "no route"}})
+    assert "backup none yet, FAILING: no route" in failing

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli.main import main
+from diloco.cli.syncer import again, join_line, old_copy
+from diloco.config.arguments import settings_help
+from diloco.config.compose import compose, read, write
+from diloco.config.run_dir import RunDir
+from diloco.durable import locked
+from tests.loopback.cluster import free_port
+from tests.runs.processes import TINY, place_in, wait_for
+
+LISTEN = "cluster.syncer.listen=127.0.0.1:0"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    yield tmp_path
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_the_line_that_a_site_needs_means_the_same_run() -> None:
+    from diloco.config.compose import shared_digest
+
+    settings = [
+        "outer=diloco",
+        "run.tokens=5",
+        "cluster=local4",
+        LISTEN,
+        "run.dir=elsewhere",
+        "data.path=a b",
+        "data=text",
+    ]
+    config = compose([*settings, "run.name=otter"])
+    line = join_line(config, "10.0.0.1:7077", settings, None)
+    assert line.startswith("diloco site run.name=otter outer=diloco run.tokens=5 ")
+    assert line.endswith(" site.syncer=10.0.0.1:7077 site.id=site-a")
+    assert "'data.path=a b'" in line
+    assert LISTEN not in line
+    import shlex
+
+    joined = compose(shlex.split(line)[2:])
+    assert shared_digest(joined) == shared_digest(config)
+    assert list(joined.cluster.sites) == list(config.cluster.sites), "into how many shares the text is dealt"
+    assert "--config run.yaml" in join_line(config, "x:1", [], Path("run.yaml"))
+    assert settings_help()
+
+
+def test_the_first_line_says_how_a_run_without_a_name_goes_on(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        syncer = place.start("syncer", "syncer", *TINY, LISTEN)
+        wait_for(lambda: "a site joins with" in syncer.text(), "the syncer's greeting", syncer.text)
+        name = next((tmp_path / "runs").glob("*/syncer.address")).parent.name
+        first = syncer.text().splitlines()[0]
+        assert first.startswith(f"run {name} in runs/{name}, listening on 127.0.0.1:")
+        assert first.endswith(f"; the same command with run.name={name} goes on")
+
+
+def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp_path: Path) -> None:
+    """The sites know nothing of it: theirs is the room of before."""
+    with place_in(tmp_path) as place:
+        listen = f"cluster.syncer.listen=127.0.0.1:{free_port()}"
+        syncer, address = place.syncer("otter", "outer.sites_max=1", listen)
+        two = ["outer.sites_max=1", "site.num_sites=2"]
+        fra = place.site("otter", address, "fra", "site.index=0", *two)
+        wait_for(lambda: place.seen("otter", "fra", "joined"), "fra", fra.text)
+        iad = place.site("otter", address, "iad", "site.index=1", *two)
+        assert iad.end() == 1
+        assert "the run has no room for site iad: outer.sites_max is reached" in iad.text()
+        syncer.signal(signal.SIGHUP)
+        assert syncer.end() == 75
+        begin = len(place.events("otter"))
+        syncer, _ = place.syncer("otter", "outer.sites_max=2", listen)
+        (changed,) = place.seen("otter", "syncer", "settings_changed")
+        assert changed["why"] == "outer.sites_max is 2 and was 1"
+        iad = place.site("otter", address, "iad", "site.index=1", *two)
+
+        def merged() -> set[str]:
+            steps = [event["sites"] for event in place.events("otter")[begin:] if event["what"] == "outer_step"]
+            return {name for sites in steps if isinstance(sites, dict) for name in sites}
+
+        wait_for(lambda: merged() == {"fra", "iad"}, "updates of both", lambda: f"{iad.text()}{syncer.text()}")
+        syncer.signal(signal.SIGHUP)
+        assert syncer.end() == 75
+        syncer, _ = place.syncer("otter", listen)
+        assert "note: outer.sites_max=2, as the run has it" in syncer.text()
+
+
+def test_another_run_under_the_same_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose([*TINY, "run.name=otter"])
+    write(config, Path("runs/otter/config.yaml"))
+    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "outer.lr=0.1"]) == 4
+    assert "outer.lr is 0.1 now and 0.7 in runs/otter/config.yaml" in capsys.readouterr().err
+    assert read(Path("runs/otter/config.yaml")) == config
+
+
+def test_a_second_syncer_in_one_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(Path("runs/otter/syncer")):
+        assert main(["syncer", *TINY, LISTEN, "run.name=otter"]) == 1
+    assert "is this run's syncer running already?" in capsys.readouterr().err
+
+
+def test_a_version_zero_that_cannot_be_made_is_refused_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [*TINY, LISTEN, "run.name=otter", "run.init_from=nowhere"]
+    assert main(["syncer", *given]) == 2
+    assert "run.init_from is 'nowhere': neither a .safetensors file nor a folder" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    with locked(Path("runs/otter/syncer")):  # A run that goes on has long had it.
+        assert main(["syncer", *given]) == 1
+
+
+def test_never_and_must(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "run.resume=must"]) == 2
+    Path("runs/otter/syncer").mkdir(parents=True)
+    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "run.resume=never"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert "there is no run otter in runs" in told[0]
+    assert "take another run.name" in told[1]
+
+
+def test_a_standby_that_was_promoted_goes_on_as_a_syncer() -> None:
+    settings = ["run.name=otter", "data.path=a b", "cluster.standby.primary=x:1", "cluster.syncer.listen=y:1"]
+    config = compose(settings)
+    given = argparse.Namespace(config=None, settings=settings)
+    assert again(config, given) == "the same command with run.name=otter"
+    whole = "`diloco syncer run.name=otter 'data.path=a b' cluster.syncer.listen=y:1`"
+    assert again(config, given, promoted=True) == whole
+    given.config = Path("run.yaml")
+    assert again(config, given, promoted=True).startswith("`diloco syncer --config run.yaml run.name=otter ")
+
+
+def test_a_folder_that_the_run_has_left_is_not_gone_on_in(capsys: pytest.CaptureFixture[str]) -> None:
+    write(compose([*TINY, "run.name=otter"]), Path("runs/otter/config.yaml"))
+    RunDir(Path("runs/otter")).move_to(Path("runs/otter/standby"))
+    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "cluster.syncer.folder=runs/otter/syncer"]) == 2
+    said = capsys.readouterr().err
+    assert "the run goes on in runs/otter/standby since it was moved there" in said
+    with locked(Path("runs/otter/standby")):
+        for named in ([], ["cluster.syncer.folder=runs/otter/standby"]):
+            assert main(["syncer", *TINY, LISTEN, "run.name=otter", *named]) == 1
+            assert "runs/otter/standby is in use by process" in capsys.readouterr().err
+
+
+def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/otter").mkdir(parents=True)
+    Path("runs/otter/events.jsonl").write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
+    for there in (False, True):
+        if there:
+            Path("runs/otter/syncer").mkdir()  # An empty volume in its place.
+        assert main(["syncer", *TINY, LISTEN, "run.name=otter"]) == 1
+        said = capsys.readouterr().err
+        assert "has published versions and runs/otter/syncer is gone: diloco restore takes it up again" in said
+        assert said.count("\n") == 1
+
+
+def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens, token = tmp_path / "tokens.json", tmp_path / "token"
+    for file, text in ((tokens, '{"observer": "token-of-observer"}'), (token, "token-of-observer")):
+        file.write_text(text)
+        file.chmod(0o600)
+    with place_in(tmp_path) as place:
+        syncer, address = place.syncer("broken", f"cluster.syncer.tokens_file={tokens}")
+        tokens.write_text("{")
+        said = f"tokens_file cannot be used, what was read before stays in force: tokens_file {tokens} is not JSON"
+        wait_for(lambda: said in syncer.text(), "its terminal", syncer.text)
+        assert main(["status", address, f"site.token_file={token}"]) == 0
+        assert said in capsys.readouterr().out
+        tokens.write_text('{"observer": "token-of-observer"}')
+        wait_for(lambda: "tokens_file was read again" in syncer.text(), "its terminal", syncer.text)
+        assert syncer.text().count(said) == 1
+        assert main(["status", address, f"site.token_file={token}"]) == 0
+        assert "cannot be used" not in capsys.readouterr().out
+
+
+def test_a_syncer_whose_folder_is_taken_away_ends_in_words(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        syncer, _ = place.syncer("lost", "cluster.syncer.linger_s=0")
+        shutil.rmtree(tmp_path / "runs/lost/syncer")
+        assert syncer.end() == 1
+        assert syncer.text().splitlines()[-1] == (
+            "diloco syncer: runs/lost/syncer is gone, or was emptied, under this process"
+        )
+        assert "Traceback" not in syncer.text()
+
+
+def test_a_start_on_an_old_copy_says_so_and_what_to_type() -> None:
+    events: list[dict[str, Any]] = [
+        {"at": 1.0, "who": "syncer", "what": "published", "fragment": 1, "version": version} for version in (6, 7)
+    ]
+    status = {"lineage": 1, "fragments": [{"version": 9}, {"version": 7}]}
+    assert old_copy(events, status) == ""
+    status["fragments"] = [{"version": 3}, {"version": 3}]
+    said = old_copy(events, status)
+    assert "version 7 of fragment 1 was published, and here it is at 3" in said
+    assert said.endswith("diloco restore RUN_DIR --from-site SITE_DIR --above 1, or --from BACKUP")
+    events[-1]["lineage"] = 50
+    assert "--above 50" in old_copy(events, {"lineage": 1, "fragments": [{"version": 9}, {"version": 9}]})
+    assert old_copy(events, {"lineage": 60, "fragments": [{"version": 1}, {"version": 1}]}) == ""

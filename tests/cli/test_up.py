@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli.up import check, choose_run, exit_code, facts_of, main, reference_bits, up_options
+from diloco.config import compose as configs
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.placing import below
+from diloco.config.run_dir import RunDir
+from diloco.config.schema import ClusterSite, DataSection, RunConfig
+from diloco.durable import locked
+from diloco.observe.history import RunHistory
+from diloco.runs.scenario import ScenarioError, scenario_of
+from diloco.runs.up import OneSyncer, Outcome, syncers_of
+from tests.sooner import sooner
+
+
+def test_compressors_on_the_validation_text() -> None:
+    bits = reference_bits(DataSection())
+    assert 1.0 < bits["xz"] < bits["zlib -9"] < 4.0
+
+
+def test_a_users_own_text_is_not_read_for_it() -> None:
+    assert reference_bits(DataSection(kind="text", path="/nowhere")) == {}
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def config_in(path: Path, *overrides: str) -> RunConfig:
+    return compose([f"run.dir={path / 'runs'}", *overrides])
+
+
+def chosen(config: RunConfig) -> tuple[RunDir, bool]:
+    with ExitStack() as stack:
+        return choose_run(config, stack)
+
+
+def begun(path: Path, *overrides: str) -> RunDir:
+    """A run that was begun and not finished."""
+    run_dir, again = chosen(config_in(path, *overrides))
+    assert not again
+    run_dir.syncer.mkdir()
+    return run_dir
+
+
+def finish(run_dir: RunDir) -> None:
+    run_dir.final_model.parent.mkdir(parents=True)
+    run_dir.final_model.write_bytes(b"")
+
+
+def test_a_new_run_has_a_name_a_configuration_and_is_the_latest(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.resume=never")
+    run_dir, again = chosen(config)
+    assert not again
+    assert run_dir.root.name == config.run.name
+    assert (tmp_path / "runs" / "latest").resolve() == run_dir.root.resolve()
+    # A child that is started again must be able to go on.
+    assert configs.read(run_dir.config).run.resume == "auto"
+
+
+def test_the_latest_run_goes_on_though_its_syncers_folder_is_gone(tmp_path: Path) -> None:
+    """The syncer then says what to do; a new run would leave the sites' work behind in silence."""
+    first = begun(tmp_path)
+    first.syncer.rmdir()
+    assert chosen(config_in(tmp_path)) != (first, True), "nothing was in it"
+    first = begun(tmp_path)
+    first.events.write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
+    first.syncer.rmdir()
+    assert chosen(config_in(tmp_path)) == (first, True)
+
+
+def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    (first.root / "summary.json").write_text("{}")
+    run_dir, again = chosen(config_in(tmp_path, "run.log_every=3"))
+    assert (run_dir.root, again) == (first.root, True)
+    assert not run_dir.summary.exists(), "a summary of the part before"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    sooner(["outer.lr=0.5", "network.rtt_ms=200", "scenario=none", "inner.lr=0.001"], "scenario=none", "outer.lr=0.5"),
+)
+def test_another_configuration_is_another_run(setting: str, tmp_path: Path, capsys: Any) -> None:
+    first = begun(tmp_path)
+    with pytest.raises(ConfigError, match=f"run.resume is 'must': .* is another run: {setting.partition('=')[0]} is"):
+        chosen(config_in(tmp_path, setting, "run.resume=must"))
+    run_dir, again = chosen(config_in(tmp_path, setting))
+    assert not again
+    key, _, value = setting.partition("=")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"a new run, since {first.root} is another run: {key} is {value}")
+    assert run_dir.root != first.root
+
+
+def test_a_named_run_says_what_it_takes_anew(tmp_path: Path, capsys: Any) -> None:
+    first = begun(tmp_path)
+    others = ["network=loopback", "site.threads=2", "scenario=none"]
+    assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("taken anew: network.emulate is False now and was True; ")
+    assert line.endswith("; and 3 more")
+    assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_named_run_goes_on_with_more_room_for_sites(tmp_path: Path, capsys: Any) -> None:
+    first = begun(tmp_path)
+    config = config_in(tmp_path, f"run.name={first.root.name}", "outer.sites_max=40")
+    with ExitStack() as stack:
+        assert choose_run(config, stack, frozenset({"outer.sites_max"})) == (first, True)
+    assert capsys.readouterr().out == "taken anew: outer.sites_max is 40 now and was 16\n"
+    assert configs.read(first.config).outer.sites_max == 40
+    assert chosen(config_in(tmp_path)) == (first, True)
+    assert capsys.readouterr().out == "note: outer.sites_max=40, as the run has it\n"
+
+
+def test_a_finished_run_does_not_go_on(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    finish(first)
+    assert chosen(config_in(tmp_path))[0].root != first.root
+    with pytest.raises(ConfigError, match="has finished"):
+        chosen(config_in(tmp_path, f"run.name={first.root.name}"))
+
+
+def test_resume_is_obeyed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none that can go on"):
+        chosen(config_in(tmp_path, "run.resume=must"))
+    with pytest.raises(ConfigError, match="there is no run otter"):
+        chosen(config_in(tmp_path, "run.resume=must", "run.name=otter"))
+    first = begun(tmp_path)
+    assert chosen(config_in(tmp_path, "run.resume=never"))[0].root != first.root
+    with pytest.raises(ConfigError, match="holds a run"):
+        chosen(config_in(tmp_path, "run.resume=never", f"run.name={first.root.name}"))
+    assert chosen(config_in(tmp_path, "run.resume=must", f"run.name={first.root.name}"))[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "leased"),
+    [
+        ([], True),
+        (["inner.deterministic=true"], False),
+        (["outer.lock_step=true"], False),
+        (["data.leased=false"], False),
+        (["data.leased=true", "inner.deterministic=true"], True),
+    ],
+)
+def test_a_new_run_leases_units_of_its_one_text_unless_it_is_to_be_the_same_twice(
+    settings: list[str], leased: bool, tmp_path: Path
+) -> None:
+    run_dir, _ = chosen(config_in(tmp_path, *settings))
+    assert configs.read(run_dir.config).data.leased is leased
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_leases_as_it_did(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    text = first.config.read_text()
+    assert "leased: true" in text
+    first.config.write_text(text.replace("  leased: true\n", ""))  # As an earlier release has left it.
+    name = f"run.name={first.root.name}"
+    assert chosen(config_in(tmp_path)) == (first, True)
+    assert chosen(config_in(tmp_path, name))[1]
+    assert not configs.read(first.config).data.leased
+    with pytest.raises(VerbError, match=r"data\.leased is true now and not set in") as refusal:
+        chosen(config_in(tmp_path, name, "data.leased=true"))
+    assert refusal.value.code is ExitCode.MISMATCH
+
+
+def test_another_configuration_under_the_same_name_is_a_mismatch(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    with pytest.raises(VerbError, match=r"outer.lr is 0.5 now and \d\.\d+ in") as refusal:
+        chosen(config_in(tmp_path, f"run.name={first.root.name}", "outer.lr=0.5"))
+    assert refusal.value.code is ExitCode.MISMATCH
+
+
+def test_a_run_that_runs_is_left_alone(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    with locked(first.root):
+        assert chosen(config_in(tmp_path))[0].root != first.root
+        with pytest.raises(VerbError, match="running already"):
+            chosen(config_in(tmp_path, f"run.name={first.root.name}"))
+
+
+def test_the_demo_is_played_as_far_as_it_applies(tmp_path: Path) -> None:
+    def targets(*overrides: str) -> list[str]:
+        return [step.target for step in scenario_of(config_in(tmp_path, *overrides))]
+
+    assert targets() == ["site-b", "link:site-c", "syncer"]
+    assert targets("cluster=one") == ["syncer"]
+    assert targets("network.emulate=false") == ["site-b", "syncer"]
+    assert targets("scenario=none") == []
+    assert targets("scenario=demo") == ["site-b", "link:site-c", "syncer"]
+
+
+def test_a_users_scenario_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "faults.yaml"
+    file.write_text("- {at_s: 1, do: kill, target: site-z}")
+    with pytest.raises(ScenarioError, match="site-z"):
+        scenario_of(config_in(tmp_path, f"scenario={file}"))
+    file.write_text("- {at_s: 1, do: reset, target: 'link:site-a'}")
+    assert len(scenario_of(config_in(tmp_path, f"scenario={file}"))) == 1
+    with pytest.raises(ConfigError, match=r"network\.emulate is false"):
+        scenario_of(config_in(tmp_path, f"scenario={file}", "network.emulate=false"))
+    with pytest.raises(ConfigError, match=r"neither a file that can be read nor one of demo, none"):
+        scenario_of(config_in(tmp_path, "scenario=nothing.yaml"))
+
+
+def test_every_site_gets_its_link_and_its_speed(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.name=otter", "cluster.sites.site-b.link.rtt_ms=200")
+    one = OneSyncer("syncer", "127.0.0.1:7001", RunDir(tmp_path), "diloco restore")
+    options = up_options(config, [one], None, [], {})
+    assert list(options.sites) == ["site-a", "site-b", "site-c"]
+    assert "site.slowdown=1.25" in options.sites["site-b"]
+    assert {"site.id=site-b", "site.index=1", "site.num_sites=3"} <= set(options.sites["site-b"])
+    assert "site.syncer=127.0.0.1:7001" in options.sites["site-a"]
+    assert [options.links[name]["rtt_ms"] for name in options.sites] == [80.0, 200.0, 80.0]
+    assert sum(options.layout) > 600_000
+    assert options.ending_s_max > 60
+
+
+def test_every_site_gets_a_link_to_each_syncer(tmp_path: Path) -> None:
+    two = ["outer.num_fragments=2", "outer.num_syncers=2"]
+    config = config_in(tmp_path, "run.name=otter", "cluster.sites.site-b.link.rtt_ms=200", *two)
+    syncers = syncers_of(config)
+    options = up_options(config, syncers, None, [], {})
+    assert options.address == "/".join(each.address for each in syncers)
+    assert f"site.syncer={options.address}" in options.sites["site-c"]
+    assert sorted(options.links) == [f"site-{name}{at}" for name in "abc" for at in ("", "@1")]
+    assert options.links["site-b@1"]["rtt_ms"] == 200.0
+    assert [each.name for each in options.syncers(RunDir(tmp_path))] == ["syncer", "syncer-1"]
+
+
+def test_a_run_of_two_syncers_goes_on_until_both_have_finished(tmp_path: Path) -> None:
+    two = ["outer.num_fragments=2", "outer.num_syncers=2"]
+    run_dir, again = chosen(config_in(tmp_path, *two))
+    assert not again
+    for index in range(2):
+        below(run_dir, index).syncer.mkdir(parents=True)
+    finish(below(run_dir, 0))
+    assert chosen(config_in(tmp_path, *two))[0].root == run_dir.root
+    finish(below(run_dir, 1))
+    assert chosen(config_in(tmp_path, *two))[0].root != run_dir.root
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "status", "wanted"),
+    [
+        ("finished", ExitCode.OK, "ok", ExitCode.OK),
+        ("finished", ExitCode.OK, "the tokens of site-a do not balance", ExitCode.FAILED),
+        ("drained", ExitCode.OK, "drained: the same command goes on with it", ExitCode.DRAINED),
+        (None, ExitCode.OK, "the run did not come to its end", ExitCode.FAILED),
+        ("drained", ExitCode.FAILED, "stopped at once, by hand", ExitCode.FAILED),
+    ],
+)
+def test_exit_codes(ending: Any, code: ExitCode, status: str, wanted: ExitCode) -> None:
+    history = RunHistory()
+    history.ending = ending
+    assert exit_code(history, Outcome(code), status) is wanted
+
+
+def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
+    facts = facts_of(config_in(tmp_path, "run.name=otter", "run.seconds=60"), 1_050_000)
+    assert facts.name == "otter"
+    assert facts.seconds == 60
+    assert "2x128 transformer, 1.05M values · stdlib · int4:32+zstd1" in facts.what
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("site.index=0", r"site\.index is 0: diloco up gives"),
+        ("site.num_sites=3", r"site\.num_sites is 3"),
+        ("site.id=site-b", r"site\.id is 'site-b'"),
+        ("site.syncer=otherhost:1", r"site\.syncer is 'otherhost:1'"),
+        ("site.nodes=2", r"site\.nodes is 2: diloco up gives"),
+        ("cluster.sites.site-b.nodes=2", r"cluster\.sites\.site-b\.nodes is 2: diloco up has one machine"),
+        ("cluster.syncer.folder=there", r"cluster\.syncer\.folder is 'there': diloco up keeps"),
+        ("outer.quorum=4", r"outer\.quorum is 4: cluster\.sites has 3, so that no round would ever close"),
+        ("outer.quorum_min=4", r"outer\.quorum_min is 4: cluster\.sites has 3"),
+        ("cluster.replication.mode=sync", r"cluster\.replication\.mode is 'sync': diloco up starts no standby"),
+        ("upstream.endpoint=a:1", r"upstream\.endpoint is 'a:1': diloco up is a whole run"),
+    ],
+)
+def test_what_up_decides_by_itself_is_refused(setting: str, wanted: str, tmp_path: Path) -> None:
+    check(config_in(tmp_path))
+    with pytest.raises(ConfigError, match=wanted):
+        check(config_in(tmp_path, setting))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("eval", "another process"), ("up", "another process"), ("syncer", "another process"), ("-a", "letters, digits")],
+)
+def test_a_site_needs_a_name_of_its_own(name: str, wanted: str, tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    config.cluster.sites[name] = ClusterSite()
+    with pytest.raises(ConfigError, match=f"cluster.sites has '{name}': .*{wanted}"):
+        check(config)
+
+
+def test_a_version_zero_that_cannot_be_made_is_refused_before_a_run_begins(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.init_from is 'nowhere': neither a \.safetensors file nor"):
+        chosen(config_in(tmp_path, "run.init_from=nowhere", "run.name=otter"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"outer\.lr"):
+        main(["outer.lr=-1"])
+    Path("no-sites.yaml").write_text("run: {name: otter}\n")
+    with pytest.raises(ConfigError, match=r"cluster\.sites is empty"):
+        main(["--config", "no-sites.yaml"])
+    assert os.listdir(tmp_path) == ["no-sites.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["inner.memory_checkpoint_every_steps=5", "site.memory_folder=none"],
+            "site.memory_folder is 'none': no such folder",
+        ),
+        (["inner.kernels=liger", "site.device=cpu"], "inner.kernels is 'liger': its kernels are for accelerators"),
+    ],
+)
+def test_what_no_site_could_do_here_is_refused_before_anything_starts(
+    settings: list[str], words: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        main(settings)
+    assert os.listdir(tmp_path) == []

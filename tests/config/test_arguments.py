@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from diloco.config.arguments import goes_on, limit_threads, load_config, settings_help, settings_parser
+from diloco.config.compose import GROUPS, choices, compose, write
+from diloco.config.errors import ExitCode, VerbError
+from diloco.config.keys import leaves
+
+
+def test_settings_stand_between_options_and_on_top_of_a_file(tmp_path: Path) -> None:
+    write(compose(["outer=diloco", "run.seed=3"]), tmp_path / "c.yaml")
+    given = settings_parser("site", "").parse_args(["--config", str(tmp_path / "c.yaml"), "run.seed=4", "site.id=x"])
+    config = load_config(given)
+    assert (config.outer.lock_step, config.run.seed, config.site.id) == (True, 4, "x")
+    assert load_config(settings_parser("site", "").parse_args(["run.seed=5"])).run.seed == 5
+
+
+def test_settings_stand_on_both_sides_of_an_option(tmp_path: Path) -> None:
+    write(compose([]), tmp_path / "c.yaml")
+    given = settings_parser("up", "").parse_args(["seed=3", "--config", str(tmp_path / "c.yaml"), "run.seconds=5"])
+    config = load_config(given)
+    assert (config.run.seed, config.run.seconds) == (3, 5)
+    parser = settings_parser("status", "", file=False, shown=False)
+    parser.add_argument("--watch", action="store_true")
+    given = parser.parse_args(["runs/x", "--watch", "site.token_file=t"])
+    assert given.watch
+    assert given.settings == ["runs/x", "site.token_file=t"]
+
+
+def test_19_the_commands_that_a_run_prints_name_what_it_keeps_of_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run began without the setting that the preset of this release has otherwise, and its sites still have it so.
+
+    So a syncer or a site that starts again is part of the same run, and so is a site that joins by the printed line.
+    """
+    path = tmp_path / "config.yaml"
+    write(compose(["outer=streaming", "outer.measure_from=adopted"]), path)
+    given = settings_parser("site", "").parse_args(["outer=streaming"])
+    config = goes_on(load_config(given), path, given)
+    assert config.outer.measure_from == "adopted"
+    assert given.settings == ["outer=streaming", "outer.measure_from=adopted"]
+    assert load_config(given) == config
+    assert capsys.readouterr().out == "note: outer.measure_from=adopted, as the run has it\n"
+    for settings in (["outer=streaming", "outer.measure_from=published"], ["--config", str(path)]):
+        given = settings_parser("site", "").parse_args(settings)
+        before = load_config(given)
+        assert goes_on(before, path, given) == before
+        assert not capsys.readouterr().out
+    given = settings_parser("site", "").parse_args([])
+    assert goes_on(load_config(given), tmp_path / "none.yaml", given) == load_config(given)
+
+
+def test_a_wrong_option_is_one_line() -> None:
+    with pytest.raises(VerbError, match="unrecognized arguments: --nope") as ended:
+        settings_parser("site", "").parse_args(["--nope"])
+    assert ended.value.code is ExitCode.USAGE
+
+
+def test_threads_are_set_for_torch_and_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    limit_threads(0)
+    assert os.environ["OMP_NUM_THREADS"] == "before"
+    limit_threads(3, deterministic=True)
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_group_choice_and_key_is_listed_once() -> None:
+    lines = settings_help().splitlines()
+    for group in GROUPS:
+        (line,) = [line for line in lines if line.startswith(f"  {group}=")]
+        assert line.partition("=")[2].replace("|", " ").split() == choices()[group]
+    for key, _, _ in leaves():
+        assert sum(line.startswith(f"  {key} [") for line in lines) == 1, key
+    (line,) = [line for line in lines if line.startswith("  outer.grace_s [")]
+    assert line.split(maxsplit=2) == ["outer.grace_s", "[1.0]", "The longest grace."]

@@ -1,0 +1,258 @@
+"""Folders of the field's form, without ``transformers``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import diloco
+from diloco.cli.syncer import join_line
+from diloco.config import build, build_syncer, model_files
+from diloco.config.compose import compose, shared_config, tokenizer_of
+from diloco.config.errors import ConfigError
+from diloco.config.model_files import is_folder, load_values, read_options, read_values, write_folder
+from diloco.durable import Disk, Step
+from diloco.inner import checkpoint
+from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.tokenizer import END, make_tokenizer
+from diloco.outer.fragments import gather, named_parameters_once
+from tests.integrations.serving import small_model
+
+OPTIONS = ModelOptions(vocab_size=257, layers=2, dim=16, heads=4, kv_heads=2, ffn_dim=32, context=32)
+
+
+def written(folder: Path, **other: Any) -> dict[str, torch.Tensor]:
+    model = Transformer(OPTIONS, seed=9)
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    write_folder(folder, values, OPTIONS, make_tokenizer("bytes"), **{"shard_bytes": 10**9, **other})
+    return values
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 5000, 1])
+def test_what_was_written_is_read(shard_bytes: int, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    values = written(folder, shard_bytes=shard_bytes)
+    assert is_folder(str(folder))
+    assert not is_folder(str(tmp_path))
+    assert not is_folder(None)
+    assert read_options(str(folder)) == OPTIONS
+    found = read_values(str(folder), OPTIONS)
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], values[name]) for name in values)
+    files = sorted(folder.glob("*.safetensors"))
+    if shard_bytes == 10**9:
+        assert [file.name for file in files] == ["model.safetensors"]
+        return
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in values.values())
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    for file in files:
+        held = load_file(file)
+        assert len(held) == 1 or sum(4 * value.numel() for value in held.values()) <= shard_bytes
+        assert all(index["weight_map"][name] == file.name for name in held)
+    assert len(files) == (len(values) if shard_bytes == 1 else 7)
+
+
+def test_values_can_be_rounded_to_bf16(tmp_path: Path) -> None:
+    values = written(tmp_path / "model", dtype=torch.bfloat16)
+    found = read_values(str(tmp_path / "model"), OPTIONS)
+    assert all(torch.equal(found[name], values[name].bfloat16()) for name in values)
+    assert json.loads((tmp_path / "model/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_end_of_a_text_is_said_where_it_is_looked_for(tmp_path: Path) -> None:
+    written(tmp_path / "model")
+    told = {name: json.loads((tmp_path / f"model/{name}.json").read_text()) for name in
+            ("config", "generation_config", "tokenizer_config")}  # fmt: skip
+    assert told["config"]["eos_token_id"] == told["generation_config"]["eos_token_id"] == 256
+    assert told["tokenizer_config"]["eos_token"] == END
+    assert make_tokenizer(str(tmp_path / "model/tokenizer.json")).end_of_file == 256
+    values = {name: value.detach() for name, value in Transformer(OPTIONS).named_parameters()}
+    write_folder(tmp_path / "endless", values, OPTIONS, make_tokenizer("bytes", False), shard_bytes=10**9)
+    assert "eos_token" not in (tmp_path / "endless/tokenizer_config.json").read_text()
+
+
+class FullAt(Disk):
+    """A disk without room for the ``left``-th file."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def make(self, path: Path, write: Any, step: Step) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(28, "No space left on device")
+        super().make(path, write, step)
+
+
+@pytest.mark.parametrize("left", range(6))
+def test_it_is_there_whole_or_not_at_all(left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "PLAIN_DISK", FullAt(left))
+    if left < 5:
+        with pytest.raises(OSError, match="No space"):
+            written(tmp_path / "model")
+        assert list(tmp_path.iterdir()) == []
+    else:
+        written(tmp_path / "model")
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    written(folder, shard_bytes=5000)
+    with pytest.raises(ConfigError, match=r"hidden_size is 16 there and model\.dim is 32 here; model=imported takes"):
+        read_values(str(folder), ModelOptions(vocab_size=257, layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=32))
+    index = folder / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    for name, file in told["weight_map"].items():
+        if name == "lm_head.weight":
+            save_file({"other": torch.ones(1)}, folder / file)
+    with pytest.raises(ConfigError, match=r"has no lm_head\.weight"):
+        read_values(str(folder), OPTIONS)
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../model.safetensors"}}))
+    with pytest.raises(ConfigError, match="outside of the folder"):
+        read_values(str(folder), OPTIONS)
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match="has no weight_map"):
+        read_values(str(folder), OPTIONS)
+    index.unlink()
+    with pytest.raises(ConfigError, match=r"cannot be taken in: .*model\.safetensors"):
+        read_values(str(folder), OPTIONS)
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
+    with pytest.raises(ConfigError, match="cannot be taken in"):
+        read_values(str(folder), OPTIONS)
+    for text, words in (("[]", "is no JSON object"), ("{", "Expecting"), ('{"model_type": "gpt2"}', "model_type is")):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            read_options(str(folder))
+
+
+# --- A model's values from files -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_model_of_the_field_may_be_of_less_precision(tmp_path: Path) -> None:
+    config = compose(["model=tiny", "run.seed=1", "model.layers=1"])
+    model = build.build_model(config)
+    values = {name: value.detach() for name, value in named_parameters_once(model).items()}
+    folder = tmp_path / "model"
+    write_folder(folder, values, model.options, tokenizer_of(config), dtype=torch.bfloat16, shard_bytes=10**9)
+    other = build.build_model(compose(["model=tiny", "run.seed=2", "model.layers=1"]))
+    load_values(str(folder), other)
+    for name, value in named_parameters_once(other).items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, values[name].bfloat16().float())
+    with pytest.raises(ConfigError, match=r"num_hidden_layers is 1 there and model\.layers is 2 here"):
+        load_values(str(folder), build.build_model(compose(["model=tiny", "model.layers=2"])))
+
+
+def test_the_parts_of_several_syncers_make_a_model(tmp_path: Path) -> None:
+    config = compose(["model=tiny", "run.seed=1"])
+    values = {name: value.detach() for name, value in named_parameters_once(build.build_model(config)).items()}
+    names = sorted(values)
+    for part, mine in (("one", names[::2]), ("other", names[1::2])):
+        save_file({name: values[name] for name in mine}, tmp_path / f"{part}.safetensors")
+    model = build.build_model(compose(["model=tiny", "run.seed=2"]))
+    load_values(str(tmp_path / "one.safetensors"), model, [str(tmp_path / "other.safetensors")])
+    for name, value in named_parameters_once(model).items():
+        assert torch.equal(value, values[name])
+    with pytest.raises(ConfigError, match=f"{names[1]} is .* here and nothing there"):
+        load_values(str(tmp_path / "one.safetensors"), model)
+
+
+def test_what_version_zero_cannot_be_made_of_is_refused_by_its_headers(tmp_path: Path) -> None:
+    """Before anything starts; values are read by the syncer alone, and once."""
+    config = compose(["model=tiny", "model.layers=1"])
+    model = build.build_model(config)
+    values = {name: value.detach() for name, value in named_parameters_once(model).items()}
+    save_file(values, tmp_path / "file.safetensors")
+    write_folder(tmp_path / "field", values, model.options, tokenizer_of(config), shard_bytes=100_000)
+    for name in ("00000001", "00000002"):
+        named = {f"{part}/{key}": value.clone() for key, value in values.items() for part in ("model", "adopted")}
+        checkpoint.save(tmp_path / "checkpoints", name, named, {})
+    (tmp_path / "text.safetensors").write_text("text")
+    there = ("file.safetensors", "field", "checkpoints", "checkpoints/00000001")
+    for source in there:
+        config.run.init_from = str(tmp_path / source)
+        build.check_version_zero(config)
+        for changed in ("model.layers=2", "model.dim=64"):
+            other = compose(["model=tiny", "model.layers=1", changed, f"run.init_from={config.run.init_from}"])
+            with pytest.raises(ConfigError, match=r"of another model|num_hidden_layers|hidden_size"):
+                build.check_version_zero(other)
+    for source, words in (("none", "neither a"), ("text.safetensors", "it cannot be read"), (".", "cannot be read")):
+        config.run.init_from = str(tmp_path / source)
+        with pytest.raises(ConfigError, match=f"run.init_from is '.*': .*{words}"):
+            build.check_version_zero(config)
+
+
+FILE = ["run.name=mine", "model.kind=file"]
+
+
+def test_version_zero_is_what_the_model_held(tmp_path: Path) -> None:
+    model = small_model(3)
+    path = diloco.save_version0(model, tmp_path / "new" / "v0.safetensors")
+    assert [each.name for each in path.parent.iterdir()] == ["v0.safetensors"]
+    config = compose([*FILE, f"run.init_from={path}", "outer.num_fragments=2"])
+    build_syncer.check(config)
+    layout = build.layout_of(config)
+    parameters = named_parameters_once(model)
+    assert dict(layout.parameters) == {name: tuple(each.shape) for name, each in parameters.items()}
+    for fragment, values in zip(layout.fragments, build.version_zero(config, layout), strict=True):
+        assert torch.equal(values, gather(fragment, parameters))
+
+
+def test_any_model_and_type_is_written_as_the_plain_one_in_fp32(tmp_path: Path) -> None:
+    model = small_model().to(torch.bfloat16)
+    model[2].weight = nn.Parameter(torch.randn(1, 16, dtype=torch.bfloat16).t().contiguous().t())
+    model.register_buffer("counted", torch.zeros(3, dtype=torch.int64))
+    wrapped = torch.compile(model, backend="eager")
+    written = load_file(diloco.save_version0(wrapped, str(tmp_path / "v0.safetensors")))
+    assert {name: each.dtype for name, each in written.items()} == dict.fromkeys(
+        ["0.weight", "0.bias", "2.weight", "2.bias"], torch.float32
+    )
+    assert torch.equal(written["2.weight"], model[2].weight.float())
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model has no parameters"):
+        diloco.save_version0(nn.Tanh(), tmp_path / "v0.safetensors")
+    counting = nn.Module()
+    counting.register_parameter("n", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
+    with pytest.raises(ValueError, match=r"model has n, which is torch.int64: only floating point is trained"):
+        diloco.save_version0(counting, tmp_path / "v0.safetensors")
+    save_file({"n": torch.zeros(2, dtype=torch.int64)}, tmp_path / "ids.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes(b"\xff" * 9)
+    for name, words in (
+        ("ids.safetensors", "n is I64, and only parameters of floating point are exchanged"),
+        ("torn.safetensors", "it cannot be read"),
+        ("none.safetensors", "it cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=f"^run.init_from is '.*{name}': {words}"):
+            build_syncer.check(compose([*FILE, f"run.init_from={tmp_path / name}"]))
+    with pytest.raises(ConfigError, match=r"^run.init_from is null: .*diloco.save_version0\(model, FILE\) makes one"):
+        build_syncer.check(compose(FILE))
+    with pytest.raises(ConfigError, match=r"^model.kind is 'moe': one of transformer, file"):
+        build_syncer.check(compose(["model.kind=moe"]))
+
+
+def test_no_command_of_ours_trains_it(tmp_path: Path) -> None:
+    path = diloco.save_version0(small_model(), tmp_path / "v0.safetensors")
+    config = compose([*FILE, f"run.init_from={path}"])
+    with pytest.raises(ConfigError, match=r"model.kind is 'file': .* join by diloco.join"):
+        build.build_model(config)
+
+
+def test_a_run_of_our_own_model_is_what_it_was_before_there_were_others() -> None:
+    assert "model.kind" not in shared_config(compose([]))
+    assert shared_config(compose(["model.kind=file"]))["model.kind"] == "file"
+
+
+def test_the_syncer_says_how_a_loop_joins() -> None:
+    line = join_line(compose(FILE), "10.0.0.1:7077", FILE, None)
+    assert line == 'diloco.join(model, optimizer, syncer="10.0.0.1:7077", site="site-a", tokens_per_step=...)'

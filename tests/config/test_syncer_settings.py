@@ -1,0 +1,160 @@
+"""What a site that knows only an address is told, by whom, and what it says when nobody tells it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.config import build, syncer_settings
+from diloco.config.compose import compose, shared_config
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.syncer_settings import told_by
+from diloco.inner.tokenizer import END, make_tokenizer
+from diloco.learner.transfer import JoinFailed
+from diloco.sync.agreement import PROTOCOL
+from diloco.wire.checkup import Checkup
+from diloco.wire.messages import ProbeAnswer, Refused, Status, Unreachable
+from diloco.wire.options import SecurityOptions
+from tests.integrations.serving import serving
+from tests.loopback.cluster import free_port
+from tests.models.pasts import Hand, configured
+
+PLAIN = SecurityOptions()
+
+
+def test_the_run_is_told_by_whoever_answers(tmp_path: Path) -> None:
+    with serving(tmp_path, "outer.lr=0.25") as served:
+        told = syncer_settings.ask(f"127.0.0.1:{free_port()},{served.address}/127.0.0.1:1", PLAIN, 20.0)
+    assert told.run_id == "mine"
+    assert told.shared["outer.lr"] == "0.25"
+    assert told.shared.keys() == shared_config(compose(["model.kind=file"])).keys()
+
+
+def test_what_is_a_syncers_own_is_no_rule_of_the_run() -> None:
+    several = {"outer.lr": "0.7", "cluster.syncer.index": "1", "placement": "0,1/2"}
+    assert syncer_settings._told(answer(shared_config=several)).shared == {"outer.lr": "0.7"}
+
+
+def answer(**changes: object) -> ProbeAnswer:
+    return replace(ProbeAnswer(PROTOCOL, PROTOCOL - 1, "mine", shared_config={"outer.lr": "0.7"}), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "words"),
+    [
+        (answer(shared_config={}), "mismatch", "of an earlier release"),
+        (answer(protocol=PROTOCOL + 3, protocol_oldest=PROTOCOL + 2), "mismatch", "the syncer speaks"),
+        (Refused(Status.UNIMPLEMENTED, "no such method"), "mismatch", "of an earlier release"),
+        (Refused(Status.UNAUTHENTICATED, "who are you"), "refused", "who are you"),
+        (Unreachable("Probe: nobody there"), "unreachable", "nobody there"),
+    ],
+)
+def test_why_nothing_is_told(monkeypatch: pytest.MonkeyPatch, found: object, kind: str, words: str) -> None:
+    def asked(address: str, security: SecurityOptions) -> ProbeAnswer:
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, ProbeAnswer)
+        return found
+
+    monkeypatch.setattr(syncer_settings, "_asked", asked)
+    with pytest.raises(JoinFailed, match=words) as failed:
+        syncer_settings.ask("127.0.0.1:1", PLAIN, 0.1)
+    assert failed.value.kind == kind
+
+
+def test_who_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = threading.Semaphore(2)
+
+    def asked(address: str, security: SecurityOptions) -> ProbeAnswer:
+        if tries.acquire(blocking=False):
+            raise Unreachable("not yet", retry_after_s=0.01)
+        return answer()
+
+    monkeypatch.setattr(syncer_settings, "_asked", asked)
+    assert syncer_settings.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
+
+
+def test_what_is_no_address_is_named() -> None:
+    with pytest.raises(ValueError, match="address is 'here': host:port wanted"):
+        syncer_settings.ask("here/there", PLAIN, 1.0)
+
+
+# --- The settings of a run from its syncer; what is then done with them is tests/cli/test_model.py -------------------
+
+
+@pytest.fixture
+def hand(tmp_path: Path) -> Iterator[Hand]:
+    made = Hand(configured(tmp_path, "model.rope_theta=70000", "model.tied=true"))
+    yield made
+    made.stop()
+
+
+def test_what_is_left_out_is_as_it_is_there(hand: Hand) -> None:
+    config = told_by(hand.address, ["site.threads=2"])
+    assert build.model_options(config) == build.model_options(hand.config)
+    assert build.layout_of(config).fingerprint == hand.layout.fingerprint
+    assert (config.run.name, config.site.threads) == ("past", 2)
+    assert (config.data.tokenizer, config.data.end_of_file) == ("bytes", True)
+    assert told_by(f"127.0.0.1:1,{hand.address}", []).run.name == "past", "a standby may be the one that answers"
+
+
+def test_what_is_said_otherwise_is_refused(hand: Hand) -> None:
+    with pytest.raises(VerbError, match=r"model\.rope_theta is 70000\.0 in run past and 10000\.0 here") as refused:
+        told_by(hand.address, ["model.rope_theta=10000"])
+    assert refused.value.code is ExitCode.MISMATCH
+    with pytest.raises(VerbError, match=r"the syncer at 127\.0\.0\.1:1 does not answer") as away:
+        told_by("127.0.0.1:1", [])
+    assert away.value.code is ExitCode.UNREACHABLE
+
+
+def test_a_tokenizer_of_a_file_must_be_here_too(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(make_tokenizer("bytes").field_form().to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    chosen = f"data.tokenizer={tmp_path}/tokenizer.json"
+    hand = Hand(configured(tmp_path, chosen))
+    try:
+        with pytest.raises(ConfigError, match=r"the tokenizer of run past is of a file: give data\.tokenizer=PATH"):
+            told_by(hand.address, [])
+        assert told_by(hand.address, [chosen]).data.tokenizer == f"{tmp_path}/tokenizer.json"
+        with pytest.raises(VerbError, match=r"data\.tokenizer is file-.* in run past and bytes here"):
+            told_by(hand.address, ["data.tokenizer=bytes"])
+    finally:
+        hand.stop()
+
+
+def test_an_earlier_release_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(self: Checkup, ask: object) -> None:
+        raise Refused(Status.UNIMPLEMENTED, "Method not found!")
+
+    monkeypatch.setattr(Checkup, "probe", unknown)
+    with pytest.raises(ConfigError, match=r"run\.name is null"):
+        told_by("127.0.0.1:1", [])
+    assert told_by("127.0.0.1:1", ["run.name=x", "model.dim=64"]).model.dim == 64
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("data.tokenizer", "${oc.env:HOME}", r"data\.tokenizer is '\$\{oc\.env:HOME\}': text"),
+        ("data.tokenizer", "???", r"data\.tokenizer is '\?\?\?': text"),
+        ("data.tokenizer", "bytes,bpe1024", r"data\.tokenizer is 'bytes,bpe1024'"),
+        ("model.layers", "2 model.dim=8", r"model\.layers is '2 model\.dim=8': a whole number"),
+        ("model.layers", "{dim: 8}", r"model\.layers is '\{dim: 8\}': a whole number"),
+        ("model.lairs", "2", r"unknown key model\.lairs: did you mean model\.layers"),
+        ("data.tokenizer@run", "bytes", r"unknown key data\.tokenizer@run"),
+    ],
+)
+def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(
+    hand: Hand, key: str, text: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = syncer_settings._answer_of(hand.address, compose([]))
+    strange = replace(answer, shared_config={**answer.shared_config, key: text})
+    monkeypatch.setattr(syncer_settings, "_answer_of", lambda address, config: strange)
+    with pytest.raises(ConfigError, match=words) as refused:
+        told_by(hand.address, [])
+    assert "\n" not in str(refused.value)

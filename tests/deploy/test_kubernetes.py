@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from diloco.cli.site import check_identity
+from diloco.config.compose import read
+from diloco.config.errors import ConfigError
+from diloco.deploy.docker import STATE, USER
+from diloco.deploy.kubernetes import OWN, SETTINGS, SHOWN, call, files, prepared
+from tests.deploy.rendered import LABEL, composed, put, understood
+
+RUN = ["run.name=first", "cluster=one", "cluster.sites.fra.nproc=8"]
+
+
+def manifests(tmp_path: Path, *settings: str) -> dict[str, list[dict[str, Any]]]:
+    """By process, its manifests, which lie in ``tmp_path`` as well."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for process in prepared(deepcopy(composed(*RUN, *settings))):
+        (file,) = files(process)
+        assert call(process) == ["kubectl", "apply", "--filename", file.name]
+        put(tmp_path, [file])
+        found[process.name] = list(yaml.safe_load_all(file.text))
+    return found
+
+
+def kinds(found: list[dict[str, Any]]) -> list[str]:
+    return [each["kind"] for each in found]
+
+
+def only(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (one,) = [each for each in found if each["kind"] == kind]
+    return one
+
+
+def pod_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    last = found[-1] if found[-1]["kind"] == "JobSet" else only(found, "StatefulSet")
+    spec = last["spec"]
+    pod: dict[str, Any] = (
+        spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        if last["kind"] == "JobSet"
+        else spec["template"]["spec"]
+    )
+    return pod
+
+
+def names(told: object) -> Iterator[str]:
+    """Everything by which an object is called, or calls another."""
+    if isinstance(told, dict):
+        for key, value in told.items():
+            if key in ("name", "claimName", "secretName", "serviceName", "namespace") and isinstance(value, str):
+                yield value
+            yield from names(value)
+    elif isinstance(told, list):
+        for value in told:
+            yield from names(value)
+
+
+def test_each_container_starts_its_process(tmp_path: Path) -> None:
+    found = manifests(tmp_path)
+    for process in prepared(composed(*RUN)):
+        for name, text in only(found[process.name], "ConfigMap")["data"].items():
+            (tmp_path / name).write_text(text)
+        (container,) = pod_of(found[process.name])["containers"]
+        folder, _, name = container["command"][-1].rpartition("/")
+        assert folder == SETTINGS
+        assert understood([*container["command"][:-1], name], tmp_path) == process.config
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed here")
+def test_the_tool_itself_reads_the_files(tmp_path: Path) -> None:
+    found = manifests(tmp_path)
+    command = ["kubectl", "label", "--local", "--output", "name", *(f"--filename={name}.yaml" for name in found), "a=b"]
+    environment = {**os.environ, "KUBECONFIG": os.devnull, "HOME": str(tmp_path)}
+    told = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    kinds_read = sorted(line.partition("/")[0].partition(".")[0] for line in told.stdout.split())
+    assert kinds_read == sorted(each["kind"].lower() for every in found.values() for each in every)
+
+
+def test_the_syncer_keeps_its_disk_and_its_name(tmp_path: Path) -> None:
+    found = manifests(tmp_path, "launch.namespace=training", "launch.storage_class=fast", "launch.disk_gib=7")["syncer"]
+    assert kinds(found) == ["ConfigMap", "Service", "StatefulSet", "PodDisruptionBudget"]
+    assert {each["metadata"]["name"] for each in found} == {"first-syncer"}
+    assert {each["metadata"]["namespace"] for each in found} == {"training"}
+    service, stateful = only(found, "Service")["spec"], only(found, "StatefulSet")["spec"]
+    assert service["clusterIP"] == "None"
+    labels = stateful["template"]["metadata"]["labels"]
+    assert labels == service["selector"] == stateful["selector"]["matchLabels"]
+    assert only(found, "PodDisruptionBudget")["spec"] == {"minAvailable": 1, "selector": {"matchLabels": labels}}
+    assert (stateful["serviceName"], stateful["replicas"]) == ("first-syncer", 1)
+    (claim,) = stateful["volumeClaimTemplates"]
+    assert claim["metadata"]["name"] == "state"
+    assert claim["spec"]["storageClassName"] == "fast"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "7Gi"
+    (container,) = pod_of(found)["containers"]
+    assert {"name": "state", "mountPath": STATE} in container["volumeMounts"]
+    assert container["workingDir"] == STATE
+    assert container["ports"] == [{"name": "grpc", "containerPort": 7077}]
+
+
+def test_a_site_is_a_job_that_is_tried_again_where_that_can_be_of_use(tmp_path: Path) -> None:
+    found = manifests(tmp_path, "site.device=cuda", "launch.restarts=5")["fra"]
+    assert kinds(found) == ["ConfigMap", "PersistentVolumeClaim", "JobSet"]
+    (replicated,) = found[-1]["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert (replicated["replicas"], job["completions"], job["parallelism"], job["backoffLimit"]) == (1, 1, 1, 5)
+    decided = {
+        code: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {"values": ["DisruptionTarget"]})["values"]
+    }
+    assert decided == {2: "FailJob", 4: "FailJob", 75: "Ignore", "DisruptionTarget": "Ignore"}
+    pod = pod_of(found)
+    assert pod["restartPolicy"] == "Never", "a policy of failures needs it"
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert {"name": "state", "persistentVolumeClaim": {"claimName": "first-fra"}} in pod["volumes"]
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
+
+
+def test_a_site_of_several_machines_is_an_indexed_job_whose_pods_find_the_first(tmp_path: Path) -> None:
+    found = manifests(tmp_path, "cluster.sites.fra.nodes=3", "launch.restarts=5", "site.device=cuda")["fra"]
+    jobs = found[-1]["spec"]
+    (replicated,) = jobs["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["completionMode"], job["backoffLimit"]) == (3, 3, "Indexed", 15)
+    assert jobs["network"] == {"enableDNSHostnames": True, "subdomain": "first-fra"}
+    assert only(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+    (container,) = pod_of(found)["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8, "of each of them"
+    (rank,) = container["env"]
+    field = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert rank == {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": field}}}
+    *command, setting = container["command"]
+    assert setting == "site.node_rank=$(NODE_RANK)"
+    for name, text in only(found, "ConfigMap")["data"].items():
+        (tmp_path / name).write_text(text)
+    for node_rank in range(3):
+        config = read(tmp_path / "fra.config.yaml", [setting.replace("$(NODE_RANK)", str(node_rank))])
+        check_identity(config)
+        assert (config.site.nodes, config.site.rendezvous) == (3, "first-fra-site-0-0.first-fra:29500")
+    assert command == ["diloco", "site", "--config", f"{SETTINGS}/fra.config.yaml"]
+    assert container["ports"] == [{"name": "rendezvous", "containerPort": 29500}]
+    other = manifests(tmp_path / "one")["fra"][-1]["spec"]
+    assert "network" not in other
+    assert "completionMode" not in other["replicatedJobs"][0]["template"]["spec"]
+
+
+def test_every_pod_is_without_privileges_and_every_name_fits(tmp_path: Path) -> None:
+    for found in manifests(tmp_path, "launch.leave_s=300").values():
+        pod = pod_of(found)
+        assert pod["terminationGracePeriodSeconds"] == 300
+        context = pod["securityContext"]
+        assert (context["runAsNonRoot"], context["runAsUser"], context["fsGroup"]) == (True, USER, USER)
+        for container in [*pod["containers"], *pod["initContainers"]]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted <= {volume["name"] for volume in pod["volumes"]} | {"state"}
+        assert pod["automountServiceAccountToken"] is False
+        labelled = [name for name in names(found) if "." not in name]
+        assert labelled
+        assert all(LABEL.fullmatch(name) for name in labelled), labelled
+
+
+def test_secrets_are_named_and_never_written(tmp_path: Path) -> None:
+    for name, found in manifests(tmp_path).items():
+        pod = pod_of(found)
+        assert {"name": "shown", "secret": {"secretName": f"first-{name}"}} in pod["volumes"]
+        (keys,) = pod["initContainers"]
+        assert keys["command"] == ["sh", "-c", f"install -m 0600 {SHOWN}/* {OWN}/"]
+        text = (tmp_path / f"{name}.yaml").read_text()
+        assert f"kubectl --namespace default create secret generic first-{name} --from-file=certs/ca.pem" in text
+        assert "PRIVATE KEY" not in text
+    config = composed(*RUN)
+    syncer, site = prepared(config)[0].config, prepared(config)[1].config
+    assert syncer.cluster.syncer.require_client_cert
+    assert syncer.cluster.syncer.tls_key == f"{OWN}/syncer.key"
+    assert (site.site.tls_key, site.site.tls_ca) == (f"{OWN}/site.key", f"{OWN}/ca.pem")
+    assert site.site.syncer == "first-syncer.default.svc:7077"
+    assert syncer.cluster.syncer.listen == "0.0.0.0:7077"
+    assert config.cluster.syncer.listen == "127.0.0.1:7077", "what was given is left as it was"
+
+
+@pytest.mark.parametrize(("settings", "kind"), [([], "tcpSocket"), (["launch.secrets=false"], "grpc")])
+def test_probes_ask_what_the_kubelet_may_ask(settings: list[str], kind: str, tmp_path: Path) -> None:
+    more = ["cluster.syncer.insecure_non_loopback=true"] if settings else []
+    found = manifests(tmp_path, *settings, *more)
+    (container,) = pod_of(found["syncer"])["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe][kind] == {"port": 7077}
+    assert ("initContainers" in pod_of(found["fra"])) is not bool(settings)
+
+
+def test_a_claim_that_many_write_is_said(tmp_path: Path) -> None:
+    manifests(tmp_path, "cluster.sites.fra.nodes=2")
+    assert "Its 2 machines share one volume: launch.storage_class" in (tmp_path / "fra.yaml").read_text()
+
+
+def test_sites_may_be_told_of_a_syncer_elsewhere_and_of_several(tmp_path: Path) -> None:
+    found = prepared(composed(*[*RUN, "site.syncer=syncer.example.org:443"]))
+    assert found[1].config.site.syncer == "syncer.example.org:443"
+    two = ["outer.num_fragments=4", "outer.num_syncers=2"]
+    found = prepared(composed(*[*RUN, *two]))
+    assert [each.name for each in found] == ["syncer", "syncer-1", "site-a", "fra"]
+    assert found[2].config.site.syncer == "first-syncer.default.svc:7077/first-syncer-1.default.svc:7077"
+    assert manifests(tmp_path, *two).keys() == {"syncer", "syncer-1", "site-a", "fra"}
+
+
+def test_what_pods_could_not_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.syncer\.listen is '127\.0\.0\.1:0': a port that others can know"):
+        prepared(composed(*[*RUN, "cluster.syncer.listen=127.0.0.1:0"]))
+    with pytest.raises(ConfigError, match=r"listen is '0\.0\.0\.0:7077': not a loopback address, and there is no TLS"):
+        prepared(composed(*[*RUN, "launch.secrets=false"]))

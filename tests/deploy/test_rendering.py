@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError
+from diloco.deploy import rendering
+from diloco.deploy.rendering import check_reachable, documents, filled, gpus, label, processes, source_tree
+from tests.deploy.rendered import LABEL, configured
+
+
+def test_each_process_has_its_own_settings() -> None:
+    found = processes(configured("cluster.sites.iad.nproc=1", "site.nproc=2", "site.threads=3"))
+    assert [(each.verb, each.name, each.label) for each in found] == [
+        ("syncer", "syncer", "first-run-syncer"),
+        ("site", "site-a", "first-run-site-a"),
+        ("site", "fra", "first-run-fra"),
+        ("site", "iad", "first-run-iad"),
+    ]
+    assert [each.config.site.id for each in found[1:]] == ["site-a", "fra", "iad"]
+    assert [each.config.site.nproc for each in found[1:]] == [2, 8, 2], "a site's own, else the one of all"
+    assert [each.needs.cpus for each in found[1:]] == [7, 25, 7]
+    assert all(LABEL.fullmatch(each.label) for each in found)
+    assert found[2].what == "Site fra"
+    assert found[2].command("x.yaml") == ["diloco", "site", "--config", "x.yaml"]
+
+
+def test_a_site_may_be_several_machines() -> None:
+    found = processes(configured("cluster.sites.fra.nodes=4", "site.device=cuda", "site.nodes=2"))
+    assert [(each.nodes, each.config.site.nodes, each.needs.gpus) for each in found] == [
+        (1, 2, 0),
+        (2, 2, 1),
+        (4, 4, 8),
+    ]
+    with pytest.raises(ConfigError, match=r"^cluster\.sites\.fra\.nodes is -1: at least 1"):
+        processes(configured("cluster.sites.fra.nodes=-1"))
+
+
+@pytest.mark.parametrize("name", ["a/b", "../fra", "fra iad", "fra\nreboot"])
+def test_a_site_whose_name_cannot_be_is_launched_nowhere(name: str) -> None:
+    config = configured()
+    config.cluster.sites[name] = config.cluster.sites["fra"]
+    with pytest.raises(ConfigError, match=r"cluster\.sites has '.*': letters, digits, '\.', '_' and '-', at most 64"):
+        processes(config)
+
+
+def test_several_syncers_are_several_processes() -> None:
+    settings = ["outer.num_fragments=4", "outer.num_syncers=2", "site.syncer=a.example:7077/b.example:7077"]
+    found = [each for each in processes(configured(*settings)) if each.verb == "syncer"]
+    assert [(each.name, each.config.cluster.syncer.index) for each in found] == [("syncer", 0), ("syncer-1", 1)]
+
+
+def test_a_syncer_that_nobody_reaches_is_not_launched() -> None:
+    names = [each.name for each in processes(configured("cluster.syncer.listen=127.0.0.1:7077"))]
+    assert names == ["site-a", "fra"]
+
+
+def test_accelerators_are_those_of_the_ranks_unless_said() -> None:
+    assert [gpus(configured(*more)) for more in (
+        [], ["site.device=cuda", "site.nproc=8"], ["launch.gpus=4"], ["site.device=cuda", "launch.gpus=0"]
+    )] == [0, 8, 4, 0]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("image", "a b", "launch.image is 'a b'"),
+        ("image", "x\ny", "launch.image is"),
+        ("partition", "a b", "launch.partition is 'a b'"),
+        ("namespace", "Up", "launch.namespace is 'Up'"),
+        ("hours", 0.0, "launch.hours is 0.0: more than 0"),
+        ("memory_gib", -1, "launch.memory_gib is -1: more than 0"),
+        ("gpus", -1, "launch.gpus is -1: 0 or more"),
+        ("leave_s", 20, r"launch.leave_s is 20: from 30 \(site.finish_timeout_s"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(name: str, value: object, words: str) -> None:
+    config = configured()
+    setattr(config.launch, name, value)
+    with pytest.raises(ConfigError, match=words):
+        processes(config)
+
+
+def test_machines_have_names_of_their_own() -> None:
+    config = configured()
+    config.cluster.sites["FRA"] = config.cluster.sites["fra"]
+    with pytest.raises(ConfigError, match=r"cluster\.sites has 'fra': as a name of .* first-run-fra, twice"):
+        processes(config)
+    config.run.name = "7up"
+    with pytest.raises(ConfigError, match="'7up-syncer': as a name of machines"):
+        processes(config)
+
+
+def test_without_sites_there_is_nothing_to_launch() -> None:
+    config = configured()
+    config.cluster.sites = {}
+    with pytest.raises(ConfigError, match=r"cluster\.sites is {}"):
+        processes(config)
+
+
+def test_sites_elsewhere_must_reach_the_syncer() -> None:
+    check_reachable(configured())
+    with pytest.raises(ConfigError, match=r"site\.syncer is '127\.0\.0\.1:7077': the address at which"):
+        check_reachable(compose(["run.name=x"]))
+    with pytest.raises(ConfigError, match=r"site\.syncer is 'a:1,localhost:2'"):
+        check_reachable(configured("site.syncer=a:1,localhost:2"))
+    with pytest.raises(ConfigError, match=r"cluster\.syncer\.listen is '0\.0\.0\.0:7077': not a loopback address"):
+        check_reachable(configured("cluster.syncer.insecure_non_loopback=false"))
+
+
+def test_labels() -> None:
+    assert [label(text) for text in ("nimble-otter-a", "Run_1.x-fra", "a--b-")] == [
+        "nimble-otter-a",
+        "run-1-x-fra",
+        "a-b",
+    ]
+    for text in ("", "---", "7", "x" * 41):
+        with pytest.raises(ConfigError, match="as a name of machines"):
+            label(text)
+
+
+def test_text_of_several_lines_reads_as_such() -> None:
+    told = {"a": "one\ntwo\n", "b": "plain: text"}
+    text = documents(told, {"c": 1}, head="first\nsecond")
+    assert text.startswith("# first\n# second\na: |\n  one\n  two\n")
+    assert list(yaml.safe_load_all(text)) == [told, {"c": 1}]
+    assert "!!" not in text
+
+
+def test_every_hole_of_a_template_is_filled() -> None:
+    with pytest.raises(KeyError, match="image"):
+        filled("Dockerfile", {})
+
+
+def test_an_installed_program_is_no_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (source_tree() / "diloco" / "__init__.py").is_file()
+    monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/deploy/rendering.py"))
+    with pytest.raises(ConfigError, match="is no source tree of diloco"):
+        rendering.source_tree()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from diloco.cli.site import check_identity
+from diloco.config.compose import read
+from diloco.deploy.rendering import source_tree
+from diloco.deploy.skypilot import call, files, prepared
+from tests.deploy.rendered import LABEL, commands, configured, put, understood
+
+TLS = [
+    "site.tls_ca=certs/ca.pem",
+    "site.tls_cert=certs/sites/fra.pem",
+    "site.tls_key=/etc/own/fra.key",
+    "cluster.syncer.tls_cert=certs/syncer.pem",
+    "cluster.syncer.tls_key=certs/syncer.key",
+]
+
+
+def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
+    config = configured("site.device=cuda", "launch.accelerator=A100-80GB", "launch.spot=true", *TLS)
+    found = prepared(config)
+    texts = put(tmp_path, [file for each in found for file in files(each)])
+    for process in found:
+        told = yaml.safe_load(texts[f"{process.name}.sky.yaml"])
+        assert told["name"] == process.label
+        assert LABEL.fullmatch(told["name"])
+        assert (told["num_nodes"], told["workdir"]) == (1, str(source_tree()))
+        (command,) = commands(told["run"])
+        assert understood(command, tmp_path) == process.config
+        needs = told["resources"]
+        assert (
+            needs.get("accelerators") == {"syncer": None, "site-a": "A100-80GB:1", "fra": "A100-80GB:8"}[process.name]
+        )
+        assert needs["use_spot"] is (process.verb == "site"), "a syncer is not given away"
+        assert needs.get("ports") == (7077 if process.verb == "syncer" else None)
+        own = ["certs/ca.pem", "certs/sites/fra.pem"]
+        own = own if process.verb == "site" else ["certs/syncer.pem", "certs/syncer.key"]
+        wanted = [process.settings, *own]
+        assert told["file_mounts"] == {f"~/diloco/{name}": name for name in wanted}, "what lies there stays there"
+        assert "--constraint constraints.txt '.[gpu]'" in told["setup"]
+
+
+def test_the_tool_is_called_with_the_task() -> None:
+    process = prepared(configured())[1]
+    words = call(process)
+    assert words[:2] == ["sky", "launch"]
+    assert words[-2:] == ["first-run-site-a", "site-a.sky.yaml"]
+
+
+def test_the_machines_of_a_site_are_the_nodes_of_a_task(tmp_path: Path) -> None:
+    fra = prepared(configured("cluster.sites.fra.nodes=2"))[2]
+    texts = put(tmp_path, files(fra))
+    told = yaml.safe_load(texts["fra.sky.yaml"])
+    assert told["num_nodes"] == 2
+    assert "run.dir is to lie in one" in texts["fra.sky.yaml"]
+    script = told["run"].replace("cd ~/diloco\n", "").replace("diloco site", "echo site")
+    for node_rank in range(2):
+        place = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": str(node_rank), "HOME": str(tmp_path)}
+        done = subprocess.run(
+            ["bash", "-c", script], env={**os.environ, **place}, check=True, capture_output=True, text=True
+        )
+        words = done.stdout.split()
+        assert words[:3] == ["site", "--config", "fra.config.yaml"]
+        config = read(tmp_path / words[2], words[3:])
+        check_identity(config)
+        assert (config.site.node_rank, config.site.rendezvous) == (node_rank, "10.0.0.1:29500")

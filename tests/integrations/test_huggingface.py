@@ -1,0 +1,146 @@
+"""Hugging Face's Trainer as a site: it joins, ends with the run, and goes on from the Trainer's own checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import diloco.hf
+from diloco import integrations
+from tests.integrations.serving import PATIENT, TOKENS, Served, cold_model, serving
+
+pytestmark = pytest.mark.slow  # Importing transformers alone takes its time.
+
+
+class WithLoss(torch.nn.Module):
+    """A model in the form that the Trainer wants: its loss is its first output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = cold_model()
+
+    def forward(self, inputs: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.inside(inputs), wanted)}
+
+
+def made(served: Served, folder: Path, **settings: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from diloco.hf import DiLoCoCallback
+
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    data = [{"inputs": row, "wanted": row.sum(0, keepdim=True).sin()} for row in inputs]
+    usual = {"per_device_train_batch_size": 8, "learning_rate": 0.01, "max_steps": 100_000, "save_strategy": "no"}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False, "label_names": []}
+    args = TrainingArguments(output_dir=str(folder / "out"), logging_steps=5, **{**usual, **quiet, **settings})
+    callback = DiLoCoCallback(
+        syncer=served.address, site="fra", tokens_per_step=TOKENS, folder=folder / "fra", finish_timeout_s=30.0
+    )
+    return Trainer(WithLoss(), args, train_dataset=data, callbacks=[callback]), callback
+
+
+def interrupting(step: int) -> Any:
+    """A callback that breaks the training off once, as somebody at the keyboard does."""
+    from transformers import TrainerCallback
+
+    class Once(TrainerCallback):  # type: ignore[misc]
+        over = False
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step and not self.over:
+                self.over = True
+                raise KeyboardInterrupt
+
+    return Once()
+
+
+def first() -> WithLoss:
+    torch.manual_seed(7)
+    model = WithLoss()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    return model
+
+
+def test_the_runs_end_ends_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path, "run.tokens=600", PATIENT, model=first()) as served:
+        trainer, callback = made(served, tmp_path)
+        trainer.train()
+    assert callback.outer.why == "the run is finished"
+    assert callback.outer.steps == trainer.state.global_step >= 60
+    assert callback.outer.ledger["processed"] == callback.outer.ledger["merged"] == TOKENS * callback.outer.steps
+    assert "'diloco_progress': '1'" in capsys.readouterr().out
+    assert all(torch.isfinite(each).all() for each in trainer.model.parameters())
+
+
+def test_it_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
+    with serving(tmp_path, "run.tokens=600", PATIENT, model=first()) as served:
+        trainer, callback = made(served, tmp_path, max_steps=23, save_strategy="steps", save_steps=23)
+        trainer.train()
+        assert callback.outer.ledger["merged"] == 23 * TOKENS, "it left in order"
+        kept = tmp_path / "out/checkpoint-23"
+        assert (kept / "diloco.pt").is_file()
+        again, callback = made(served, tmp_path)
+        again.train(resume_from_checkpoint=str(kept))
+    assert callback.outer.steps == again.state.global_step >= 60
+    ledger = callback.outer.ledger
+    assert ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
+    assert ledger["processed"] == TOKENS * callback.outer.steps
+
+
+def test_a_training_that_was_broken_off_may_be_begun_again(tmp_path: Path) -> None:
+    with serving(tmp_path, "run.tokens=600", PATIENT, model=first()) as served:
+        trainer, callback = made(served, tmp_path)
+        trainer.add_callback(interrupting(7))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        before = callback.outer  # A traceback that is kept may hold it, and with it the folder.
+        beside = before._agent.threads
+        trainer.train()  # As in a notebook: the process is the same, and so is the callback.
+        assert not any(thread.is_alive() for thread in beside)
+    assert callback.outer.why == "the run is finished"
+    ledger = callback.outer.ledger
+    assert ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
+
+
+def test_a_checkpoint_has_the_sites_state_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diloco.hf import DiLoCoCallback
+
+    class Joined:
+        def state_dict(self) -> dict[str, object]:
+            return {"steps": 7}
+
+    callback = DiLoCoCallback(syncer="127.0.0.1:1", site="fra", tokens_per_step=TOKENS)
+    callback.outer = Joined()  # type: ignore[assignment]
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=7)
+    (tmp_path / "checkpoint-7").mkdir()
+    whole = torch.save
+
+    def cut(found: object, path: Path) -> None:
+        whole(found, path)
+        path.write_bytes(path.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", cut)
+    with pytest.raises(KeyboardInterrupt):
+        callback.on_save(args, state, SimpleNamespace())  # type: ignore[arg-type]
+    assert not (tmp_path / "checkpoint-7/diloco.pt").exists()
+    monkeypatch.undo()
+    callback.on_save(args, state, SimpleNamespace())  # type: ignore[arg-type]
+    assert torch.load(tmp_path / "checkpoint-7/diloco.pt", weights_only=True) == {"steps": 7}
+    assert [file.name for file in (tmp_path / "checkpoint-7").iterdir()] == ["diloco.pt"]
+
+
+def test_without_transformers_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "diloco.integrations.huggingface", raising=False)
+    monkeypatch.delattr(integrations, "huggingface", raising=False)
+    with pytest.raises(ImportError, match=r"needs transformers and accelerate \(.+\): pip install 'diloco\[hf\]'"):
+        _ = diloco.hf.DiLoCoCallback
+    with pytest.raises(AttributeError, match="has no attribute 'Callback'"):
+        _ = diloco.hf.Callback  # type: ignore[attr-defined]

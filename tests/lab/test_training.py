@@ -1,0 +1,122 @@
+"""A simulation that trains is what the same objects make of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.config import build
+from diloco.config import compose as configs
+from diloco.config.schema import ClusterSite, RunConfig
+from diloco.inner.data import CorpusManifest
+from diloco.lab.experiment import OWN
+from diloco.lab.fleet import Told, fleet_of
+from diloco.lab.training import Control, TrainedFleet, Warm, tokens_per_step
+from diloco.sim.fleet import simulate
+from diloco.sim.fleet_plan import FleetResult
+from tests.lab.laboratories import SMALL
+from tests.sooner import sooner
+
+STEP_TOKENS = 2 * 16
+
+
+def configured(*settings: str) -> RunConfig:
+    return configs.compose([*SMALL, *OWN, *settings])
+
+
+@pytest.fixture(scope="module")
+def text() -> CorpusManifest:
+    return build.corpus(configured())
+
+
+def simulated(
+    config: RunConfig, text: CorpusManifest, speeds: tuple[float, ...], warm: Warm | None = None
+) -> tuple[TrainedFleet, FleetResult]:
+    names = [f"site-{index:05d}" for index in range(len(speeds))]
+    sites = {name: ClusterSite(slowdown=1 / speed) for name, speed in zip(names, speeds, strict=True)}
+    there = replace(config, cluster=replace(config.cluster, sites=sites))
+    plan = fleet_of(there, Told(step_s=1.0, seconds=10_000))
+    fleet = TrainedFleet(config, names, text, warm, 4)
+    return fleet, simulate(replace(plan, tokens_trained=config.run.tokens or 0), fleet)
+
+
+def trained(
+    config: RunConfig, text: CorpusManifest, speeds: tuple[float, ...], warm: Warm | None = None
+) -> TrainedFleet:
+    return simulated(config, text, speeds, warm)[0]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "inner_steps"),
+    sooner([(1, 3), (2, 5), (4, 5)], (1, 3)),
+)
+def test_one_site_is_plain_training(fragments: int, inner_steps: int, text: CorpusManifest) -> None:
+    """Invariant 1, to rounding: ``base - (base - x)`` is x only where the two are near each other."""
+    plain = ("inner.optimizer=sgd", "inner.lr=0.1", "outer.kind=sgd", "outer.lr=1", "outer.momentum=0")
+    parts = (f"outer.num_fragments={fragments}", f"outer.inner_steps={inner_steps}")
+    config = configured("outer=merge", *plain, *parts, f"run.tokens={12 * STEP_TOKENS}")
+    assert len(build.layout_of(config).fragments) == fragments
+    assert tokens_per_step(config) == STEP_TOKENS
+    fleet, result = simulated(config, text, (1.0,))
+    steps = result.sites[0].steps
+    assert steps > 12, "the steps that are under way when the tokens are used up are made and sent"
+    control = Control(config, 1, 12 * STEP_TOKENS)
+    control.steps(steps)
+    for name, values in control.state().values.items():
+        torch.testing.assert_close(fleet.values()[name], values, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lock_step", [False, True])
+def test_at_equal_speed_one_and_its_grace_make_what_everybody_makes(lock_step: bool, text: CorpusManifest) -> None:
+    """Invariant 20: the same sets are merged, so it is the same to the last bit; without grace they are not.
+
+    Both are in lock-step or both are not: without it a site makes a step while a version comes, which DiLoCo's do not.
+    """
+    rounds, equal = 2, (1.0,) * 4
+    ends = f"run.tokens={rounds * 3 * 4 * STEP_TOKENS}"
+    everybody = ("outer=diloco", "inner.optimizer=sgd", "inner.lr=0.1", f"outer.lock_step={lock_step}", ends)
+    one = (*everybody, "outer.quorum=1", "outer.grace=fixed")
+    first, whole = simulated(configured(*everybody), text, equal)
+    again, graced = simulated(configured(*one, "outer.grace_s=1"), text, equal)
+    other, hasty = simulated(configured(*one, "outer.grace_s=0"), text, equal)
+    assert whole.versions == graced.versions == (rounds,)
+    assert whole.sites_per_version == graced.sites_per_version == 4 > hasty.sites_per_version
+    values = first.values()
+    assert all(torch.equal(values[name], each) for name, each in again.values().items())
+    assert not all(torch.allclose(values[name], each, atol=1e-5) for name, each in other.values().items())
+
+
+@pytest.mark.slow
+def test_the_same_seed_is_the_same_to_the_last_bit_and_another_is_not(text: CorpusManifest) -> None:
+    config = configured("outer=decoupled", "outer.num_fragments=2", f"run.tokens={30 * STEP_TOKENS}", "codec=int4")
+    first, again = (trained(config, text, (1.0, 0.6, 0.4)) for _ in range(2))
+    other = trained(replace(config, run=replace(config.run, seed=1)), text, (1.0, 0.6, 0.4))
+    same = first.values()
+    assert all(torch.equal(same[name], values) for name, values in again.values().items())
+    assert not all(torch.equal(same[name], values) for name, values in other.values().items())
+    assert first.points == again.points
+    assert len(first.points) == 3
+    assert 0 < first.points[0].bytes_up < first.points[-1].bytes_up
+
+
+@pytest.mark.slow
+def test_a_warm_start_is_where_the_control_stood(text: CorpusManifest, tmp_path: Path) -> None:
+    config = configured("outer=diloco", f"run.tokens={6 * STEP_TOKENS}")
+    control = Control(config, 2, 1)
+    control.steps(4)
+    path = tmp_path / "warm" / "one.safetensors"
+    control.state().save(path)
+    warm = Warm.load(path)
+    assert warm.step == 4
+    assert warm.plain == control.state().plain
+    for name, values in control.state().values.items():
+        assert torch.equal(warm.values[name], values)
+    for name, values in control.state().tensors.items():
+        assert torch.equal(warm.tensors[name], values)
+    began = trained(replace(config, run=replace(config.run, tokens=STEP_TOKENS)), text, (1.0, 1.0), warm)
+    cold = trained(replace(config, run=replace(config.run, tokens=STEP_TOKENS)), text, (1.0, 1.0))
+    assert began.score() < cold.score()

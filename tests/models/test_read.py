@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diloco.codec.base import digest
+from diloco.config import build
+from diloco.config import compose as configs
+from diloco.config.errors import ConfigError, VerbError
+from diloco.config.model_files import write_folder
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import Part, commit, write_part
+from diloco.inner.tokenizer import make_tokenizer
+from diloco.models.read import Taken, take, take_from_syncer
+from diloco.outer.fragments import gather, named_parameters_once
+from tests.models.pasts import Hand, configured
+
+
+def digests_of(taken: Taken) -> list[str]:
+    """Of the fragments, as they are published."""
+    return [digest(gather(part, taken.parameters), "") for part in build.whole_layout(taken.config).fragments]
+
+
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run stopped at version 6 of both fragments; the digests of its versions lie beside it."""
+    root = tmp_path_factory.mktemp("runs")
+    hand = Hand(configured(root))
+    hand.join("a")
+    told = {0: hand.digests()}
+    for version in range(1, 7):
+        for fragment in range(2):
+            hand.push("a", fragment)
+        told[version] = hand.digests()
+        if version == 4:
+            hand.syncer.api.snapshot()
+    hand.stop()
+    (root / "digests").write_text("\n".join(" ".join(told[version]) for version in sorted(told)))
+    return root / "past"
+
+
+def published(past: Path, version: int) -> list[str]:
+    return (past.parent / "digests").read_text().splitlines()[version].split()
+
+
+@pytest.mark.parametrize("version", [None, 6, 5, 4, 1, 0])
+def test_any_version_that_is_kept_can_be_taken(past: Path, version: int | None) -> None:
+    taken = take(str(past), version=version)
+    number = 6 if version is None else version
+    assert taken.versions == (number, number)
+    assert taken.called == f"version {number} of past"
+    wanted = published(past, number)
+    assert [digest(gather(part, taken.parameters), told) for part, told in
+            zip(build.whole_layout(taken.config).fragments, wanted, strict=True)] == wanted  # fmt: skip
+    values = named_parameters_once(taken.model())
+    assert all(torch.equal(values[name], taken.parameters[name]) for name in values)
+
+
+def test_the_data_folder_itself_is_as_good(past: Path) -> None:
+    assert digests_of(take(str(past / "syncer"))) == digests_of(take(str(past)))
+
+
+def test_a_version_that_is_not_there_is_named(past: Path) -> None:
+    with pytest.raises(VerbError, match=r"--version is 7: .*holds no more than version 6"):
+        take(str(past), version=7)
+
+
+def test_a_running_syncer_gives_its_newest(tmp_path: Path) -> None:
+    hand = Hand(configured(tmp_path))
+    try:
+        hand.join("a")
+        hand.push("a", 0)
+        taken = take_from_syncer(hand.address, hand.config)
+        assert taken.versions == (1, 0)
+        assert taken.called == "versions 1 0 of past"
+        assert digests_of(taken) == digests_of(take(str(tmp_path / "past")))
+    finally:
+        hand.stop()
+    with pytest.raises(VerbError, match="does not answer"):
+        take_from_syncer("127.0.0.1:1", hand.config)
+
+
+def checkpointed(folder: Path, config: configs.RunConfig, seed: int) -> dict[str, torch.Tensor]:
+    model = build.build_model(config)
+    values = {name: value.detach() + seed for name, value in named_parameters_once(model).items()}
+    checkpoint.save(folder, f"step-{seed:010d}", {f"model/{name}": value for name, value in values.items()}, {})
+    return values
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+    """The folder of `diloco train`, with two checkpoints, and the values in the newer one."""
+    config = configured(tmp_path)
+    folder = tmp_path / "past" / "train" / "checkpoints"
+    checkpointed(folder, config, 1)
+    return folder, checkpointed(folder, config, 2)
+
+
+def test_what_was_trained_can_be_taken(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, values = trained
+    for source in (folder, folder.parents[1], folder / "step-0000000002", folder.parent):
+        taken = take(str(source))
+        assert taken.parameters.keys() == values.keys()
+        assert all(torch.equal(taken.parameters[name], values[name]) for name in values)
+    older = take(str(folder / "step-0000000001"))
+    assert not torch.equal(older.parameters["norm.weight"], values["norm.weight"])
+    file = tmp_path / "past" / "model.safetensors"
+    save_file(values, file)
+    assert torch.equal(take(str(file)).parameters["norm.weight"], values["norm.weight"])
+    with pytest.raises(ConfigError, match=r"--version is 3: .*has no versions"):
+        take(str(file), version=3)
+
+
+def test_what_ranks_have_kept_in_parts_is_taken_whole(
+    trained: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    folder, values = trained
+    for rank in range(2):
+        halves = {name: value.tensor_split(2) for name, value in values.items()}
+        kept = {
+            f"model/{name}": Part(
+                half[rank].clone(), (rank * len(half[0]), *[0] * (half[0].ndim - 1)), tuple(values[name].shape)
+            )
+            for name, half in halves.items()
+        }
+        write_part(folder, "step-0000000003", rank, kept)
+    commit(folder, "step-0000000003", 2, {}, 3)
+    taken = take(str(folder))
+    assert all(torch.equal(taken.parameters[name], value) for name, value in values.items())
+
+
+def test_without_a_configuration_a_checkpoint_says_nothing(
+    trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, _ = trained
+    config = (tmp_path / "past" / "config.yaml").rename(tmp_path / "elsewhere.yaml")
+    with pytest.raises(ConfigError, match=r"no config\.yaml above it says of which model it is"):
+        take(str(folder))
+    assert take(str(folder), file=config).parameters
+
+
+def test_a_cold_site_has_no_version(trained: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    with pytest.raises(VerbError, match="does not say what was published"):
+        take(str(trained[0].parent), version=2)
+
+
+def test_a_folder_of_the_field_is_taken_with_its_model(past: Path, tmp_path: Path) -> None:
+    taken = take(str(past))
+    options = build.model_options(taken.config)
+    folder = tmp_path / "out's"
+    write_folder(folder, taken.parameters, options, make_tokenizer("bytes"), shard_bytes=10**9)
+    again = take(str(folder))
+    assert build.model_options(again.config).dim == options.dim
+    assert configs.tokenizer_of(again.config).end_of_file == 256
+    assert all(torch.equal(again.parameters[name], value) for name, value in taken.parameters.items())
+    with pytest.raises(ConfigError, match="is a folder with one model"):
+        take(str(folder), version=1)
+
+
+def test_what_is_neither_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'nowhere' is no run folder"):
+        take("nowhere")
+    (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="nothing there says what the run was"):
+        take(str(tmp_path))

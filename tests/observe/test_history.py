@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diloco.observe.eventlog import Event
+from diloco.observe.history import SERIES_MAX, RunHistory, Series, SiteHistory
+from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
+
+
+def told(events: list[Event]) -> RunHistory:
+    history = RunHistory()
+    history.take_all(events)
+    return history
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    recorder = Recorder()
+    recorder.record()
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def history(recorder: Recorder) -> RunHistory:
+    return told(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+
+
+def test_it_knows_sites_versions_and_rounds(history: RunHistory, recorder: Recorder) -> None:
+    assert sorted(history.sites) == sorted(SITES)
+    assert history.versions == recorder.versions
+    assert len(history.rounds) == history.num_rounds == sum(recorder.versions)
+    assert all(round_.published_s is not None and round_.met_s is not None for round_ in history.rounds)
+    assert {name: site.merges for name, site in history.sites.items()} == recorder.sequence
+    assert history.run_tokens == recorder.run_tokens
+    assert history.ending == "finished"
+    assert history.progress == 1.0
+    assert history.epoch == 2
+
+
+def test_units_are_as_last_said(history: RunHistory) -> None:
+    places = ("merged", "partly", "in_hand", "given_back")
+    assert history.units["leased"] == sum(history.units[name] for name in places)
+    assert history.units["merged"] == 40 * 59
+    assert RunHistory().units == {}
+
+
+def test_faults_are_healed_and_merges_counted_from_there(history: RunHistory) -> None:
+    assert [(fault.what, fault.target, fault.seconds) for fault in history.faults] == [
+        ("kill", "site-b", 6.0),
+        ("partition", "link:site-c", 10.0),
+        ("kill", "syncer", 3.0),
+    ]
+    lasted = [fault.healed_s - fault.at_s for fault in history.faults if fault.healed_s is not None]
+    assert lasted == pytest.approx([6.0, 10.0, 3.0])
+    assert not history.open_faults()
+    # The syncer's death is everybody's last fault: 18 whole seconds of one round each come after it.
+    assert {site.merges_since_fault for site in history.sites.values()} == {18}
+
+
+def test_meters_add_up_over_the_processes_of_a_site(history: RunHistory, recorder: Recorder) -> None:
+    site = history.sites["site-b"]
+    assert site.restarts == 1
+    assert sorted(site.meters) == [1, 2]
+    assert site.meter("inner_steps") == recorder.steps["site-b"]
+    assert site.meter("stall_s") == pytest.approx(0.002 * recorder.steps["site-b"])
+    assert site.meter_by_steps("step_s_p50") == pytest.approx(SITES["site-b"])
+    assert site.meter_max("step_s_max") == pytest.approx(1.5 * SITES["site-b"])
+    assert len(site.spans) == 2
+    assert None in site.losses.points, "the line is drawn across the death"
+
+
+def test_bytes_of_the_other_ways_to_do_it(history: RunHistory, recorder: Recorder) -> None:
+    pushed = [event for event in recorder.events if event["what"] in ("pushed", "fetched")]
+    assert history.bytes_fp32 == sum(4 * FRAGMENTS[int(str(event["fragment"]))] for event in pushed)
+    steps = sum(recorder.steps.values())
+    assert history.bytes_data_parallel() == steps * 2 * 2 * 4 * sum(FRAGMENTS) // 3
+
+
+def test_whole_fetches_are_joins_and_not_compared() -> None:
+    recorder = Recorder()
+    recorder.say(0, "up", "layout", fragments=[100])
+    recorder.say(1, "site-a", "fetched", fragment=0, version=3, bytes=400, whole=True)
+    recorder.say(2, "site-a", "fetched", fragment=0, version=4, bytes=60, whole=False)
+    recorder.say(3, "site-a", "pushed", fragment=0, sequence=1, outcome="refused", bytes=60)
+    history = told(recorder.events)
+    assert (history.bytes_joins, history.bytes_fp32) == (400, 400)
+
+
+def test_a_version_that_its_codec_sends_whole_is_a_join_only_to_a_site_that_held_none() -> None:
+    recorder = Recorder()
+    recorder.say(0, "up", "layout", fragments=[100])
+    recorder.say(1, "site-a", "fetched", fragment=0, version=0, had=-1, bytes=400, whole=True)
+    recorder.say(2, "syncer", "published", fragment=0, version=1, bytes=400)
+    recorder.say(3, "site-a", "fetched", fragment=0, version=1, had=0, bytes=400, whole=True)
+    recorder.say(4, "site-b", "fetched", fragment=0, version=1, had=-1, bytes=400, whole=True)
+    history = told(recorder.events)
+    assert (history.bytes_joins, history.bytes_fp32) == (800, 400)
+    recorder.say(5, "syncer", "published", fragment=0, version=2, bytes=60)
+    recorder.say(6, "site-a", "fetched", fragment=0, version=9, had=1, bytes=400, whole=True)
+    assert told(recorder.events).bytes_joins == 1200, "it was too far behind for what the codec had made"
+
+
+def test_states_of_a_site(recorder: Recorder) -> None:
+    seen: dict[str, list[str]] = {name: [] for name in SITES}
+    history = RunHistory()
+    for event in sorted(recorder.events, key=lambda event: float(str(event["at"]))):
+        history.take(event)
+        for name, site in history.sites.items():
+            if seen[name][-1:] != [site.state()]:
+                seen[name].append(site.state())
+    start = ["waiting", "starting", "training"]
+    assert seen["site-a"] == [*start, "done"]
+    assert seen["site-b"] == [*start, "killed", "starting", "training", "done"]
+    assert seen["site-c"] == [*start, "alone", "training", "done"]
+
+
+def test_an_outer_step_that_a_restart_repeats_counts_once() -> None:
+    recorder = Recorder()
+    for at in (1, 2):
+        recorder.say(at, "syncer", "outer_step", fragment=0, version=1, sites={"site-a": 1.0}, staleness={"site-a": 0})
+    history = told(recorder.events)
+    assert (len(history.rounds), history.sites["site-a"].merges) == (1, 1)
+
+
+def test_the_time_between_two_commands_is_left_out() -> None:
+    recorder = Recorder()
+    recorder.say(0, "up", "run", state="started", sites=["site-a"])
+    recorder.say(5, "up", "link", site="site-a", bytes_up=10, bytes_down=1)
+    recorder.say(10, "up", "run", state="ended", status="drained")
+    recorder.say(5000, "up", "eval", tokens=1, val_loss=1.0)
+    recorder.say(9000, "up", "run", state="started", sites=["site-a"])
+    recorder.say(9004, "up", "link", site="site-a", bytes_up=7, bytes_down=2)
+    history = told(recorder.events)
+    assert history.seconds == pytest.approx(14)
+    assert history.evaluations[0].at_s == pytest.approx(10)
+    assert (history.sites["site-a"].bytes_up, history.sites["site-a"].bytes_down) == (17, 3)
+
+
+def test_the_ledger_of_a_site_that_is_done(history: RunHistory, recorder: Recorder) -> None:
+    ledger = history.sites["site-a"].done
+    assert ledger == recorder.ledger("site-a")
+
+
+def test_staleness_is_versions_behind() -> None:
+    recorder = Recorder()
+    recorder.say(0, "syncer", "syncer_started", epoch=1, versions=[5, 7], recovered=0)
+    recorder.say(1, "site-a", "joined", incarnation=1, versions=[5, 4])
+    history = told(recorder.events)
+    assert history.staleness(history.sites["site-a"]) == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_loss_of_events_and_fields_can_be_read(seed: int) -> None:
+    chance = random.Random(seed)
+    events = Recorder(20).record()
+    torn: list[Event] = []
+    for event in events:
+        if chance.random() < 0.7:
+            kept = {name: value for name, value in event.items() if chance.random() < 0.8}
+            torn.append({name: None if chance.random() < 0.1 else value for name, value in kept.items()})
+    try:
+        told(torn)
+    except Exception as error:
+        raise AssertionError(f"seed {seed}") from error
+
+
+def test_tokens_read_count_again_what_a_restart_does_again(history: RunHistory) -> None:
+    site = history.sites["site-b"]
+    points = [point for point in site.losses.whole() if point is not None]
+    assert [point[1] for point in points] == sorted(point[1] for point in points)
+    assert site.tokens == history.sites["site-b"].step * STEP_TOKENS == points[-1][1]
+
+
+def test_a_run_of_two_syncers_ends_when_both_have() -> None:
+    history = RunHistory()
+    at = iter(range(100))
+
+    def take(who: str, what: str, **fields: object) -> None:
+        history.take({"at": float(next(at)), "who": who, "what": what, **fields})
+
+    take("up", "run", state="started", sites=["site-a"], syncers=2)
+    take("syncer", "syncer_started", epoch=1, versions=[3, 4], fragments=[0, 2], of_syncer=0)
+    take("syncer-1", "syncer_started", epoch=1, versions=[5], fragments=[1], of_syncer=1)
+    assert history.versions == [3, 5, 4]
+    take("site-a", "joined", incarnation=1, versions=[5], fragments=[1], of_syncer=1)
+    take("site-a", "joined", incarnation=1, versions=[3, 4], fragments=[0, 2], of_syncer=0)
+    assert history.site("site-a").base_versions == {0: 3, 1: 5, 2: 4}
+    take("site-a", "disconnected", why="gone", of_syncer=0)
+    take("site-a", "disconnected", why="gone", of_syncer=1)
+    take("site-a", "connected", of_syncer=0)
+    assert not history.site("site-a").connected
+    take("site-a", "connected", of_syncer=1)
+    assert history.site("site-a").connected
+    take("up", "process", name="syncer", state="started")
+    assert not history.syncer_up
+    take("up", "process", name="syncer-1", state="started")
+    assert history.syncer_up
+    take("up", "process", name="syncer-1", state="ended")
+    assert not history.syncer_up
+    take("syncer", "last_round", why="tokens")
+    assert not history.last_round
+    take("syncer", "final", ending="finished")
+    assert history.ending is None
+    take("syncer-1", "last_round", why="tokens")
+    assert history.last_round
+    take("syncer-1", "final", ending="drained")
+    assert history.ending == "drained"
+    take("syncer-1", "syncer_started", epoch=2, versions=[5], fragments=[1], of_syncer=1)
+    assert history.ending is None
+    take("syncer-1", "final", ending="finished")  # Read again from its journal as it starts.
+    take("syncer-1", "syncer_started", epoch=3, versions=[5], fragments=[1], of_syncer=1, ending="finished")
+    assert history.ending == "finished"
+    take("syncer-1", "final", ending="finished")
+    assert history.ending == "finished"
+
+
+def test_tokens_merged_are_what_syncers_began_with_and_have_published_since() -> None:
+    history = RunHistory()
+    at = iter(range(100))
+
+    def take(who: str, what: str, **fields: object) -> None:
+        history.take({"at": float(next(at)), "who": who, "what": what, **fields})
+
+    take("up", "run", state="started", sites=["site-a", "site-b"], syncers=2)
+    take("up", "layout", fragments=[4, 4, 4, 4])
+    assert history.tokens_merged("site-a") == 0
+    take("syncer", "syncer_started", versions=[3, 4], fragments=[0, 2], tokens_merged={"site-a": 800})
+    take("syncer-1", "syncer_started", versions=[5, 5], fragments=[1, 3], tokens_merged={"site-a": 600, "site-b": 40})
+    assert (history.tokens_merged("site-a"), history.tokens_merged("site-b")) == (350, 10)
+    for _ in range(2):  # Said again after a restart that had it in its journal.
+        take("syncer", "published", fragment=2, version=5, merged={"site-a": [200, 1], "site-b": [80, 2]})
+    take("syncer-1", "published", fragment=1, version=6, merged={"site-b": [80, 1]})
+    assert (history.tokens_merged("site-a"), history.tokens_merged("site-b")) == (400, 50)
+    take("syncer", "restored", lineage=2, versions=[1, 1], fragments=[0, 2])
+    take("syncer", "syncer_started", versions=[1, 1], fragments=[0, 2], tokens_merged={"site-a": 200})
+    assert (history.tokens_merged("site-a"), history.tokens_merged("site-b")) == (200, 30)
+    take("syncer", "syncer_started", versions=[1, 1], fragments=[0, 2])
+    assert history.tokens_merged("site-a") == 200, "one of an earlier release does not say it"
+
+
+def test_tokens_merged_are_means_over_the_fragments_of_a_run_that_nobody_said_the_layout_of() -> None:
+    history = RunHistory()
+    history.take({"at": 1.0, "who": "syncer", "what": "syncer_started", "versions": [0, 0], "tokens_merged": {}})
+    for fragment in (0, 1):
+        published = {"fragment": fragment, "version": 1, "merged": {"site-a": [300, 1]}}
+        history.take({"at": 2.0, "who": "syncer", "what": "published", **published})
+    assert history.tokens_merged("site-a") == 300
+
+
+def test_what_a_site_left_with_is_not_known_to_hold_after_a_restore(recorder: Recorder) -> None:
+    recorder.say(500.0, "restore", "restored", lineage=2, versions=[1, 1])
+    history = told(recorder.events)
+    assert history.sites["site-a"].left_with is None
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_series_is_thinned_and_keeps_its_end() -> None:
+    series = Series()
+    for number in range(10 * SERIES_MAX):
+        series.add(float(number), 1.0)
+        if number == 100:
+            series.cut()
+    points = series.whole()
+    assert SERIES_MAX / 4 < len(points) < SERIES_MAX + 2
+    assert points[-1] == (10 * SERIES_MAX - 1.0, 1.0)
+    assert None in points
+    firsts = [point[0] for point in points if point is not None]
+    assert firsts == sorted(firsts)
+
+
+def test_a_short_series_is_kept_whole() -> None:
+    series = Series()
+    assert series.whole() == []
+    series.add(1.0, 2.0)
+    series.cut()
+    series.cut()
+    series.add(2.0, 1.0)
+    assert series.whole() == [(1.0, 2.0), None, (2.0, 1.0)]
+
+
+def test_figures_over_several_processes_of_a_site() -> None:
+    site = SiteHistory("site-a")
+    assert (site.meter("stall_s"), site.meter_max("step_s_max"), site.meter_by_steps("step_s_p50")) == (0, 0, 0)
+    site.meters = {
+        1: {"inner_steps": 30.0, "stall_s": 1.0, "step_s_p50": 0.1, "step_s_max": 0.9},
+        2: {"inner_steps": 10.0, "stall_s": 0.5, "step_s_p50": 0.5, "step_s_max": 0.7},
+    }
+    assert site.meter("stall_s") == 1.5
+    assert site.meter_max("step_s_max") == 0.9
+    assert site.meter_by_steps("step_s_p50") == pytest.approx(0.2)
+
+
+def test_bytes_add_up_over_sessions() -> None:
+    site = SiteHistory("site-a", links={1: (10, 1), 2: (5, 2)})
+    assert (site.bytes_up, site.bytes_down) == (15, 3)
+
+
+def test_without_an_emulated_link_the_sites_own_count_stands() -> None:
+    site = SiteHistory("site-a")
+    site.meters = {1: {"bytes_up": 10.0, "bytes_down": 1.0}, 2: {"bytes_up": 5.0, "bytes_down": 2.0}}
+    assert (site.bytes_up, site.bytes_down) == (15, 3)
+    site.links = {1: (100, 50)}
+    assert (site.bytes_up, site.bytes_down) == (100, 50)

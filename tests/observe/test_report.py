@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from diloco.observe import report
+from diloco.observe.eventlog import Event
+from diloco.observe.history import RunHistory
+from diloco.observe.summary import SCHEMA, summarize, write_summary
+from tests.observe.recorded import SITES, Recorder, write
+
+
+class Page(HTMLParser):
+    """What a page shows and what it would load; unclosed tags are an error."""
+
+    VOID = frozenset({"meta", "circle", "line", "path"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href", "data")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data.strip())
+
+
+def folder(path: Path, events: list[Event], recorder: Recorder | None = None) -> Path:
+    run_dir = path / "quiet-otter"
+    run_dir.mkdir()
+    write(run_dir / "events.jsonl", events)
+    (run_dir / "config.yaml").write_text("run: {name: '<quiet & otter>'}\n")
+    if recorder is not None:
+        history = RunHistory()
+        history.take_all(events)
+        write_summary(run_dir / "summary.json", summarize(history, recorder.status(), {"run": {"seed": 3}}))
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    recorder = Recorder()
+    return folder(tmp_path, recorder.record(), recorder)
+
+
+def test_the_page_is_whole_and_loads_nothing(run_dir: Path) -> None:
+    summary, _ = report.rebuild(run_dir)
+    text = (run_dir / "report.html").read_text()
+    page = Page(text)
+    assert summary["status"] == "ok"
+    assert page.loads == []
+    assert "script" not in page.tags
+    assert not re.search(r"https?://|url\(|@import", text)
+    assert page.tags.count("svg") == 5
+    assert page.tags.count("table") == 3
+    for word in ["quiet-otter", "ok", "1.720", *SITES, "Rounds, merges and faults", "Bytes between the sites"]:
+        assert word in page.words, word
+    assert "<quiet & otter>" in " ".join(page.words)
+    assert len(text) < 400_000
+
+
+def test_where_the_units_of_the_data_are_stands_beside_the_tokens(run_dir: Path) -> None:
+    report.rebuild(run_dir)
+    assert "Data in units" not in (run_dir / "report.html").read_text()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    write_summary(run_dir / "summary.json", {**summary, "units": dict.fromkeys(SCHEMA["units"], 7)})
+    report.rebuild(run_dir)
+    assert "Data in units of 7 sequences: 7 leased, 7 processed, 7 merged," in (run_dir / "report.html").read_text()
+
+
+def test_the_time_line_shows_every_merge_and_fault(run_dir: Path) -> None:
+    report.rebuild(run_dir)
+    text = (run_dir / "report.html").read_text()
+    events = (run_dir / "events.jsonl").read_text()
+    merges = sum(event["what"] == "sealed" for event in map(json.loads, events.splitlines()))
+    assert len(re.findall(r'<rect class="merge s\d"', text)) == merges
+    assert len(re.findall(r'<rect class="fault"', text)) == 3
+    assert len(re.findall(r'<rect class="round"', text)) == 57
+    assert "site-b is killed (SIGKILL), 0:15 to 0:21" in text
+
+
+def test_a_link_to_the_run_has_the_runs_name(run_dir: Path) -> None:
+    link = run_dir.parent / "latest"
+    link.symlink_to(run_dir.name)
+    report.rebuild(link)
+    assert "<h1>quiet-otter</h1>" in (run_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 20, 60, 400])
+def test_a_run_that_failed_has_a_report_too(tmp_path: Path, cut: int) -> None:
+    run_dir = folder(tmp_path, Recorder().record()[:cut])
+    summary, _ = report.rebuild(run_dir)
+    page = Page((run_dir / "report.html").read_text())
+    assert summary["status"] == "the run did not come to its end"
+    assert summary["status"] in page.words
+
+
+def test_after_a_restore_what_counts_as_merged_is_what_was_restored(tmp_path: Path) -> None:
+    """The report went on saying what had been merged before, and that nothing was lost."""
+    recorder = Recorder()
+    events = recorder.record()
+    held = [[site, fragment, 2048 * (1 + fragment), 1] for site in SITES for fragment in (0, 1)]
+    recorder.say(900.0, "restore", "restored", lineage=2, versions=[3, 3], run_tokens=9216, held=held)
+    run_dir = folder(tmp_path, events, recorder)
+    with (run_dir / "events.jsonl").open("a") as log:
+        log.write(json.dumps(recorder.events[-1]) + "\n")
+    before = json.loads((run_dir / "summary.json").read_text())["sites"]
+    summary, history = report.rebuild(run_dir)
+    for name, site in summary["sites"].items():
+        assert site["tokens_merged"] == (2048 + 4096) // 2 < before[name]["tokens_merged"]
+        assert site["tokens_lost"] == site["tokens_processed"] - site["tokens_merged"]
+    assert history.run_tokens == sum(site["tokens_merged"] for site in summary["sites"].values())
+    assert summary["status"] == "the run did not come to its end"
+    told = dict.fromkeys(SITES, 2048)
+    history.take({"at": 3e9, "who": "syncer", "what": "syncer_started", "versions": [3, 3], "tokens_merged": told})
+    assert history.tokens_merged("site-a") == 1024, "the syncer that starts there knows"
+
+
+def test_the_template_is_package_data() -> None:
+    settings = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '"*.html"' in settings

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.observe.history import RunHistory
+from diloco.observe.summary import (
+    LEDGER,
+    SCHEMA,
+    SINCE,
+    WIDTH,
+    closing_lines,
+    complaints,
+    settled,
+    summarize,
+    unfinished,
+    write_summary,
+)
+from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
+
+CONFIG = {"run": {"seed": 7, "name": "quiet-otter"}, "model": {"dim": 128}}
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    recorder = Recorder()
+    recorder.record()
+    return recorder
+
+
+def made(recorder: Recorder, **changes: Any) -> dict[str, Any]:
+    history = RunHistory()
+    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+    return summarize(history, **{"status": recorder.status(), "config": CONFIG, **changes})
+
+
+def test_a_good_run_is_ok_and_fits_the_schema(recorder: Recorder, tmp_path: Path) -> None:
+    summary = made(recorder)
+    assert summary["status"] == "ok"
+    assert complaints(summary) == []
+    assert summary["seed"] == 7
+    assert summary["versions"] == recorder.versions
+    assert summary["global"] == {"val_loss_start": 6.95, "val_loss": 2.61, "val_bits_per_byte": 1.72}
+    assert [(fault["what"], fault["target"]) for fault in summary["faults"]] == [
+        ("kill", "site-b"),
+        ("partition", "link:site-c"),
+        ("kill", "syncer"),
+    ]
+    assert all(fault["healed_seconds"] > fault["at_seconds"] for fault in summary["faults"])
+    write_summary(tmp_path / "summary.json", summary)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_units_are_as_the_syncer_said_last_and_null_where_none_are_leased(recorder: Recorder) -> None:
+    assert made(recorder)["units"] is None
+    units = dict.fromkeys(SCHEMA["units"], 3)
+    summary = made(recorder, status={**recorder.status(), "units": units})
+    assert (summary["units"], complaints(summary)) == (units, [])
+    del units["merged"]
+    assert complaints(summary) == ["summary.units.merged is missing"]
+    del summary["units"]
+    assert complaints(summary) == [], "one of the first release has none"
+
+
+def test_invariant_10_tokens_balance_after_the_syncers_last_word(recorder: Recorder) -> None:
+    summary = made(recorder)
+    for name in SITES:
+        site = summary["sites"][name]
+        assert site["tokens_processed"] == sum(site[f"tokens_{part}"] for part in LEDGER)
+        assert site["tokens_merged"] == recorder.merged[name]
+        # The recorder's sites leave with one update in flight that the syncer merged afterwards.
+        assert site["tokens_in_flight"] == 0
+    assert summary["sites"]["site-b"]["tokens_lost"] == 5 * STEP_TOKENS
+
+
+def test_tokens_that_do_not_balance_are_not_ok(recorder: Recorder) -> None:
+    for event in recorder.events:
+        if event["what"] == "site_done" and event["who"] == "site-c":
+            event["ledger"] = {**recorder.ledger("site-c"), "unsent": 1}
+    assert "the tokens of site-c do not balance" in made(recorder)["status"]
+
+
+@pytest.mark.parametrize(
+    ("done", "merged", "wanted"),
+    [
+        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 80, (80, 10, 10)),
+        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 95, (90, 0, 10)),
+        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 59, (60, 30, 10)),
+    ],
+)
+def test_late_fates_move_from_in_flight(done: dict[str, int], merged: int, wanted: tuple[int, ...]) -> None:
+    ledger = settled(done, {"tokens_merged": merged})
+    assert (ledger["merged"], ledger["in_flight"], ledger["unsent"]) == wanted
+    assert ledger["processed"] == sum(ledger[part] for part in LEDGER)
+
+
+@pytest.mark.parametrize("undecided", [0, 1])
+def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None:
+    recorder = Recorder()
+    recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
+    recorder.say(1, "site-a", "meter", incarnation=2, tokens=300)
+    recorder.say(1, "site-a", "fate", fragment=0, sequence=3, reason="non_finite", tokens=80)
+    history = RunHistory()
+    history.take_all(recorder.events)
+    heard = {"tokens_merged": 600, "tokens_processed": 900, "tokens_in_flight": 50, "undecided": undecided}
+    ledger = unfinished(history.sites["site-a"], heard, 2)
+    assert ledger["processed"] == 1000 == sum(ledger[part] for part in LEDGER)
+    assert (ledger["merged"], ledger["refused"], ledger["in_flight"]) == (600, 40, 50 * undecided)
+
+
+def test_a_site_that_the_syncer_has_not_heard_yet_has_figures_of_null() -> None:
+    recorder = Recorder()
+    recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
+    unheard = {"tokens_merged": 0, "undecided": 1, "tokens_processed": None, "tokens_in_flight": None}
+    summary = made(recorder, status={"sites": {"site-a": unheard}})
+    assert complaints(summary) == []
+    site = summary["sites"]["site-a"]
+    assert (site["tokens_processed"], site["tokens_in_flight"], site["tokens_lost"]) == (700, 0, 700)
+
+
+def test_a_part_of_a_run_that_ended_before_anybody_joined_changes_no_account(recorder: Recorder) -> None:
+    """A second start that is stopped in its first seconds: its sites never joined, its syncer was never asked."""
+    before = made(recorder, status=None)["sites"]
+    end = 200.0
+    recorder.say(end, "up", "run", state="started", sites=list(SITES))
+    merged = {name: tokens * len(FRAGMENTS) for name, tokens in recorder.merged.items()}
+    recorder.say(end + 1, "syncer", "syncer_started", epoch=3, versions=recorder.versions, tokens_merged=merged)
+    for name in SITES:
+        recorder.say(end + 1, "up", "process", name=name, site=True, pid=7, state="started")
+        recorder.say(end + 2, "up", "process", name=name, site=True, pid=7, state="ended", code=75)
+    after = made(recorder, status=None)["sites"]
+    for name in SITES:
+        assert after[name]["tokens_merged"] == recorder.merged[name]
+        assert after[name]["tokens_processed"] == before[name]["tokens_processed"]
+        assert after[name]["tokens_lost"] == before[name]["tokens_lost"]
+        assert after[name]["tokens_in_flight"] == 0
+
+
+def test_a_site_that_died_after_it_had_joined_again_keeps_what_was_published_of_it(recorder: Recorder) -> None:
+    recorder.say(200.0, "up", "run", state="started", sites=list(SITES))
+    merged = {"site-a": 3 * STEP_TOKENS * len(FRAGMENTS)}
+    recorder.say(201.0, "syncer", "syncer_started", epoch=3, versions=recorder.versions, tokens_merged=merged)
+    recorder.say(202.0, "site-a", "joined", incarnation=2, versions=list(recorder.versions))
+    site = made(recorder, status=None)["sites"]["site-a"]
+    assert site["tokens_merged"] == 3 * STEP_TOKENS
+    assert site["tokens_lost"] == site["tokens_processed"] - 3 * STEP_TOKENS > 0
+
+
+def test_what_other_ways_would_have_sent(recorder: Recorder) -> None:
+    wire = made(recorder)["wire"]
+    steps = sum(recorder.steps.values())
+    assert wire["bytes_data_parallel_equivalent"] == steps * 4 * 4 * sum(FRAGMENTS) // 3
+    assert wire["bytes_fp32_equivalent"] > 0
+    assert wire["bytes_up"] == 3 * 60_000 * 59
+
+
+def test_without_emulated_links_the_sites_own_counts_are_the_wire(recorder: Recorder) -> None:
+    recorder.events = [event for event in recorder.events if event["what"] != "link"]
+    summary = made(recorder)
+    # The recorder's sites count 10 bytes in each process, and site-b has two.
+    assert {name: site["bytes_up"] for name, site in summary["sites"].items()} == {
+        "site-a": 10,
+        "site-b": 20,
+        "site-c": 10,
+    }
+    assert (summary["wire"]["bytes_up"], summary["wire"]["bytes_down"]) == (40, 40)
+    history = RunHistory()
+    history.take_all(recorder.events)
+    assert history.wire.last is not None
+    assert history.wire.last[1] == 80
+
+
+def test_a_run_cut_down_says_so_and_still_fits(recorder: Recorder) -> None:
+    begin = min(float(str(event["at"])) for event in recorder.events)
+    recorder.events = [event for event in recorder.events if float(str(event["at"])) < begin + 20]
+    summary = made(recorder, status=None)
+    assert "the run did not come to its end" in summary["status"]
+    assert complaints(summary) == []
+
+
+def test_a_final_version_that_nobody_evaluated_is_said(recorder: Recorder) -> None:
+    events = [event for event in recorder.events if event["what"] != "eval" or event["tokens"] == 0]
+    recorder.events = events
+    assert made(recorder)["status"] == "the final version was not evaluated"
+
+
+def test_what_went_wrong_outside_is_the_status(recorder: Recorder) -> None:
+    assert made(recorder, wrong=["site-a ended with exit code 1"])["status"] == "site-a ended with exit code 1"
+
+
+def test_a_drained_run_is_not_ok(recorder: Recorder) -> None:
+    for event in recorder.events:
+        if event["what"] == "final":
+            event["ending"] = "drained"
+    assert made(recorder)["status"].startswith("drained")
+
+
+def test_nothing_at_all_is_a_summary_too() -> None:
+    summary = summarize(RunHistory(), None, {})
+    assert complaints(summary) == []
+    assert summary["status"] != "ok"
+
+
+def paths(value: Any, kind: str, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every field of the schema stands in ``value``."""
+    if kind in SCHEMA:
+        return [
+            found
+            for name, inner in SCHEMA[kind].items()
+            for found in [(*path, name), *paths(value[name], inner, (*path, name))]
+        ]
+    if kind[0] == "{" and kind[1:-1] in SCHEMA:
+        name = next(iter(value))
+        return paths(value[name], kind[1:-1], (*path, name))
+    if kind[0] == "[" and kind[1:-1] in SCHEMA:
+        return paths(value[0], kind[1:-1], (*path, 0))
+    return []
+
+
+def test_the_schema_sees_every_field_missing_or_of_another_kind(recorder: Recorder) -> None:
+    summary = made(recorder)
+    everywhere = paths(summary, "summary")
+    assert len(everywhere) > 40
+    for path in everywhere:
+        for damage in ("take", "wrong"):
+            broken = json.loads(json.dumps(summary))
+            parent = broken
+            for name in path[:-1]:
+                parent = parent[name]
+            if damage == "take":
+                if path == ("units",) or f"site.{path[-1]}" in SINCE:
+                    continue  # A summary of the first release lacks it.
+                del parent[path[-1]]
+            else:
+                parent[path[-1]] = True
+            assert complaints(broken), f"{damage} {path} is not seen"
+
+
+def test_numbers_that_are_none_do_not_fit() -> None:
+    for value in (float("nan"), float("inf"), True, "1"):
+        assert complaints(value, "number")
+    assert complaints(-1, "whole")
+    assert not complaints(None, "number?")
+
+
+class Standing(Recorder):
+    """From second ``since`` on no version is made before the last round; it is said 15 s later."""
+
+    since = 0
+
+    def merge(self, at: float, sites: list[str]) -> None:
+        if at - 3 < self.since:
+            super().merge(at, sites)
+        elif at - 3 == self.since + 15:
+            why = "waiting for site-b of all 3 members"
+            self.say(at, "syncer", "standstill", fragment=0, seconds=15.0, waits_for=["site-b"], why=why)
+
+
+@pytest.mark.parametrize(("since", "status"), [(0, "no version was made for 60 of 60 s of training: "), (20, "ok")])
+def test_a_run_that_made_nearly_no_version_is_not_ok(since: int, status: str) -> None:
+    recorder = Standing()
+    recorder.since = since
+    recorder.record()
+    summary = made(recorder)
+    assert summary["status"] == status + ("waiting for site-b of all 3 members" if status != "ok" else "")
+    history = RunHistory()
+    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+    told = " ".join(" ".join(closing_lines(summary, history, Path("runs/still"))).split())
+    began, lasted = ("0:03", "1:00") if since == 0 else ("0:23", "0:40")
+    said = f"rounds no version of fragment 0 for {lasted} from {began} on: waiting for site-b of all 3 members"
+    assert said in told
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def closed(recorder: Recorder, **changes: Any) -> list[str]:
+    history = RunHistory()
+    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+    summary = summarize(history, recorder.status(), {}, **changes)
+    return closing_lines(summary, history, Path("runs/quiet-otter"))
+
+
+def test_the_table_says_what_was_reached_and_fits() -> None:
+    recorder = Recorder()
+    recorder.record()
+    lines = closed(recorder)
+    text = "\n".join(lines)
+    assert lines[0] == "quiet-otter: ok, after 1:06"
+    assert "1.720 bits/byte of validation text (xz 1.32, zlib -9 1.81)" in text
+    assert "kill site-b at 0:15 for 6.0 s" in text
+    assert "site-a=18, site-b=18, site-c=18" in " ".join(text.split())
+    assert "runs/quiet-otter/" in text
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) <= 22
+
+
+@pytest.mark.parametrize(
+    ("formats", "said"),
+    [
+        (("fp32", "fp32", "fp32"), "site-a 6.83k, site-b 5.64k, site-c 4.27k, products in fp32"),
+        (("fp32", "bf16", ""), "site-a 6.83k (fp32), site-b 5.64k (bf16), site-c 4.27k (?)"),
+    ],
+)
+def test_what_each_machine_gave_is_said(formats: tuple[str, ...], said: str) -> None:
+    recorder = Recorder()
+    recorder.record()
+    for site, products in zip(("site-a", "site-b", "site-c"), formats, strict=True):
+        if products:
+            recorder.say(1, site, "number_format", products=products)
+    assert [line for line in closed(recorder) if line.startswith("speed")] == [f"speed   tokens/s: {said}"]
+
+
+def test_where_the_units_of_the_data_are_is_said_where_any_were_leased() -> None:
+    recorder = Recorder()
+    recorder.record()
+    history = RunHistory()
+    units = dict.fromkeys(SCHEMA["units"], 123_456_789)
+    summary = summarize(history, {**recorder.status(), "units": units}, {})
+    lines = closing_lines(summary, history, Path("runs/quiet-otter"))
+    (begin,) = [number for number, line in enumerate(lines) if line.startswith("data    units of")]
+    assert "123,456,789 re-issued" in " ".join(lines[begin : begin + 4])
+    assert max(map(len, lines)) <= WIDTH
+    assert not [line for line in closed(recorder) if line.startswith("data")]
+
+
+def test_a_site_and_its_numbers_stand_in_their_columns() -> None:
+    recorder = Recorder()
+    recorder.record()
+    lines = closed(recorder)
+    head = next(line for line in lines if line.startswith("site  "))
+    row = next(line for line in lines if line.startswith("site-b"))
+    assert len(row) == len(head)
+    for name, cell in zip(head.split()[1:], row.split()[1:], strict=True):
+        assert row[: head.index(name) + len(name)].endswith(f" {cell}"), name
+    assert row.split()[4] == "10.2k"
+
+
+@pytest.mark.parametrize("sites", [[], ["a-site-with-a-very-long-name"], [f"site-{number}" for number in range(30)]])
+def test_any_run_fits(sites: list[str]) -> None:
+    recorder = Recorder()
+    recorder.say(0, "up", "run", state="started", sites=sites)
+    for number in range(40):
+        recorder.say(1 + number, "up", "fault", fault="reset", target=f"link:{sites[0] if sites else 'x'}")
+    lines = closed(recorder, wrong=["site-a ended with exit code 1: " + "long words " * 30])
+    assert max(map(len, lines)) <= WIDTH

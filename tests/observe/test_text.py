@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+
+from diloco.observe.text import CAUSED, ENDED, clock, count, sentence, size, times_less, units_shortly, units_text
+from diloco.runs.scenario import KINDS
+from tests.observe.recorded import Recorder
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (999.9, "1.00k"),
+        (12_345, "12.3k"),
+        (999_700, "1.00M"),
+        (1_050_000, "1.05M"),
+        (27e9, "27.0G"),
+        (2.1375e15, "2.14P"),
+    ],
+)
+def test_count(value: float, wanted: str) -> None:
+    assert count(value) == wanted
+    assert len(count(value)) <= 5
+
+
+def test_size() -> None:
+    assert [size(value) for value in (12, 240_000, 10_400_000)] == ["12 B", "240 kB", "10.4 MB"]
+
+
+def test_clock() -> None:
+    assert [clock(value) for value in (0, 59.6, 61, 3600, -3)] == ["0:00", "1:00", "1:01", "1:00:00", "0:00"]
+
+
+def test_times_less() -> None:
+    assert [times_less(1, 64), times_less(10, 64), times_less(64, 32)] == ["1/64 of", "1/6.4 of", "2.0 times"]
+    assert times_less(0, 5) == times_less(5, 0) == "-"
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_fault_of_a_scenario_has_words() -> None:
+    assert set(CAUSED) == set(KINDS)
+    assert set(ENDED) == {name for name, (_, lasts) in KINDS.items() if lasts != "never"}
+
+
+@pytest.mark.parametrize(
+    ("event", "wanted"),
+    [
+        (
+            {"who": "up", "what": "fault", "fault": "kill", "target": "site-b", "seconds": 6.0},
+            "FAULT site-b is killed (SIGKILL), for 6 s",
+        ),
+        ({"who": "up", "what": "healed", "fault": "kill", "target": "site-b"}, "HEALED site-b is started again"),
+        ({"who": "syncer", "what": "resumed", "why": "the run had been drained"}, "the run goes on: the run had been"),
+        ({"who": "site-b", "what": "resumed", "step": 40, "tokens_lost": 10240}, "10,240 tokens were lost"),
+        (
+            {"who": "site-c", "what": "disconnected", "why": "no answer"},
+            "site-c lost the syncer and trains on: no answer",
+        ),
+        (
+            {"who": "syncer", "what": "refused", "site": "site-c", "reason": "stale"},
+            "update of site-c was refused: stale",
+        ),
+        (
+            {"who": "up", "what": "eval", "val_bits_per_byte": 1.9, "versions": [3, 4]},
+            "validation 1.900 bits/byte at versions 3 4",
+        ),
+        ({"who": "syncer", "what": "syncer_started", "epoch": 2, "recovered": 12}, "epoch 2, 12 journal records"),
+        (
+            {
+                "who": "up",
+                "what": "process",
+                "name": "site-a",
+                "state": "ended",
+                "unasked": True,
+                "code": 1,
+                "why": "x",
+            },
+            "site-a ended unasked with exit code 1: x",
+        ),
+    ],
+)
+def test_what_happened_in_words(event: dict[str, object], wanted: str) -> None:
+    assert wanted in str(sentence(event))
+
+
+def test_what_happens_all_the_time_is_not_told() -> None:
+    quiet = {"step", "meter", "pushed", "fetched", "adopted", "sealed", "link", "published", "outer_step", "joined"}
+    assert {event["what"] for event in Recorder(10).record() if sentence(event) is None} >= quiet
+
+
+# --- Units of the data in words --------------------------------------------------------------------------------------
+
+UNITS = {
+    "processed": 1201,
+    "leased": 1300,
+    "merged": 1200,
+    "partly": 0,
+    "in_hand": 100,
+    "given_back": 0,
+    "reissued": 7,
+    "repeated": 0,
+    "sequences": 64,
+}
+
+
+def test_what_is_empty_is_left_out() -> None:
+    wanted = "units of 64 sequences: 1,300 leased, 1,201 processed, 1,200 merged, 100 in hand, 7 re-issued"
+    assert units_text(UNITS) == wanted
+
+
+def test_merged_is_always_said() -> None:
+    nothing = dict.fromkeys(UNITS, 0)
+    assert units_text(nothing).endswith("0 merged")
+    every = dict.fromkeys(UNITS, 1)
+    assert units_text(every).endswith("1 partly merged, 1 in hand, 1 given back, 1 re-issued, 1 repeated")
+
+
+def test_who_looks_on_sees_the_same_columns_always() -> None:
+    assert units_shortly(UNITS) == "1,300 leased, 1,200 merged, 0 partly, 0 repeated"
+    assert units_shortly({}) == "0 leased, 0 merged, 0 partly, 0 repeated"

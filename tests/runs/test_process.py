@@ -1,0 +1,416 @@
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import diloco
+from diloco.cli.main import VERBS
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.durable import PLAIN_DISK, KillingDisk
+from diloco.inner.parallel import OpenStore
+from diloco.runs.process import (
+    ARENAS_MAX,
+    KILL_VARIABLE,
+    LINUX_ONLY,
+    SAME_REQUEST_S,
+    SUPPORT,
+    Stopping,
+    disk_from_environment,
+    keep_what_is_loaded,
+    refusal,
+)
+from tests.forked import forkserver
+from tests.integrations.serving import serving
+from tests.runs import elsewhere
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-m", "diloco.runs.process", str(os.getpid()), "sleep", "60"])
+time.sleep(float(sys.argv[1]))
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    until = time.monotonic() + 10
+    while running(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not running(pid)
+
+
+def test_a_child_even_a_stopped_one_is_killed_with_its_parent() -> None:
+    for freeze in (False, True):
+        parent = subprocess.Popen([sys.executable, "-c", PARENT, "0.7"], stdout=subprocess.PIPE, text=True)
+        assert parent.stdout is not None
+        with parent.stdout as out:
+            child = int(out.readline())
+        try:
+            assert running(child)
+            if freeze:
+                os.kill(child, signal.SIGSTOP)
+            parent.kill()
+            parent.wait(10)
+            assert ends(child), f"child {child} lives on, stopped: {freeze}"
+        finally:
+            parent.kill()
+            if running(child):
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_whose_parent_has_gone_does_not_begin() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco.runs.process", "1", "echo", "began"], capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert not done.stdout
+
+
+def test_a_verb_is_tied_by_a_variable() -> None:
+    environment = {**os.environ, "DILOCO_PARENT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco", "status", "127.0.0.1:1"], capture_output=True, check=False, env=environment
+    )
+    assert done.returncode == 1
+    assert not done.stderr
+
+
+SHOW = "import gc; from diloco.runs.process import keep_what_is_loaded as keep; keep(); print(gc.get_freeze_count())"
+
+
+class Circle:
+    """Holds itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_is_loaded_is_looked_at_no_more() -> None:
+    done = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, timeout=60)
+    assert int(done.stdout) > 1000
+
+
+def test_garbage_made_later_is_collected() -> None:
+    try:
+        keep_what_is_loaded()
+        gone = weakref.ref(Circle())
+        gc.collect()
+        assert gone() is None
+    finally:
+        gc.unfreeze()
+
+
+COUNT = """
+import ctypes, sys, threading
+from diloco.runs.process import limit_arenas
+if sys.argv[2] == "limited":
+    limit_arenas()
+meet, blocks = threading.Barrier(20), []
+def allocate():
+    meet.wait()
+    blocks.append(bytes(100_000))
+    meet.wait()
+threads = [threading.Thread(target=allocate) for _ in range(20)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+library = ctypes.CDLL(None)
+library.fopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(library.fopen(sys.argv[1].encode(), b"w"))
+library.malloc_info(0, file)
+library.fclose(file)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="this C library has no such pools")
+def test_threads_share_few_pools_of_memory(tmp_path: Path) -> None:
+    found = {}
+    for how in ("limited", "as it likes"):
+        told = tmp_path / how
+        subprocess.run([sys.executable, "-c", COUNT, str(told), how], check=True, timeout=60)
+        found[how] = told.read_text().count("<heap nr=")
+    assert found["limited"] <= ARENAS_MAX < found["as it likes"], found
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_a_new_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != SUPPORT}
+    whole = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, *arguments], env=whole, capture_output=True, text=True, timeout=120)
+
+
+def test_who_joins_has_said_so_before_grpc_is_imported() -> None:
+    ask = "import sys, os, diloco; assert 'grpc' not in sys.modules; diloco.JoinFailed; print(os.environ.get({!r}))"
+    assert in_a_new_process("-c", ask.format(SUPPORT)).stdout == "0\n"
+    assert in_a_new_process("-c", ask.format(SUPPORT), **{SUPPORT: "1"}).stdout == "1\n"
+    unused = f"import os, diloco; print(os.environ.get({SUPPORT!r}))"
+    assert in_a_new_process("-c", unused).stdout == "None\n"
+
+
+@pytest.mark.slow
+def test_a_loaders_workers_are_forked_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    with serving(tmp_path, "run.tokens=100000", "data.leased=true", "data.unit_sequences=8") as served:
+        done = in_a_new_process(str(ROOT / "tests/integrations/loader_workers.py"), served.address)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "120 0 60\n"
+        units = served.syncer.api.status()["units"]
+        assert isinstance(units, dict)
+        assert (units["merged"], units["repeated"]) == (15, 0), "what was drawn ahead counts for nothing"
+
+
+RANK = """
+import atexit, sys
+import torch
+from diloco.inner.parallel import SiteGroup
+from diloco.runs.process import end_process
+
+# Whoever waits for the interpreter's lock gets it only when this thread waits for something.
+sys.setswitchinterval(1000)
+atexit.register(lambda: print("at the end"))
+rank, world, port = map(int, sys.argv[1:])
+group = SiteGroup(rank, rank, world, "127.0.0.1", port, "cpu", 60.0)
+try:
+    for _ in range(100):
+        torch.distributed.all_reduce(torch.ones(4), async_op=True)  # What it is given is gloo's to let go of.
+except RuntimeError:
+    pass  # The other has ended already.
+print("trained", end=" ")
+end_process(3)
+"""
+
+
+WORLD = 2
+
+
+@pytest.mark.slow
+def test_a_process_that_was_a_rank_ends_with_its_code() -> None:
+    store = OpenStore()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(WORLD), str(store.port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        told = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [rank.returncode for rank in ranks] == [3] * WORLD, "no thread of gloo's has aborted it"
+    assert [out for out, _ in told] == ["trained at the end\n"] * WORLD
+
+
+def test_the_plain_disk_without_it_and_a_killing_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KILL_VARIABLE, raising=False)
+    assert disk_from_environment() is PLAIN_DISK
+    monkeypatch.setenv(KILL_VARIABLE, "outbox.put:3")
+    assert isinstance(disk_from_environment(), KillingDisk)
+
+
+@pytest.mark.parametrize("text", ["journal.sync", "journal.sync:0", "journal.sync:-1", "journal.sink:1", ":1", "x"])
+def test_what_names_no_step_and_passage_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KILL_VARIABLE, text)
+    with pytest.raises(ConfigError, match=f"{KILL_VARIABLE}: '{text}' is no place"):
+        disk_from_environment()
+
+
+def test_the_process_ends_at_that_passage_and_not_before() -> None:
+    program = (
+        "from diloco.durable import Step; from diloco.runs.process import disk_from_environment\n"
+        "disk = disk_from_environment()\n"
+        "for number in range(5):\n    print(number, flush=True); disk.reached(Step.ACK); disk.reached(Step.FATE)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={KILL_VARIABLE: "syncer.ack:4"}, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout.split()) == (-signal.SIGKILL, ["0", "1", "2", "3"])
+
+
+def test_before_anything_began_the_first_signal_ends_the_verb() -> None:
+    def wait() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    with Stopping("stops") as stopping, pytest.raises(VerbError) as ended:
+        wait()
+    assert ended.value.code is ExitCode.DRAINED
+    assert stopping.asked
+
+
+def test_the_first_signal_asks_once_and_an_echo_of_it_is_not_a_second(capfd: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+    with Stopping("the site leaves") as stopping:
+        stopping.ask(lambda: asked.append("please"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+    assert asked == ["please"]
+    assert capfd.readouterr().err == "the site leaves; once more: at once\n"
+
+
+def test_handlers_are_given_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Stopping("stops"):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_is_ending_with_an_error_is_not_taken_for_drained() -> None:
+    """torchrun asks a rank to stop that is about to say that another one is lost."""
+
+    def train() -> None:
+        try:
+            with Stopping("leaves") as inner:
+                inner.ask(lambda: None)
+                raise ValueError("rank 1 is lost")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    with Stopping("stops") as outer, pytest.raises(ValueError, match="rank 1 is lost"):
+        train()
+    assert outer.asked
+
+
+def test_twice_is_at_once_even_in_a_busy_process() -> None:
+    code = (
+        "import sys, time\nfrom diloco.runs.process import Stopping\nwith Stopping('stops') as stopping:\n"
+        "    stopping.ask(lambda: None)\n    print('ready', flush=True)\n    time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        child.send_signal(signal.SIGINT)
+        time.sleep(SAME_REQUEST_S * 2)
+        assert child.poll() is None
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(10) == ExitCode.FAILED
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def test_a_hangup_makes_room_where_that_is_offered_and_is_not_ours_elsewhere(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with Stopping("stops"):
+        assert signal.getsignal(signal.SIGHUP) is before
+    asked: list[str] = []
+    with Stopping("stops", "another takes its place") as stopping:
+        stopping.ask(lambda: asked.append("please"))
+        assert not stopping.handing_over
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.01)
+        assert stopping.handing_over
+        assert (stopping.asked, asked) == (False, [])
+    assert capfd.readouterr().err == "another takes its place\n"
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+WAIT_S = 120
+SYSTEMS = {"darwin": "macOS", "win32": "Windows"}
+# What does not need Linux, with arguments that have it do something, and how that ends.
+COMMANDS = {
+    ("plan", "+experiment=100t_20dc"): 0,
+    ("sim",): 0,
+    ("launch", "docker", "--dry-run", "--to", "files"): 0,
+    ("certs", "init", "keys", "--force"): 0,
+    ("status", "127.0.0.1:9"): 3,
+    ("drain", "127.0.0.1:9"): 3,
+    ("doctor",): 0,
+    ("report", "nothing"): 2,
+    ("export", "nothing", "--to", "folder"): 2,
+    ("generate", "nothing", "once"): 2,
+}
+
+
+@cache
+def on(system: str, folder: Path) -> tuple[dict[str, str], dict[tuple[str, ...], tuple[int, str]]]:
+    """Return what fails on ``system`` when it is imported, and what commands say there."""
+    commands = [*COMMANDS, *((verb, *more) for verb in sorted(LINUX_ONLY) for more in ((), ("--help",)))]
+    context = forkserver()
+    here, there = context.Pipe()
+    process = context.Process(target=elsewhere.be_on, args=(system, folder, [list(each) for each in commands], there))
+    process.start()
+    there.close()
+    try:
+        assert here.poll(WAIT_S), "it says nothing"
+        found, said = here.recv()
+    finally:
+        process.kill()
+        process.join(WAIT_S)
+    return found, dict(zip(commands, said, strict=True))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_module_can_be_imported_elsewhere(system: str, folder: Path) -> None:
+    found, _ = on(system, folder)
+    assert not found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_needs_linux_says_so_in_one_line_and_has_its_help(system: str, folder: Path) -> None:
+    _, said = on(system, folder)
+    for verb in LINUX_ONLY:
+        code, line = said[(verb,)]
+        assert (code, line.count("\n")) == (2, 1), line
+        assert line.startswith(f"diloco {verb}: it needs Linux, and this is {SYSTEMS[system]}: run it in ")
+        assert said[verb, "--help"][0] == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_does_not_need_it_works(system: str, command: tuple[str, ...], folder: Path) -> None:
+    _, said = on(system, folder)
+    assert said[command][0] == COMMANDS[command], said[command][1]
+
+
+def test_linux_refuses_no_verb_and_each_that_needs_it_is_one() -> None:
+    assert not refusal("linux")
+    assert {verb.name for verb in VERBS} > LINUX_ONLY
+
+
+def test_a_loop_of_its_own_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(RuntimeError, match=r"^diloco\.join: it needs Linux, and this is Windows: run it in WSL 2, a "):
+        diloco.join([], [], syncer="127.0.0.1:9", site="fra")

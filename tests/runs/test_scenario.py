@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.config.errors import ConfigError
+from diloco.runs.scenario import Faults, Play, ScenarioError, Schedule, Step, late_sites, load_scenario, not_yet_played
+from diloco.runs.supervise import Child, child_environment, end_all
+from diloco.wan.link import LinkOptions
+from diloco.wan.process import RelayProcess
+from tests.runs.test_supervise import SLEEPER, says_up, state, until
+
+SITES = ["site-a", "site-b", "site-c"]
+
+
+def load(text: str) -> list[Step]:
+    return load_scenario(text, "faults.yaml", SITES)
+
+
+def test_every_kind_can_be_written() -> None:
+    steps = load(
+        """
+        # a comment
+        - {at_s: 30, do: kill, target: site-b, for_s: 8}
+        - {at_s: 31, do: kill, target: site-a}
+        - {at_progress: 0.5, do: kill, target: syncer, for_s: 3}
+        - {at_s: 1.5, do: stop, target: syncer, for_s: 2}
+        - at_s: 40
+          do: partition
+          target: link:site-c
+          for_s: 10
+        - {at_s: 2, do: half_open, target: "link:site-a", for_s: 5, direction: down}
+        - {at_s: 2, do: reset, target: "link:site-a"}
+        - {at_s: 2, do: set, target: "link:site-a", mbps: 1, rtt_ms: 300, jitter_ms: 20, for_s: 4}
+        - {at_s: 9, do: start, target: site-c}
+        - {at_s: 9, do: leave, target: site-a}
+        """
+    )
+    did = " ".join(step.do for step in steps)
+    assert did == "kill kill kill stop partition half_open reset set start leave"
+    assert steps[0] == Step(do="kill", target="site-b", at_s=30.0, for_s=8.0, line=3)
+    assert steps[2].at_progress == 0.5
+    assert steps[5].direction == "down"
+    assert steps[7].changes == {"mbps": 1.0, "rtt_ms": 300.0, "jitter_ms": 20.0}
+    assert late_sites(steps) == {"site-c"}
+    assert [step.site for step in steps[2:5]] == ["", "", "site-c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("- {at_s: 1, do: kil, target: site-a}", "faults.yaml:1: do is 'kil': one of kill, stop"),
+        ("- {at_s: 1, do: kill, target: site-x}", "target of kill is 'site-x': one of site-a, site-b, site-c, syncer"),
+        ("- {at_s: 1, do: partition, target: site-a, for_s: 1}", "target of partition is 'site-a': one of link:site-a"),
+        ("- {at_s: 1, do: leave, target: syncer}", "target of leave is 'syncer'"),
+        ("\n- {at_s: 1, do: kill, target: site-a, for: 3}", "faults.yaml:2: unknown key for: did you mean for_s?"),
+        ("- {at_s: 1, do: kill, target: site-a, mbps: 3}", "unknown key mbps"),
+        ("- {at_s: -1, do: kill, target: site-a}", "at_s is -1: seconds"),
+        ("- {at_s: .nan, do: kill, target: site-a}", "at_s is nan"),
+        ("- {at_s: yes, do: kill, target: site-a}", "at_s is True"),
+        ("- {at_s: '1', do: kill, target: site-a}", "at_s is '1'"),
+        ("- {at_progress: 30, do: kill, target: site-a}", "at_progress is 30: the share"),
+        ("- {do: kill, target: site-a}", "either at_s (seconds) or at_progress"),
+        ("- {at_s: 1, at_progress: 0.1, do: kill, target: site-a}", "either at_s (seconds) or at_progress"),
+        ("- {at_s: 1, do: kill, target: syncer}", "kill syncer needs for_s"),
+        ("- {at_s: 1, do: stop, target: site-a}", "stop needs for_s"),
+        ("- {at_s: 1, do: stop, target: site-a, for_s: 0}", "for_s is 0: seconds, more than 0"),
+        ("- {at_s: 1, do: reset, target: 'link:site-a', for_s: 2}", "reset takes no for_s"),
+        ("- {at_s: 1, do: set, target: 'link:site-a'}", "set changes nothing"),
+        ("- {at_s: 1, do: set, target: 'link:site-a', rtt_ms: 99999}", "rtt_ms is 99999.0: 0 to 60000"),
+        ("- {at_s: 1, do: half_open, target: 'link:site-a', for_s: 2, direction: left}", "direction is 'left'"),
+        ("- {at_s: 1, at_s: 2, do: kill, target: site-a}", "at_s stands twice"),
+        ("at_s: 1", "faults.yaml:1: a scenario is a list of steps"),
+        ("- kill", "faults.yaml:1: a step is a mapping"),
+        ("- {at_s: [", "faults.yaml:1: not YAML"),
+        (
+            "- {at_s: 1,\n   do: !mine kill, target: site-a}",
+            "faults.yaml:2: not YAML: could not determine a constructor",
+        ),
+        ("- {at_s: 2026-13-01, do: kill, target: site-a}", "faults.yaml:1: at_s is '2026-13-01': month"),
+        (
+            "- {at_s: 1, do: start, target: site-a}\n- {at_s: 2, do: start, target: site-a}",
+            "faults.yaml:2: site-a starts already in line 1",
+        ),
+    ],
+)
+def test_what_cannot_be_played_is_refused_with_line_and_value(text: str, wanted: str) -> None:
+    with pytest.raises(ScenarioError) as refusal:
+        load(text)
+    assert wanted in str(refusal.value)
+    # What makes it one line and exit code 2.
+    assert isinstance(refusal.value, ConfigError)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_empty_scenario_is_one() -> None:
+    assert load("") == load("[]") == load("# nothing") == []
+
+
+def test_the_demo_can_be_played_with_the_default_sites() -> None:
+    file = Path(__file__).parents[2] / "configs" / "scenario" / "demo.yaml"
+    steps = load(file.read_text("utf-8"))
+    assert {(step.do, step.target) for step in steps} == {
+        ("kill", "site-b"),
+        ("partition", "link:site-c"),
+        ("kill", "syncer"),
+    }
+
+
+def test_steps_begin_once_and_end_once() -> None:
+    first = Step(do="kill", target="site-a", at_s=10, for_s=5)
+    second = Step(do="reset", target="link:site-b", at_progress=0.5)
+    schedule = Schedule([first, second])
+    assert schedule.due(9.9, 0.0) == []
+    assert schedule.due(10.2, 0.1) == [Play(first)]
+    assert schedule.healing
+    assert schedule.due(12.0, 0.5) == [Play(second)]
+    # A heal is counted from when the step really began, however late that was.
+    assert schedule.due(15.1, 0.5) == []
+    assert schedule.due(15.3, 0.6) == [Play(first, heals=True)]
+    assert schedule.due(99.0, 1.0) == []
+    assert schedule.not_begun() == []
+
+
+def test_what_lasts_is_ended_before_something_begins() -> None:
+    first = Step(do="stop", target="site-a", at_s=1, for_s=5)
+    second = Step(do="kill", target="site-a", at_s=6, for_s=1)
+    schedule = Schedule([first, second])
+    schedule.due(1.0, 0.0)
+    assert schedule.due(6.0, 0.0) == [Play(first, heals=True), Play(second)]
+
+
+def test_a_drain_ends_everything_and_begins_nothing() -> None:
+    first = Step(do="stop", target="site-a", at_s=1, for_s=5)
+    schedule = Schedule([first, Step(do="kill", target="site-b", at_s=2)])
+    schedule.due(1.0, 0.0)
+    assert len(schedule.not_begun()) == 1
+    assert schedule.heal_all() == [Play(first, heals=True)]
+    assert schedule.due(99.0, 1.0) == []
+
+
+def test_what_an_earlier_part_of_the_run_played_is_not_left() -> None:
+    first, second = Step(do="kill", target="site-a", at_s=1.0), Step(do="kill", target="site-a", at_s=9.0)
+    other, passed = Step(do="kill", target="site-b", at_s=1.0), Step(do="leave", target="site-b", at_progress=0.3)
+    steps = [first, second, other, passed]
+    assert not_yet_played(steps, [], -1.0) == steps
+    assert not_yet_played(steps, [("kill", "site-a")], 0.2) == [second, other, passed]
+    assert not_yet_played(steps, [("kill", "site-b")], 0.3) == [first, second]
+
+
+def test_each_of_several_syncers_can_be_a_target() -> None:
+    text = "- {at_s: 1, do: kill, target: syncer-1, for_s: 2}"
+    (step,) = load_scenario(text, "faults.yaml", SITES, ["syncer", "syncer-1"])
+    assert (step.target, step.site) == ("syncer-1", "")
+    with pytest.raises(ScenarioError, match=r"target of kill is 'syncer-1': one of site-a, site-b, site-c, syncer$"):
+        load(text)
+    with pytest.raises(ScenarioError, match="kill syncer-1 needs for_s"):
+        load_scenario("- {at_s: 1, do: kill, target: syncer-1}", "faults.yaml", SITES, ["syncer", "syncer-1"])
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+LINKS = {"site-a": {"rtt_ms": 10.0, "jitter_ms": 0.0, "mbps": 50.0}}
+
+
+class Stage:
+    """Two children and what happened to them."""
+
+    def __init__(self, path: Path, relay: RelayProcess | None) -> None:
+        command = [sys.executable, "-c", SLEEPER]
+        self.children = {name: Child(name, command, path / name) for name in ("site-a", "syncer")}
+        self.events: list[tuple[str, dict[str, object]]] = []
+        note = lambda what, fields: self.events.append((what, fields))  # noqa: E731
+        self.faults = Faults(self.children, relay, LINKS, self.start, note)
+
+    def start(self, child: Child) -> None:
+        child.start(child_environment(os.environ))
+        until(says_up(child))
+
+    def play(self, *, heals: bool = False, **fields: Any) -> tuple[str, dict[str, object]]:
+        self.faults.play([Play(Step(at_s=0, **fields), heals)])
+        return self.events[-1]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    made = Stage(tmp_path, None)
+    yield made
+    end_all(made.children.values(), 0.0)
+
+
+def test_a_killed_child_is_not_wanted_until_it_is_healed(stage: Stage) -> None:
+    child = stage.children["syncer"]
+    stage.start(child)
+    first = child.pid
+    assert stage.play(do="kill", target="syncer", for_s=3) == (
+        "fault",
+        {"fault": "kill", "target": "syncer", "seconds": 3},
+    )
+    until(child.ended)
+    assert (child.code, child.wanted) == (-signal.SIGKILL, False)
+    assert stage.play(do="kill", target="syncer", for_s=3, heals=True)[0] == "healed"
+    assert (child.wanted, child.running, child.pid != first) == (True, True, True)
+
+
+def test_a_frozen_child_goes_on(stage: Stage) -> None:
+    child = stage.children["site-a"]
+    stage.start(child)
+    stage.play(do="stop", target="site-a", for_s=1)
+    until(lambda: state(child.pid) == "T")
+    stage.play(do="stop", target="site-a", for_s=1, heals=True)
+    until(lambda: state(child.pid) in "SR")
+    assert child.wanted
+
+
+def test_a_site_starts_late_and_leaves(stage: Stage) -> None:
+    child = stage.children["site-a"]
+    assert stage.play(do="start", target="site-a")[0] == "fault"
+    assert child.running
+    assert stage.play(do="start", target="site-a") == (
+        "skipped",
+        {"fault": "start", "target": "site-a", "why": "it runs already"},
+    )
+    stage.play(do="leave", target="site-a")
+    until(child.ended)
+    assert (child.code, child.wanted) == (-signal.SIGTERM, False)
+
+
+def test_what_is_not_there_is_skipped_with_a_word(stage: Stage) -> None:
+    assert stage.play(do="kill", target="site-a")[1]["why"] == "it does not run"
+    assert "network.emulate" in str(stage.play(do="reset", target="link:site-a")[1]["why"])
+
+
+def test_links_are_broken_and_mended(tmp_path: Path) -> None:
+    with RelayProcess() as relay:
+        relay.add("site-a", LinkOptions(**LINKS["site-a"]), "127.0.0.1:9")  # type: ignore[arg-type]
+        stage = Stage(tmp_path, relay)
+        for do, more in [("partition", {}), ("half_open", {"direction": "down"}), ("set", {"changes": {"mbps": 1.0}})]:
+            fields = {"do": do, "target": "link:site-a", "for_s": 2.0, **more}
+            assert stage.play(**fields)[0] == "fault"
+            assert stage.play(**fields, heals=True)[0] == "healed"
+        assert stage.play(do="reset", target="link:site-a")[0] == "fault"
+        what, facts = stage.play(do="set", target="link:site-a", changes={"jitter_ms": 500.0})
+        assert what == "skipped"
+        assert "jitter_ms is 500.0" in str(facts["why"])
+
+
+def test_a_fault_on_a_sites_link_is_on_its_links_to_all_syncers() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.calls: list[tuple[object, ...]] = []
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *names, **changes: self.calls.append((name, *names, *changes.items()))
+
+    relay: Any = Told()
+    links = {"site-a": {"mbps": 50.0}, "site-a@1": {"mbps": 60.0}, "site-b": {"mbps": 1.0}}
+    faults = Faults({}, relay, links, lambda child: None, lambda what, fields: None)
+    faults.play([Play(Step(do="partition", target="link:site-a", at_s=0, for_s=1))])
+    faults.play([Play(Step(do="set", target="link:site-a", at_s=0, for_s=1, changes={"mbps": 2.0}), heals=True)])
+    assert relay.calls == [
+        ("partition", "site-a"),
+        ("partition", "site-a@1"),
+        ("set", "site-a", ("mbps", 50.0)),
+        ("set", "site-a@1", ("mbps", 60.0)),
+    ]

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+import queue
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from diloco.config.compose import compose, write
+from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError
+from diloco.config.run_dir import SiteDir, held, run_dir_of
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import CheckpointError
+from diloco.inner.checks import GroupError
+from diloco.inner.data import DataError
+from diloco.learner.agent import Finished
+from diloco.observe.eventlog import Event
+from diloco.runs import site_rank
+from diloco.runs.site_rank import (
+    Place,
+    among_machines,
+    check_resume,
+    ending,
+    in_words,
+    join_group,
+    open_log,
+    place_from_environment,
+)
+from tests.observe.test_eventlog import full
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_a_rank_knows_its_place_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert place_from_environment() is None
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500, restarts=2)
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(VerbError, match="make no sense"):
+        place_from_environment()
+
+
+def test_among_several_machines_a_rank_has_the_place_that_diloco_site_says() -> None:
+    told = {"first": 8, "world": 16, "host": "node-a", "port": 4711, "start": 3}
+    local = Place(rank=2, local_rank=2, world=8, master_addr="localhost", master_port=1)
+    assert among_machines(local, json.dumps(told)) == Place(10, 2, 16, "node-a", 4711, restarts=3)
+
+
+def test_resume_is_what_the_user_said(tmp_path: Path) -> None:
+    never, must, auto = (compose([f"run.resume={word}"]) for word in ("never", "must", "auto"))
+    check_resume(never, tmp_path)
+    check_resume(auto, tmp_path)
+    with pytest.raises(ConfigError, match="there is no checkpoint in"):
+        check_resume(must, tmp_path)
+    checkpoint.save(tmp_path, "step-1", {}, {})
+    check_resume(must, tmp_path)
+    check_resume(auto, tmp_path)
+    with pytest.raises(ConfigError, match="take another run"):
+        check_resume(never, tmp_path)
+
+
+def test_a_sites_log_heals_with_the_disk_and_its_terminal_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both were silent for ever behind the first line for which there was no room."""
+    config, file, said = compose(["run.log_every=1"]), tmp_path / "site.log", queue.SimpleQueue[Event]()
+    with ExitStack() as stack:
+        log = open_log(tmp_path / "events.jsonl", file, "site-a", config, stack)
+        log.follow(said.put)
+
+        def steps(*numbers: int) -> None:
+            for step in numbers:
+                log.emit("step", {"step": step})
+                said.get(timeout=30)
+
+        steps(1)
+        with full(file, room=20):
+            steps(2, 3)
+        steps(4)
+    lines = file.read_text().splitlines()
+    assert [line[:25] for line in lines if " v: " in line] == [f"[site-a] step: {step:6d}  lo" for step in (1, 4)]
+    assert "[site-a] lines missing here: 2 (File too large)" in lines
+    assert capsys.readouterr().out.count("step:") == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "resumed_step", "code", "words"),
+    [
+        ("finished", None, ExitCode.OK, "site-a finished: 1,000 tokens processed (900 merged, 100 lost)"),
+        ("drained", None, ExitCode.DRAINED, "the same command goes on"),
+        ("left", 40, ExitCode.DRAINED, "had gone on from step 40"),
+    ],
+)
+def test_an_ending_has_a_code_and_says_where_the_tokens_are(
+    how: str, resumed_step: int | None, code: ExitCode, words: str
+) -> None:
+    ledger = {"processed": 1000, "merged": 900, "refused": 0, "lost": 100}
+    got, text = ending("site-a", Finished(how, "why", ledger), resumed_step)
+    assert got is code
+    assert words in text
+
+
+def test_a_site_that_gave_up_failed() -> None:
+    with pytest.raises(VerbError, match="site-a stopped: five discards in a row") as ended:
+        ending("site-a", Finished("failed", "five discards in a row", {}), None)
+    assert ended.value.code is ExitCode.FAILED
+
+
+def test_what_training_says_becomes_one_line() -> None:
+    for error, kind in (
+        (DataError("no text"), ConfigError),
+        (CheckpointError("damaged"), VerbError),
+        (TimeoutError("in vain"), VerbError),
+        (GroupError("rank 1 of 2 failed"), RankLost),
+    ):
+        with pytest.raises(kind, match=str(error)), in_words():
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (RankLost(ExitCode.FAILED, "rank 1 of 2 failed"), 1, ExitCode.FAILED),
+        (VerbError(ExitCode.MISMATCH, "another model"), 0, ExitCode.MISMATCH),
+        (ConfigError("data: no text"), 0, ExitCode.USAGE),
+    ],
+)
+def test_only_a_lost_rank_has_all_ranks_started_again(
+    error: Exception, code: int, told: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose([f"run.dir={tmp_path}", "run.name=again", "site.id=a", "site.nproc=2"])
+    folder = run_dir_of(config).site("a")
+    folder.agent.mkdir(parents=True)
+    write(config, folder.config)
+    for name, value in {**TORCHRUN, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(site_rank, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=error))
+    assert site_rank.main([str(folder.config)]) == code
+    ended = {"code": int(told), "text": str(error), "start": 0, "again": bool(code)}
+    assert json.loads(folder.ending.read_text()) == ended
+
+    # Another rank is lost with it; that is worth a new start where it is to rank 0, and of this start only.
+    monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=RankLost(ExitCode.FAILED, "rank 0 is gone")))
+    monkeypatch.setenv("RANK", "1")
+    assert site_rank.main([str(folder.config)]) == code
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert site_rank.main([str(folder.config)]) == 1
+    assert json.loads(folder.ending.read_text()) == ended
+
+    # A new rank 0 takes back how the one before it ended.
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(site_rank, "run_rank", lambda config, place: (ExitCode.OK, str(folder.ending.exists())))
+    assert site_rank.main([str(folder.config)]) == 0
+    assert json.loads(folder.ending.read_text())["text"] == "False"
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The exit code of one rank of the site ``a`` at one start, which ends as it is told."""
+    config = compose([f"run.dir={tmp_path}", "run.name=again", "site.id=a", "site.nproc=2"])
+    folder = run_dir_of(config).site("a")
+    folder.agent.mkdir(parents=True)
+    write(config, folder.config)
+    monkeypatch.setattr(site_rank, "die_with_parent", lambda parent: None)
+
+    def run(number: int, how: object, start: int = 0) -> int:
+        environment = {**TORCHRUN, "RANK": str(number), "TORCHELASTIC_RESTART_COUNT": str(start)}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=[how]))
+        return site_rank.main([str(folder.config)])
+
+    return run
+
+
+LOST = RankLost(ExitCode.FAILED, "another rank is gone")
+MISTAKE = ConfigError("data: no text")
+
+
+def told(tmp_path: Path) -> tuple[int, str]:
+    words = json.loads((tmp_path / "again/sites/a/ending.json").read_text())
+    return words["code"], words["text"]
+
+
+def test_what_no_start_would_mend_on_any_rank_ends_the_site(rank: Callable[..., int], tmp_path: Path) -> None:
+    mistake = (2, f"rank 1, on {socket.gethostname()}: data: no text")
+    # Said before rank 0 has begun, which then loses it.
+    assert rank(1, MISTAKE) == 0
+    assert rank(0, LOST) == 0
+    assert told(tmp_path) == mistake
+    # Whatever other ranks say of it after that.
+    assert rank(2, VerbError(ExitCode.FAILED, "the checkpoint is damaged")) == rank(2, LOST) == 0
+    assert told(tmp_path) == mistake
+    # All were started nevertheless, because somebody had been lost as well: what was said is taken back.
+    assert rank(0, LOST, start=1) == rank(2, LOST, start=1) == 1
+    assert told(tmp_path) == (1, "another rank is gone")
+    # Rank 0 lost it before it had said why.
+    assert rank(1, MISTAKE, start=1) == 0
+    assert told(tmp_path) == mistake
+
+
+def test_how_rank_0_has_left_is_how_the_site_has(rank: Callable[..., int], tmp_path: Path) -> None:
+    assert rank(0, (ExitCode.DRAINED, "site a left")) == 0
+    assert rank(1, MISTAKE) == 0
+    assert rank(1, (ExitCode.OK, "")) == 0
+    assert told(tmp_path) == (75, "site a left")
+
+
+def test_two_ranks_that_end_at_once_say_one_after_the_other(rank: Callable[..., int], tmp_path: Path) -> None:
+    folder = SiteDir(tmp_path / "again/sites/a")
+    with ThreadPoolExecutor(1) as other, held(folder.saying):
+        lost = other.submit(site_rank.end_word, folder, Place(0, world=2), ExitCode.FAILED, str(LOST), lost=True)
+        with pytest.raises(TimeoutError):
+            lost.result(0.3)
+        words = {"code": 2, "text": str(MISTAKE), "start": 0, "again": False}
+        folder.ending.write_text(json.dumps(words))
+    assert lost.result() is False
+    assert told(tmp_path) == (2, str(MISTAKE))
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"site\.device is 'tpu'"):
+        join_group(compose(["site.device=tpu"]), Place())

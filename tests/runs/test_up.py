@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from diloco.cli.up import missed
+from diloco.config.compose import compose
+from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.run_dir import RunDir
+from diloco.config.schema import RunConfig
+from diloco.observe.eventlog import EventLog, read_events
+from diloco.observe.history import RunHistory
+from diloco.observe.view import Facts, PlainView
+from diloco.runs.process import SAME_REQUEST_S
+from diloco.runs.scenario import Step, link_name, site_of
+from diloco.runs.supervise import Child, Interrupts, child_environment
+from diloco.runs.up import (
+    Outcome,
+    Up,
+    UpOptions,
+    check_syncers,
+    children_of,
+    not_played,
+    restore_line,
+    syncer_address,
+    syncers_of,
+)
+from diloco.wan.link import LinkOptions
+from diloco.wan.process import RelayProcess
+from tests.runs.test_supervise import alive
+from tests.syncer.building import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+ACTORS = str(Path(__file__).with_name("actors.py"))
+
+
+class Watch:
+    """Stands where the StatusWatch is: a request to drain reaches the syncer as SIGTERM."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.latest: dict[str, object] | None = {"sites": {}}
+        self.drain_accepted = False
+        self.drain_refused = ""
+        self.hurried = False
+        self.refuses = refuses
+        self.up: Up | None = None
+
+    def drain(self) -> None:
+        if self.refuses:
+            self.drain_refused = "only an admin may do this"
+            return
+        assert self.up is not None
+        self.drain_accepted = True
+        self.up.children["syncer"].signal(signal.SIGTERM)
+
+    def hurry(self) -> None:
+        self.hurried = True
+
+
+class Stage:
+    """A run of actors in a folder."""
+
+    def __init__(self, path: Path, *steps: Step, seconds: float = 0.7, **sites: dict[str, float]) -> None:
+        self.run_dir = RunDir(path)
+        self.history = RunHistory()
+        self.log = EventLog(self.run_dir.events, "up")
+        self.watch = Watch()
+        self.out = io.StringIO()
+        self.relay: RelayProcess | None = None
+        self.over = threading.Event()
+        self.children = {"syncer": self.actor("syncer", "syncer", {"seconds": seconds})}
+        for name, options in (sites or {"a": {}, "b": {}}).items():
+            self.children[f"site-{name}"] = self.actor("site", f"site-{name}", options, is_site=True)
+        self.children["eval"] = self.actor("observer", "eval", {})
+        self.options = UpOptions(
+            sites={name: [] for name, child in self.children.items() if child.is_site},
+            links={},
+            address="127.0.0.1:1",
+            steps=list(steps),
+            layout=[100],
+            references={"xz": 1.7},
+            ending_s_max=5.0,
+        )
+
+    def actor(self, role: str, who: str, options: dict[str, float], **more: Any) -> Child:
+        command = [sys.executable, ACTORS, role, str(self.run_dir.root), who, json.dumps(options)]
+        return Child(who, command, self.run_dir.root / "logs" / f"{who}.log", **more)
+
+    def play(self, *interrupt_when: Callable[[], object]) -> Outcome:
+        """Until it is over; interrupted once for each of ``interrupt_when``, in turn, as soon as that holds."""
+        environment = child_environment(os.environ)
+        up = Up(self.options, self.children, self.run_dir, self.log, self.history, self.relay, environment)
+        self.watch.up = up
+        user = threading.Thread(target=self._interrupt, args=interrupt_when)
+        view = PlainView(self.history, Facts(name="quiet-otter", what=""), Console(file=self.out, color_system=None))
+        try:
+            with Interrupts() as interrupts, view:
+                user.start()
+                try:
+                    return up.run(view, self.watch, interrupts)  # type: ignore[arg-type]
+                finally:
+                    self.over.set()
+                    user.join()
+        finally:
+            self.log.close()
+            self.left = [child.name for child in self.children.values() if child.pid and alive(child.pid)]
+
+    def _interrupt(self, *when: Callable[[], object]) -> None:
+        for each in when:
+            eventually(lambda each=each: self.over.is_set() or each(), "what is waited for", bound_s=60.0)
+            if self.over.is_set():
+                return
+            os.kill(os.getpid(), signal.SIGINT)
+            self.over.wait(2 * SAME_REQUEST_S)  # Sooner the next one would be taken for the same.
+
+    def has_begun(self) -> bool:
+        """The syncer and every site are there, and mind what they are told."""
+        joined = {event["who"] for event in self.seen("joined")}
+        return bool(self.seen("syncer_started")) and len(joined) == len(self.options.sites)
+
+    def seen(self, what: str, **fields: object) -> list[dict[str, object]]:
+        events, _ = read_events(self.run_dir.events)
+        return [e for e in events if e["what"] == what and all(e.get(key) == value for key, value in fields.items())]
+
+
+def test_a_run_begins_ends_and_leaves_nobody(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    outcome = stage.play()
+    assert (outcome.code, outcome.wrong) == (ExitCode.OK, [])
+    assert stage.history.ending == "finished"
+    assert stage.left == []
+    assert stage.watch.hurried
+    assert {child.code for child in stage.children.values()} == {0}
+    assert len(stage.seen("process", state="started")) == 4
+    assert stage.history.references == {"xz": 1.7}
+    assert stage.history.evaluations
+
+
+def test_what_the_syncer_says_of_units_is_told_when_it_changes(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    units = {"leased": 9, "merged": 4, "partly": 1, "repeated": 0}
+    stage.watch.latest = {"sites": {}, "units": units}
+    stage.play()
+    assert len(stage.seen("units")) == 1
+    assert stage.history.units == units
+    nobody = Stage(tmp_path / "unleased")
+    nobody.watch.latest = {"sites": {}, "units": None}
+    nobody.play()
+    assert nobody.seen("units") == []
+
+
+def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=1.6, a={"dies_after": 0.3}, b={})
+    outcome = stage.play()
+    assert outcome.wrong == []
+    (death,) = stage.seen("process", unasked=True)
+    assert (death["name"], death["code"], death["why"]) == ("site-a", 1, "ValueError: the disk is full")
+    assert stage.history.sites["site-a"].restarts == 1
+    assert "site-a ended unasked with exit code 1: ValueError: the disk is full" in stage.out.getvalue()
+
+
+def test_who_cannot_start_ends_it_all_with_its_code_and_words(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.children["site-b"] = stage.actor("fails", "site-b", {}, is_site=True)
+    stage.children["site-a"].command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(VerbError) as failure:
+        stage.play()
+    assert failure.value.code is ExitCode.USAGE
+    assert "site-b ended with exit code 2: diloco site: site.id is 'x y': no name" in str(failure.value)
+    assert str(tmp_path / "logs" / "site-b.log") in str(failure.value)
+    assert stage.left == []
+
+
+def restored_when_told(stage: Stage, view: str) -> None:
+    """What a user does who reads that line."""
+    eventually(lambda: view in stage.out.getvalue(), "the line that says what to type")
+    assert not (stage.run_dir.syncer).exists(), "nobody else has made it"
+    EventLog(stage.run_dir.events, "restore").emit("restored", {"lineage": 7, "versions": [1], "said": ["backup one"]})
+    (stage.run_dir.syncer / "snapshots" / "00000002").mkdir(parents=True)
+
+
+@pytest.mark.slow
+def test_a_syncer_that_lost_its_data_is_started_again_once_they_are_restored(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=1.6)
+    stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 1.6, "loses_after": 0.5})
+    stage.options.restore = "diloco restore runs/x --from vault"
+    user = threading.Thread(target=restored_when_told, args=(stage, f"type:  {stage.options.restore}"))
+    user.start()
+    outcome = stage.play()
+    user.join()
+    assert (outcome.code, outcome.wrong) == (ExitCode.OK, [])
+    (death,) = stage.seen("process", unasked=True)
+    assert death["why"] == "diloco syncer: runs/x/syncer is gone", "it was not started in vain"
+    assert len(stage.seen("lost")) == 1
+    assert (stage.history.ending, stage.history.lineage) == ("finished", 7)
+    assert len([round_ for round_ in stage.history.rounds if round_.version == 2]) == 2, "one of each lineage"
+    said = stage.out.getvalue()
+    assert f"the syncer's data in {stage.run_dir.syncer} are gone; the sites train on without it" in said
+    assert "the run is restored, lineage 7 begins with versions 1: backup one" in said
+
+
+def test_a_run_whose_syncer_lost_its_data_can_be_stopped(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "loses_after": 0.3})
+    outcome = stage.play(lambda: stage.seen("lost"))
+    assert outcome.wrong == ["the syncer's data are gone: diloco restore, and the same command"]
+    assert stage.left == []
+
+
+def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
+    steps = [
+        Step(do="kill", target="site-b", at_s=0.2, for_s=0.5),
+        Step(do="kill", target="syncer", at_progress=0.4, for_s=0.4),
+        Step(do="start", target="site-c", at_s=0.3),
+        Step(do="leave", target="site-c", at_progress=0.8),
+        Step(do="kill", target="site-a", at_s=100.0),
+    ]
+    stage = Stage(tmp_path, *steps, seconds=2.4, a={}, b={}, c={})
+    outcome = stage.play()
+    assert outcome.wrong == []
+    whats = [(fault.what, fault.target, fault.healed_s is not None) for fault in stage.history.faults]
+    assert whats == [
+        ("kill", "site-b", True),
+        ("start", "site-c", False),
+        ("kill", "syncer", True),
+        ("leave", "site-c", False),
+    ]
+    assert stage.history.epoch == 2
+    assert len(stage.history.syncer_spans) == 2
+    assert {name: site.restarts for name, site in stage.history.sites.items()} == {
+        "site-a": 0,
+        "site-b": 1,
+        "site-c": 0,
+    }
+    assert not stage.seen("process", unasked=True), "a fault of ours was taken for an accident"
+    assert stage.children["site-c"].code == 75
+
+
+def test_one_interrupt_drains(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.play(stage.has_begun)
+    assert stage.history.ending == "drained"
+    assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
+    assert stage.left == []
+    assert "asked to stop" in stage.out.getvalue()
+
+
+def test_a_drain_that_needs_another_token_goes_by_signal(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.watch.refuses = True
+    stage.play(stage.has_begun)
+    assert stage.history.ending == "drained"
+
+
+def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Step(do="kill", target="syncer", at_s=0.1, for_s=50), seconds=60)
+
+    def drain_when_it_is_back() -> None:
+        assert stage.children["syncer"].running
+        stage.watch.refuses = False
+        backs.append(threading.Thread(target=drain))
+        backs[-1].start()
+
+    def drain() -> None:
+        eventually(lambda: len(stage.seen("syncer_started")) == 2, "the syncer", bound_s=60.0)
+        stage.children["syncer"].signal(signal.SIGTERM)
+
+    backs: list[threading.Thread] = []
+    stage.watch.drain = drain_when_it_is_back  # type: ignore[method-assign]
+    stage.play(lambda: stage.has_begun() and stage.history.faults)
+    (back,) = backs
+    back.join()
+    assert stage.history.ending == "drained"
+    assert stage.history.faults[0].healed_s is not None
+
+
+def test_two_interrupts_end_it_at_once(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60, a={"deaf": 1.0})
+    stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    outcome = stage.play(stage.has_begun, lambda: "asked to stop" in stage.out.getvalue())
+    assert outcome.code is ExitCode.FAILED
+    assert "stopped at once, by hand" in outcome.wrong
+    assert stage.children["site-a"].code == -signal.SIGKILL
+    assert stage.left == []
+
+
+def test_who_does_not_end_is_ended_and_named(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.options.ending_s_max = 0.3
+    stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    outcome = stage.play(stage.has_begun)
+    assert any("had to be ended" in text for text in outcome.wrong)
+    assert stage.left == []
+
+
+def test_a_run_without_sites_is_drained(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Step(do="leave", target="site-a", at_s=0.2), seconds=60, a={})
+    outcome = stage.play()
+    assert outcome.wrong == ["every site had ended before the run did"]
+    assert stage.history.ending == "drained"
+
+
+def test_links_are_counted(tmp_path: Path) -> None:
+    with RelayProcess() as relay:
+        relay.add("site-a", LinkOptions(), "127.0.0.1:9")
+        stage = Stage(tmp_path, seconds=0.7)
+        stage.relay = relay
+        stage.play()
+    assert stage.seen("link", site="site-a", bytes_up=0)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_not_taken_for_ended(tmp_path: Path) -> None:
+    first = Stage(tmp_path, seconds=60)
+    first.play(first.has_begun)
+    (tmp_path / "ending").unlink()
+    again = Stage(tmp_path, Step(do="kill", target="site-a", at_progress=0.0), seconds=1.0)
+    outcome = again.play()
+    assert outcome.wrong == []
+    assert again.history.ending == "finished"
+    assert again.history.sites["site-a"].spans[1].end_s is not None
+    assert not again.history.faults, "the scenario was played twice"
+
+
+@pytest.mark.slow
+def test_what_was_played_is_not_played_again(tmp_path: Path) -> None:
+    steps = [Step(do="start", target="site-b", at_s=0.1), Step(do="kill", target="site-a", at_s=0.2, for_s=0.1)]
+    first = Stage(tmp_path, *steps, seconds=60)
+    first.play(lambda: len(first.history.faults) == 2 and first.history.sites["site-a"].restarts and first.has_begun())
+    assert [fault.what for fault in first.history.faults] == ["start", "kill"]
+    (tmp_path / "ending").unlink()
+    again = Stage(tmp_path, *steps, seconds=1.0)
+    assert again.play().wrong == []
+    assert [fault.what for fault in again.history.faults] == ["start", "kill"]
+    assert len(again.seen("process", name="site-b", state="started")) == 2, "the late site was not started at once"
+
+
+def test_what_was_not_played_is_said(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Step(do="kill", target="site-a", at_s=100.0), seconds=0.5)
+    up = Up(stage.options, stage.children, stage.run_dir, stage.log, stage.history, None, {})
+    assert not_played(up.schedule) == "the run ended before: kill site-a"
+    for ending, wanted in (("finished", 1), ("drained", 0), (None, 0)):
+        stage.history.ending = ending
+        assert len(missed(stage.history, up)) == wanted, "what has finished is not the run that was asked for"
+    stage.log.close()
+
+
+def test_the_processes_of_a_run_are_our_verbs(tmp_path: Path) -> None:
+    options = Stage(tmp_path).options
+    options.sites = {"site-a": ["site.id=site-a", "site.syncer=127.0.0.1:2"]}
+    children = children_of(options, RunDir(tmp_path))
+    assert list(children) == ["syncer", "site-a", "eval"]
+    words = " ".join(children["site-a"].command)
+    assert words.endswith(f"-m diloco site --config {tmp_path}/config.yaml site.id=site-a site.syncer=127.0.0.1:2")
+    assert children["syncer"].command[-1] == "cluster.syncer.listen=127.0.0.1:1"
+    assert [child.is_site for child in children.values()] == [False, True, False]
+
+
+# --- The syncers of ``diloco up`` ------------------------------------------------------------------------------------
+
+TWO = ["outer.num_fragments=2", "outer.num_syncers=2", "run.name=x"]
+
+
+def config_in(path: Path, *overrides: str) -> RunConfig:
+    return compose([f"run.dir={path}/runs", "run.name=x", *overrides])
+
+
+def test_the_address_is_free_unless_it_was_chosen(tmp_path: Path) -> None:
+    first = syncer_address(config_in(tmp_path))
+    assert first.startswith("127.0.0.1:")
+    assert first != "127.0.0.1:7077"
+    assert syncer_address(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123")) == "127.0.0.1:7123"
+
+
+@pytest.mark.parametrize(
+    ("setting", "source"),
+    [("cluster.syncer.backup=s3://bucket/x", "--from s3://bucket/x"), ("seed=1", "--from-site {}/sites/site-a")],
+)
+def test_who_loses_the_syncers_folder_is_told_what_to_type(tmp_path: Path, setting: str, source: str) -> None:
+    root = tmp_path / "runs" / "x"
+    assert restore_line(config_in(tmp_path, setting)) == f"diloco restore {root} {source.format(root)}"
+
+
+def test_each_of_two_has_an_address_a_folder_and_a_way_back(tmp_path: Path) -> None:
+    one, other = syncers_of(config_in(tmp_path, *TWO, "cluster.syncer.backup=s3://bucket"))
+    assert (one.name, other.name) == ("syncer", "syncer-1")
+    assert one.address != other.address
+    assert other.run_dir.root == tmp_path / "runs/x/syncers/1"
+    assert other.restore == f"diloco restore {other.run_dir.root} --from s3://bucket/syncer-1"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("cluster.syncer.listen=127.0.0.1:7123", "cluster.syncer.listen is '127.0.0.1:7123': diloco up gives each"),
+        ("cluster.syncer.metrics=9464", "cluster.syncer.metrics is '9464': diloco up gives each"),
+        ("cluster.syncer.index=1", "cluster.syncer.index is 1: diloco up gives each"),
+    ],
+)
+def test_what_two_on_one_machine_cannot_share_is_named(tmp_path: Path, setting: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_syncers(config_in(tmp_path, *TWO, setting))
+    check_syncers(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123"))
+
+
+def test_a_lease_file_is_for_one(tmp_path: Path) -> None:
+    lease = ["cluster.lease.kind=file", "cluster.lease.path=/x/lease"]
+    with pytest.raises(ConfigError, match=r"cluster.lease.path is '/x/lease': several syncers need a file each"):
+        check_syncers(config_in(tmp_path, *TWO, *lease))
+
+
+def test_a_sites_links_bear_its_name() -> None:
+    assert [link_name("site-a", index) for index in range(2)] == ["site-a", "site-a@1"]
+    assert [site_of(link_name("site-a", index)) for index in range(2)] == ["site-a"] * 2
