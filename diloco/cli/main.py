@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco.codec import kernel_library
@@ -20,7 +21,7 @@ from diloco.runs.process import LINUX_ONLY, PARENT_VARIABLE, die_with_parent, en
 from diloco.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,47 +33,101 @@ class Verb:
     does: str
 
 
-VERBS = (
-    Verb("up", "diloco.cli.up:main", "the whole thing on this machine: syncer, sites, links between them, a live view"),
-    Verb("syncer", "diloco.cli.syncer:main", "the program that holds the model between the sites"),
-    Verb("site", "diloco.cli.site:main", "one site: trains, sends what it learned, takes what others learned"),
-    Verb("train", "diloco.cli.train:main", "the inner trainer alone, on all the text: the baseline"),
-    Verb(
-        "eval",
-        "diloco.cli.eval:main",
-        "loss of a model on the validation text, in nats per token and in bits per byte",
-    ),
-    Verb("export", "diloco.cli.model:export", "a model as a folder that Hugging Face's transformers loads"),
-    Verb("generate", "diloco.cli.model:generate", "go on with a text, for a look at a model"),
-    Verb(
-        "launch",
-        "diloco.cli.launch:main",
-        "the files for docker, Slurm, Kubernetes or SkyPilot, from the same settings",
-    ),
-    Verb("sim", "diloco.cli.sim:main", "a run without tensors under virtual time: who trains, waits, is away"),
-    Verb("lab", "diloco.cli.lab:main", "rules beside each other: a small model trained by each, at equal tokens"),
-    Verb("plan", "diloco.cli.plan:main", "what a run takes of links, memory, money and time, before there is one"),
-    Verb("status", "diloco.cli.status:main", "how a running syncer stands: sites, versions, tokens, bytes"),
-    Verb("doctor", "diloco.cli.doctor:main", "what is wrong between this machine and a syncer, and what to change"),
-    Verb("admit", "diloco.cli.admin:admit", "let a held update be merged"),
-    Verb("refuse", "diloco.cli.admin:refuse", "never merge an update that is held or waits"),
-    Verb("evict", "diloco.cli.admin:evict", "put a site out of a running run"),
-    Verb("readmit", "diloco.cli.admin:readmit", "let a site that was put out join again"),
-    Verb("drain", "diloco.cli.admin:drain", "one last round, then every site stops; the run can be taken up again"),
-    Verb("report", "diloco.cli.status:report", "report.html and the closing table of a run, finished or not"),
-    Verb(
-        "restore", "diloco.cli.recover:restore", "a stopped run taken up again: from a replay, a backup or a warm site"
-    ),
-    Verb("standby", "diloco.cli.standby:main", "a second syncer that follows the first and takes its place"),
-    Verb("journal", "diloco.cli.recover:journal", "the syncer's journal as lines; a check of everything it keeps"),
-    Verb("canary", "diloco.cli.doctor:canary", "does this machine give the same bits when it repeats a site's steps?"),
-    Verb("certs", "diloco.cli.certs:main", "certificates for mutual TLS: an authority, one for each site, revocation"),
-    Verb(
-        "replay",
-        "diloco.cli.recover:replay",
-        "the outer steps of a run once more, as they were or without some updates",
-    ),
+GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
+    {
+        "begin here": (
+            Verb(
+                "up",
+                "diloco.cli.up:main",
+                "the whole thing on this machine: syncer, sites, links between them, a live view",
+            ),
+            Verb("syncer", "diloco.cli.syncer:main", "the program that holds the model between the sites"),
+            Verb("site", "diloco.cli.site:main", "one site: trains, sends what it learned, takes what others learned"),
+            Verb("status", "diloco.cli.status:main", "how a running syncer stands: sites, versions, tokens, bytes"),
+            Verb(
+                "doctor",
+                "diloco.cli.doctor:main",
+                "what is wrong between this machine and a syncer, and what to change",
+            ),
+        ),
+        "models": (
+            Verb("train", "diloco.cli.train:main", "the inner trainer alone, on all the text: the baseline"),
+            Verb(
+                "eval",
+                "diloco.cli.eval:main",
+                "loss of a model on the validation text, in nats per token and in bits per byte",
+            ),
+            Verb("export", "diloco.cli.model:export", "a model as a folder that Hugging Face's transformers loads"),
+            Verb("generate", "diloco.cli.model:generate", "go on with a text, for a look at a model"),
+        ),
+        "look into a run": (
+            Verb("report", "diloco.cli.status:report", "report.html and the closing table of a run, finished or not"),
+            Verb(
+                "journal", "diloco.cli.recover:journal", "the syncer's journal as lines; a check of everything it keeps"
+            ),
+            Verb(
+                "canary",
+                "diloco.cli.doctor:canary",
+                "does this machine give the same bits when it repeats a site's steps?",
+            ),
+        ),
+        "operate a run": (
+            Verb(
+                "launch",
+                "diloco.cli.launch:main",
+                "the files for docker, Slurm, Kubernetes or SkyPilot, from the same settings",
+            ),
+            Verb(
+                "certs",
+                "diloco.cli.certs:main",
+                "certificates for mutual TLS: an authority, one for each site, revocation",
+            ),
+            Verb("admit", "diloco.cli.admin:admit", "let a held update be merged"),
+            Verb("refuse", "diloco.cli.admin:refuse", "never merge an update that is held or waits"),
+            Verb("evict", "diloco.cli.admin:evict", "put a site out of a running run"),
+            Verb("readmit", "diloco.cli.admin:readmit", "let a site that was put out join again"),
+            Verb(
+                "drain",
+                "diloco.cli.admin:drain",
+                "one last round, then every site stops; the run can be taken up again",
+            ),
+        ),
+        "outlive a syncer": (
+            Verb("standby", "diloco.cli.standby:main", "a second syncer that follows the first and takes its place"),
+            Verb(
+                "restore",
+                "diloco.cli.recover:restore",
+                "a stopped run taken up again: from a replay, a backup or a warm site",
+            ),
+            Verb(
+                "replay",
+                "diloco.cli.recover:replay",
+                "the outer steps of a run once more, as they were or without some updates",
+            ),
+        ),
+        "plan and compare": (
+            Verb(
+                "plan", "diloco.cli.plan:main", "what a run takes of links, memory, money and time, before there is one"
+            ),
+            Verb("sim", "diloco.cli.sim:main", "a run without tensors under virtual time: who trains, waits, is away"),
+            Verb(
+                "lab", "diloco.cli.lab:main", "rules beside each other: a small model trained by each, at equal tokens"
+            ),
+        ),
+    }
 )
+VERBS = tuple(verb for group in GROUPS.values() for verb in group)
+OF_OTHERS = (
+    ("run start", "diloco up runs everything on this machine; diloco syncer and diloco site run a part each"),
+    ("resume continue restart", "a run goes on by the command that began it, diloco up or diloco site"),
+    ("stop end cancel down", "diloco drain ends a run so that it can go on later"),
+    ("serve server master", "did you mean syncer?"),
+    ("join client worker", "did you mean site?"),
+    ("ps ls list top watch", "did you mean status?"),
+    ("kill remove ban", "did you mean evict?"),
+    ("log logs", "the logs of diloco up are in its run's folder, under logs"),
+)
+"""Verbs of other programs, and what to use here."""
 HELP = frozenset({"-h", "--help"})
 
 
@@ -118,12 +173,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verb(given: list[str]) -> Verb | None:
-    """Return the verb, or None after printing a usage error.  ``--help`` and ``--version`` end the process."""
+    """Return the verb, or None after printing a usage error.
+
+    ``--help``, ``--version`` and an empty command line end the process.
+    """
     parser = argparse.ArgumentParser(
         prog="diloco",
         description="Train one model across data centres joined by slow, failing links.",
-        epilog="verbs:\n"
-        + "\n".join(f"  {verb.name:<8} {verb.does}" for verb in VERBS)
+        epilog="\n\n".join(
+            "\n".join([f"{name}:", *(f"  {verb.name:<8} {verb.does}" for verb in group)])
+            for name, group in GROUPS.items()
+        )
         + "\n\ndiloco VERB --help lists what can be set.  Exit codes: 0 ok, 1 failed, 2 usage, 3 syncer unreachable,\n"
         "4 not the same run, 75 drained: the same command goes on.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -131,7 +191,7 @@ def _verb(given: list[str]) -> Verb | None:
     )
     parser.add_argument("--version", action="version", version=f"diloco {__version__}")
     parser.add_argument("verb", metavar="VERB", help="what to do")
-    known = parser.parse_args(given[:1])
+    known = parser.parse_args(given[:1] or ["--help"])
     for verb in VERBS:
         if verb.name == known.verb:
             return verb
@@ -139,6 +199,7 @@ def _verb(given: list[str]) -> Verb | None:
 
     near = nearest(known.verb, [verb.name for verb in VERBS])
     hint = f"did you mean {near}?" if near else f"one of {', '.join(verb.name for verb in VERBS)}"
+    hint = next((here for words, here in OF_OTHERS if known.verb in words.split()), hint)
     print(f"diloco: unknown verb {known.verb}: {hint}", file=sys.stderr)
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,6 +31,15 @@ class _WithSettings(OneLineParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         return self.parse_intermixed_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End the verb with ``message``; of an option that is the name of a setting it says how that is set."""
+        found = re.match(r"unrecognized arguments: --?([\w.-]+)(?:=(\S+))?", message)
+        name = found[1].replace("-", "_") if found else ""
+        keys = [key for key, _, _ in leaves() if name in (key, key.rpartition(".")[2])]
+        value = (found and found[2]) or "..."
+        likely = f"; settings are key=value: {' or '.join(f'{key}={value}' for key in keys[:3])}" if keys else ""
+        super().error(message + likely)
 
     def format_help(self) -> str:
         return f"{super().format_help()}\n{settings_help()}\n"

@@ -13,7 +13,7 @@ from tests.runs.processes import TINY
 OURS = ("syncer", "site", "train", "eval", "export", "launch", "status", "standby", "journal")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in OURS)])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], *([name, "--help"] for name in OURS)])
 def test_help_answers_without_torch(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom diloco.cli.main import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
@@ -31,7 +31,7 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
             "tokens2_per_step",
         ):
             assert words in done.stdout
-    if arguments == ["--help"]:
+    if arguments in ([], ["--help"]):
         assert all(f"  {verb.name} " in done.stdout for verb in VERBS)
     else:
         assert done.stdout.startswith(("usage: diloco", "diloco 0."))
@@ -41,6 +41,10 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
     ("words", "arguments"),
     [
         ("unknown verb sight: did you mean site?", ["sight"]),
+        ("unknown verb resume: a run goes on by the command that began it", ["resume"]),
+        ("unknown verb nonsense: one of up, syncer, site, status, doctor", ["nonsense"]),
+        ("--seconds; settings are key=value: run.seconds=...", ["up", "--seconds", "60"]),
+        ("--lr=0.1; settings are key=value: inner.lr=0.1 or outer.lr=0.1", ["up", "--lr=0.1"]),
         ("unknown key outter.lr: did you mean outer.lr?", ["site", *TINY, "run.name=none", "outter.lr=1"]),
         ("unknown key typo", ["train", *TINY, "+typo=1"]),
         ("inner.lr is -1.0: positive and finite", ["site", *TINY, "run.name=none", "inner.lr=-1"]),
