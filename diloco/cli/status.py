@@ -97,8 +97,9 @@ def syncer_addresses(target: str) -> list[str]:
     own = sorted((folder / SYNCERS).glob("*/syncer.address"), key=lambda path: path.parent.name)
     if own:
         return [path.read_text().strip() for path in own]
-    if BETWEEN in target and not Path(target).exists():
-        return [syncer_address(each) for each in target.split(BETWEEN)]
+    parts = target.split(BETWEEN)
+    if not Path(target).exists() and all(":" in each for each in parts):  # Others are the path of a run folder.
+        return [syncer_address(each) for each in parts]
     return [syncer_address(target)]
 
 

@@ -69,6 +69,7 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
         ("site.nproc is 2: start the ranks", ["train", *TINY, "site.nproc=2"]),
         ("site.token_file is 'nowhere'", ["status", "127.0.0.1:1", "site.token_file=nowhere"]),
         ("'nowhere' is no run folder", ["status", "nowhere"]),
+        ("'runs/nowhere' is no run folder", ["status", "runs/nowhere"]),
         ("'nowhere' is no run folder", ["eval", "nowhere"]),
         ("'nowhere' is no run folder", ["journal", "show", "nowhere"]),
         ("unrecognized arguments: --print-config", ["eval", "x", "--print-config"]),

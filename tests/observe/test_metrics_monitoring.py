@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from tests.observe.test_site_metrics import page_of_a_site
 from tests.observe.test_syncer_metrics import page_in_trouble, page_of_a_run
-from tests.observe.test_syncer_metrics_standby_metrics import page_of_a_standby
+from tests.observe.test_syncer_metrics_standby import page_of_a_standby
 from tests.runs.processes import ROOT
 
 NAME = re.compile(r"\bdiloco_[a-z_]+")
