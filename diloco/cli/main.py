@@ -6,6 +6,7 @@ Heavy imports wait until a verb needs them, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -133,6 +134,9 @@ HELP = frozenset({"-h", "--help"})
 
 def command() -> NoReturn:
     """Run ``main`` and end the process: the entry point for the shell."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # A terminal that has no Greek letter gets a question mark.
+            stream.reconfigure(errors="replace")
     leave_no_core()
     end_process(main())
 

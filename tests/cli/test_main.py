@@ -37,6 +37,15 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
         assert done.stdout.startswith(("usage: diloco", "diloco 0."))
 
 
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco", "site", "--help"], capture_output=True, env=plain, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"?2 of adamw" in done.stdout, "β2 with a question mark"
+
+
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
