@@ -13,8 +13,6 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, SYNCERS
 from diloco.config.run_dir import existing_run
 from diloco.observe.console import size
-from diloco.observe.report import rebuild
-from diloco.observe.summary import closing_lines
 from diloco.observe.text import units_text
 
 if TYPE_CHECKING:
@@ -386,6 +384,9 @@ Works for a run that failed or still goes on, with what is known by then."""
 
 def report(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
+    from diloco.observe.report import rebuild
+    from diloco.observe.summary import closing_lines
+
     parser = OneLineParser(prog="diloco report", description=REPORT)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
     run_dir = existing_run(parser.parse_args(arguments).run).root
