@@ -1,4 +1,4 @@
-"""``diloco doctor``: find problems between this machine and a syncer, and say how to fix them, before a run starts."""
+"""``diloco doctor``: checks of this machine and of the way to a syncer; and ``diloco canary``."""
 
 from __future__ import annotations
 

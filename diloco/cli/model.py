@@ -1,4 +1,4 @@
-"""``diloco export``: write the published model as a folder that ``transformers`` loads."""
+"""``diloco export`` and ``diloco generate``, and the options of all verbs that read a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``diloco journal``: print the syncer's journal as lines, to read an incident, or verify all that the syncer keeps."""
+"""``diloco journal``, ``replay`` and ``restore``: read what a syncer has kept, and take a run up again from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``diloco status``: print the state of a running syncer, as a table or as JSON."""
+"""``diloco status``: the state of a running syncer, or of several; and ``diloco report``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetch a run's settings from its syncer, for a site that knows only the syncer's address."""
+"""Fetch a run's settings from its syncer, for a site or a client that knows only the syncer's address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sentence for each event that a reader should see: in the live view, in plain lines and in the report."""
+"""What people read: a sentence for each event, where the units of the data are, and numbers."""
 
 from __future__ import annotations
 
