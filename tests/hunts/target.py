@@ -28,6 +28,7 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.forked import forkserver
+from tests.loopback.cluster import files_under
 from tests.loopback.toy import RUN, Toy
 from tests.wire.certificates import LOOPBACK, Authority
 
@@ -266,9 +267,9 @@ def look(syncer: Syncer, folder: Path, said: _Said) -> View:
 def _kept(folder: Path) -> list[tuple[str, int]]:
     """Every file by name and size, but for what is being written or received, whose names begin with a dot."""
     found = []
-    for path in sorted(folder.rglob("*")):
+    for path in files_under(folder):
         name = path.relative_to(folder)
-        with contextlib.suppress(FileNotFoundError):  # A snapshot may be thrown away meanwhile.
-            if path.is_file() and not any(part.startswith(".") for part in name.parts):
+        if not any(part.startswith(".") for part in name.parts):
+            with contextlib.suppress(FileNotFoundError):  # A snapshot may be thrown away meanwhile.
                 found.append((name.as_posix(), path.stat().st_size))
     return found

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from diloco.learner.agent import Finished
 from diloco.syncer.server import Syncer
@@ -20,6 +21,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def files_under(folder: Path) -> list[Path]:
+    """The files under ``folder``, which a live process may change meanwhile: a folder that vanishes has none.
+
+    ``Path.rglob`` raises of such a folder (Python 3.11).
+    """
+    return sorted(Path(place, name) for place, _, names in os.walk(folder) for name in names)
 
 
 class Log:

@@ -28,7 +28,7 @@ from diloco.wire.convert import pack_join, pack_leave, pack_pull, pack_push, pac
 from diloco.wire.messages import Chunk, JoinAsk, LeaveAsk, PullAsk, PushCommit, PushHeader, ReportInfo, WatchAsk
 from diloco.wire.options import ClientOptions, SecurityOptions
 from diloco.wire.v1 import sync_pb2
-from tests.loopback.cluster import SiteThread, eventually, serving
+from tests.loopback.cluster import SiteThread, eventually, files_under, serving
 from tests.loopback.toy import RUN, SHAPES, TOKENS_PER_STEP, Toy
 
 BOUND_S = 30.0
@@ -126,8 +126,7 @@ class Door:
         folder = Path(self.toy.folder) / "syncer"
         files = {
             path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
+            for path in files_under(folder)
         }
         return json.dumps(state, sort_keys=True), files, [values.digest for values in self.syncer.holdings.values]
 

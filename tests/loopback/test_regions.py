@@ -29,7 +29,7 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer.snapshots import Snapshots
 from diloco.wire.client import AdminClient
 from tests.loopback.audit import History, audit, history, one_run
-from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port
+from tests.loopback.cluster import Log, Process, SiteThread, eventually, files_under, free_port
 from tests.loopback.speaker import speaker
 from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.test_restore import CLOCK_S, restore_without
@@ -607,7 +607,7 @@ def test_while_a_region_s_disk_is_full_what_waits_does_not_grow_with_the_version
         def waiting() -> int:
             (above,) = made
             queues = (syncer.core._inbox, above.fetcher.queue, above.sealer.queue, above.sender.queue)
-            files = [path for path in Path(region.folder, "syncer").rglob("*") if path.is_file()]
+            files = files_under(Path(region.folder, "syncer"))
             return sum(each.qsize() for each in queues) + len(above._sent) + len(files)
 
         disk.full = True
