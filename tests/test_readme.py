@@ -25,7 +25,8 @@ BY_CI = frozenset({"make demo", "make test"})  # .ci/run runs these two as they 
 SHORT_RUN = ["run.seconds=null", "run.tokens=12000", "outer.final_wait_s=5"]
 UP = [*TINY, *SHORT_RUN, "cluster=one", "scenario=none", "model.layers=1"]
 REAL = [*TINY, *SHORT_RUN]
-SITE = "diloco site run.name=first run.tokens=2e9"
+OF_A_SITE = [word for word in TINY if word.startswith(("data", "inner.")) and not word.startswith("data.tokenizer")]
+"""What the short run says of a site alone: the rest comes from the syncer."""
 SECOND = "run.name=second run.tokens=2e9"
 LONG = [*TINY, "run.tokens=60000", "outer.final_wait_s=5", "cluster.replication.timeout_s=2"]
 CERTS = [
@@ -46,14 +47,14 @@ SIM = [
 STANDBY = [
     f"diloco syncer {SECOND} cluster.syncer.listen=127.0.0.1:7077 cluster.replication.mode=sync",
     f"diloco standby follow {SECOND} cluster.syncer.listen=127.0.0.1:7078 cluster.standby.primary=127.0.0.1:7077",
-    f"diloco site {SECOND} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7077,127.0.0.1:7078",
+    "diloco site site.id=fra site.syncer=127.0.0.1:7077,127.0.0.1:7078",
     "diloco standby promote 127.0.0.1:7078",
 ]
 TWO = "run.name=two run.tokens=2e9 outer.num_fragments=4 outer.num_syncers=2"
 SEVERAL = [
     f"diloco syncer {TWO} cluster.syncer.index=0 cluster.syncer.listen=127.0.0.1:7077",
     f"diloco syncer {TWO} cluster.syncer.index=1 cluster.syncer.listen=127.0.0.1:7078",
-    f"diloco site {TWO} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7077/127.0.0.1:7078",
+    "diloco site site.id=fra site.syncer=127.0.0.1:7077/127.0.0.1:7078",
     "diloco status 127.0.0.1:7077/127.0.0.1:7078",
 ]
 HALOS = "run.tokens=2e9 experiment=halos"
@@ -61,11 +62,12 @@ REGIONS = [
     f"diloco syncer run.name=top {HALOS} outer=halos_global cluster.syncer.listen=127.0.0.1:7077",
     f"diloco syncer run.name=east {HALOS} cluster.syncer.listen=127.0.0.1:7078 upstream.endpoint=127.0.0.1:7077 "
     "upstream.site_id=east",
-    f"diloco site run.name=east {HALOS} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7078",
+    "diloco site experiment=halos site.id=fra site.syncer=127.0.0.1:7078",
 ]
 MIXED = "diloco up cluster.sites.site-a.nproc=2 cluster.sites.site-a.parallel=fsdp outer.num_fragments=2"
 LAB = "diloco lab +lab=smoke"
-DOCTOR = "diloco doctor server=127.0.0.1:7077 run.name=first"
+DOCTOR = "diloco doctor site.id=fra site.syncer=127.0.0.1:7077"
+SITES = [f"diloco site site.id={site} site.syncer=127.0.0.1:7077" for site in ("fra", "iad")]
 LINKS = "diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json"
 MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
 SHORT: dict[str, list[str]] = {
@@ -75,10 +77,9 @@ SHORT: dict[str, list[str]] = {
     MIXED: [*UP, "cluster=local3", "run.name=mixed", "network=loopback"],
     "diloco up --help": [],
     "diloco syncer run.name=first run.tokens=2e9 cluster.syncer.listen=127.0.0.1:7077": REAL,
-    f"{SITE} site.id=fra site.index=0 site.num_sites=2 site.syncer=127.0.0.1:7077": REAL,
-    f"{SITE} site.id=iad site.index=1 site.num_sites=2 site.syncer=127.0.0.1:7077": REAL,
+    **dict.fromkeys(SITES, OF_A_SITE),
     "diloco status 127.0.0.1:7077": [],
-    DOCTOR: REAL,
+    DOCTOR: OF_A_SITE,
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
     **{line: [] for line in MODEL[:2]},
@@ -95,9 +96,10 @@ SHORT: dict[str, list[str]] = {
     SIM[1]: [],
     SIM[2]: ["--hours=0.05"],
     **{line: [*LONG, "cluster.replication.mode=sync"] for line in STANDBY[:2]},
-    STANDBY[2]: LONG,
+    STANDBY[2]: OF_A_SITE,
     STANDBY[3]: [],
-    **{line: [*REAL, "run.tokens=60000", "outer.num_fragments=4"] for line in SEVERAL[:3]},
+    **{line: [*REAL, "run.tokens=60000", "outer.num_fragments=4"] for line in SEVERAL[:2]},
+    SEVERAL[2]: OF_A_SITE,
     SEVERAL[3]: [],
     REGIONS[0]: [*REAL, "run.tokens=60000", "outer.final_wait_s=30"],
     REGIONS[1]: [*REAL, "run.tokens=60000", "upstream.updates=4"],
@@ -210,11 +212,10 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
 @pytest.mark.slow
 def test_real_sites_by_hand_and_status(place: Place) -> None:
     ports = {":7077": f":{free_port()}"}
-    by_hand = ("diloco syncer run.name=first", SITE)
-    syncer_line, *site_lines = [line for line in SHORT if line.startswith(by_hand)]
+    (syncer_line,) = (line for line in SHORT if line.startswith("diloco syncer run.name=first"))
     syncer = start(place, syncer_line, ports)
     wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
-    sites = [start(place, line, ports) for line in site_lines]
+    sites = [start(place, line, ports) for line in SITES]
     status = start(place, "diloco status 127.0.0.1:7077", ports)
     assert status.end(60.0) == 0, status.text()
     assert "first" in status.text()

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from diloco.cli.status import syncer_addresses
-from diloco.config.arguments import settings_parser
+from diloco.config.arguments import settings_parser, words_and_settings
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def operate(
     parser = settings_parser(verb, does + WHERE, file=False, shown=False)
     parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
     given = parser.parse_args(arguments)
-    target, *words = [text for text in given.settings if "=" not in text] or [""]
+    named, settings = words_and_settings(given)
+    target, *words = named or [""]
     if not target or len(words) != len(wanted):
         raise VerbError(ExitCode.USAGE, f"give the syncer's HOST:PORT or run folder{''.join(f', {w}' for w in wanted)}")
     addresses = syncer_addresses(target)
@@ -48,7 +49,7 @@ def operate(
     failed: VerbError | None = None
     for address in addresses:
         try:
-            done = _ask(address, [text for text in given.settings if "=" in text], words, say)
+            done = _ask(address, settings, words, say)
         except VerbError as error:
             failed = error  # The other syncers must still get the command.
             continue

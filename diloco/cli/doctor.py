@@ -7,12 +7,13 @@ import json
 import os
 import platform
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.config.arguments import OneLineParser, limit_threads, settings_parser
+from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, towards
 from diloco.doctor.findings import Finding, Level, bounded, fail
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
 DOES = """What is wrong between this machine and a syncer, and what to change.
 
-  diloco doctor                                                this machine alone
-  diloco doctor server=syncer.example.org:7077                 and the way to a syncer, or to it and its standby
-  diloco doctor server=... run=nimble-otter site.id=fra site.token_file=... site.tls_ca=...    as that site
-  diloco doctor server=a:7077/b:7077 outer.num_syncers=2 ...   and the way to each of several syncers
-  diloco doctor --config site.yaml                             as the site of this file
+  diloco doctor                                         this machine alone
+  diloco doctor syncer.example.org:7077                 and the way to a syncer, or to it and its standby
+  diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts by the same words
+  diloco doctor a:7077/b:7077                           and the way to each of several syncers
+  diloco doctor --config site.yaml                      as the site of this file
 
 Nothing of the run is touched; bandwidth is measured with filler, at most 64 MiB each way.
 Exit code 1: a check failed; 3: no address could be reached."""
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
     config = _config(given.config, settings)
     if server is None and given.config is not None:
         server = config.site.syncer
-    examination = Examination(config, given.seconds, said=None if given.json else _say)
+    known = given.config is not None
+    examination = Examination(config, None if known else settings, given.seconds, said=None if given.json else _say)
     code = examination.run(server)
     counts = {level.value: sum(each.level is level for each in examination.findings) for level in Level}
     if given.json:
@@ -70,13 +72,13 @@ def _say(finding: Finding) -> None:
 
 
 def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the value of ``server=``, and all settings with this verb's short keys replaced by full ones."""
+    """Return the syncer, named by HOST:PORT, ``site.syncer=`` or ``server=``, and all settings by their full names."""
     server, spelled = None, []
     for text in settings:
         key, _, value = text.partition("=")
-        if key in ("server", "site.syncer"):
-            server = value
-            spelled.append(f"site.syncer={value}")
+        if key in ("server", "site.syncer") or (not value and is_address(text)):
+            server = value or text
+            spelled.append(f"site.syncer={server}")
         elif key == "run":
             spelled.append(f"run.name={value}")
         else:
@@ -96,10 +98,20 @@ def _config(file: object, settings: list[str]) -> RunConfig:
 
 
 class Examination:
-    """Runs all checks in order; calls ``said`` with each finding as it is made."""
+    """Runs all checks in order; calls ``said`` with each finding as it is made.
 
-    def __init__(self, config: RunConfig, seconds: float, said: Callable[[Finding], None] | None) -> None:
+    ``config`` is that of ``settings``, which the run's own complete; ``settings`` are None where ``config`` is whole.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        settings: Sequence[str] | None,
+        seconds: float,
+        said: Callable[[Finding], None] | None,
+    ) -> None:
         self._config = config
+        self._settings = settings
         self._seconds = seconds
         self._said = said
         self.findings: list[Finding] = []
@@ -135,6 +147,7 @@ class Examination:
 
     def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Run ``_links_to`` for each of several syncers, with that syncer's index; every syncer must be reached."""
+        self._complete(server)
         if BETWEEN not in server:
             return self._links_to(server)
         found = []
@@ -142,6 +155,17 @@ class Examination:
             self._config = part
             found.append(self._links_to(part.site.syncer))
         return all(reached for reached, _ in found), next((link for _, link in found if link is not None), None)
+
+    def _complete(self, server: str) -> None:
+        """Take what the settings leave out from the run, as a site does; the checks say why no syncer tells it."""
+        from diloco.config import connecting
+        from diloco.config.syncer_settings import ask, fill_in
+        from diloco.learner.transfer import JoinFailed
+
+        if self._settings is not None:
+            with suppress(JoinFailed, ValueError, OSError):  # ConfigError is a ValueError.
+                told = ask(server, connecting.site_security(self._config), 0.0)
+                self._config = fill_in(self._settings, told)
 
     def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Return whether any address answered, and the figures of the link to the first syncer that answered."""
@@ -212,7 +236,7 @@ class Examination:
         return True, visited
 
     def _visitor(self) -> Visitor:
-        """Return this site's identity and the content of its join; without a run name there is nothing to compare."""
+        """Return this site's identity and the content of its join; of an unknown run there is nothing to compare."""
         from diloco.config import build
         from diloco.doctor.syncer import Visitor
         from diloco.sync.agreement import PROTOCOL
@@ -220,7 +244,8 @@ class Examination:
 
         config = self._config
         ask = ProbeAsk(PROTOCOL)
-        if config.run.name is not None:
+        # What a model of a file looks like is told by the site's own training loop.
+        if config.run.name is not None and (config.model.kind != "file" or config.run.init_from is not None):
             layout = build.layout_of(config)
             said = build.agreement(config, layout)
             told = layout.to_json().encode()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.cli.model import add_source, taken_from, version_of
+from diloco.cli.model import add_source, taken_from, version_of, with_syncer
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DOES = """The loss of a model on the validation text, in nats per token and bits per byte of it; or its scores in tasks.
 
   diloco eval runs/nimble-otter [--follow]                the published model
-  diloco eval --syncer 127.0.0.1:7077                     what it publishes now; --follow needs the run's settings
+  diloco eval 127.0.0.1:7077                              what it publishes now; --follow needs the run's settings
   diloco eval runs/nimble-otter --version 120             an earlier one
   diloco eval runs/warm/train/checkpoints                 what `diloco train`, or a site, has trained
   diloco eval otter data=text data.path=essays            a folder in Hugging Face's form, with its own tokenizer
@@ -50,11 +50,11 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--json", action="store_true", help="say each evaluation as one JSON object")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: time between two")
     add_tasks(parser)
-    given = parser.parse_args(arguments)
+    given = with_syncer(parser.parse_args(arguments))
     folders = [text for text in given.settings if "=" not in text]
     settings = [text for text in given.settings if "=" in text]
     if len(folders) > 1 or not (folders or given.syncer):
-        raise VerbError(ExitCode.USAGE, "give one run folder, or --syncer HOST:PORT")
+        raise VerbError(ExitCode.USAGE, "give one run folder, or the syncer's HOST:PORT")
     if (asked := asked_of(given)) is not None:
         score_tasks(given, asked, folders, settings)
         return ExitCode.OK
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
     run_dir = existing_run(folders[0]) if folders else None
     file = given.config or (run_dir.config if run_dir else None)
     if file is None and not given.follow:
-        from diloco.config.syncer_settings import told_by
+        from diloco.config.syncer_settings import of_client
 
-        config = told_by(given.syncer, settings)
+        config = of_client(given.syncer, settings)
     else:
         config = configs.read(file, settings) if file else configs.compose(settings)
     if config.run.name is None:

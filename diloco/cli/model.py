@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
-from diloco.config.arguments import limit_threads, settings_parser
+from diloco.config.arguments import SYNCER, is_address, limit_threads, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ EXPORT = """Write a model as a folder in Hugging Face's form: safetensors, confi
 
   diloco export runs/nimble-otter --to otter                     the newest version that the run's folder holds
   diloco export runs/nimble-otter --version 120 --to otter-120   as far back as its snapshots and its journal go
-  diloco export --syncer 127.0.0.1:7077 --to otter               what it publishes now; it says of which model
+  diloco export 127.0.0.1:7077 --to otter                        what it publishes now; it says of which model
   diloco export runs/warm/train/checkpoints --to warm            what `diloco train`, or a site, has trained
   diloco export runs/nimble-otter/sites/site-a --version 120 --to otter-120    the version that a site has as its base
 
@@ -41,11 +41,11 @@ def export(arguments: Sequence[str]) -> ExitCode:
     add_source(parser)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the values; default: fp32")
     parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest file, as in 500MB; default: 5GB")
-    given = parser.parse_args(arguments)
+    given = with_syncer(parser.parse_args(arguments))
     sources = [text for text in given.settings if "=" not in text]
     settings = [text for text in given.settings if "=" in text]
     if len(sources) != (0 if given.syncer else 1):
-        raise VerbError(ExitCode.USAGE, "give one run folder, checkpoint or folder of a model, or --syncer HOST:PORT")
+        raise VerbError(ExitCode.USAGE, "give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
     if given.to is None:
         raise VerbError(ExitCode.USAGE, "--to is missing: the folder that is to be made")
     if given.to.exists():
@@ -86,7 +86,7 @@ GENERATE = """Goes on with a text, token by token as they are made, on this mach
   diloco generate runs/nimble-otter "def main("                    the newest version that the run's folder holds
   diloco generate runs/warm/train/checkpoints "def main(" --temperature 0 --tokens 50
   diloco generate otter "def main(" --seed 3                       a folder in Hugging Face's form
-  diloco generate --syncer 127.0.0.1:7077 "def main("              what it publishes now
+  diloco generate 127.0.0.1:7077 "def main("                       what it publishes now
 
 What does not fit the model's context is forgotten from its beginning, half of it at a time."""
 UNFINISHED = "\ufffd"
@@ -102,7 +102,7 @@ def generate(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest; default: 0.8")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0: from all")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw; default: 0")
-    given = parser.parse_args(arguments)
+    given = with_syncer(parser.parse_args(arguments))
     sources, prompt, settings = _parted(given)
     options = _options(given)
     _speak(taken_from(given, sources, settings, threads=0), prompt, options)
@@ -120,7 +120,7 @@ def _parted(given: argparse.Namespace) -> tuple[list[str], str, list[str]]:
         sources, settings, prompt = words[:1], words[1:-1], words[-1] if len(words) > 1 else ""
     if len(words) < wanted or not all("=" in text for text in settings):
         what = (
-            "--syncer HOST:PORT and a prompt" if given.syncer else "a run, a checkpoint or a model's folder, a prompt"
+            "a syncer's HOST:PORT and a prompt" if given.syncer else "a run, a checkpoint or a model's folder, a prompt"
         )
         raise VerbError(ExitCode.USAGE, f'give {what}, in quotes and last, as in diloco generate runs/latest "def f("')
     return sources, prompt, settings
@@ -179,8 +179,15 @@ def texts(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add ``--syncer`` and ``--version`` to ``parser``."""
-    parser.add_argument("--syncer", metavar="HOST:PORT", help="ask this syncer for what it publishes now")
+    parser.add_argument("--syncer", metavar="HOST:PORT", help="as HOST:PORT alone: what it publishes now")
     parser.add_argument("--version", metavar="N", default="newest", help="of every fragment; default: the newest")
+
+
+def with_syncer(given: argparse.Namespace) -> argparse.Namespace:
+    """Return ``given`` with a first argument HOST:PORT, or ``site.syncer=``, as its ``syncer``."""
+    if given.syncer is None and given.settings and is_address(first := given.settings[0].removeprefix(SYNCER)):
+        given.syncer, given.settings = first, given.settings[1:]
+    return given
 
 
 def version_of(text: str) -> int | None:
@@ -202,9 +209,9 @@ def taken_from(given: argparse.Namespace, sources: Sequence[str], settings: Sequ
         return take(sources[0], settings, given.config, version)
     if version is not None:
         raise ConfigError(f"--version is {version}: a syncer hands out its newest alone; a run's folder has others")
-    from diloco.config.syncer_settings import told_by
+    from diloco.config.syncer_settings import of_client
 
-    config = configs.read(given.config, settings) if given.config else told_by(given.syncer, settings)
+    config = configs.read(given.config, settings) if given.config else of_client(given.syncer, settings)
     from diloco.models.read import take_from_syncer
 
     return take_from_syncer(given.syncer, config)

@@ -32,7 +32,7 @@ by a simulation.
   diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
   diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json
 
-Links are stated, or measured: each FILE of --link is what `diloco doctor server=HOST:PORT --json` printed at one site
+Links are stated, or measured: each FILE of --link is what `diloco doctor HOST:PORT --json` printed at one site
 (at the syncer's own site: towards another machine far away), or one FILE for all.
 """
 WANTED: Mapping[object, str] = MappingProxyType(

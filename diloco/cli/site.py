@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
-from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
+from diloco.config.arguments import composed, goes_on, limit_threads, printed_if_asked, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import towards
 from diloco.config.run_dir import held, run_dir_of
@@ -25,23 +25,26 @@ from diloco.runs.site_machines import (
     forget_ending,
     tell_speaker,
 )
-from diloco.runs.site_rank import Place, has_ended, place_from_environment, run_rank
+from diloco.runs.site_rank import JOIN_CODES, Place, has_ended, place_from_environment, run_rank
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from diloco.config.run_dir import SiteDir
     from diloco.config.schema import RunConfig
 
-DOES = """One site of a run: trains on its share of the text and exchanges updates with the syncer.
+DOES = """One site of a run: trains on the text here and exchanges updates with the syncer, which tells it the rest.
 
-  diloco site run.name=nimble-otter site.id=site-b site.syncer=127.0.0.1:7077
+  diloco site site.id=fra site.syncer=127.0.0.1:7077
   diloco site ... site.nodes=2 site.node_rank=K site.rendezvous=HOST:PORT     (on each of its machines, K from 0)
   torchrun --nproc-per-node 8 -m diloco site --config site.yaml      (a rank reads a resolved file: --print-config)
 
-The same command again goes on from the newest checkpoint.  Ctrl-C once: sends what is unsent and leaves (exit 75, or 0
-when the run had finished); twice: at once.  Under your own torchrun it is 0 for both, because
-torchrun takes 75 for a failure."""
+What the run shares (model, outer rules, codecs, length) may be left out; said otherwise than the run has it, it is
+refused.  The same command again goes on from the newest checkpoint.
+
+Ctrl-C once: sends what is unsent and leaves (exit 75, or 0 when the run had finished); twice: at once.  Under your own
+torchrun it is 0 for both, because torchrun takes 75 for a failure."""
 RANKS_END_S = 30.0
 """How long the other ranks may take to end after rank 0 has recorded its end; a hanging one would take much longer.
 If one of them is lost meanwhile, torchrun starts all ranks again, and the new rank 0 withdraws the record in time."""
@@ -53,16 +56,20 @@ def main(arguments: Sequence[str]) -> ExitCode:
     place = place_from_environment()
     if place is not None and given.config is None:
         raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco site --config FILE")
-    config = load_config(given)
+    config = composed(given)
+    limit_threads(config.site.threads, deterministic=config.inner.deterministic)  # Before torch is imported.
+    if given.config is None:
+        check_identity(config)
+        _check_own(config)
+        config = _of_the_run(config, given)
+    printed_if_asked(config, given)
     if place is not None:
         if config.site.nodes > 1:
             raise ConfigError(f"site.nodes is {config.site.nodes}: not under torchrun, which knows its machines itself")
         config.site.nproc = place.world
-    check_identity(config)
+    check(config)
     folder = run_dir_of(config).site(config.site.id)
-    limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     raise_limit()
-    _check(config)
     with ExitStack() as stack:
         if place is None or place.rank == 0:
             own = folder.root if config.site.node_rank == 0 else folder.machine(config.site.node_rank)
@@ -81,10 +88,40 @@ def main(arguments: Sequence[str]) -> ExitCode:
     return ExitCode.OK if place is not None and code is ExitCode.DRAINED else code
 
 
-def check_identity(config: RunConfig) -> None:
-    """Raise ConfigError unless run and site are named, with names that are fit for the wire and for a folder."""
+def _of_the_run(config: RunConfig, given: argparse.Namespace) -> RunConfig:
+    """Return ``config`` with what the syncer tells of the run; VerbError where that cannot be known.
+
+    ``--print-config`` prints what is known, with a note.
+    """
+    from diloco.config.syncer_settings import of_site
+    from diloco.learner.transfer import JoinFailed
+    from diloco.runs.site_agent import join_text
+
+    try:
+        return of_site(given.settings, wait=not given.print_config)
+    except JoinFailed as error:
+        text = join_text(config, error.kind, error.text)
+        if given.print_config and error.kind == "unreachable":
+            print(f"note: without what the run shares, since {text}", file=sys.stderr)
+            return config
+        raise VerbError(JOIN_CODES[error.kind], text) from error
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError unless this site can take part in its run, which has a name."""
+    from diloco.config import build
+
     if config.run.name is None:
         raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
+    check_identity(config)
+    _check_own(config)
+    build.check(config)
+    towards(config)
+    build.site_share(config)
+
+
+def check_identity(config: RunConfig) -> None:
+    """Raise ConfigError unless the site has a name fit for the wire and for a folder, and its machines make sense."""
     if not configs.is_name(config.site.id):
         raise ConfigError(f"site.id is {config.site.id!r}: letters, digits, '.', '_' and '-', at most 64")
     if config.site.nproc < 1:
@@ -94,15 +131,13 @@ def check_identity(config: RunConfig) -> None:
         raise ConfigError(f"site.rank_restarts is {config.site.rank_restarts}: 0 (never) or more")
 
 
-def _check(config: RunConfig) -> None:
+def _check_own(config: RunConfig) -> None:
+    """Raise ConfigError for what is wrong with this machine, or the inner trainer's settings, whatever the run."""
     from diloco.config import build, connecting
-    from diloco.config.build import check_kernels
 
-    build.check(config)
-    towards(config)
-    check_kernels(config)
+    build.inner_options(config)
+    build.check_kernels(config)
     check_memory_folder(config)
-    build.site_share(config)
     connecting.site_security(config)
 
 

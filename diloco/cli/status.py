@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from diloco.config.arguments import OneLineParser, settings_parser
+from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, SYNCERS
 from diloco.config.run_dir import existing_run
@@ -55,11 +55,10 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--json", action="store_true", help="print what the syncer says, as it says it")
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C or the syncer has gone")
     given = parser.parse_args(arguments)
-    targets = [text for text in given.settings if "=" not in text]
+    targets, settings = words_and_settings(given)
     if not targets:
         raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT (of several each), or one run folder")
     addresses = [address for target in targets for address in syncer_addresses(target)]
-    settings = [text for text in given.settings if "=" in text]
     if len(addresses) > 1:
         return _several({address: _asker(address, settings) for address in addresses}, given.json, given.watch)
     asked = _asker(addresses[0], settings)
@@ -103,8 +102,7 @@ def syncer_addresses(target: str) -> list[str]:
 
 def syncer_address(target: str) -> str:
     """Return the syncer's ``HOST:PORT``, from itself or from a run folder; exit 3 when none runs there."""
-    host, colon, port = target.rpartition(":")
-    if colon and host and port.isdecimal() and not Path(target).exists():
+    if is_address(target):
         return target
     run_dir = existing_run(target)
     if not run_dir.address.is_file():

@@ -45,6 +45,8 @@ WAIT_S = 0.2
 EVENTS_BYTES = 1 << 20
 """How much of the end of the event log a start searches for versions that its data lack."""
 STOP_S = 2.0
+TOLD = ("run.", "model.", "outer.", "codec.", "seed=", "seconds=", "tokens=")
+"""How settings begin that a syncer tells its sites."""
 HAND_OVER_S = 10.0
 """How long an upload may go on after a hand-over begins; one that is cut is sent again."""
 FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
@@ -245,10 +247,11 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
 
 
 def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
-    """Return the command with which a site joins: the run's settings given here, without the syncer's own; a call of
-    ``diloco.join`` instead, where the model comes from a file.
+    """Return the command with which a site joins; a call of ``diloco.join`` where the model comes from a file.
 
-    Each of several syncers knows only its own address, and shows placeholders for the others.
+    The syncer tells a site all that they share.  So the settings given here are in the command only where some of them
+    are a site's (a preset's inner optimizer, the text), and never the syncer's own.  Each of several syncers knows only
+    its own address, and shows placeholders for the others.
     """
     others = [f"SYNCER_{index}" for index in range(config.outer.num_syncers)]
     others[config.cluster.syncer.index] = address
@@ -267,9 +270,11 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
         "cluster.standby",
         "upstream.",
     )
-    shared = [shlex.quote(text) for text in settings if not text.lstrip("+").startswith(own)]
-    begin = ["--config", shlex.quote(str(file))] if file is not None else []
-    words = ["diloco", "site", *begin, f"run.name={config.run.name}", *shared]
+    words = ["diloco", "site"]
+    words += ["--config", shlex.quote(str(file)), f"run.name={config.run.name}"] if file is not None else []
+    rest = [text for text in settings if not text.lstrip("+").startswith(own)]
+    if not all(text.startswith(TOLD) for text in rest):
+        words += [shlex.quote(text) for text in rest]
     return " ".join([*words, f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"])
 
 

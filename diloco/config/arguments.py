@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+SYNCER = "site.syncer="
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser that reports a usage error in one line, as all verbs do."""
 
@@ -65,12 +68,35 @@ def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = Tr
 
 def load_config(given: argparse.Namespace) -> RunConfig:
     """Return the configuration of the command line.  ``--print-config`` prints it and ends the verb."""
+    return printed_if_asked(composed(given), given)
+
+
+def composed(given: argparse.Namespace) -> RunConfig:
+    """Return the configuration of the command line."""
     file: Path | None = given.config
-    config = configs.read(file, given.settings) if file is not None else configs.compose(given.settings)
+    return configs.read(file, given.settings) if file is not None else configs.compose(given.settings)
+
+
+def printed_if_asked(config: RunConfig, given: argparse.Namespace) -> RunConfig:
+    """Return ``config``; ``--print-config`` prints it and ends the verb."""
     if given.print_config:
         print(configs.to_yaml(config), end="")
         raise SystemExit(ExitCode.OK)
     return config
+
+
+def words_and_settings(given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the arguments that are no settings, and the settings.  A syncer's ``site.syncer=HOST:PORT`` is the first
+    of the former: what names a site's syncer names that of any verb."""
+    words = [text for text in given.settings if "=" not in text]
+    named = [text.removeprefix(SYNCER) for text in given.settings if text.startswith(SYNCER)]
+    return [*named, *words], [text for text in given.settings if "=" in text and not text.startswith(SYNCER)]
+
+
+def is_address(text: str) -> bool:
+    """Return whether ``text`` names a syncer by ``HOST:PORT``, or several, and no file or folder."""
+    host, colon, port = text.rpartition(":")
+    return bool(colon and host) and port.isdecimal() and not Path(text).exists()
 
 
 def named_keys(given: argparse.Namespace) -> frozenset[str] | None:

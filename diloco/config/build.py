@@ -416,20 +416,29 @@ def corpus(config: RunConfig) -> CorpusManifest:
 
 
 def site_share(config: RunConfig) -> tuple[int, int]:
-    """Return this site's share of the text as (index, number of shares); ConfigError where the settings lack it."""
+    """Return this site's share of the text as (index, number of shares): all of it, where nothing deals it to sites.
+
+    ConfigError where the settings contradict each other.
+    """
     site, names = config.site, list(config.cluster.sites)
-    if config.data.leased:
-        return 0, 1  # Leases decide which part of the text a site draws.
-    if site.index is None and site.id not in names:
-        raise ConfigError(
-            f"site.index is null and cluster.sites has no {site.id!r} (it has {', '.join(names) or 'none'}): give "
-            "site.index and site.num_sites, equal num_sites everywhere, so that no two sites draw the same text"
-        )
+    if config.data.leased or has_own_order(config):
+        return 0, 1
     index = names.index(site.id) if site.index is None else site.index
     num_sites = len(names) if site.num_sites is None else site.num_sites
     if not 0 <= index < num_sites:
         raise ConfigError(f"site.index is {index}: from 0 to {num_sites - 1}, with site.num_sites={num_sites}")
     return index, num_sites
+
+
+def has_own_order(config: RunConfig) -> bool:
+    """Return whether the site draws from all of the text in an order of its own: it has no ``site.index``, and no place
+    in ``cluster.sites``.  ConfigError for ``site.num_sites`` alone."""
+    site = config.site
+    if site.index is not None or site.id in config.cluster.sites:
+        return False
+    if site.num_sites is not None:
+        raise ConfigError(f"site.index is null, with site.num_sites={site.num_sites}: give both, or neither")
+    return True
 
 
 def build_trainer(
@@ -475,11 +484,12 @@ def _stream(
 ) -> TokenStream:
     length, sequences, seed = config.inner.sequence_length, config.inner.batch_sequences, config.run.seed
     assert length is not None
+    own_order = f"{seed}/{config.site.id}" if has_own_order(config) else seed
     place = (held.data_rank, held.data_world)
     if config.data.leased and units is not None:
         unit = config.data.unit_sequences
         return LeasedStream(text, "train", length, sequences, unit, units, held.group, seed, place)
-    return TokenStream(text, "train", length, sequences, *share, *place, seed)
+    return TokenStream(text, "train", length, sequences, *share, *place, own_order)
 
 
 SECOND_NS = 1_000_000_000

@@ -55,11 +55,33 @@ def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) ->
     ``told`` gives a run's values (:func:`shared_config`) for settings without an override.  They are taken literally:
     nothing in them is resolved.
     """
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+    chosen, values = _parsed(overrides)
+    taken = [pair for key, text in told.items() for pair in _checked(key, _value(key, text))]
+    return settle(_composed(chosen, [*taken, *values]))
 
-    chosen: list[str] = []
-    values = [pair for key, text in told.items() for pair in _checked(key, _value(key, text))]
+
+def said(overrides: Sequence[str]) -> dict[str, str]:
+    """Return, as dotted names and text, the settings that ``overrides`` decide by name or by choosing a group.
+
+    Of the groups: all of ``model``, ``outer`` and ``codec``, and what an experiment sets otherwise than usual; but only
+    settings of the first release, since presets may change the later ones (:func:`keep_run_settings`).  A null of
+    ``model``, ``run`` or ``data`` decides nothing, since it is filled in.
+    """
+    chosen, values = _parsed(overrides)
+    groups, named = {text.partition("=")[0] for text in chosen}, {key for key, _ in values}
+    now, usual = as_text(_composed(chosen, values)), as_text(_composed([], []))
+    for key in ALWAYS_SHARED.split():
+        section = key.partition(".")[0]
+        if section in SHARED_SECTIONS and (section in groups or (groups and now[key] != usual[key])):
+            named.add(key)
+    found = {key: text for key, text in now.items() if key in named}
+    filled_in = ("model.", "run.", "data.")
+    return {key: text for key, text in found.items() if text != "null" or not key.startswith(filled_in)}
+
+
+def _parsed(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
+    """Return the choices of groups, and the settings with their values."""
+    chosen, values = list[str](), list[tuple[str, object]]()
     for text in overrides:
         key, value = _parse_by_hydra(text)
         key = SHORT.get(key, key)
@@ -67,8 +89,15 @@ def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) ->
             chosen.append(f"{key}={_choice(key, value)}")
         else:
             values += _checked(key, value)
+    return chosen, values
+
+
+def _composed(chosen: Sequence[str], values: Sequence[tuple[str, object]]) -> RunConfig:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        return settle(_with(_of_groups(tuple(chosen)), values))
+        return _with(_of_groups(tuple(chosen)), values)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
 

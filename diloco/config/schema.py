@@ -208,7 +208,8 @@ class SiteSection:
     """host:port of the syncer; with a standby both addresses, host:port,host:port; of several syncers (num_syncers)
     those of each, with / between: host:port/host:port."""
     index: int | None = None
-    """Which share of the text it draws; null: its place in cluster.sites."""
+    """Which share of the text it draws; null: its place in cluster.sites, or, where it has none, all of the text in an
+    order of its own.  One text at several sites wants a share for each, or data.leased."""
     num_sites: int | None = None
     """Into how many shares the text is dealt; null: the number of cluster.sites."""
     nproc: int = 1

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config import connecting
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, BY_PART
+from diloco.config.schema import RunConfig
 from diloco.learner.transfer import JoinFailed
-from diloco.sync.agreement import PROTOCOL
+from diloco.sync.agreement import MAY_CHANGE, PROTOCOL
 from diloco.wire.channel import Backoff, check_address, split_addresses
 from diloco.wire.checkup import Checkup
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refused, Status, Unreachable
@@ -22,11 +25,15 @@ from diloco.wire.options import ClientOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.config.schema import RunConfig
     from diloco.wire.options import SecurityOptions
 
 
-EARLIER = "it is of an earlier release, which does not tell a site what the run is: install this one's there first"
+class EarlierRelease(JoinFailed):
+    """The syncer is of a release that does not tell what the run is."""
+
+    def __init__(self) -> None:
+        text = "it is of an earlier release, which does not tell a site what the run is: install this one's there first"
+        super().__init__("mismatch", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +45,11 @@ class Told:
 
 
 def ask(syncer: str, security: SecurityOptions, timeout_s: float) -> Told:
-    """Ask the first syncer in ``syncer`` (in the format of ``site.syncer``) or its standby, whichever answers.
+    """Ask the syncers in ``syncer`` (in the format of ``site.syncer``) and their standbys, until one answers.
 
     Retries for ``timeout_s`` seconds.  Raises ``JoinFailed`` with the reason, ``ValueError`` for a bad address.
     """
-    addresses = split_addresses(syncer.split(BETWEEN)[0])
+    addresses = [address for each in syncer.split(BETWEEN) for address in split_addresses(each)]
     for address in addresses:
         check_address(address, security)
     until, backoff = time.monotonic() + timeout_s, Backoff(base_s=0.2, cap_s=2.0)
@@ -51,8 +58,9 @@ def ask(syncer: str, security: SecurityOptions, timeout_s: float) -> Told:
             try:
                 return _told(_asked(address, security))
             except Refused as error:
-                old = error.status is Status.UNIMPLEMENTED
-                raise JoinFailed("mismatch" if old else "refused", EARLIER if old else error.text) from error
+                if error.status is Status.UNIMPLEMENTED:
+                    raise EarlierRelease from error
+                raise JoinFailed("refused", error.text) from error
             except Unreachable as error:
                 last = error
         if (left_s := until - time.monotonic()) <= 0:
@@ -67,14 +75,14 @@ def _asked(address: str, security: SecurityOptions) -> ProbeAnswer:
 
 def _told(answer: ProbeAnswer) -> Told:
     if not answer.shared_config:
-        raise JoinFailed("mismatch", EARLIER)
+        raise EarlierRelease
     if not answer.protocol_oldest <= PROTOCOL <= answer.protocol:
         spoken = f"{answer.protocol_oldest} to {answer.protocol}"
         raise JoinFailed("mismatch", f"protocol is {PROTOCOL} at the site, and the syncer speaks {spoken}")
     return Told(answer.run_id, {key: text for key, text in answer.shared_config.items() if key not in BY_PART})
 
 
-# --- Fetch a run's settings from its syncer, for a client that has no local configuration ----------------------------
+# --- Settings that the command line leaves out, from the run's syncer ------------------------------------------------
 
 OF_THE_MODEL = (
     "model.",
@@ -88,46 +96,92 @@ OF_THE_MODEL = (
 OF_A_FILE = "file-"
 
 
-def told_by(address: str, settings: Sequence[str]) -> RunConfig:
-    """Return the configuration of ``settings`` for the run at ``address``, whose values fill in what they leave out.
+def fill_in(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "") -> RunConfig:
+    """Return the configuration of ``settings``, where the run's values stand for shared settings that they leave out.
+
+    What ``settings`` say stays, also where it contradicts the run.  ``only`` is how the names of the settings begin
+    that the run decides.  ConfigError for a value that cannot be.
+    """
+    decided = configs.said(settings)
+    if told.shared.get("data.tokenizer", "").startswith(OF_A_FILE) and "data.tokenizer" not in decided:
+        raise ConfigError(f"the tokenizer of run {told.run_id} is of a file: give data.tokenizer=PATH of the same one")
+    # A shared setting that the syncer does not tell is at its default there, whatever a preset of this release says.
+    usual = configs.as_text(RunConfig())
+    default = {key: usual[key] for key in configs.shared_config(configs.compose(settings)) if key not in told.shared}
+    values = {key: text for key, text in (default | dict(told.shared)).items() if key.startswith(only)}
+    values["run.name"] = told.run_id
+    return configs.compose(settings, {key: text for key, text in values.items() if key not in decided})
+
+
+def _as_told(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "") -> RunConfig:
+    """As ``fill_in``; VerbError where ``settings`` contradict the run."""
+    config, decided = fill_in(settings, told, only), configs.said(settings)
+    ours = configs.shared_config(config)
+    for key in sorted((ours.keys() | told.shared.keys()) - MAY_CHANGE):
+        theirs, here = told.shared.get(key, "not set"), ours.get(key, "not set")
+        if key.startswith(only) and theirs != here:
+            what = "leave it out here" if key in decided else "install the syncer's release"
+            raise VerbError(ExitCode.MISMATCH, f"{key} is {theirs} in run {told.run_id} and {here} here: {what}")
+    return config
+
+
+def of_client(address: str, settings: Sequence[str]) -> RunConfig:
+    """Return the configuration of ``settings`` for a client of the run at ``address``, with the run's own model.
 
     VerbError where the syncer cannot be asked, or ``settings`` contradict the run.
     """
     given = configs.compose(settings)
-    answer = _answer_of(address, given)
-    theirs = {key: value for key, value in answer.shared_config.items() if key.startswith(OF_THE_MODEL)}
-    said = {text.partition("=")[0].lstrip("+") for text in settings}
-    if theirs.get("data.tokenizer", "").startswith(OF_A_FILE) and "data.tokenizer" not in said:
-        raise ConfigError(
-            f"the tokenizer of run {answer.run_id} is of a file: give data.tokenizer=PATH of the same one"
-        )
-    config = configs.compose(settings, {key: value for key, value in theirs.items() if key not in said})
-    if config.run.name is None:
-        config.run.name = answer.run_id or None
-    ours = configs.shared_config(config)
-    for key, value in sorted(theirs.items()):
-        if ours.get(key) != value:
-            text = f"{key} is {value} in run {answer.run_id} and {ours.get(key, 'not set')} here"
-            raise VerbError(ExitCode.MISMATCH, text)
-    if config.run.name is None:
-        raise ConfigError("run.name is null: say which run is meant")
-    return config
+    security = connecting.site_security(replace(given, site=replace(given.site, syncer=address)))
+    try:
+        told = ask(address, security, 0.0)
+    except EarlierRelease:
+        if given.run.name is None:
+            raise ConfigError("run.name is null: say which run is meant") from None
+        return given
+    except JoinFailed as error:
+        gone = f"the syncer at {address} does not answer: {error.text}"
+        code = ExitCode.UNREACHABLE if error.kind == "unreachable" else ExitCode.MISMATCH
+        raise VerbError(code, gone if code is ExitCode.UNREACHABLE else error.text) from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"syncer {address}: {error}") from error
+    return _as_told(settings, told, OF_THE_MODEL)
 
 
-def _answer_of(address: str, config: RunConfig) -> ProbeAnswer:
-    """Return the first syncer's answer about its run; only its protocol, where the syncer is of an earlier release."""
-    security = connecting.site_security(replace(config, site=replace(config.site, syncer=address)))
-    why = ""
-    for each in address.replace(BETWEEN, ",").split(","):
-        try:
-            with Checkup(each.strip(), security, ClientOptions()) as checkup:
-                return checkup.probe(ProbeAsk(PROTOCOL)).answer
-        except Unreachable as error:
-            why = why or f"the syncer at {each.strip()} does not answer: {error.why}"
-        except Refused as error:
-            if error.status is Status.UNIMPLEMENTED:
-                return ProbeAnswer(PROTOCOL, PROTOCOL, "")
-            raise VerbError(ExitCode.MISMATCH, error.text) from error
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"syncer {each.strip()}: {error}") from error
-    raise VerbError(ExitCode.UNREACHABLE, why)
+def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
+    """Return the configuration of ``settings`` for a site, which takes from its syncer whatever they leave out.
+
+    ``wait``: try for ``site.join_timeout_s``, unless the site was here before; False: once.
+
+    A site that was here before goes on with what it was told then, where the syncer does not answer.  A syncer of an
+    earlier release tells nothing: ``settings`` must then say it all, ``run.name`` first.  JoinFailed where the run
+    cannot be known, VerbError where ``settings`` contradict it.
+    """
+    given = configs.compose(settings)
+    before = _of_an_earlier_start(given)
+    timeout_s = given.site.join_timeout_s if wait and before is None else 0.0
+    try:
+        told = ask(given.site.syncer, connecting.site_security(given), timeout_s)
+    except EarlierRelease:
+        if given.run.name is None:
+            raise
+        return given
+    except JoinFailed as error:
+        if before is None or error.kind != "unreachable":
+            raise
+        told = before
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"site.{str(error).replace('address is', 'syncer is', 1)}") from error
+    if given.run.name not in (None, told.run_id):
+        text = f"run.name is {given.run.name} here, and the syncer at {given.site.syncer} has run {told.run_id}"
+        raise VerbError(ExitCode.MISMATCH, text)
+    return _as_told(settings, told)
+
+
+def _of_an_earlier_start(given: RunConfig) -> Told | None:
+    """Return what the site's own folder says of its run; None where it has none, or folders of several runs."""
+    here = list[RunConfig]()
+    for path in Path(given.run.dir).glob(f"{given.run.name or '*'}/sites/{given.site.id}/config.yaml"):
+        with suppress(ConfigError):  # A file that is damaged, or of another release, says nothing.
+            found = configs.read(path)
+            here += [found] if given.run.name or found.site.syncer == given.site.syncer else []
+    return Told(here[0].run.name or "", configs.shared_config(here[0])) if len(here) == 1 else None

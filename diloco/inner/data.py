@@ -224,7 +224,7 @@ class TokenStream:
         num_sites: int = 1,
         rank: int = 0,
         world: int = 1,
-        seed: int = 0,
+        seed: int | str = 0,
     ) -> None:
         require(batch_sequences >= 1, "batch_sequences", batch_sequences, "at least 1")
         require(num_sites >= 1, "num_sites", num_sites, "at least 1")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-MADE_BY = "diloco doctor server=HOST:PORT --json > FILE, at the site, makes one"
+MADE_BY = "diloco doctor HOST:PORT --json > FILE, at the site, makes one"
 DIGITS = 4
 """Significant digits of a measured value: one measurement is no more exact."""
 

@@ -164,7 +164,7 @@ def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(
         syncer = place.start("syncer", "syncer", *TINY, "run.name=first", "cluster.syncer.listen=127.0.0.1:0")
         wait_for(lambda: "a site joins with" in syncer.text(), "the syncer's greeting", syncer.text)
         there = (tmp_path / "runs" / "first" / "syncer.address").read_text().strip()
-        asked = ["doctor", f"server={there}", "run=first", *TINY, f"run.dir={tmp_path}/runs"]
+        asked = ["doctor", f"site.syncer={there}", "site.id=fra", "run=first", f"run.dir={tmp_path}/runs"]
         assert main(asked) == 0
         out = capsys.readouterr().out
         for words in (
@@ -175,6 +175,8 @@ def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(
             assert words in out
         assert main([*asked, "outer.lr=0.1", "--seconds", "0"]) == 1
         assert "fail  settings    outer.lr is 0.1 at the site and 0.7 at the syncer -> " in capsys.readouterr().out
+        assert main(["doctor", there, f"run.dir={tmp_path}/runs", "run=second", "--seconds", "0"]) == 1
+        assert "fail  run         run second is not served there, but run first -> " in capsys.readouterr().out
         assert main([*asked, "model.dim=64", "--seconds", "0"]) == 1
         assert "model.dim is 64 at the site and" in capsys.readouterr().out
         assert main(["status", there, "--json"]) == 0

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.main import VERBS, main
+from diloco.config import syncer_settings
+from diloco.config.compose import compose
+from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY
 
 OURS = ("syncer", "site", "train", "eval", "export", "launch", "status", "standby", "journal")
@@ -58,9 +61,6 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
         ("unknown key typo", ["train", *TINY, "+typo=1"]),
         ("inner.lr is -1.0: positive and finite", ["site", *TINY, "run.name=none", "inner.lr=-1"]),
         ("codec.down is 'int5'", ["syncer", *TINY, "codec.down=int5"]),
-        ("run.name is null: give the name", ["site", *TINY]),
-        ("site.index is null and cluster.sites has no 'site-q'", ["site", *TINY, "run.name=none", "site.id=site-q"]),
-        ("site.index is 3: from 0 to 2", ["site", *TINY, "run.name=none", "site.index=3"]),
         ("site.id is 'a/b'", ["site", *TINY, "run.name=none", "site.id=a/b"]),
         ("--nope", ["site", "--nope"]),
         ("there is no such file or folder", ["train", *TINY, "data.path=nowhere"]),
@@ -83,7 +83,7 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
         ("'nowhere' is no run folder", ["journal", "show", "nowhere"]),
         ("unrecognized arguments: --print-config", ["eval", "x", "--print-config"]),
         ("unrecognized arguments: --config", ["status", "x", "--config", "f"]),
-        ("give one run folder, or --syncer", ["eval"]),
+        ("give one run folder, or the syncer's HOST:PORT", ["eval"]),
         ("invalid choice: 'hide'", ["journal", "hide", "x"]),
     ],
 )
@@ -112,6 +112,7 @@ def test_what_the_machine_refuses_is_one_line_and_exit_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(syncer_settings, "of_site", lambda settings, *, wait: compose(settings))  # No syncer is here.
     (tmp_path / "runs").write_text("a file where the folder of runs should be")
     assert main([verb, *TINY, "run.name=x"]) == 1
     told = capsys.readouterr().err
@@ -137,9 +138,11 @@ def test_only_its_address_is_blamed_on_where_a_syncer_listens(
 
 def test_the_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["site", "--print-config", "experiment=streaming"])
+        main(["site", "--print-config", "experiment=streaming", f"site.syncer=127.0.0.1:{free_port()}"])
     assert ended.value.code == 0
-    assert "adopt: blend" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "adopt: blend" in printed.out
+    assert "note: without what the run shares, since site site-a cannot reach the syncer" in printed.err
 
 
 def test_under_torchrun_a_rank_reads_a_resolved_file(

@@ -75,7 +75,7 @@ def test_letters_come_whole_and_nothing_is_held_for_ever() -> None:
         ("give a run, a checkpoint or a model's folder, a prompt", []),
         ("give a run, a checkpoint or a model's folder, a prompt", ["RUN"]),
         ("give a run, a checkpoint or a model's folder, a prompt", ["RUN", "def", "f"]),
-        ("give --syncer HOST:PORT and a prompt", ["--syncer", "127.0.0.1:1"]),
+        ("give a syncer's HOST:PORT and a prompt", ["--syncer", "127.0.0.1:1"]),
         ("--tokens is 0: at least 1", ["RUN", "a", "--tokens", "0"]),
         ("--temperature is -1.0", ["RUN", "a", "--temperature", "-1"]),
         ("--top-k is -1", ["RUN", "a", "--top-k", "-1"]),

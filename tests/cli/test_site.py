@@ -9,7 +9,7 @@ import pytest
 
 from diloco.cli import site as site_main
 from diloco.cli.main import main
-from diloco.cli.site import check_identity
+from diloco.cli.site import check
 from diloco.config import run_dir
 from diloco.config.compose import compose, read, write
 from diloco.config.errors import ConfigError, ExitCode
@@ -17,13 +17,14 @@ from diloco.config.run_dir import SiteDir
 from diloco.config.schema import RunConfig
 from diloco.durable import locked
 from diloco.runs.site_machines import Ranks
+from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ([], "run.name is null"),
+        (["site.id=fra"], "run.name is null"),
         (["run.name=x", "site.id='../a'"], r"site.id is '../a'"),
         (["run.name=x", "site.nproc=0"], r"site.nproc is 0: at least 1"),
         (["run.name=x", "site.node_rank=1"], r"site.node_rank is 1: from 0 to 0"),
@@ -31,7 +32,7 @@ from tests.runs.processes import TINY
 )
 def test_a_site_says_which_run_and_which_site_it_is(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_identity(compose(settings))
+        check(compose(settings))
 
 
 @pytest.fixture
@@ -66,26 +67,36 @@ def test_a_second_start_touches_nothing_of_the_first(
     monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
     folder = SiteDir(Path("runs/x/sites/site-a"))
     with locked(folder.root):
-        for path in (folder.config, folder.ending, folder.speaker):
+        write(compose([*TINY, "run.name=x", "site.id=site-a", "run.log_every=7"]), folder.config)
+        config = folder.config.read_text()
+        for path in (folder.ending, folder.speaker):
             path.write_text("of the first")
         assert main(["site", *TINY, "run.name=x", "site.id=site-a", f"site.nproc={nproc}"]) == 1
-        for path in (folder.config, folder.ending, folder.speaker):
-            assert path.read_text() == "of the first"
+        assert [path.read_text() for path in (folder.ending, folder.speaker)] == ["of the first"] * 2
+        assert folder.config.read_text() == config
     assert "is it started twice?" in capsys.readouterr().err
 
 
 def test_19_a_site_goes_on_as_its_run_began_and_a_wrong_preset_leaves_no_trace(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = []
     monkeypatch.setattr(site_main, "run_rank", lambda config, place: ran.append(config) or (ExitCode.DRAINED, ""))
-    site = ["site", *TINY, "run.name=x", "site.id=site-a"]
+    site = ["site", *TINY, "run.name=x", "site.id=site-a", f"site.syncer=127.0.0.1:{free_port()}"]
     folder = SiteDir(Path("runs/x/sites/site-a"))
     write(compose([*site[1:], "outer=streaming", "outer.measure_from=adopted"]), folder.config)
-    for settings in (["outer=streaming"], ["outer=halos"], ["outer=streaming"]):
-        assert main([*site, *settings]) == 75
-    assert [config.outer.measure_from for config in ran] == ["adopted", "adopted", "published"]
-    assert [config.outer.dynamic_rounding for config in ran] == ["down", "up", "down"]
+    assert [main([*site, preset]) for preset in ("outer=streaming", "outer=halos", "outer=streaming")] == [75, 4, 75]
+    assert [config.outer.measure_from for config in ran] == ["adopted", "adopted"]
+    assert "in run x and" in capsys.readouterr().err
+
+
+def test_a_site_that_no_syncer_answers_says_where_it_asked(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = f"site.syncer=127.0.0.1:{free_port()}"
+    assert main(["site", "site.id=fra", asked, "site.join_timeout_s=0.1"]) == 3
+    said = capsys.readouterr().err
+    assert f"site fra cannot reach the syncer at {asked.removeprefix('site.syncer=')}" in said
+    assert "tried for 0.1 s (site.join_timeout_s)" in said
+    assert os.listdir(place) == []
 
 
 def test_under_torchrun_values_are_checked_and_a_drained_site_has_not_failed(
@@ -118,9 +129,10 @@ def test_each_machine_has_its_part_and_keeps_its_own_settings(
             return ExitCode.DRAINED, "as machine 0 said"
 
     monkeypatch.setattr(site_main, who, Machine)
+    write(compose([*TINY, "run.name=x", "site.id=site-a"]), folder.config)  # It was here before.
     several = ["site.nodes=2", f"site.node_rank={node_rank}", "site.rendezvous=127.0.0.1:0"]
     assert main(["site", *TINY, "run.name=x", "site.id=site-a", *several]) == 75
-    assert (folder.root / "config.yaml").exists() is (node_rank == 0)
+    assert read(folder.config).site.nodes == (1 if node_rank else 2), "machine 1 leaves the file of machine 0 alone"
 
 
 def test_ranks_that_are_started_again_are_not_held_to_the_word_of_those_before(

@@ -45,13 +45,16 @@ def test_the_line_that_a_site_needs_means_the_same_run() -> None:
     ]
     config = compose([*settings, "run.name=otter"])
     line = join_line(config, "10.0.0.1:7077", settings, None)
-    assert line.startswith("diloco site run.name=otter outer=diloco run.tokens=5 ")
+    assert line.startswith("diloco site outer=diloco run.tokens=5 ")
     assert line.endswith(" site.syncer=10.0.0.1:7077 site.id=site-a")
     assert "'data.path=a b'" in line
     assert LISTEN not in line
     import shlex
 
     joined = compose(shlex.split(line)[2:])
+    assert join_line(config, "10.0.0.1:7077", ["run.tokens=5", "outer.lr=0.5", LISTEN], None) == (
+        "diloco site site.syncer=10.0.0.1:7077 site.id=site-a"
+    )
     assert shared_digest(joined) == shared_digest(config)
     assert list(joined.cluster.sites) == list(config.cluster.sites), "into how many shares the text is dealt"
     assert "--config run.yaml" in join_line(config, "x:1", [], Path("run.yaml"))

@@ -234,8 +234,9 @@ def test_sites_draw_different_shares() -> None:
     shares = [build.site_share(small(f"site.id=site-{letter}")) for letter in "abc"]
     assert shares == [(0, 3), (1, 3), (2, 3)]
     assert build.site_share(small("site.id=late", "site.index=3", "site.num_sites=4")) == (3, 4)
-    with pytest.raises(ConfigError, match=r"site\.index and site\.num_sites"):
-        build.site_share(small("site.id=late"))
+    assert build.site_share(small("site.id=late")) == (0, 1)
+    with pytest.raises(ConfigError, match=r"site\.index is null, with site\.num_sites=4: give both, or neither"):
+        build.site_share(small("site.id=late", "site.num_sites=4"))
     with pytest.raises(ConfigError, match=r"site\.index is 3: from 0 to 2"):
         build.site_share(small("site.id=late", "site.index=3"))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from diloco.config import build, syncer_settings
-from diloco.config.compose import compose, shared_config
+from diloco.config.compose import compose, shared_config, write
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.config.syncer_settings import told_by
+from diloco.config.syncer_settings import Told, of_client, of_site
 from diloco.inner.tokenizer import END, make_tokenizer
 from diloco.learner.transfer import JoinFailed
 from diloco.sync.agreement import PROTOCOL
@@ -25,9 +25,10 @@ from tests.loopback.cluster import free_port
 from tests.models.pasts import Hand, configured
 
 PLAIN = SecurityOptions()
+PRESET = ["experiment=default"]
 
 
-def test_the_run_is_told_by_whoever_answers(tmp_path: Path) -> None:
+def test_any_syncer_or_standby_that_answers_tells_the_run(tmp_path: Path) -> None:
     with serving(tmp_path, "outer.lr=0.25") as served:
         told = syncer_settings.ask(f"127.0.0.1:{free_port()},{served.address}/127.0.0.1:1", PLAIN, 20.0)
     assert told.run_id == "mine"
@@ -95,20 +96,81 @@ def hand(tmp_path: Path) -> Iterator[Hand]:
 
 
 def test_what_is_left_out_is_as_it_is_there(hand: Hand) -> None:
-    config = told_by(hand.address, ["site.threads=2"])
+    config = of_client(hand.address, ["site.threads=2"])
     assert build.model_options(config) == build.model_options(hand.config)
     assert build.layout_of(config).fingerprint == hand.layout.fingerprint
     assert (config.run.name, config.site.threads) == ("past", 2)
     assert (config.data.tokenizer, config.data.end_of_file) == ("bytes", True)
-    assert told_by(f"127.0.0.1:1,{hand.address}", []).run.name == "past", "a standby may be the one that answers"
+    assert of_client(f"127.0.0.1:1,{hand.address}", []).run.name == "past", "a standby may be the one that answers"
+
+
+def of_run(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+    """The syncer's run is of ``overrides``."""
+    told = Told("mine", shared_config(compose(overrides)))
+    monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: told)
+
+
+def test_a_site_says_what_is_its_own_and_takes_the_rest_from_its_syncer(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = ["run.tokens=2e9", "run.seed=7", "outer.lr=0.4", "model.dim=64", "codec.up=int8", "data.leased=true"]
+    of_run(monkeypatch, *theirs)
+    config = of_site(["site.id=fra", "site.syncer=127.0.0.1:1", "inner.lr=0.01"])
+    assert (config.run.name, config.site.id, config.inner.lr) == ("mine", "fra", 0.01)
+    assert shared_config(config) == shared_config(compose(theirs))
+    assert shared_config(of_site(["site.id=fra", "run.name=mine", *theirs])) == shared_config(config)
+
+
+def test_a_preset_of_another_release_yields_to_the_run_in_what_came_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a run that goes on: the setting is not named, and the first release had none of its name."""
+    told = {key: text for key, text in shared_config(compose(PRESET)).items() if key != "outer.share_weighted"}
+    assert compose(PRESET).outer.share_weighted
+    monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: Told("mine", told))
+    assert not of_site(["site.id=fra", *PRESET]).outer.share_weighted
+    with pytest.raises(VerbError, match=r"outer\.share_weighted is not set in run mine and true here: leave it out"):
+        of_site(["site.id=fra", *PRESET, "outer.share_weighted=true"])
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("outer.lr=0.5", r"outer\.lr is 0\.4 in run mine and 0\.5 here: leave it out here"),
+        ("outer.lr=0.7", r"outer\.lr is 0\.4 in run mine and 0\.7 here"),  # The default, but said.
+        ("run.name=other", r"run\.name is other here, and the syncer at 127\.0\.0\.1:7077 has run mine"),
+        ("experiment=default", r"outer\.inner_steps is 15 in run mine and 30 here"),
+        ("run.seconds=60", r"run\.seconds is null in run mine and 60\.0 here"),
+    ],
+)
+def test_a_site_that_contradicts_its_run_is_refused_by_name(
+    said: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_run(monkeypatch, "run.tokens=2e9", "outer.lr=0.4")
+    with pytest.raises(VerbError, match=words) as refused:
+        of_site(["site.id=fra", said])
+    assert refused.value.code is ExitCode.MISMATCH
+
+
+def test_a_site_that_was_here_before_needs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(address: str, security: SecurityOptions, timeout_s: float) -> Told:
+        raise JoinFailed("unreachable", f"after {timeout_s:g} s")
+
+    monkeypatch.setattr(syncer_settings, "ask", nobody)
+    words = [f"run.dir={tmp_path}", "site.id=fra", "site.syncer=127.0.0.1:1"]
+    with pytest.raises(JoinFailed, match="after 60 s"):
+        of_site(words)
+    before = compose([*words, "run.name=mine", "outer.lr=0.4"])
+    write(before, tmp_path / "mine" / "sites" / "fra" / "config.yaml")
+    assert of_site(words).outer.lr == 0.4
+    assert of_site([*words, "run.name=mine"]) == before
+    write(before, tmp_path / "second" / "sites" / "fra" / "config.yaml")
+    with pytest.raises(JoinFailed):
+        of_site(words)
 
 
 def test_what_is_said_otherwise_is_refused(hand: Hand) -> None:
     with pytest.raises(VerbError, match=r"model\.rope_theta is 70000\.0 in run past and 10000\.0 here") as refused:
-        told_by(hand.address, ["model.rope_theta=10000"])
+        of_client(hand.address, ["model.rope_theta=10000"])
     assert refused.value.code is ExitCode.MISMATCH
     with pytest.raises(VerbError, match=r"the syncer at 127\.0\.0\.1:1 does not answer") as away:
-        told_by("127.0.0.1:1", [])
+        of_client("127.0.0.1:1", [])
     assert away.value.code is ExitCode.UNREACHABLE
 
 
@@ -119,10 +181,10 @@ def test_a_tokenizer_of_a_file_must_be_here_too(tmp_path: Path) -> None:
     hand = Hand(configured(tmp_path, chosen))
     try:
         with pytest.raises(ConfigError, match=r"the tokenizer of run past is of a file: give data\.tokenizer=PATH"):
-            told_by(hand.address, [])
-        assert told_by(hand.address, [chosen]).data.tokenizer == f"{tmp_path}/tokenizer.json"
+            of_client(hand.address, [])
+        assert of_client(hand.address, [chosen]).data.tokenizer == f"{tmp_path}/tokenizer.json"
         with pytest.raises(VerbError, match=r"data\.tokenizer is file-.* in run past and bytes here"):
-            told_by(hand.address, ["data.tokenizer=bytes"])
+            of_client(hand.address, ["data.tokenizer=bytes"])
     finally:
         hand.stop()
 
@@ -133,8 +195,8 @@ def test_an_earlier_release_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Checkup, "probe", unknown)
     with pytest.raises(ConfigError, match=r"run\.name is null"):
-        told_by("127.0.0.1:1", [])
-    assert told_by("127.0.0.1:1", ["run.name=x", "model.dim=64"]).model.dim == 64
+        of_client("127.0.0.1:1", [])
+    assert of_client("127.0.0.1:1", ["run.name=x", "model.dim=64"]).model.dim == 64
 
 
 @pytest.mark.parametrize(
@@ -152,9 +214,9 @@ def test_an_earlier_release_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(
     hand: Hand, key: str, text: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = syncer_settings._answer_of(hand.address, compose([]))
-    strange = replace(answer, shared_config={**answer.shared_config, key: text})
-    monkeypatch.setattr(syncer_settings, "_answer_of", lambda address, config: strange)
+    told = syncer_settings.ask(hand.address, PLAIN, 0.0)
+    strange = replace(told, shared={**told.shared, key: text})
+    monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: strange)
     with pytest.raises(ConfigError, match=words) as refused:
-        told_by(hand.address, [])
+        of_client(hand.address, [])
     assert "\n" not in str(refused.value)

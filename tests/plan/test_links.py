@@ -100,7 +100,7 @@ def test_a_preset_is_planned_on_the_links_that_there_are(tmp_path: Path, capsys:
         (["up_gbps=1"], [rates(1e9, 1e9), rtt(1)], "up_gbps is set, and --link measures it: one of the two"),
         (["rtt_ms=1"], [rates(1e9, 1e9), rtt(1)], "rtt_ms is set, and --link measures it: one of the two"),
         (["sites=3"], [rates(1e9, 1e9), rtt(1)], "sites is 3, and 2 links are given: one for all, or one for each"),
-        ([], [rtt(1)], "link.json: no rate was measured both ways: diloco doctor server=HOST:PORT --json > FILE"),
+        ([], [rtt(1)], "link.json: no rate was measured both ways: diloco doctor HOST:PORT --json > FILE"),
         ([], [rates(1e9, 0.0), rtt(1)], "link.json: no rate was measured both ways"),
         ([], [rates(1e9, 1e9)], "link.json: not what diloco doctor prints"),
     ],
