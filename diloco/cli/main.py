@@ -107,6 +107,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
             ),
         ),
         "plan and compare": (
+            Verb("config", "diloco.config.arguments:config", "all settings, or those about a word"),
             Verb(
                 "plan", "diloco.cli.plan:main", "what a run takes of links, memory, money and time, before there is one"
             ),
@@ -188,7 +189,7 @@ def _verb(given: list[str]) -> Verb | None:
             "\n".join([f"{name}:", *(f"  {verb.name:<8} {verb.does}" for verb in group)])
             for name, group in GROUPS.items()
         )
-        + "\n\ndiloco VERB --help lists what can be set.  Exit codes: 0 ok, 1 failed, 2 usage, 3 syncer unreachable,\n"
+        + "\n\ndiloco VERB --help lists what it decides.  Exit codes: 0 ok, 1 failed, 2 usage, 3 syncer unreachable,\n"
         "4 not the same run, 75 drained: the same command goes on.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="diloco VERB [settings]",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import textwrap
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.config import compose as configs
@@ -15,10 +18,46 @@ from diloco.config.keys import default_text, leaves, meanings
 from diloco.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 SYNCER = "site.syncer="
+ACCESS = ("site.token_file", "site.tls_", "site.insecure_non_loopback")
+A_MODEL = ("data.", "inner.precision", "site.device", "site.threads", *ACCESS)
+OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "up": ("run.", "network.", "cluster.sites.", "scenario"),
+        "syncer": (
+            "run.",
+            "outer.",
+            "codec.",
+            "cluster.syncer.",
+            "cluster.admission.",
+            "cluster.replication.",
+            "upstream.",
+        ),
+        "site": ("run.dir", "run.resume", "run.log_every", "site.", "data.", "inner."),
+        "status": ACCESS,
+        "doctor": ("site.id", "site.syncer", "site.device", *ACCESS),
+        "train": ("run.", "model.", "data.", "inner.", "site.device", "site.threads"),
+        "eval": A_MODEL,
+        "export": A_MODEL,
+        "generate": A_MODEL,
+        "launch": ("launch.", "cluster.", "site."),
+        **dict.fromkeys(("admit", "refuse", "evict", "readmit", "drain"), ACCESS),
+        "standby": (
+            "run.name",
+            "run.dir",
+            "cluster.syncer.",
+            "cluster.standby.",
+            "cluster.replication.",
+            "cluster.lease.",
+        ),
+        "sim": ("run.", "outer.", "codec.", "network.", "cluster.sites."),
+        "lab": ("run.", "model.", "inner.", "outer.", "codec."),
+    }
+)
+"""How the settings begin that ``diloco VERB --help`` lists: what this verb decides, of all that it accepts."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -30,7 +69,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class _WithSettings(OneLineParser):
-    """A parser whose ``--help`` lists all settings, looked up only then; settings may come before and after options."""
+    """A parser whose ``--help`` lists the verb's own settings; settings may come before and after options."""
+
+    own: tuple[str, ...] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         return self.parse_intermixed_args(args, namespace)
@@ -45,7 +86,8 @@ class _WithSettings(OneLineParser):
         super().error(message + likely)
 
     def format_help(self) -> str:
-        return f"{super().format_help()}\n{settings_help()}\n"
+        self.description = wrapped(self.description or "")
+        return f"{super().format_help()}\n{settings_help(self.own)}\n"
 
 
 def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
@@ -57,7 +99,8 @@ def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = Tr
     parser = _WithSettings(
         prog=f"diloco {verb}", description=does, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
+    parser.own = OWN[verb]
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, as below")
     if file:
         parser.add_argument("--config", type=Path, metavar="FILE", help="begin with this resolved config.yaml")
     if shown:
@@ -134,30 +177,82 @@ def limit_threads(threads: int, *, deterministic: bool = False) -> None:
 # --- The text that a verb's ``--help`` adds below its own lines ------------------------------------------------------
 
 KEY_COLUMN = 46
+NARROW = 100
+"""Columns of a terminal below which a meaning stands under its setting."""
 
 
-def settings_help() -> str:
-    """Return all settings, one line a key: its name, its default and its meaning."""
-    lines = [
-        "What can be set: group=choice, then single keys as key=value (in brackets: the value that no group sets)."
-    ]
-    lines += [f"  {group + '=':<13}{' | '.join(names)}" for group, names in choices().items()]
-    lines += _keys()
+def settings_help(own: Sequence[str] = ("",)) -> str:
+    """Return the settings whose names begin like one of ``own``: each name, its default and its meaning."""
+    groups = {name: names for name, names in choices().items() if "" in own or f"{name}." in own}
+    if groups:
+        groups["experiment"] = choices()["experiment"]
+    lines = [f"Settings are {'group=choice, and ' if groups else ''}key=value (in brackets: the default):"]
+    for group, names in groups.items():
+        lines += _hanging(f"  {group + '=':<13}", " | ".join(names), 15)
+    lines += _keys(tuple(own))
+    if "" not in own:
+        lines += [
+            "",
+            f"diloco config lists all {len(list(leaves()))} settings, and diloco config WORD those about WORD.",
+        ]
     return "\n".join(lines)
 
 
-def _keys() -> Iterator[str]:
+def _keys(own: tuple[str, ...], about: str = "") -> Iterator[str]:
+    """Yield the lines of the settings that begin like one of ``own`` and have ``about`` in name or meaning."""
     told = meanings()
     last: type = RunConfig
     for key, section, item in leaves():
-        if section is not last:
+        meaning = " ".join(told.get((section.__name__, item.name), "").split())
+        if not key.startswith(own) or about not in f"{key} {meaning}".lower():
+            continue
+        if section is not last and not about:
             yield ""
-            yield f"{key.rpartition('.')[0]}: {_one_line(told.get((section.__name__, ''), ''))}"
+            yield from _hanging("", f"{key.rpartition('.')[0]}: {told.get((section.__name__, ''), '')}", 0)
             last = section
         name = f"  {key} [{default_text(item)}]"
-        meaning = _one_line(told.get((section.__name__, item.name), ""))
-        yield f"{name:<{KEY_COLUMN}} {meaning}".rstrip()
+        if _columns() < NARROW:
+            yield name
+            yield from _hanging(" " * 6, meaning, 6) if meaning else ()
+        else:
+            yield from _hanging(f"{name:<{KEY_COLUMN}} ", meaning, KEY_COLUMN + 1)
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _hanging(begin: str, text: str, indent: int) -> list[str]:
+    """Return ``text`` in lines as wide as the terminal: the first after ``begin``, others after ``indent`` spaces."""
+    lines = textwrap.wrap(text, _columns(), initial_indent=begin, subsequent_indent=" " * indent)
+    return lines or [begin.rstrip()]
+
+
+def wrapped(text: str) -> str:
+    """Return ``text`` as wide as the terminal, paragraph by paragraph; lines that begin with two spaces stay."""
+    done = list[str]()
+    for block in text.split("\n\n"):
+        examples = any(line.startswith("  ") for line in block.splitlines())
+        done.append(block if examples else "\n".join(_hanging("", block, 0)))
+    return "\n\n".join(done)
+
+
+def _columns() -> int:
+    return min(120, shutil.get_terminal_size((120, 24)).columns)
+
+
+# --- ``diloco config`` -----------------------------------------------------------------------------------------------
+
+CONFIG = """All settings with their defaults and what they mean; with a word, those that have it in name or meaning.
+
+  diloco config grace"""
+
+
+def config(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(
+        prog="diloco config", description=CONFIG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("word", nargs="?", default="", metavar="WORD", help="what to look for")
+    word = str(parser.parse_args(arguments).word).lower()
+    found = list(_keys(("",), word))
+    if not found:
+        raise VerbError(ExitCode.USAGE, f"no setting has {word!r} in its name or its meaning")
+    print("\n".join(found) if word else settings_help())
+    return ExitCode.OK

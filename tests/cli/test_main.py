@@ -28,12 +28,7 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout, done.stdout[-200:]
     if len(arguments) == 2 and arguments[0] != "journal":
-        for words in (
-            "outer=       async | async_dn | buffered | decoupled | diloco",
-            "outer.inner_steps [30]",
-            "tokens2_per_step",
-        ):
-            assert words in done.stdout
+        assert "diloco config lists all" in done.stdout
     if arguments in ([], ["--help"]):
         assert all(f"  {verb.name} " in done.stdout for verb in VERBS)
     else:
@@ -43,7 +38,7 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
 def test_a_terminal_without_unicode_gets_question_marks() -> None:
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "diloco", "site", "--help"], capture_output=True, env=plain, check=False, timeout=60
+        [sys.executable, "-m", "diloco", "config", "adamw"], capture_output=True, env=plain, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert b"?2 of adamw" in done.stdout, "β2 with a question mark"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config.arguments import goes_on, limit_threads, load_config, settings_help, settings_parser
+from diloco.cli.main import main
+from diloco.config.arguments import OWN, goes_on, limit_threads, load_config, settings_help, settings_parser
 from diloco.config.compose import GROUPS, choices, compose, write
 from diloco.config.errors import ExitCode, VerbError
 from diloco.config.keys import leaves
@@ -75,8 +76,9 @@ def test_threads_are_set_for_torch_and_for_children(monkeypatch: pytest.MonkeyPa
 # ---  ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_group_choice_and_key_is_listed_once() -> None:
-    lines = settings_help().splitlines()
+def test_every_group_choice_and_key_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    lines = settings_help().replace("\n" + " " * 15, " ").splitlines()
     for group in GROUPS:
         (line,) = [line for line in lines if line.startswith(f"  {group}=")]
         assert line.partition("=")[2].replace("|", " ").split() == choices()[group]
@@ -84,3 +86,35 @@ def test_every_group_choice_and_key_is_listed_once() -> None:
         assert sum(line.startswith(f"  {key} [") for line in lines) == 1, key
     (line,) = [line for line in lines if line.startswith("  outer.grace_s [")]
     assert line.split(maxsplit=2) == ["outer.grace_s", "[1.0]", "The longest grace."]
+
+
+def test_a_verb_lists_what_it_decides_as_wide_as_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for own in OWN.values():
+        for begin in own:
+            assert any(key.startswith(begin) for key, _, _ in leaves()), begin
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["drain", "--help"])
+    said = capsys.readouterr().out
+    assert "site.token_file" in said
+    assert "model.layers" not in said
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 60
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    examples = "  diloco "
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80 and examples not in line] == []
+
+
+def test_a_setting_is_found_by_a_word_of_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "Prometheus"]) == 0
+    said = capsys.readouterr().out
+    assert "  site.metrics [" in said
+    assert "outer.lr" not in said
+    assert main(["config"]) == 0
+    assert all(f"  {key} [" in said for said in [capsys.readouterr().out] for key, _, _ in leaves())
+    assert main(["config", "nonsense"]) == 2
+    assert "no setting has 'nonsense' in its name or its meaning" in capsys.readouterr().err
