@@ -6,6 +6,7 @@ Heavy imports wait until a verb needs them, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import logging
 import os
@@ -210,6 +211,9 @@ def _verb(given: list[str]) -> Verb | None:
 
 
 def _in_words(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}the disk is full: make room there, and the same command goes on"
     if error.strerror is None or error.filename is None:
         return str(error)
     return f"{error.filename}: {error.strerror}"

@@ -291,10 +291,12 @@ def _link(link: Mapping[str, Any] | None) -> str:
     """Return round trip and rates, as far as the site has measured them; and codec and overlap, where chosen."""
     if not link or not link["rtt_ns"]:
         return "-"
-    rates = [f"{link[key] * 8 / 1e6:,.3g}" if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
+    from diloco.sync.link import megabits  # Not above: --help must answer at once.
+
+    rates = [megabits(link[key]) if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
     chosen = f" {link['up_codec']}" if link["why"] else ""
     overlap = f" overlap {link['overlap_steps']}" if link.get("overlap_steps") else ""
-    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)} Mbit/s{chosen}{overlap}"
+    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)}{chosen}{overlap}"
 
 
 def _number(value: object) -> str:

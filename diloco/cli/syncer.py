@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.config import compose as configs
 from diloco.config.advice import whole_steps
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
+from diloco.config.compose import quorum
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.config.run_dir import RunDir, name_run, run_dir_of
@@ -241,6 +242,8 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
     which = f"syncer {config.cluster.syncer.index} of " if has_several(config) else ""
     where = f"{which}run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})"
     print(f"{where}; {command} goes on")
+    if (least := quorum(config.outer.quorum)) != 1 and least != "all":
+        print(f"note: outer.quorum={least}: no round closes before {least} sites have brought an update")
     for sentence in whole_steps(config):
         print(f"note: {sentence}")
     print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.keys import nearest, plain_type, type_of, wanted
+from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
 from diloco.sync.agreement import MAY_CHANGE
@@ -129,7 +130,10 @@ def of_yaml(path: Path) -> object:
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: it is nested too deeply, or holds itself") from None
     except (OSError, UnicodeDecodeError, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {first_line(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        what = getattr(error, "problem", None) or first_line(error)
+        raise ConfigError(f"{path} cannot be read{where}: {what}") from error
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -285,7 +289,10 @@ def require_same(config: RunConfig, path: Path) -> None:
         if before.get(key) != now.get(key):
             go_on = f"give {key}={known[key]} to go on, or " if key in known else ""
             differ = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
-            raise VerbError(ExitCode.MISMATCH, f"{differ}: {go_on}take another run.name")
+            # People want a run to last longer, and no run does: another one begins where it ended.
+            final = RunDir(path.parent).final_model
+            begin = f" with run.init_from={final}" if key in ("run.tokens", "run.seconds") and final.exists() else ""
+            raise VerbError(ExitCode.MISMATCH, f"{differ}: {go_on}take another run.name{begin}")
 
 
 def shared_digest(config: RunConfig) -> str:

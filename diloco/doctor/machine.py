@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from diloco import open_files
 from diloco.codec import kernel_library
 from diloco.doctor.findings import Finding, fail, ok, warn
-from diloco.sync.link import WINDOW_SHARE_PERCENT, channels_for
+from diloco.sync.link import WINDOW_SHARE_PERCENT, channels_for, megabits
 from diloco.version import __version__
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def devices(wanted: str) -> list[Finding]:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    told = f"{cores} cores, {torch.get_num_threads()} threads of torch"
+    told = f"{cores} core{'s' if cores > 1 else ''}, {torch.get_num_threads()} threads of torch"
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return [ok("devices", f"{told}; {', '.join(names)}", gpus=names, cores=cores)]
@@ -213,8 +213,3 @@ def _spares(entry: str, host: str) -> bool:
         return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
     except ValueError:
         return False
-
-
-def megabits(bytes_per_s: float) -> str:
-    """Format a rate in bytes per second as Mbit/s or Gbit/s."""
-    return f"{bytes_per_s * 8 / 1e6:,.3g} Mbit/s" if bytes_per_s < 1.25e9 else f"{bytes_per_s * 8 / 1e9:,.3g} Gbit/s"

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from diloco.doctor.findings import Finding, fail, ok, warn
-from diloco.doctor.machine import megabits
+from diloco.sync.link import megabits
 from diloco.wire.messages import PROBE_BYTES_MAX, ProbeAsk, Refused, Status, Unreachable
 
 if TYPE_CHECKING:

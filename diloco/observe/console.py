@@ -49,7 +49,7 @@ class SiteLines:
         elif what == "fate" and event.get("reason"):
             self._say(f"refused: fragment {event.get('fragment')} update {event.get('sequence')}: {event['reason']}")
         elif what not in QUIET:
-            facts = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("at", "who", "what"))
+            facts = _in_words({key: value for key, value in event.items() if key not in ("at", "who", "what")})
             self._say(f"{what}: {facts}" if facts else what)
 
     def _step(self, event: Event) -> str:
@@ -67,6 +67,16 @@ class SiteLines:
     def _say(self, text: str) -> None:
         for out in self._out:
             out.write(f"[{self._who}] {text}\n")
+
+
+def _in_words(value: object) -> str:
+    """Return a value of an event as people write it: the parts of a mapping or a list with commas between."""
+    if isinstance(value, dict):
+        inner = ((key, _in_words(part), isinstance(part, dict)) for key, part in value.items())
+        return ", ".join(f"{key} ({text})" if nested else f"{key} {text}" for key, text, nested in inner)
+    if isinstance(value, list | tuple):
+        return "/".join(_in_words(part) for part in value) or "none"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def lines_to(out: TextIO, who: str) -> LineWriter:

@@ -417,4 +417,10 @@ class _Agreement:
 
 
 def _rate(link: LinkEstimate) -> str:
-    return f"{link.up_bytes_per_s * 8 / 1e6:.3g} Mbit/s"
+    return megabits(link.up_bytes_per_s)
+
+
+def megabits(bytes_per_s: float) -> str:
+    """Format a rate in bytes per second as Mbit/s or Gbit/s."""
+    number, unit = (bytes_per_s * 8 / 1e6, "Mbit/s") if bytes_per_s < 1.25e9 else (bytes_per_s * 8 / 1e9, "Gbit/s")
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"

@@ -528,6 +528,14 @@ class Stream(Generic[T]):
         self._call.cancel()
 
 
+_NOT_CONNECTED = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:\S+: )?"
+    r"(?:Failed to connect to remote host: )?(.+)",
+    re.DOTALL,
+)
+"""What gRPC says of an address to which it has no connection; the group is the system's, or TLS's, own reason."""
+
+
 def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError:
     """Return ``Refused`` or ``Unreachable`` for a failed call."""
     if guard is not None and guard.stalled:
@@ -538,6 +546,7 @@ def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError
     pushback = str(beside.get(PUSHBACK_KEY, ""))
     retry_after_s = int(pushback) / 1000.0 if pushback.isdigit() and len(pushback) <= 8 else None
     if status in _AGAIN or retry_after_s is not None or (status is Status.RESOURCE_EXHAUSTED and text == _FULL):
-        return Unreachable(f"{method}: {text} ({status})", retry_after_s)
+        failed = _NOT_CONNECTED.fullmatch(text)
+        return Unreachable(f"{method}: {failed[1]}" if failed else f"{method}: {text} ({status})", retry_after_s)
     # A later release may send reasons that this one does not know.
     return Refused(status, text, next((each for each in Reason if each.value == beside.get(REASON_KEY)), None))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli import recover
 from diloco.cli.main import VERBS, main
 from diloco.config import syncer_settings
 from diloco.config.compose import compose
@@ -114,6 +116,18 @@ def test_what_the_machine_refuses_is_one_line_and_exit_1(
     assert told.startswith(f"diloco {verb}: runs/x")
     assert told.rstrip().endswith(("Not a directory", "File exists")), told
     assert told.count("\n") == 1, told
+
+
+@pytest.mark.parametrize("where", ["/data/x", None])
+def test_a_full_disk_is_said_in_words(
+    where: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", where)
+
+    monkeypatch.setattr(recover, "journal", full)
+    assert main(["journal", "show", "x"]) == 1
+    assert f"{where or 'diloco journal'}: the disk is full: make room there" in capsys.readouterr().err
 
 
 def test_only_its_address_is_blamed_on_where_a_syncer_listens(

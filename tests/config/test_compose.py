@@ -207,7 +207,7 @@ def test_a_written_configuration_reads_the_same_without_hydra(tmp_path: Path) ->
         ("outer: {num_fragments: true}", [], "outer.num_fragments is True: a whole number"),  # its default is 1
         ("outer: [1]", [], "outer is [1]: a section"),
         ("[1]", [], "a section"),
-        ("a: [", [], "config.yaml cannot be read"),
+        ("a: [", [], "config.yaml cannot be read at line 2"),
         ("{}", ["outter.lr=1"], "unknown key outter.lr"),
         ("{}", ["outer=diloco"], "outer=diloco chooses a group, and --config"),
         ("{}", ["site.id"], "is no setting"),
@@ -302,6 +302,16 @@ def test_19_a_run_that_began_without_a_setting_goes_on_without_it(tmp_path: Path
     assert configs.keep_run_settings(now, path, {"outer.share_weighted"}) == (now, [])
     with pytest.raises(VerbError, match=r"outer.lr is 1.5 now and 0.6 in .*: give outer.lr=0.6 to go on, or take"):
         configs.require_same(compose([]), path)
+
+
+def test_a_run_that_should_last_longer_is_sent_to_its_final_model(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    configs.write(compose(["run.tokens=1000"]), path)
+    final = tmp_path / "syncer" / "final" / "model.safetensors"
+    final.parent.mkdir(parents=True)
+    final.touch()
+    with pytest.raises(VerbError, match=f"or take another run.name with run.init_from={final}"):
+        configs.require_same(compose(["run.tokens=2000"]), path)
 
 
 def test_a_setting_of_a_later_release_makes_another_run_only_where_it_is_used() -> None:
@@ -415,7 +425,7 @@ def test_a_file_says_numbers_as_the_command_line_does_and_each_key_once(tmp_path
     found = read(path)
     assert (found.run.tokens, found.run.name, found.outer.lr) == (1_000_000, "2026-11-24", 0.5)
     path.write_text("run:\n  tokens: 1\n  tokens: 2\n")
-    with pytest.raises(ConfigError, match="cannot be read: while constructing a mapping"):
+    with pytest.raises(ConfigError, match=r"cannot be read at line 3, column 3: found duplicate key tokens"):
         read(path)
     path.write_text("run: &itself {name: *itself}")
     with pytest.raises(ConfigError, match=r"cannot be read: it is nested too deeply, or holds itself$"):

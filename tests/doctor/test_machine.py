@@ -11,11 +11,11 @@ from diloco.doctor.machine import (
     kernel,
     kernels,
     limits,
-    megabits,
     number_format,
     proxies,
     software,
 )
+from diloco.sync.link import megabits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,4 +157,5 @@ def test_a_proxy_that_grpc_would_take_is_told_of_without_its_secret(
 
 
 def test_rates_are_told_in_bits() -> None:
-    assert (megabits(27.26e6), megabits(2.5e9)) == ("218 Mbit/s", "20 Gbit/s")
+    told = [megabits(each) for each in (1.6e3, 27.26e6, 260e6, 2.5e9)]
+    assert told == ["0.0128 Mbit/s", "218 Mbit/s", "2,080 Mbit/s", "20 Gbit/s"]

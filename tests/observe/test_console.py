@@ -37,6 +37,13 @@ def test_a_refusal_is_said_and_a_merge_is_not() -> None:
     assert out.getvalue() == "[site-a] refused: fragment 0 update 4: stale\n"
 
 
+def test_what_an_event_holds_is_said_in_words() -> None:
+    out = io.StringIO()
+    facts = {"up": {"rate": 1.25, "codecs": ["int8", "int4"]}, "why": "slow"}
+    SiteLines("site-a", 10, [out])(event("adapted", **facts))
+    assert out.getvalue() == "[site-a] adapted: up (rate 1.25, codecs int8/int4), why slow\n"
+
+
 def test_a_step_without_a_finite_loss_is_a_line_too() -> None:
     out = io.StringIO()
     SiteLines("site-a", 1, [out])(event("step", step=1, loss=None))

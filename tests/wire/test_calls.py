@@ -63,6 +63,26 @@ def test_a_reason_that_is_known_comes_with_a_refusal(told: str, reason: Reason |
     assert (error.reason, error.final) == (reason, reason is Reason.EVICTED)
 
 
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused", "Connection refused"),
+        (
+            "UNAVAILABLE: ipv6:%5B::1%5D:1: Ssl handshake failed: CERTIFICATE_VERIFY_FAILED",
+            "Ssl handshake failed: CERT",
+        ),
+    ],
+)
+def test_why_there_is_no_connection_is_said_without_grpcs_own_words(
+    said: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = Failed(grpc.StatusCode.UNAVAILABLE)
+    monkeypatch.setattr(failed, "details", lambda: f"failed to connect to all addresses; last error: {said}")
+    error = wire_error("Join", failed)
+    assert isinstance(error, Unreachable)
+    assert error.why.startswith(f"Join: {why}")
+
+
 def test_a_closed_channel_is_unreachable() -> None:
     line = Line("127.0.0.1:1", SecurityOptions(), [], SYNC_SERVICE)
     line.close()
@@ -103,7 +123,7 @@ def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
 
 def test_nobody_there_is_unreachable_at_once() -> None:
     line = Line("127.0.0.1:1", SecurityOptions(), [], ADMIN_SERVICE)
-    with pytest.raises(Unreachable, match="UNAVAILABLE"):
+    with pytest.raises(Unreachable, match="^Status: Connection refused$"):
         line.unary("Status", b"", bytes, 5.0)
     line.close()
 
