@@ -123,7 +123,7 @@ def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
 
 def test_nobody_there_is_unreachable_at_once() -> None:
     line = Line("127.0.0.1:1", SecurityOptions(), [], ADMIN_SERVICE)
-    with pytest.raises(Unreachable, match="^Status: Connection refused$"):
+    with pytest.raises(Unreachable, match=r"^Status: Connection refused$"):
         line.unary("Status", b"", bytes, 5.0)
     line.close()
 
