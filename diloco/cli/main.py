@@ -63,6 +63,8 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
             Verb("generate", "diloco.cli.model:generate", "go on with a text, for a look at a model"),
         ),
         "look into a run": (
+            Verb("runs", "diloco.cli.status:runs", "the runs here: how each stands, and when it was last heard of"),
+            Verb("logs", "diloco.cli.status:logs", "what a run's processes say, as it happens"),
             Verb("report", "diloco.cli.status:report", "report.html and the closing table of a run, finished or not"),
             Verb(
                 "journal", "diloco.cli.recover:journal", "the syncer's journal as lines; a check of everything it keeps"
@@ -126,9 +128,9 @@ OF_OTHERS = (
     ("stop end cancel down", "diloco drain ends a run so that it can go on later"),
     ("serve server master", "did you mean syncer?"),
     ("join client worker", "did you mean site?"),
-    ("ps ls list top watch", "did you mean status?"),
+    ("ps ls list top watch", "diloco runs lists the runs here; diloco status shows one"),
     ("kill remove ban", "did you mean evict?"),
-    ("log logs", "the logs of diloco up are in its run's folder, under logs"),
+    ("log tail", "did you mean logs?"),
 )
 """Verbs of other programs, and what to use here."""
 HELP = frozenset({"-h", "--help"})

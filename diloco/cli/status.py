@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import time
 from contextlib import suppress
@@ -9,16 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
+from diloco.config.compose import read
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, SYNCERS
-from diloco.config.run_dir import existing_run
-from diloco.observe.console import size
+from diloco.config.run_dir import RunDir, existing_run
+from diloco.observe.console import SiteLines, size
+from diloco.observe.eventlog import read_events
 from diloco.observe.text import units_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rich.table import Table
+
+    from diloco.observe.eventlog import Event
 
     Status = Mapping[str, Any]
 
@@ -394,3 +400,99 @@ def report(arguments: Sequence[str]) -> ExitCode:
     print("\n".join(closing_lines(summary, history, run_dir)))
     print(f"report  {run_dir / 'report.html'}")
     return ExitCode.OK
+
+
+# --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------
+
+RUNS = """The runs in a folder: how each stands, its version and tokens at last, and when it was last heard of."""
+LOGS = """What a run's processes on this machine say, as it happens, until the run has ended or Ctrl-C.
+
+  diloco logs runs/nimble-otter
+  diloco logs nimble-otter site-b --lines 100
+
+Each line comes from events.jsonl in the run's folder, which has it all, with times."""
+TAIL_BYTES = 1 << 20
+FOLLOW_S = 0.3
+QUIET_S = 3.0
+"""Silence after the final version, or the end of `diloco up`, that ends ``diloco logs``."""
+FREQUENT = frozenset({"grace", "outer_step_started", "round_closed", "published", "link", "units", "reports"})
+"""Events of every round or second besides those that say the same."""
+
+
+def runs(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(prog="diloco runs", description=RUNS)
+    parser.add_argument("folder", nargs="?", default="runs", type=Path, help="where they lie; default: runs")
+    folder = parser.parse_args(arguments).folder
+    found = [RunDir(path.parent) for path in folder.glob("*/config.yaml") if not path.parent.is_symlink()]
+    if not found:
+        raise ConfigError(f"{str(folder)!r} holds no run: no config.yaml in any folder of it")
+    for run_dir in sorted(found, key=lambda each: -_touched(each)):
+        events = _tail(run_dir.events)[0]
+        last: Mapping[str, Any] = next((each for each in reversed(events) if each["what"] == "published"), {})
+        heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_touched(run_dir)))
+        figures = f"version {last['version']:,}, {last['run_tokens']:,} tokens" if last else "no version yet"
+        print(f"{run_dir.root.name:<24} {_stands(run_dir):<32} {heard}  {figures}", flush=True)
+    return ExitCode.OK
+
+
+def _touched(run_dir: RunDir) -> float:
+    return (run_dir.events if run_dir.events.is_file() else run_dir.config).stat().st_mtime
+
+
+def _stands(run_dir: RunDir) -> str:
+    if run_dir.final_model.is_file():
+        return "finished"
+    try:
+        return f"syncer at {run_dir.address.read_text().strip()}"
+    except FileNotFoundError:
+        return "stopped"
+
+
+def logs(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(prog="diloco logs", description=LOGS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
+    parser.add_argument("who", metavar="SITE", nargs="?", help="one site, or syncer; default: all")
+    parser.add_argument("--lines", type=int, default=20, metavar="N", help="how many of the past (default 20)")
+    given = parser.parse_args(arguments)
+    if given.lines < 0:
+        raise ConfigError(f"--lines is {given.lines}: 0 or more")
+    run_dir = existing_run(given.run)
+    every = read(run_dir.config).run.log_every if run_dir.config.is_file() else 1
+    out, says = io.StringIO(), dict[str, SiteLines]()
+
+    def lines(events: Sequence[Event]) -> list[str]:
+        for event in events:
+            who = str(event["who"])
+            if event["what"] not in FREQUENT and given.who in (None, who):
+                says.setdefault(who, SiteLines(who, every, [out]))(event)
+        found = out.getvalue().splitlines()
+        out.seek(out.truncate(0))
+        return found
+
+    events, offset = _tail(run_dir.events)
+    if given.who is not None and not any(event["who"] == given.who for event in events):
+        known = ", ".join(sorted({str(event["who"]) for event in events})) or "nothing yet"
+        raise ConfigError(f"{given.who!r} says nothing in {run_dir.events}: there are {known}")
+    print("".join(f"{line}\n" for line in lines(events)[-given.lines or None :] if given.lines), end="", flush=True)
+    ended, until = _has_ended(events), 0.0
+    with suppress(KeyboardInterrupt):
+        while not ended or time.monotonic() < until:
+            time.sleep(FOLLOW_S)
+            events, offset = read_events(run_dir.events, offset)
+            if events:
+                ended, until = ended or _has_ended(events), time.monotonic() + QUIET_S
+                print("".join(f"{line}\n" for line in lines(events)), end="", flush=True)
+    return ExitCode.OK
+
+
+def _tail(path: Path) -> tuple[list[Event], int]:
+    size = path.stat().st_size if path.is_file() else 0
+    return read_events(path, max(0, size - TAIL_BYTES))
+
+
+def _has_ended(events: Sequence[Event]) -> bool:
+    """Return whether the final version is the last word; a drained run's syncer may have started again since."""
+    words = [event["what"] for event in events if event["what"] in ("final", "syncer_started")]
+    return words[-1:] == ["final"]

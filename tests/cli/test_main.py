@@ -50,6 +50,7 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     ("words", "arguments"),
     [
         ("unknown verb sight: did you mean site?", ["sight"]),
+        ("unknown verb ps: diloco runs lists the runs here", ["ps"]),
         ("unknown verb resume: a run goes on by the command that began it", ["resume"]),
         ("unknown verb nonsense: one of up, syncer, site, status, doctor", ["nonsense"]),
         ("--seconds; settings are key=value: run.seconds=...", ["up", "--seconds", "60"]),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,3 +163,64 @@ def test_a_restored_run_and_its_backups_are_in_the_first_line() -> None:
     assert "restored 2026-11-21 04:31:07 UTC  backup 12 s old" in told
     failing = heading({**STATUS, "backup": {**backup, "age_s": None, "failing": "no route"}})
     assert "backup none yet, FAILING: no route" in failing
+
+
+# --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------
+
+
+def a_run(folder: Path, *events: dict[str, object]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("run: {log_every: 2}\n")
+    (folder / "events.jsonl").write_text("".join(json.dumps({"at": 1.0} | event) + "\n" for event in events))
+    return folder
+
+
+STARTED: dict[str, object] = {"who": "syncer", "what": "syncer_started", "epoch": 1}
+STEPS: list[dict[str, object]] = [
+    {"who": site, "what": "step", "step": step, "loss": 2.0} for step in (1, 2, 3, 4) for site in ("fra", "iad")
+]
+PUBLISHED: dict[str, object] = {"who": "syncer", "what": "published", "version": 3, "run_tokens": 40960, "fragment": 0}
+FINAL: dict[str, object] = {"who": "syncer", "what": "final", "ending": "finished"}
+
+
+def test_the_runs_of_a_folder_are_listed_the_latest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for age, name in enumerate(("new", "live", "old")):
+        folder = a_run(tmp_path / name, STARTED, *([PUBLISHED] if age else []))
+        os.utime(folder / "events.jsonl", (1e9 - age, 1e9 - age))
+    (tmp_path / "live" / "syncer.address").write_text("127.0.0.1:7077")
+    final = tmp_path / "old" / "syncer" / "final" / "model.safetensors"
+    final.parent.mkdir(parents=True)
+    final.touch()
+    (tmp_path / "latest").symlink_to("new")
+    assert main(["runs", str(tmp_path)]) == 0
+    new, live, old = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (new[0], new[1], new[-3:]) == ("new", "stopped", ["no", "version", "yet"])
+    assert (live[:4], live[-4:]) == (["live", "syncer", "at", "127.0.0.1:7077"], ["version", "3,", "40,960", "tokens"])
+    assert old[:2] == ["old", "finished"]
+    assert main(["runs", str(tmp_path / "new")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_what_a_run_said_is_printed_and_followed_until_it_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = a_run(tmp_path / "otter", STARTED, *STEPS, FINAL)
+    assert main(["logs", str(folder), "iad", "--lines", "1"]) == 0
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()] == [["[iad]", "step:", "4"]]
+    assert main(["logs", str(folder), "osl"]) == 2
+    assert "'osl' says nothing in" in capsys.readouterr().err
+    monkeypatch.setattr(status, "QUIET_S", 0.1)
+    live = a_run(tmp_path / "live", STARTED, *STEPS[:4])
+    later = ["".join(json.dumps({"at": 2.0} | event) + "\n" for event in (*STEPS[4:], FINAL))]
+
+    def sleep(seconds: float) -> None:
+        with (live / "events.jsonl").open("a") as file:
+            file.write(later.pop() if later else "")
+        time.sleep(0.01)
+
+    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    assert main(["logs", str(live), "--lines", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "[fra] step:      4" in said
+    assert "[syncer] final: ending finished" in said
+    assert "[fra] step:      2" not in said, "that was there before"
