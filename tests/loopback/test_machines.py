@@ -71,7 +71,8 @@ def test_a_rank_lost_on_the_second_machine_is_a_new_start_of_all(place: Place) -
 @pytest.mark.slow
 def test_a_mistake_on_the_second_machine_alone_ends_the_site_with_its_reason(place: Place) -> None:
     own = ["data.path=nowhere", "data.cache=elsewhere"]
-    second, first = (machine(place, "127.0.0.1:1", node_rank, *own[: 2 * node_rank]) for node_rank in (1, 0))
+    _, address = place.syncer("machines", *SETTINGS)
+    second, first = (machine(place, address, node_rank, *own[: 2 * node_rank]) for node_rank in (1, 0))
     assert [first.end(BOUND_S), second.end(BOUND_S)] == [2, 2], first.text()
     for verb in (first, second):
         assert "rank 1, on " in verb.text()
