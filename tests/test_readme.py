@@ -77,7 +77,8 @@ SHORT: dict[str, list[str]] = {
     MIXED: [*UP, "cluster=local3", "run.name=mixed", "network=loopback"],
     "diloco up --help": [],
     "diloco syncer run.name=first run.tokens=2e9 cluster.syncer.listen=127.0.0.1:7077": REAL,
-    **dict.fromkeys(SITES, OF_A_SITE),
+    # A site's own machine does not see the syncer's folder.
+    **{line: [*OF_A_SITE, "run.dir=elsewhere"] for line in SITES},
     "diloco status 127.0.0.1:7077": [],
     DOCTOR: OF_A_SITE,
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
@@ -210,7 +211,9 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_real_sites_by_hand_and_status(place: Place) -> None:
+def test_real_sites_by_hand_and_status(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     ports = {":7077": f":{free_port()}"}
     (syncer_line,) = (line for line in SHORT if line.startswith("diloco syncer run.name=first"))
     syncer = start(place, syncer_line, ports)
@@ -224,6 +227,16 @@ def test_real_sites_by_hand_and_status(place: Place) -> None:
     assert " 0 fail" in doctor.text()
     for verb in (*sites, syncer):
         assert verb.end(90.0) == 0, verb.text()
+    monkeypatch.chdir(place.folder)
+    assert main(["report", "runs/first"]) == 0
+    said = capfd.readouterr().out
+    assert "first: ok, after" in said
+    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.startswith(("fra ", "iad "))}
+    assert {name: int(row[0].replace(",", "")) > 0 for name, row in rows.items()} == {"fra": True, "iad": True}
+    assert "0 B up" not in said
+    assert "summary.json" not in said, "a file that is not there"
+    page = Path("runs/first/report.html").read_text()
+    assert page.count("Nothing was recorded.") == 2, "the validation, which nobody asked for, and faults"
 
 
 @pytest.mark.slow

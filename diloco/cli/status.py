@@ -415,7 +415,7 @@ TAIL_BYTES = 1 << 20
 FOLLOW_S = 0.3
 QUIET_S = 3.0
 """Silence after the final version, or the end of `diloco up`, that ends ``diloco logs``."""
-FREQUENT = frozenset({"grace", "outer_step_started", "round_closed", "published", "link", "units", "reports"})
+FREQUENT = frozenset({"grace", "outer_step_started", "round_closed", "published", "link", "units", "reported"})
 """Events of every round or second besides those that say the same."""
 
 

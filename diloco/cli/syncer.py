@@ -173,6 +173,8 @@ def serve(
     _greet(config, run_dir, address, given, again(config, given, promoted=warm is not None))
     if warm is None and (older := old_copy(before, syncer.status())):
         print(f"{_data(config, run_dir)}: {older}", file=sys.stderr, flush=True)
+    if not has_several(config):  # Of several, each holds a part; `diloco up` knows the whole.
+        log.emit("layout", {"fragments": [fragment.numel for fragment in layout.fragments]})
     if page:
         print(f"metrics at {page}", flush=True)
     return _wait(syncer, stopping)

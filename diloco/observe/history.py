@@ -137,6 +137,11 @@ class RunHistory:
         steps = sum(site.meter("inner_steps") for site in self.sites.values())
         return int(steps * 2 * (count - 1) / count * FP32_BYTES * sum(self.layout)) if count else 0
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether no ``diloco up`` recorded this run: syncer and sites were started one by one."""
+        return not self._session
+
     def begin_again(self) -> None:
         """Forget the recorded end of the run, because the run continues after it."""
         self.ending = self.run_status = None
@@ -285,6 +290,8 @@ class RunHistory:
 
     def _on_syncer_started(self, who: str, event: Event, now_s: float) -> None:
         self.epoch = whole(event, "epoch")
+        if self.by_hand and who == "syncer":
+            self._begins(self.syncer_spans, now_s)
         versions = event.get("versions")
         if isinstance(versions, list):
             self._at(places(event, versions), versions)
@@ -320,6 +327,8 @@ class RunHistory:
                 site = self.site(name)
                 site.merges += 1
                 site.merges_since_fault += 1
+                if not site.has_own_events:  # For each update the site takes a version, more or less.
+                    self.bytes_fp32 += 2 * self._fragment_bytes(event)
 
     def _on_published(self, who: str, event: Event, now_s: float) -> None:
         fragment, version = whole(event, "fragment"), whole(event, "version")
@@ -371,10 +380,55 @@ class RunHistory:
         site.refused[reason] = site.refused.get(reason, 0) + 1
 
     def _on_site_joined(self, who: str, event: Event, now_s: float) -> None:
-        self.site(str(event.get("site"))).left = False
+        site = self.site(str(event.get("site")))
+        site.left = False
+        if self.by_hand:
+            self._begins(site.spans, now_s)
 
     def _on_site_left(self, who: str, event: Event, now_s: float) -> None:
-        self.site(str(event.get("site"))).left = True
+        site = self.site(str(event.get("site")))
+        site.left = True
+        if self.by_hand and site.spans:
+            site.spans[-1].end_s = now_s
+
+    def _begins(self, spans: list[Span], now_s: float) -> None:
+        """Begin the life of a process of which no ``up`` says when it ends: at the latest with its next life."""
+        if spans and spans[-1].end_s is None:
+            spans[-1].end_s = now_s
+        spans.append(Span(now_s))
+
+    def _on_reported(self, who: str, event: Event, now_s: float) -> None:
+        """Take a heartbeat that the syncer recorded, of a site whose own events are kept elsewhere."""
+        site = self.site(str(event.get("site")))
+        if site.has_own_events:
+            return
+        if self.first_step_s is None:
+            self.first_step_s = now_s
+        if (incarnation := whole(event, "incarnation")) != site.incarnation:
+            site.restarts += bool(site.incarnation)
+            site.incarnation, site.step_before = incarnation, site.step
+            site.losses.cut()
+        site.joined = site.connected = True
+        site.reported = {name: whole(event, name) for name in event if name.startswith("tokens_")}
+        site.step, site.tokens = whole(event, "step"), whole(event, "tokens_processed")
+        site.tokens_per_s, site.loss = number(event, "tokens_per_s") or 0.0, number(event, "loss")
+        if site.loss is not None:
+            site.losses.add(now_s, site.tokens, site.loss)
+        versions = event.get("versions")
+        if isinstance(versions, list):
+            site.base_versions |= {at: int(each) for at, each in zip(places(event, versions), versions, strict=False)}
+        step_s = number(event, "step_s") or 0.0
+        site.meters[incarnation] = {
+            "inner_steps": max(site.step - site.step_before, 0),
+            "train_s": number(event, "train_s") or 0.0,
+            "stall_s": number(event, "stall_s") or 0.0,
+            "bytes_up": whole(event, "bytes_up"),
+            "bytes_down": whole(event, "bytes_down"),
+            "step_s_p50": step_s,
+            "step_s_p95": step_s,
+            "step_s_max": step_s,
+        }
+        self._count_wire(now_s)
 
     def _on_last_round(self, who: str, event: Event, now_s: float) -> None:
         self._moves(who, None, now_s)
@@ -397,6 +451,7 @@ class RunHistory:
 
     def _on_step(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
+        site.has_own_events = True
         if self.first_step_s is None:
             self.first_step_s = now_s
         site.step = whole(event, "step")
@@ -409,7 +464,7 @@ class RunHistory:
 
     def _on_joined(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
-        site.joined = True
+        site.joined = site.has_own_events = True
         site.out_of_reach.discard(whole(event, "of_syncer"))
         site.connected = not site.out_of_reach
         site.done, site.left_with, site.left = None, None, False
@@ -625,6 +680,12 @@ class SiteHistory:
     """Bytes (up, down) counted at its link in each session."""
     spans: list[Span] = field(default_factory=list)
     """When its process lived."""
+    has_own_events: bool = False
+    """Whether its own events are in this log, as those of sites on this machine are."""
+    reported: dict[str, int] = field(default_factory=dict)
+    """Without own events: its counts of tokens by its last heartbeat."""
+    step_before: int = 0
+    """Without own events: its step when this incarnation was first heard of."""
     done: dict[str, int] | None = None
     left_with: dict[str, int] | None = None
     """The ledger of its last process that reported one.

@@ -6,6 +6,7 @@ The charts are static SVG (``plot``).
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from html import escape
 from importlib import resources
 from string import Template
@@ -42,7 +43,7 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
     told = _text(run_dir / "summary.json")
     summary = json.loads(told) if told else {}
     if complaints(summary) or history.restored:
-        summary = summarize(history, None, {})
+        summary = summarize(history, None, _plain(run_dir / "config.yaml"))
     write_file(run_dir / "report.html", render(run_dir.resolve().name, history, summary, config).encode())
     return summary, history
 
@@ -52,7 +53,7 @@ def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: 
     sections = [
         section("Loss against time", _loss_legend(history), _loss(history, 0, TIME), _LOSS_NOTE),
         section("Loss against tokens", _loss_legend(history), _loss(history, 1, Axis("tokens", count)), _TOKENS_NOTE),
-        section("Validation, bits per byte", "", _bits(history), "The published values on text that no site has seen."),
+        section("Validation, bits per byte", "", _bits(history), _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
         section("Rounds, merges and faults", _time_legend(history), _time_line(history), _TIME_NOTE),
         section("Bytes between the sites", legend(_WIRE), _wire(history), _WIRE_NOTE),
         section("Where every token went", "", _ledger_table(summary), _ledger_note(summary)),
@@ -66,6 +67,8 @@ def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: 
 
 
 _LOSS_NOTE = "Sites: their own training loss, averaged over neighbouring steps. Global model: validation loss."
+_BITS_NOTE = "The published values on text that no site has seen."
+_BY_HAND = " diloco eval RUN_FOLDER records them here; with --follow, beside the run."
 _TOKENS_NOTE = "Sites against the tokens they read themselves; the global model against all tokens merged into it."
 _TIME_NOTE = (
     "A site's bar is its process; each tick on it is an update of that site merged into a version. The lowest row has "
@@ -219,6 +222,17 @@ def _fault_table(summary: Mapping[str, Any]) -> str:
 
 def _log(history: RunHistory) -> str:
     return escape("\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines))
+
+
+def _plain(path: Path) -> dict[str, object]:
+    """Return the settings in ``path`` as plain values; none where there is no such file, or it cannot be read."""
+    from diloco.config.compose import read
+    from diloco.config.errors import ConfigError
+
+    try:
+        return asdict(read(path))
+    except ConfigError:
+        return {}
 
 
 def _text(path: Path) -> str:

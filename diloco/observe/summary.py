@@ -149,6 +149,8 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
         found.append("drained: the same command goes on with it")
     elif history.ending is None:
         found.append("the run did not come to its end")
+    elif history.by_hand and not history.evaluations:
+        pass  # Nobody was asked to evaluate it; the report says how.
     elif not history.evaluations or history.evaluations[-1].versions != history.versions:
         found.append("the final version was not evaluated")
     if history.trained_s and history.unmoved_s >= UNMOVED_SHARE * history.trained_s:
@@ -204,14 +206,15 @@ def unfinished(site: SiteHistory, heard: Mapping[str, object], num_fragments: in
     """Return the ledger of a site that reported none at its end: what is not known to be elsewhere is lost."""
     merged = whole(heard, "tokens_merged")
     refused = site.tokens_discarded // num_fragments
-    told = whole(heard, "tokens_processed")
+    told = max(whole(heard, "tokens_processed"), whole(site.reported, "tokens_processed"))
     processed = max(int(site.meter("tokens")), told, merged + refused)
     rest = processed - merged - refused
-    undecided = whole(heard, "undecided")
-    in_flight = min(rest, whole(heard, "tokens_in_flight")) if undecided else 0
-    ledger = dict.fromkeys(("processed", *LEDGER), 0)
-    ledger.update(processed=processed, merged=merged, refused=refused, in_flight=in_flight, lost=rest - in_flight)
-    return ledger
+    elsewhere = site.reported or (heard if whole(heard, "undecided") else {})
+    ledger = dict.fromkeys(("processed", *LEDGER), 0) | {"processed": processed, "merged": merged, "refused": refused}
+    for name in ("overwritten", "in_flight", "unsent") if site.reported else ("in_flight",):
+        ledger[name] = min(rest, whole(elsewhere, f"tokens_{name}"))
+        rest -= ledger[name]
+    return ledger | {"lost": rest}
 
 
 def complaints(value: object, kind: str = "summary", where: str = "summary") -> list[str]:
@@ -258,6 +261,7 @@ def write_summary(path: Path, summary: Mapping[str, object]) -> None:
 WIDTH = 80
 SITE_NAME_CHARS = 10
 FAULTS_MAX = 12
+FILES = ("summary.json", "report.html", "events.jsonl", "config.yaml", "logs/", "sites/", "syncer/")
 STANDSTILLS_MAX = 3
 
 
@@ -276,7 +280,7 @@ def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path
         *_wire(summary),
         *_units(summary),
         f"files   {run_dir}/",
-        "        summary.json report.html events.jsonl config.yaml logs/ sites/ syncer/",
+        f"        {' '.join(name for name in FILES if (run_dir / name).exists())}",
     ]
 
 
@@ -318,7 +322,7 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
         f"{name} {count(site['tokens_per_second'])}" + (f" ({site['products'] or '?'})" if len(formats) > 1 else "")
         for name, site in sites.items()
     ]
-    alike = f", products in {formats.pop()}" if len(formats) == 1 else ""
+    alike = f", products in {next(iter(formats))}" if len(formats) == 1 and formats != {"?"} else ""
     lines = textwrap.wrap(f"tokens/s: {', '.join(told)}{alike}", WIDTH - 8) if told else []
     return [f"{'speed' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
 

@@ -40,6 +40,7 @@ from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import publish
 from diloco.syncer.core import NotHandedIn
 from diloco.syncer.receive import Reception
+from diloco.syncer.status import recorded
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
     TEXT_CHARS_MAX,
@@ -385,14 +386,18 @@ class Api:
         reply, bases = core.ask(look)
         if reply.known:
             reply = replace(reply, units=answered(core, report))
-            self.tally.heard(report)
+            if self.tally.heard(report):
+                self._emit("reported", recorded(report))
             for fragment, version in self.tally.differing(report.site_id, bases).items():
                 why = f"what it holds of fragment {fragment} is not version {version}; it is told to take it whole"
                 self._emit("note", {"note": "base_differs", "why": why, "site": report.site_id})
         return reply
 
     def leave(self, site: str, incarnation: int) -> None:
-        """Let ``site`` leave."""
+        """Let ``site`` leave; its last heartbeat is recorded, whenever it was."""
+        last = self.tally.sites().get(site)
+        if last is not None and last.report is not None:
+            self._emit("reported", recorded(last.report))
         self._done(site, lambda call: SiteLeft(call, site, incarnation))
 
     def drain(self) -> None:

@@ -6,6 +6,7 @@ costs.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -37,6 +38,12 @@ class SiteTally:
     """Bases for which the site held other values than were published."""
     report: ReportInfo | None = None
     heard_s: float = 0.0
+    recorded_s: float = -math.inf
+    """The monotonic instant of the last heartbeat that is in the event log."""
+
+
+RECORD_EVERY_S = 5.0
+"""Between two heartbeats of a site in the event log: enough for a chart, and little beside the rounds."""
 
 
 class Tally:
@@ -69,11 +76,14 @@ class Tally:
         with self._lock:
             self.payloads_decoded += 1
 
-    def heard(self, report: ReportInfo) -> None:
-        """Store a heartbeat of a site that is in the run."""
+    def heard(self, report: ReportInfo) -> bool:
+        """Store a heartbeat of a site that is in the run; return whether it is time to record one."""
         with self._lock:
             known = self._sites[report.site_id]
             known.report, known.heard_s = report, time.monotonic()
+            due = known.heard_s - known.recorded_s >= RECORD_EVERY_S
+            known.recorded_s = known.heard_s if due else known.recorded_s
+            return due
 
     def differing(self, site: str, bases: Mapping[int, int]) -> dict[int, int]:
         """Note the ``bases`` (fragment to version) that ``site`` holds other values for; return those not noted before.
@@ -98,6 +108,25 @@ class Tally:
         """Return the refusals before acceptance, by reason."""
         with self._lock:
             return dict(self._refusals)
+
+
+def recorded(report: ReportInfo) -> dict[str, object]:
+    """Return a heartbeat as an event, for the history of a run whose sites keep their own events elsewhere."""
+    names = ("tokens_processed", "tokens_in_flight", "tokens_unsent", "tokens_overwritten", "tokens_lost")
+    return {
+        "site": report.site_id,
+        "incarnation": report.incarnation,
+        "step": report.step,
+        "loss": report.loss,
+        "tokens_per_s": report.tokens_per_s,
+        **{name: getattr(report, name) for name in names},
+        "step_s": round(report.step_ns / 1e9, 6),
+        "train_s": round(report.train_ns / 1e9, 3),
+        "stall_s": round(report.stall_ns / 1e9, 6),
+        "bytes_up": report.bytes_up,
+        "bytes_down": report.bytes_down,
+        "versions": list(report.versions),
+    }
 
 
 COUNTS = ("payload_bytes_up", "payload_bytes_down", "updates_corrupt", "bases_differed")

@@ -6,6 +6,7 @@ import pytest
 
 from diloco.observe.eventlog import Event
 from diloco.observe.history import SERIES_MAX, RunHistory, Series, SiteHistory
+from diloco.observe.summary import summarize
 from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
 
 
@@ -305,3 +306,49 @@ def test_without_an_emulated_link_the_sites_own_count_stands() -> None:
     assert (site.bytes_up, site.bytes_down) == (15, 3)
     site.links = {1: (100, 50)}
     assert (site.bytes_up, site.bytes_down) == (100, 50)
+
+
+# --- A run by hand: the sites' own events are kept elsewhere ---------------------------------------------------------
+
+
+def event(at: float, who: str, what: str, **more: object) -> Event:
+    return {"at": float(at), "who": who, "what": what, **more}
+
+
+def reported(at: float, site: str, step: int, incarnation: int = 7, **more: object) -> dict[str, object]:
+    told = {"loss": 3.0, "tokens_per_s": 90.0, "tokens_processed": 100 * step, "tokens_in_flight": 100}
+    counts = {"train_s": 10.0, "stall_s": 0.1, "bytes_up": 500, "bytes_down": 700, "versions": [1]}
+    return event(at, "syncer", "reported", site=site, step=step, incarnation=incarnation, **told, **counts, **more)
+
+
+def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> None:
+    history = RunHistory()
+    history.take_all(
+        [
+            event(0, "syncer", "syncer_started", epoch=1, versions=[0]),
+            event(0, "syncer", "layout", fragments=[1000]),
+            event(1, "syncer", "site_joined", site="fra", why="new"),
+            event(1, "iad", "joined", incarnation=3, versions=[0]),
+            event(2, "iad", "step", step=1, tokens=10, loss=4.0),
+            reported(5, "fra", 10),
+            reported(5, "iad", 99),
+            event(6, "syncer", "outer_step", fragment=0, version=1, sites={"fra": 1.0}, staleness={"fra": 0}),
+            event(6, "syncer", "published", fragment=0, version=1, merged={"fra": [800, 1]}, run_tokens=800, bytes=50),
+            reported(10, "fra", 12, incarnation=8),
+            event(12, "syncer", "site_left", site="fra", why="it said goodbye"),
+        ]
+    )
+    fra, iad = history.sites["fra"], history.sites["iad"]
+    assert history.by_hand
+    assert (iad.step, iad.tokens) == (1, 10), "its own events are here, and count"
+    assert (fra.step, fra.tokens, fra.restarts, fra.meter("inner_steps")) == (12, 1200, 1, 12)
+    assert fra.losses.whole() == [(5.0, 1000, 3.0), None, (10.0, 1200, 3.0)]
+    assert [(span.start_s, span.end_s) for span in fra.spans] == [(1.0, 12.0)]
+    assert [(span.start_s, span.end_s) for span in history.syncer_spans] == [(0.0, None)]
+    assert history.bytes_fp32 == 2 * 4 * 1000
+    found = summarize(history, None, {})
+    ledger = {name: value for name, value in found["sites"]["fra"].items() if name.startswith("tokens_")}  # type: ignore[index]
+    assert (ledger["tokens_processed"], ledger["tokens_merged"], ledger["tokens_in_flight"]) == (1200, 800, 100)
+    assert ledger["tokens_lost"] == 300
+    history.take(event(13, "syncer", "final", ending="finished", versions=[1]))
+    assert summarize(history, None, {})["status"] == "ok", "nobody was asked to evaluate it"
