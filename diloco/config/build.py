@@ -182,10 +182,14 @@ def outer_options(config: RunConfig) -> OuterOptions:
     outer, ends_itself = config.outer, not is_region(config)
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
     all_train_on = outer.adopt in ADOPT_KEEPS_UNSENT and not outer.lock_step
+    least = quorum(outer.quorum)
+    if isinstance(least, int) and least > outer.sites_max:
+        text = f"at most outer.sites_max={outer.sites_max}, since no more sites are in the run at once"
+        raise ConfigError(f"outer.quorum is {least}: {text}")
     with section("outer"):
         return OuterOptions(
             num_fragments=num_fragments,
-            quorum=quorum(outer.quorum),
+            quorum=least,
             quorum_min=outer.quorum_min,
             round_updates=outer.round_updates,
             grace=outer.grace,

@@ -218,7 +218,6 @@ class OuterOptions:
             require(self.quorum == "all", "quorum", self.quorum, 'a number of sites or "all"')
         else:
             require(self.quorum >= 1, "quorum", self.quorum, "at least 1")
-            require(self.quorum <= self.sites_max, "quorum", self.quorum, f"at most sites_max={self.sites_max}")
             require(self.quorum >= self.quorum_min, "quorum", self.quorum, f"not below quorum_min={self.quorum_min}")
         alone = self.round_updates == 0 or (self.quorum == 1 and self.quorum_min == 1)
         require(alone, "round_updates", self.round_updates, f"only with quorum=1, and it is {self.quorum!r}")

@@ -90,7 +90,7 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("outer.site_timeout_s=0", "outer.site_timeout_s is 0.0: seconds, at least 0.001"),
         ("outer.quorum=most", "outer.quorum is 'most': a number of sites, or all"),
         ("outer.quorum=0", "outer.quorum is 0: at least 1"),
-        ("outer.quorum=17", "outer.quorum is 17: at most sites_max=16"),
+        ("outer.quorum=17", "outer.quorum is 17: at most outer.sites_max=16, since"),
         ("outer.adopt=keep", "outer.adopt is 'keep': one of rebase, overwrite, blend"),
         ("outer.adopt_alpha=2", "outer.adopt_alpha is 2.0: from 0 to 1"),
         ("outer.measure_from=above", "outer.measure_from is 'above': one of adopted, published"),

@@ -16,7 +16,7 @@ from tests.lab.laboratories import found, rows, written
         ("rows: {a: {speed: [1]}}", "rows.a: unknown key speed: one of"),
         ("seed: 3\nrows: {a: {}}", "unknown key seed"),
         ("rows: {}", "a laboratory has rows"),
-        ("[1", "mine.yaml cannot be read: "),
+        ("[1", "mine.yaml cannot be read at line "),
         ("reference: b\nrows: {a: {}}", "'b' is to be compared with, and is no row"),
         ("rows: {a: {against: c}}", "'c' is to be compared with"),
         ("rows: {a: {speeds: [1, 0]}}", "rows.a: speeds is (1, 0): above 0"),
