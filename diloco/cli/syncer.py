@@ -46,7 +46,10 @@ WAIT_S = 0.2
 EVENTS_BYTES = 1 << 20
 """How much of the end of the event log a start searches for versions that its data lack."""
 STOP_S = 2.0
-TOLD = ("run.", "model.", "outer.", "codec.", "seed=", "seconds=", "tokens=")
+TOLD = (
+    *("run.", "model.", "outer.", "codec.", "seed=", "seconds=", "tokens=", "data.leased=", "data.unit_"),
+    *("data.tokenizer=bytes", "data.tokenizer=bpe1024", "data.end_of_file="),
+)
 """How settings begin that a syncer tells its sites."""
 HAND_OVER_S = 10.0
 """How long an upload may go on after a hand-over begins; one that is cut is sent again."""

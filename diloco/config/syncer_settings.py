@@ -42,6 +42,8 @@ class Told:
 
     run_id: str
     shared: Mapping[str, str]
+    identity: str = "?"
+    """Whom the syncer takes the asking process for; empty where it asks nobody who they are."""
 
 
 def ask(syncer: str, security: SecurityOptions, timeout_s: float) -> Told:
@@ -79,7 +81,8 @@ def _told(answer: ProbeAnswer) -> Told:
     if not answer.protocol_oldest <= PROTOCOL <= answer.protocol:
         spoken = f"{answer.protocol_oldest} to {answer.protocol}"
         raise JoinFailed("mismatch", f"protocol is {PROTOCOL} at the site, and the syncer speaks {spoken}")
-    return Told(answer.run_id, {key: text for key, text in answer.shared_config.items() if key not in BY_PART})
+    shared = {key: text for key, text in answer.shared_config.items() if key not in BY_PART}
+    return Told(answer.run_id, shared, answer.identity)
 
 
 # --- Settings that the command line leaves out, from the run's syncer ------------------------------------------------
@@ -171,6 +174,10 @@ def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
         told = before
     except (ValueError, OSError) as error:
         raise ConfigError(f"site.{str(error).replace('address is', 'syncer is', 1)}") from error
+    if given.site.token_file and not told.identity:
+        print(
+            f"note: nobody reads site.token_file={given.site.token_file}: the syncer has no cluster.syncer.tokens_file"
+        )
     if given.run.name not in (None, told.run_id):
         text = f"run.name is {given.run.name} here, and the syncer at {given.site.syncer} has run {told.run_id}"
         raise VerbError(ExitCode.MISMATCH, text)

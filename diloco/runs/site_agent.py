@@ -131,7 +131,7 @@ def join_text(config: RunConfig, kind: str, text: str) -> str:
     """Return why a site could not join, in one line that names the site and the syncer's address."""
     if kind == "unreachable":
         text = unanswered(config.site.syncer.replace(BETWEEN, ","), connecting.site_security(config), text)
-        waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
+        waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s); a run that is over has no syncer"
         return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
     return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
 

@@ -165,6 +165,16 @@ def test_a_site_that_was_here_before_needs_no_answer(tmp_path: Path, monkeypatch
         of_site(words)
 
 
+def test_a_token_that_nobody_reads_is_said(hand: Hand, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text("token-of-fra-0123456789")
+    (tmp_path / "token").chmod(0o600)
+    words = [f"site.syncer={hand.address}", "site.id=fra"]
+    of_site(words)
+    assert capsys.readouterr().out == ""
+    assert of_site([*words, f"site.token_file={tmp_path}/token"]).run.name == "past"
+    assert "the syncer has no cluster.syncer.tokens_file" in capsys.readouterr().out
+
+
 def test_what_is_said_otherwise_is_refused(hand: Hand) -> None:
     with pytest.raises(VerbError, match=r"model\.rope_theta is 70000\.0 in run past and 10000\.0 here") as refused:
         of_client(hand.address, ["model.rope_theta=10000"])
