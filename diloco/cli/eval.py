@@ -93,7 +93,8 @@ def _of_file(given: argparse.Namespace, folders: Sequence[str], settings: Sequen
     build_syncer.check(taken.config)
     with in_words():
         score = Evaluator(taken.config, build.corpus(taken.config)).score(taken.model(), whole=True)
-    facts: dict[str, object] = {"versions": list(taken.versions), "whole": True, **asdict(score)}
+    text = {"text": f"{taken.config.data.kind} {taken.config.data.path}".rstrip()}
+    facts: dict[str, object] = {"versions": list(taken.versions), "whole": True, **text, **asdict(score)}
     _say(taken.called, {"of": taken.called, **facts}, as_json=given.json)
     return ExitCode.OK
 
@@ -105,7 +106,9 @@ def _say(called: str, facts: Mapping[str, object], *, as_json: bool) -> None:
         return
     print(
         f"{called}: val loss {facts['val_loss']:.4f} nats/token, {facts['val_bits_per_byte']:.4f} bits/byte"
-        + (" (whole validation split)" if facts["whole"] else ""),
+        + (" (whole validation split)" if facts["whole"] else "")
+        # A model's folder does not say on which text it was trained: data.* does, or it is this Python's sources.
+        + (f", of the text {facts['text']}" if "text" in facts else ""),
         flush=True,
     )
 

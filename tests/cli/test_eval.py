@@ -131,7 +131,9 @@ def test_what_lies_in_files_has_the_loss_of_the_run(
         assert found["val_loss"] == pytest.approx(of_run["val_loss"], abs=1e-5), source
         assert found["val_bits_per_byte"] == pytest.approx(of_run["val_bits_per_byte"], abs=1e-5), source
         assert main(["eval", source, *settings]) == 0
-        assert f"val loss {found['val_loss']:.4f} nats/token" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"val loss {found['val_loss']:.4f} nats/token" in said
+        assert said.endswith("(whole validation split), of the text text text\n"), "which text it is judged on"
     assert len(read_events(run / "events.jsonl")[0]) == 1, "only of the run itself"
 
 
