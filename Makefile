@@ -193,14 +193,14 @@ lab-smoke: .venv/.ready
 fuzz-inputs: .venv/.ready
 	$(HUNT).fuzz_inputs $(if $(N),--n $(N)) $(ARGS)
 
-.venv/.ready: pyproject.toml constraints.txt $(wildcard diloco/codec/kernels/*)
+.venv/.ready: pyproject.toml setup.py constraints.txt $(wildcard diloco/codec/kernels/*)
 	@echo "Setting up .venv with $$($(PYTHON) --version): the packages of constraints.txt, and this tree as it is"
 	@test -x $(BIN)/pip || $(VENV) .venv
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
 
 # The compiled kernels alone, into the tree, where .venv is that of another tree.
 kernels:
-	$(BIN)/python -c 'import setuptools; setuptools.setup()' -q build_ext --inplace
+	$(BIN)/python setup.py -q build_ext --inplace
 
 # Other systems for comparison, each with all the packages of benchmarks/peers/NAME.txt and, so that no build of torch
 # brings an accelerator's libraries along, with no other.  One that cannot be had is left out, in words, here and by the

@@ -1,9 +1,9 @@
-"""``make test-wheel``: the wheel, built, installed and run with each Python that is found.
+"""``make test-wheel``: the wheel, installed and run with each Python that is found.
 
-For each interpreter the wheel is built of a copy of this tree, installed with constraints.txt in an environment of its
-own, and runs ``diloco up``: without HOME, with LANG=C, in a folder whose name has a space and that cannot be written
-(for root, whom modes do not bind, in a mount that is read-only; for others by its mode), with ``run.dir`` elsewhere.
-The run must end with 0, have trained at each site and have merged.
+The wheel is built once, of a copy of this tree: one serves every Python.  Each interpreter installs it with
+constraints.txt in an environment of its own, and runs ``diloco up``: without HOME, with LANG=C, in a folder whose name
+has a space and that cannot be written (for root, whom modes do not bind, in a mount that is read-only; for others by
+its mode), with ``run.dir`` elsewhere.  The run must end with 0, have trained at each site and have merged.
 
 The last line is one JSON object: "ok", "failed: ..." or, where the interpreter or a torch for it cannot be had,
 "absent: ...".  Exit 1 when one failed or none was ok.
@@ -124,7 +124,18 @@ def trained_and_merged(summary: dict[str, Any]) -> str:
     return told
 
 
-def check(version: str, source: Path, seconds: int) -> str:
+def built(source: Path, place: Path) -> Path:
+    """Build the wheel in ``place`` with this Python; it serves all."""
+    step([sys.executable, "-m", "venv", place / "builder"], place, BUILD_S_MAX)
+    pip = [place / "builder/bin/python", "-m", "pip", "--disable-pip-version-check"]
+    step([*pip, "wheel", "-q", "--no-deps", "-w", place, source], place, BUILD_S_MAX)
+    [wheel] = place.glob("*.whl")
+    if not wheel.name.split("-")[2:4] == ["py3", "none"]:
+        raise Failed(f"{wheel.name} is tagged for one Python, and its kernels are for all")
+    return wheel
+
+
+def check(version: str, source: Path, wheel: Path, seconds: int) -> str:
     """Return what came of ``version``."""
     python = interpreter(version)
     if python is None:
@@ -134,8 +145,6 @@ def check(version: str, source: Path, seconds: int) -> str:
         pip = [place / "venv/bin/python", "-m", "pip", "--disable-pip-version-check"]
         try:
             step([python, "-m", "venv", place / "venv"], place, BUILD_S_MAX)
-            step([*pip, "wheel", "-q", "--no-deps", "-w", place, source], place, BUILD_S_MAX)
-            [wheel] = place.glob("*.whl")
             # Not compiled: of torch's and CUDA's thousands of files the run needs a part, and compiles that.
             step([*pip, "install", "-q", "--no-compile", "-c", source / "constraints.txt", wheel], place, INSTALL_S_MAX)
             print(f"{version}: {run(place / 'venv/bin/python', place, seconds)}", flush=True)
@@ -155,8 +164,9 @@ def main(arguments: list[str]) -> int:
     found = {}
     with tempfile.TemporaryDirectory(prefix="diloco-tree-") as folder:
         source = copy_of_tree(Path(folder, "diloco"))
+        wheel = built(source, Path(folder))
         for version in asked.pythons:
-            found[version] = check(version, source, asked.seconds)
+            found[version] = check(version, source, wheel, asked.seconds)
             print(f"Python {version}: {found[version]}", flush=True)
     print(json.dumps({"pythons": found}), flush=True)
     return int(any(each.startswith("failed") for each in found.values()) or "ok" not in found.values())
