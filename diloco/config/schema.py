@@ -565,7 +565,8 @@ class LaunchSection:
     """Which, for SkyPilot."""
     cpus: int | None = None
     """Of each machine of a site; null: one for each thread of each rank there, and one more."""
-    memory_gib: int = 16
+    memory_gib: int | None = None
+    """Of each machine; null: what the model needs there, at least 16."""
     disk_gib: int = 100
     """Where checkpoints, journal and snapshots are kept."""
     hours: float = 24.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
-from diloco.config.placing import syncer_configs, syncer_name, towards
+from diloco.config.placing import syncer_configs, syncer_dir, syncer_name, towards
 from diloco.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -100,10 +100,11 @@ def processes(config: RunConfig) -> list[Process]:
     A syncer that listens on loopback only is not among them: it runs elsewhere, started by hand.
     """
     check(config)
-    launch = config.launch
-    syncer = Needs(max(2, config.cluster.syncer.threads + 1), launch.memory_gib, launch.disk_gib)
-    parts = syncer_configs(config) if has_syncer(config) else []
-    found = [Process("syncer", syncer_name(part.cluster.syncer.index), part, syncer) for part in parts]
+    launch, cores = config.launch, max(2, config.cluster.syncer.threads + 1)
+    found = []
+    for part in syncer_configs(config) if has_syncer(config) else []:
+        needs = Needs(cores, launch.memory_gib or _syncer_gib(part), launch.disk_gib)
+        found.append(Process("syncer", syncer_name(part.cluster.syncer.index), part, needs))
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is {}: the sites to be launched, as in cluster.sites.fra.nproc=8")
     for name, site in config.cluster.sites.items():
@@ -115,12 +116,41 @@ def processes(config: RunConfig) -> list[Process]:
             raise ConfigError(f"cluster.sites.{name}.nodes is {nodes}: at least 1")
         own = replace(config, site=replace(config.site, id=name, nproc=nproc, nodes=nodes))
         cpus = launch.cpus or nproc * max(1, config.site.threads) + 1
-        found.append(Process("site", name, own, Needs(cpus, launch.memory_gib, launch.disk_gib, gpus(own))))
+        memory = launch.memory_gib or _site_gib(own)
+        found.append(Process("site", name, own, Needs(cpus, memory, launch.disk_gib, gpus(own))))
     labels = [process.label for process in found]
     for process in found:
         if labels.count(process.label) > 1:
             raise ConfigError(f"cluster.sites has {process.name!r}: as a name of machines it is {process.label}, twice")
     return found
+
+
+GIB = 1 << 30
+GIB_MIN = 16
+"""What a machine is asked for at least: imports, buffers and the text take some of it whatever the model."""
+HELD_BYTES = 16
+"""Of each value: a rank's parameter, gradient and two moments of its optimizer, in fp32."""
+EXCHANGED_BYTES = 16
+"""Of each value on a site's machine 0: the base, the pseudo-gradient, its rounding error and a version that comes."""
+
+
+def _syncer_gib(config: RunConfig) -> int:
+    """Return the memory for a syncer: the bound that it keeps, and as much again as torch and Python need."""
+    from diloco.config import build, build_syncer, connecting
+    from diloco.syncer.options import memory_bytes_max
+
+    plan = build_syncer.plan(config, build.layout_of(config))
+    options = build_syncer.syncer_options(config, syncer_dir(config))
+    return max(GIB_MIN, ceil(memory_bytes_max(options, plan, connecting.server_options(config)) / GIB) + 4)
+
+
+def _site_gib(config: RunConfig) -> int:
+    """Return the memory for each machine of a site: what its ranks hold, counted as if it lay in the machine's own."""
+    from diloco.config import build
+
+    site, numel = config.site, build.whole_layout(config).numel
+    copies = site.nproc if site.parallel == "ddp" else 1 / site.nodes
+    return max(GIB_MIN, ceil(numel * (copies * HELD_BYTES + EXCHANGED_BYTES) / GIB) + 4)
 
 
 def gpus(config: RunConfig) -> int:

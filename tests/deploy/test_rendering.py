@@ -64,6 +64,20 @@ def test_accelerators_are_those_of_the_ranks_unless_said() -> None:
     )] == [0, 8, 4, 0]  # fmt: skip
 
 
+def test_memory_grows_with_the_model_unless_it_is_said() -> None:
+    asked = {
+        size: [each.needs.memory_gib for each in processes(configured(f"model={size}", "site.nproc=8"))]
+        for size in ("tiny", "1b")
+    }
+    assert set(asked["tiny"]) == {16}
+    syncer, *sites = asked["1b"]
+    numel = 1e9
+    assert syncer > 3 * 4 * numel / 2**30
+    assert min(sites) > 8 * 16 * numel / 2**30, "eight ranks hold all of it each, with their optimizers"
+    said = processes(configured("model=1b", "launch.memory_gib=20"))
+    assert {each.needs.memory_gib for each in said} == {20}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
