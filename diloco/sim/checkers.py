@@ -1,7 +1,7 @@
 """The base of all checkers, and the invariants of the syncer, checked at every event of a simulation (DESIGN 6).
 
 A checker keeps its own record of the events that it sees and never trusts the machine's.  ``mutation`` names a change
-of the product that it must detect; ``tests/sim/test_mutants.py`` makes that change and checks that it is detected.
+of the product that it must detect; ``tests/sim/test_outer_disk.py`` makes that change and checks that it is detected.
 ``site_checkers`` has the invariants of the sites.
 """
 

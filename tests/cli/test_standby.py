@@ -18,7 +18,7 @@ from diloco.cli.status import standby_line
 from tests.loopback.cluster import eventually, free_port, serving
 from tests.runs.processes import START_S, TINY, place_in, wait_for
 from tests.syncer.test_standby import BOUND_S, a_toy
-from tests.syncer.test_standing_by import standing_by
+from tests.syncer.test_standby_alone import standing_by
 
 
 @pytest.fixture(autouse=True)

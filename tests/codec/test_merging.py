@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from math import nan
 
 import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.base import NonFiniteError
-from diloco.codec.merging import Merging, State, outer_pass, sum_of_products
+from diloco.codec.base import DecodeError, NonFiniteError, NonFinitePayload, digest
+from diloco.codec.kernel_library import LANES, SUM_BLOCK
+from diloco.codec.merging import (
+    READ_VALUES,
+    Merging,
+    Reading,
+    State,
+    Sums,
+    outer_pass,
+    sum_of_products,
+    sum_plain,
+    sums_of,
+)
 from diloco.codec.registry import make_codec
 from diloco.outer.merge import (
     MEAN,
@@ -226,3 +239,111 @@ def test_what_is_merged_to_more_than_fp32_holds_is_no_version(kind: str) -> None
     state = State(torch.zeros(64), torch.zeros(64), NOTHING)
     with pytest.raises(NonFiniteError):
         outer_pass(huge, state, PLAIN, codec, merging=Merging((Segment(0, 64, MergeOptions(kind=kind)),)))
+
+
+# --- Reading an update by ranges -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int4:32", "int8", "fp32", "topk", "e3m0"])
+@pytest.mark.parametrize("like", ["", "0" * 64])
+def test_what_is_found_is_what_is_in_it(name: str, like: str) -> None:
+    codec = make_codec(name).plain
+    for numel in (1, 60, 61, 4099, READ_VALUES + 1500):
+        values, against = torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
+        payload = codec.encode(values)
+        decoded = codec.decode(payload, numel)
+        for level in ALL:
+            with running(level):
+                reading = Reading(codec, numel, like)
+            found = []
+            for start, stop in reading.ranges():
+                part = against[start:stop] if start else None
+                with running(level):
+                    found.append(reading.read(payload, numel, start, stop - start, part))
+                own = decoded[start:stop]
+                assert found[-1].largest == float(own.abs().max())
+                assert found[-1].squares == sum_of_products(own, own)
+                assert found[-1].products == (0 if part is None else sum_of_products(own, part))
+                assert found[-1].against_squares == (0 if part is None else sum_of_products(part, part))
+            assert len(found) == len(reading.ranges())
+            assert reading.digest() == digest(decoded, like)
+
+
+def test_a_piece_of_a_payload_is_read_by_itself() -> None:
+    """As it is taken out of a file that is still growing."""
+    codec, numel = make_codec("int4:32").plain, READ_VALUES + 3000
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    payload, decoded = codec.encode(values), codec.decode(codec.encode(values), numel)
+    for level in ALL:
+        with running(level):
+            reading = Reading(codec, numel)
+        for start, stop in reading.ranges():
+            piece = b"".join(payload[at : at + length] for at, length in codec.sections(numel, start, stop))
+            own = decoded[start:stop]
+            assert reading.read(piece, stop - start, 0, stop - start).squares == sum_of_products(own, own)
+        assert reading.digest() == digest(decoded)
+
+
+@pytest.mark.parametrize("numel", [40, 4096])
+def test_it_refuses_what_decoding_refuses(numel: int) -> None:
+    values = torch.zeros(numel)
+    values[7] = nan
+    for level in ALL:
+        with running(level):
+            reading = Reading(make_codec("fp32").plain, numel)
+            short = Reading(make_codec("int4").plain, numel)
+        with pytest.raises(NonFinitePayload):
+            reading.read(values.numpy().tobytes(), numel, 0, numel)
+        with pytest.raises(DecodeError):
+            short.read(b"abc", numel, 0, numel)
+        assert isinstance(short.read(make_codec("int4").encode(torch.ones(numel)), numel, 0, numel), Sums)
+
+
+# --- Sums of products ------------------------------------------------------------------------------------------------
+
+
+def slow_sum(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The module's docstring in Python's floats, which are fp64."""
+    products = [x * y for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+    total = 0.0
+    for start in range(0, len(products), SUM_BLOCK):
+        block = products[start : start + SUM_BLOCK]
+        block += [0.0] * (SUM_BLOCK - len(block))
+        lanes = [0.0] * LANES
+        for index, product in enumerate(block):
+            lanes[index % LANES] += product
+        while len(lanes) > 1:
+            half = len(lanes) // 2
+            lanes = [low + high for low, high in zip(lanes[:half], lanes[half:], strict=True)]
+        total += lanes[0]
+    return total
+
+
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1023, 1024, 1025, 5000, 262_144 + 1500])
+def test_against_the_order_written_slowly(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    a, b = (
+        torch.randn(numel, generator=generator) * torch.exp2(torch.randint(-60, 60, (numel,), generator=generator))
+        for _ in range(2)
+    )
+    for x, y in ((a, a), (a, b)):
+        found = sum_plain(x, y)
+        assert found.hex() == slow_sum(x, y).hex(), f"seed {numel}"
+        assert sum_of_products(x, y).hex() == found.hex(), f"seed {numel}"
+        exact = math.fsum(p * q for p, q in zip(x.tolist(), y.tolist(), strict=True))
+        scale = math.fsum(abs(p * q) for p, q in zip(x.tolist(), y.tolist(), strict=True))
+        assert abs(found - exact) <= 1e-12 * scale
+
+
+def test_squares_beyond_fp32_have_a_sum() -> None:
+    values = torch.full((3000,), 3e38)
+    assert sum_of_products(values, values) == pytest.approx(3000 * 9e76)
+
+
+def test_nothing_is_plus_zero() -> None:
+    assert math.copysign(1.0, sum_of_products(torch.full((3,), -0.0), torch.ones(3))) == 1.0
+
+
+def test_what_is_not_finite_has_no_sums() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        assert sums_of(torch.tensor([1.0, bad]), None) == Sums(largest=math.inf)

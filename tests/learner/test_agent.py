@@ -8,6 +8,7 @@ import io
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ import pytest
 import torch
 
 from diloco.codec import native
+from diloco.learner import transfer
+from diloco.learner.agent import SAMPLES_MAX, Finished, Meter
 from diloco.learner.transfer import JoinFailed
 from diloco.sync.events import Ending
+from diloco.sync.progress import site_ledger
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.server import Syncer
-from diloco.wire.messages import PushHeader, Unreachable
+from diloco.wire.channel import Backoff
+from diloco.wire.messages import PushHeader, Refused, Status, Unreachable
 from diloco.wire.pulling import PulledVersion
 from tests.learner.direct import TOKENS, DirectClient, Site, agent_threads, started, undecided, versions
 from tests.syncer.building import agreement, eventually, serving
@@ -491,3 +496,193 @@ def test_a_cold_restart_counts_what_its_processes_did_as_lost_or_merged(tmp_path
             done = again.agent.finish()
             assert done.ledger["processed"] == (first.steps + 3) * TOKENS
             assert balanced(done.ledger)
+
+
+# --- A syncer that is away for long ends no site, stops no training and costs no token -------------------------------
+
+ATTEMPTS = 400
+"""At the back-off's cap of three seconds, jittered, this many attempts are a quarter of an hour."""
+
+
+def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_and_then_as_if_nothing_had_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread: list[float] = []
+
+    class Hurried(Backoff):
+        """The same delays, a thousand times shorter."""
+
+        def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
+            delay_s = Backoff.next_s(self, chance, at_least_s)
+            spread.append(delay_s)
+            return delay_s / 1000
+
+    monkeypatch.setattr(transfer, "Backoff", Hurried)
+    alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
+    with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
+        site.train_until(lambda: syncer.holdings.values[0].version >= 1, "connected")
+        site.client.down.set()
+        attempts = lambda: Counter(site.client.calls)  # noqa: E731
+        before, held = attempts(), len(site.agent.tensors.sent)
+        site.train_until(lambda: (attempts() - before)["join"] >= ATTEMPTS, "so many attempts to join", 60.0)
+        site.train_until(lambda: (attempts() - before)["report"] >= 3, "heartbeats into the void", 60.0)
+        assert len(site.agent.tensors.sent) <= held + 2 * 2, "memory is as it was: two updates for each fragment"
+        assert len(agent_threads()) == 5, "every thread lives"
+        assert site.events.of("disconnected")
+        assert not [event for event in site.events.of("note") if event["note"] == "thread_died"]
+        capped = [delay for delay in spread if delay > 1.4]
+        assert len(capped) > ATTEMPTS / 2
+        assert max(capped) <= 3.0
+        assert len({round(delay, 6) for delay in capped}) > len(capped) / 2, "delays that are drawn"
+        reached = [values.version for values in syncer.holdings.values]
+        site.client.down.clear()
+        site.train_until(
+            lambda: all(v.version > was for v, was in zip(syncer.holdings.values, reached, strict=True)),
+            "merges again",
+            30.0,
+        )
+        ledger = site_ledger(site.agent.machine.state)
+        assert ledger.balanced()
+        assert (ledger.lost, ledger.refused) == (0, 0)
+
+
+def test_a_version_of_a_syncer_whose_place_another_has_taken_is_fetched_again(tmp_path: Path) -> None:
+    """The old one answered; before its answer was taken in, the site had joined the new one."""
+    with serving(tmp_path / "syncer"):
+        pass  # Epoch 1.
+    with serving(tmp_path / "syncer") as syncer:
+        site = Site(tmp_path / "a", DirectClient(syncer))
+        epochs: list[int] = []
+
+        def late(pulled: PulledVersion) -> PulledVersion:
+            epoch = 1 if len(epochs) < 3 else pulled.header.epoch
+            epochs.append(epoch)
+            return replace(pulled, header=replace(pulled.header, epoch=epoch))
+
+        site.client.after_pull = late
+        arrived: list[int] = []
+        real = site.agent.tensors.arrived
+        site.agent.tensors.arrived = lambda *told: (arrived.append(len(epochs)), real(*told))[1]  # type: ignore[method-assign]
+        site.start()
+        assert epochs[:3] == [1, 1, 1]
+        assert set(epochs[3:]) == {2}
+        assert min(arrived) > 3, "nothing of the old one was taken"
+        site.train_until(lambda: syncer.holdings.values[0].version >= 1, "it trains")
+        site.close()
+
+
+@pytest.mark.slow
+def test_a_site_that_is_refused_for_a_while_says_so_once_and_loses_nothing(tmp_path: Path) -> None:
+    alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
+    with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
+        site.train_until(lambda: syncer.holdings.values[0].version >= 1, "connected")
+
+        def refuse() -> None:
+            raise Refused(Status.PERMISSION_DENIED, "site a is not in the permissions of this run")
+
+        for what in ("join", "push"):
+            site.client.before[what] = refuse
+        before = len(site.client.calls)
+        refused = lambda: Counter(site.client.calls[before:])  # noqa: E731
+        site.train_until(lambda: refused()["push"] >= 4 and refused()["join"] >= 2, "refused again and again", 60.0)
+        site.client.before.clear()
+        version = syncer.holdings.values[0].version
+        site.train_until(lambda: syncer.holdings.values[0].version > version, "taken in again", 60.0)
+        said = Counter(note["note"] for note in site.events.of("note"))
+        assert (said["rejoin"], said["join_refused"]) == (1, 1)
+        assert site.agent.finish().ledger["lost"] == 0
+
+
+# --- The meter counts every step, however long the run, and little is kept for its percentiles -----------------------
+
+MS = 1_000_000
+
+
+def test_nothing_was_trained_yet() -> None:
+    reading = Meter().read()
+    assert (reading.inner_steps, reading.tokens, reading.train_s, reading.loss, reading.tokens_per_s) == (
+        0,
+        0,
+        0,
+        None,
+        0,
+    )
+    assert (reading.step_s_p50, reading.step_s_p95, reading.step_s_max) == (0, 0, 0)
+
+
+def test_totals_and_percentiles_of_a_short_run_are_exact() -> None:
+    meter = Meter()
+    for number in range(1, 101):
+        meter.step(number * MS, 7, 2.0)
+        meter.stalled(number * 1000, number * 10)
+    reading = meter.read()
+    assert (reading.inner_steps, reading.tokens) == (100, 700)
+    assert (reading.step_s_p50, reading.step_s_p95, reading.step_s_max) == (0.051, 0.096, 0.1)
+    assert reading.stall_s == 5050 * 1e-6
+    assert reading.adopt_s == 50500e-9
+    assert reading.after_step_s_max == 100e-6
+    assert reading.loss == 2.0
+
+
+def test_a_long_run_is_counted_to_the_end_and_sampled_evenly() -> None:
+    meter, count = Meter(), 5 * SAMPLES_MAX + 17
+    for number in range(count):
+        meter.step(2 * MS if number < count // 2 else 4 * MS, 1, 1.0)
+    meter.step(9 * MS, 1, 1.0)
+    reading = meter.read()
+    assert (reading.inner_steps, reading.tokens) == (count + 1, count + 1)
+    assert reading.step_s_max == 0.009, "the slowest step is remembered whether or not it was sampled"
+    assert reading.step_s_p95 == 0.004
+    assert len(meter._samples_ns) < SAMPLES_MAX
+    late = sum(sample == 4 * MS for sample in meter._samples_ns) / len(meter._samples_ns)
+    assert 0.45 < late < 0.55, late
+
+
+def test_the_time_of_training_ends_with_the_loop() -> None:
+    meter = Meter()
+    meter.step(10 * MS, 100, 1.0)
+    time.sleep(0.02)
+    meter.end()
+    first = meter.read()
+    time.sleep(0.05)
+    meter.end()
+    again = meter.read()
+    assert first.train_s == again.train_s
+    assert 0.03 <= first.train_s < 10
+    assert again.tokens_per_s == 100 / first.train_s
+
+
+def test_a_loss_that_was_no_number_is_got_over() -> None:
+    meter = Meter()
+    for loss in (4.0, float("nan"), 2.0, 2.0):
+        meter.step(MS, 1, loss)
+    assert meter.read().loss == 2.0
+
+
+def test_readers_and_the_training_thread_do_not_disturb_each_other() -> None:
+    meter, done = Meter(), threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            meter.read()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    slowest = 0.0
+    for _ in range(20_000):
+        began = time.perf_counter()
+        meter.step(MS, 1, 1.0)
+        slowest = max(slowest, time.perf_counter() - began)
+    done.set()
+    reader.join(10.0)
+    assert meter.read().inner_steps == 20_000
+    assert slowest < 1.0
+
+
+# --- How a site's part begins badly, or ends -------------------------------------------------------------------------
+
+
+def test_what_failed_says_its_kind_and_its_words() -> None:
+    error = JoinFailed("mismatch", "run_id is 'a' at the site and 'b' at the syncer")
+    assert (error.kind, error.text, str(error)) == ("mismatch", error.text, error.text)
+    assert Finished("left", "asked", {"lost": 0}) == Finished("left", "asked", {"lost": 0})

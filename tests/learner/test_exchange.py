@@ -6,15 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from diloco.codec.base import digest
 from diloco.inner.parallel import SiteGroup
-from diloco.learner.exchange import Exchange, Source
+from diloco.learner.exchange import AgentOptions, Exchange, Source
 from diloco.learner.ranks import Orders
 from diloco.learner.seal import Outbox, SealJob, encoders, seal
 from diloco.learner.tensors import SiteTensors
+from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
 from diloco.sync.link import AdaptOptions, Way
@@ -139,3 +141,27 @@ def test_orders_go_to_who_does_them_and_closing_ends_all(tmp_path: Path) -> None
     held.end_threads()
     found = [[each.queue.get(), each.queue.get()] for each in (held.sender, held.sealer, held.fetcher)]
     assert found == [[(0, 1), None], [(0, 2), None], [1, None]]
+
+
+# --- What a site's agent is told before it starts --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("up_codec", "int5"),
+        ("adopt_alpha", 1.5),
+        ("measure_from", "above"),
+        ("ahead", OuterOptimizerOptions(kind="adamw")),
+        ("feedback", 1.5),
+        ("feedback", 0.5),
+        ("join_timeout_s", 0.0),
+        ("lock_step_timeout_s", -1.0),
+        ("finish_timeout_s", 0.0),
+        ("meter_every_s", 0.0),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_with_its_value(field: str, value: object) -> None:
+    said = value.kind if isinstance(value, OuterOptimizerOptions) else value
+    with pytest.raises(ValueError, match=repr(said).replace(".", r"\.")):
+        AgentOptions(folder="x", **{field: value})  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from diloco.observe.syncer_metrics import StandbyMetrics
 from tests.loopback.cluster import eventually, serving
 from tests.observe.test_syncer_metrics import values
 from tests.syncer.test_standby import BOUND_S, a_toy
-from tests.syncer.test_standing_by import standing_by
+from tests.syncer.test_standby_alone import standing_by
 
 ALONE: dict[str, Any] = {
     "role": "standby",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from diloco.outer.pseudo_gradient import is_finite, pseudo_gradient
+from diloco.outer.pseudo_gradient import blend, eager, is_finite, overwrite, pseudo_gradient, rebase
 
 
 def test_with_nothing_in_flight_it_is_base_minus_local() -> None:
@@ -29,3 +30,133 @@ def test_is_finite() -> None:
             values = torch.zeros(1000)
             values[at] = bad
             assert not is_finite(values), f"{bad} at {at}"
+
+
+# --- Taking a version into a site ------------------------------------------------------------------------------------
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
+
+
+def wide(seed: int, numel: int = 20_000) -> torch.Tensor:
+    """Values of many magnitudes and both signs, zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * torch.exp2(
+        torch.randint(-40, 30, (numel,), generator=generator).float()
+    )
+    values[::17] = 0.0
+    values[::19] = -0.0
+    return values
+
+
+def test_nothing_trained_since_gives_the_version_exactly_representable() -> None:
+    old_base = torch.tensor([1.0, 2.0, -4.0])
+    d = torch.tensor([0.25, -0.5, 1.0])
+    new_base = torch.tensor([0.1, 0.2, -0.3])
+    assert torch.equal(bits(rebase(old_base - d, old_base, new_base, [d])), bits(new_base))
+
+
+def test_nothing_trained_since_gives_the_version_bit_for_bit() -> None:
+    for seed in range(20):
+        old_base, local, new_base = wide(seed), wide(seed + 100), wide(seed + 200)
+        d = pseudo_gradient(old_base, local, [])
+        assert torch.equal(bits(rebase(local, old_base, new_base, [d])), bits(new_base)), f"seed {seed}"
+
+
+def test_nothing_trained_since_two_updates_gives_the_version_bit_for_bit() -> None:
+    for seed in range(20):
+        old_base, middle, local, new_base = wide(seed), wide(seed + 100), wide(seed + 200), wide(seed + 300)
+        first = pseudo_gradient(old_base, middle, [])
+        second = pseudo_gradient(old_base, local, [first])
+        adopted = rebase(local, old_base, new_base, [first, second])
+        assert torch.equal(bits(adopted), bits(new_base)), f"seed {seed}"
+
+
+def test_order_of_operations() -> None:
+    for seed in range(20):
+        local, old_base, new_base, first, second = (wide(seed + 100 * i) for i in range(5))
+        r = ((local - old_base) + first) + second
+        expected = new_base + r
+        assert torch.equal(rebase(local, old_base, new_base, [first, second]), expected), f"seed {seed}"
+    big, small = torch.tensor([1.0]), torch.tensor([2.0**-24])
+    zero = torch.zeros(1)
+    # Another order loses the small one: (-1 + 1) + small, and not (-1 + small) + 1.
+    assert rebase(-big, zero, zero, [big, small]).item() == 2.0**-24
+    assert rebase(-big, zero, zero, [small / 2, big]).item() == 0.0
+
+
+def test_what_was_trained_since_is_kept() -> None:
+    old_base, new_base = torch.zeros(3), torch.full((3,), 10.0)
+    sent = torch.full((3,), -2.0)  # the site had moved by 2 when it sent
+    local = torch.full((3,), 2.5)  # and by half more since
+    assert rebase(local, old_base, new_base, [sent]).tolist() == [10.5] * 3
+    assert rebase(local, old_base, new_base, []).tolist() == [12.5] * 3
+
+
+def test_the_arguments_stay_as_they_are() -> None:
+    arguments = [torch.full((4,), float(i)) for i in range(4)]
+    for result in (
+        rebase(arguments[0], arguments[1], arguments[2], [arguments[3]]),
+        overwrite(arguments[2]),
+        blend(arguments[0], arguments[2], 0.5),
+        blend(arguments[0], arguments[2], 0.0),
+        blend(arguments[0], arguments[2], 1.0),
+    ):
+        result.fill_(99.0)
+    assert [a.tolist() for a in arguments] == [[float(i)] * 4 for i in range(4)]
+
+
+def test_overwrite_is_the_version() -> None:
+    new_base = wide(1)
+    assert torch.equal(bits(overwrite(new_base)), bits(new_base))
+
+
+def test_blend_ends_and_middle() -> None:
+    local, new_base = wide(2), wide(3)
+    assert torch.equal(bits(blend(local, new_base, 0.0)), bits(new_base))
+    assert torch.equal(bits(blend(local, new_base, 1.0)), bits(local))
+    assert torch.equal(bits(blend(local, local, 0.3)), bits(local))
+    middle = blend(torch.tensor([4.0]), torch.tensor([8.0]), 0.25)
+    assert middle.tolist() == [7.0]
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+def test_alpha_is_checked(alpha: float) -> None:
+    with pytest.raises(ValueError, match="adopt_alpha is"):
+        blend(torch.zeros(1), torch.zeros(1), alpha)
+
+
+def test_eager_by_hand() -> None:
+    """Base 10, own updates of 1 and 2 that it lacks, 4 not sent: a quarter of 3, and all of 4, is taken off."""
+    values, reference = eager(
+        torch.tensor([10.0]), torch.tensor([4.0]), [torch.tensor([1.0]), torch.tensor([2.0])], 0.25
+    )
+    assert (values.item(), reference.item()) == (10 - 0.75 - 4, 10 - 0.75)
+
+
+def test_eager_with_a_share_of_1_is_rebase_to_rounding_and_with_0_it_waits_for_the_version() -> None:
+    generator = torch.Generator().manual_seed(4)
+    old_base, local, new_base, merged, waiting = (torch.randn(999, generator=generator) for _ in range(5))
+    unsent = pseudo_gradient(old_base, local, [merged, waiting])
+    whole, _ = eager(new_base, unsent, [waiting], 1.0)
+    assert torch.allclose(whole, rebase(local, old_base, new_base, [merged]), rtol=0, atol=1e-5)
+    none, reference = eager(new_base, unsent, [waiting], 0.0)
+    assert torch.equal(none, new_base - unsent)
+    assert torch.equal(reference, new_base)
+
+
+def test_eager_is_the_papers_recursion_with_a_plain_outer_step() -> None:
+    """g_m(t) = mean(t - 1) + (d_m(t) - d_m(t - 1)) / M at each site, against versions that all have part in."""
+    generator, sites, lr = torch.Generator().manual_seed(7), 3, 0.7
+    d = torch.randn(6, sites, 50, generator=generator, dtype=torch.float64)
+    version, papers = torch.zeros(50, dtype=torch.float64), torch.zeros(sites, 50, dtype=torch.float64)
+    nothing = torch.zeros(50, dtype=torch.float64)
+    before = torch.zeros_like(d[0])
+    for now in d:
+        papers -= lr * (before.mean(0) + (now - before) / sites)
+        version = version - lr * before.mean(0)
+        for site in range(sites):
+            values, _ = eager(version, nothing, [now[site]], lr / sites)
+            assert torch.allclose(values, papers[site], rtol=0, atol=1e-12)
+        before = now

@@ -4,8 +4,19 @@ from random import Random
 
 import pytest
 
-from diloco.sim.outer_process import CrashPoint
-from tests.sim.small import Small
+from diloco.sim.outer_process import (
+    HELD_AFTER_NS,
+    INBOX_MAX,
+    CrashPoint,
+    LeaseHolder,
+    Loop,
+    OuterProcess,
+    Replicator,
+    Turn,
+)
+from diloco.sim.standby_process import StandbyProcess
+from diloco.sim.world import Direction, Heap
+from tests.sim.small import Small, a_pair
 from tests.sooner import sooner
 
 
@@ -60,3 +71,239 @@ def test_machine_time_stands_still_while_no_process_lives() -> None:
     small.run(50)
     assert small.syncers.outer is not None
     assert small.syncers.outer.now_ns() - before < 1_000_000_000
+
+
+# --- A process that leads, and its lease; the simulated cluster is without faults but for the one that is shown ------
+
+
+def leading() -> tuple[Small, OuterProcess, LeaseHolder]:
+    small = Small(replication=a_pair())
+    small.run(3)
+    outer = small.syncers.outer
+    assert outer is not None
+    assert outer.leadership is not None
+    return small, outer, outer.leadership
+
+
+def test_a_standby_that_has_everything_becomes_the_heir_and_is_taken_out_before_it_lacks_anything() -> None:
+    small, outer, leadership = leading()
+    assert leadership.machine.has_heir("q1")
+    assert leadership.heir_is("q1") is None, "nobody else"
+    assert leadership.heir_is("") is not None, "it stands there still"
+    small.run(0.5)
+    assert small.syncers.lease is not None
+    assert outer.alive
+    assert leadership.machine.has_heir("q1"), "it has everything again"
+
+
+def test_who_cannot_renew_tells_nothing_and_goes_on_when_it_can() -> None:
+    small, outer, leadership = leading()
+    line = small.syncers.seats[0].line
+    assert line is not None
+    line.link.cut(*Direction)
+    small.run(1.3)
+    assert leadership.wanting() is not None
+    assert leadership.machine.lost is None
+    line.link.heal()
+    small.run(0.6)
+    assert (leadership.wanting(), outer.alive) == (None, True)
+
+
+def test_who_was_frozen_for_longer_than_its_lease_ends_and_the_heir_leads() -> None:
+    small, outer, leadership = leading()
+    outer.freeze()
+    small.run(3)
+    outer.thaw()
+    small.run(0.2)
+    assert leadership.machine.lost is not None
+    assert not outer.alive
+    now = small.syncers.outer
+    assert now is not None
+    assert now.machine.state.epoch > leadership.epoch
+
+
+# --- What waits for a standby; the cluster is without faults but for the one that is shown ---------------------------
+
+
+def a_leader(small: Small) -> tuple[OuterProcess, Replicator]:
+    outer = small.syncers.outer
+    assert outer is not None
+    assert outer.replicator is not None
+    return outer, outer.replicator
+
+
+def test_nothing_is_told_while_the_standby_is_away_until_an_operator_detaches_it() -> None:
+    small = Small(replication=a_pair())
+    small.run(2)
+    outer, replicator = a_leader(small)
+    assert replicator.caught_up()
+    between = small.syncers.between
+    assert between is not None
+    between.cut(*Direction)
+    small.run(2)
+    before = small.versions()
+    assert not replicator.follows()
+    small.run(2)
+    assert small.versions() == before
+    outer.deliver(outer.detach)
+    small.run(3)
+    assert sum(small.versions()) > sum(before)
+    between.heal()
+    small.run(3)
+    assert replicator.caught_up(), "it is attached again"
+    assert not outer.machine.state.detached
+
+
+def test_async_goes_on_without_a_standby_that_is_away_once_that_is_the_heir_no_more() -> None:
+    small = Small(replication=a_pair(mode="async"))
+    small.run(2)
+    outer, replicator = a_leader(small)
+    assert replicator.caught_up()
+    between, lease = small.syncers.between, small.syncers.lease
+    assert between is not None
+    assert lease is not None
+    between.cut(*Direction)
+    small.run(2.5)
+    before = small.versions()
+    small.run(2)
+    assert sum(small.versions()) > sum(before)
+    assert lease.standing is not None
+    assert lease.standing.heir == ""
+    between.heal()
+    small.run(3)
+    assert replicator.caught_up(), "it has everything again"
+    assert not outer.machine.state.detached
+
+
+def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
+    small = Small(replication=a_pair())
+    small.run(2)
+    outer, replicator = a_leader(small)
+    between = small.syncers.between
+    assert between is not None
+    between.cut(*Direction)
+    small.run(3)
+    outer.deliver(outer.detach)
+    for _ in range(4):
+        small.run(3)
+        outer.snapshot()
+    between.heal()
+    small.run(4)
+    assert small.syncers.seats[1].folder() == "q2"
+    assert replicator.caught_up()
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_a_standby() -> None:
+    small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
+    small.run(3)
+    syncers = small.syncers
+    first, second = syncers.seats
+    before = small.versions()
+    first.up = False
+    syncers.kill(first)
+    small.run(6)
+    assert syncers.promotions == 1
+    assert isinstance(second.process, OuterProcess)
+    assert min(small.versions()) > max(before)
+    syncers.bring_up(first)
+    small.run(5)
+    assert isinstance(first.process, StandbyProcess), "it does not win"
+    assert (first.leads, syncers.caught_up()) == (False, True)
+
+
+def test_a_syncer_that_is_soon_back_leads_again() -> None:
+    small = Small(replication=a_pair())
+    small.run(3)
+    syncers = small.syncers
+    syncers.kill(syncers.seats[0])
+    small.run(5)
+    assert syncers.promotions == 0
+    outer = small.syncers.outer
+    assert outer is not None
+    assert outer.machine.state.epoch == 2
+    assert syncers.caught_up()
+
+
+def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> None:
+    small = Small(replication=a_pair())
+    small.run(3)
+    syncers = small.syncers
+    first, second = syncers.seats
+    assert syncers.may_be_lost(first)
+    assert syncers.may_be_lost(second)
+    syncers.lose(second)
+    assert not syncers.may_be_lost(first) or syncers.lease is None or syncers.lease.heir != second.folder()
+    small.run(8)
+    assert (second.folder(), syncers.caught_up()) == ("q2", True)
+
+
+def test_one_machine_needs_no_lease() -> None:
+    small = Small()
+    syncers = small.syncers
+    assert (len(syncers.seats), syncers.lease, syncers.caught_up()) == (1, None, True)
+    assert not syncers.may_be_lost(syncers.seats[0])
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+class Desk(Loop):
+    """A loop that says what it does, and waits while it ``holds``."""
+
+    def __init__(self) -> None:
+        super().__init__(Heap(), lambda: None)
+        self.holds = False
+        self.seen: list[str] = []
+
+    def _must_wait(self, turn: Turn) -> bool:
+        return self.holds
+
+    def _tell(self, turn: Turn) -> None:
+        for answer in turn.answers:
+            answer()
+
+    def _told(self, turn: Turn) -> None:
+        self.seen.append("told")
+
+    def says(self, what: str) -> None:
+        self._say(lambda: self.seen.append(what))
+
+    def run(self, for_ns: int) -> None:
+        self.heap.run_until(self.heap.now_ns + for_ns, lambda: False)
+
+
+def test_nothing_is_told_before_its_turn_is_safe_and_then_all_that_has_arrived_makes_one_turn() -> None:
+    desk = Desk()
+    desk.holds = True
+    for what in "abc":
+        desk.ask(lambda what=what: desk.says(what))  # type: ignore[misc]
+    desk.run(HELD_AFTER_NS)
+    assert (desk.seen, desk.settled()) == ([], False)
+    desk.holds = False
+    desk.run(HELD_AFTER_NS)
+    assert (desk.seen, desk.settled()) == (["a", "told", "b", "c", "told"], True)
+
+
+def test_who_asks_while_it_waits_for_long_gets_no_answer_and_its_own_work_is_kept() -> None:
+    desk = Desk()
+    desk.holds = True
+    desk.ask(lambda: desk.says("first"))
+    desk.run(2 * HELD_AFTER_NS)
+    desk.ask(lambda: desk.says("late"))
+    desk.own(lambda: desk.says("own"))
+    desk.holds = False
+    desk.deliver(desk.go_on)
+    assert desk.seen == ["first", "told", "own", "told"]
+
+
+def test_the_inbox_is_bounded() -> None:
+    desk = Desk()
+    desk.holds = True
+    for _ in range(2 * INBOX_MAX):
+        desk.ask(lambda: desk.says("x"))
+    desk.holds = False
+    desk.deliver(desk.go_on)
+    assert desk.seen.count("x") == 1 + INBOX_MAX

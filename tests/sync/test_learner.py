@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import random
+
 import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Ending, Outcome, Reason
-from diloco.sync.progress import Ledger, site_ledger
+from diloco.sync.options import SECOND_NS, LearnerOptions
+from diloco.sync.progress import Ledger, ledger_of, site_ledger
+from tests.sooner import sooner
+from tests.sync.another_process import told_in_another_process
 from tests.sync.driving import notes, of, only
 from tests.sync.driving_site import Site, known
+from tests.sync.world import World
 
 # --- restart ---------------------------------------------------------------------------------------------------
 
@@ -259,3 +267,233 @@ def test_invariant_10_tokens_of_every_fragment_balance_through_a_seal_in_each() 
     assert site_ledger(site.machine.state) == Ledger(
         440, merged=0, refused=0, in_flight=125, unsent=315, overwritten=0, lost=0
     )
+
+
+# --- Stories that the swarm simulator found broken, each as short as it could be made --------------------------------
+
+
+def test_site_whose_last_update_came_too_late_still_hears_of_its_other_fragment() -> None:
+    site = Site(num_fragments=2, inner_steps=2)
+    site.train(1)
+    site.handle(ev.Sealed(0, 1, "u1"))
+    site.handle(ev.FinalAnnounced(Ending.FINISHED))
+    assert [seal.fragment for seal in of(fx.Seal, site.train(1))] == [1]
+    site.handle(ev.Sealed(1, 1, "v1"))
+    effects = site.answer(1, Outcome.REFUSED, Reason.FINISHED)
+    assert not of(fx.Leave, effects), "update 1 of fragment 1 is under way and may have been accepted"
+    effects = site.handle(ev.PushAnswered(1, 1, Outcome.ACCEPTED, None))
+    assert only(fx.Leave, effects).ending is Ending.FINISHED
+    assert not of(fx.Seal, site.boundary()), "nothing is taken any more"
+
+
+def test_what_is_kept_in_a_retake_is_known_before() -> None:
+    site = Site()
+    site.send(1)
+    only(fx.Seal, site.train(15))
+    site.fate(1, 0, Reason.NON_FINITE)
+    assert not of(fx.Retake, site.train()), "update 2 is still being encoded: its rounded values are nowhere yet"
+    site.seal(2)
+    assert only(fx.Retake, site.boundary()).keep == (2,)
+
+
+def test_updates_of_an_earlier_process_fill_the_window_too() -> None:
+    site = Site(updates_in_flight_max=2)
+    site.restart(site.machine.snapshot())
+    site.join(known(watermark=2, undecided=((1, 150), (2, 150))), incarnation=2)
+    only(fx.Retake, site.boundary())
+    assert not of(fx.Seal, site.train(15)), "the syncer would answer retry until one of the two is decided"
+    site.fate(1, 1)
+    assert only(fx.Seal, site.train()).sequence == 3
+
+
+def test_site_that_gave_up_may_try_again_from_a_ruined_checkpoint() -> None:
+    site = Site(discards_max=2)
+    site.train(15)
+    site.handle(ev.SealFailed(0, 1))
+    checkpoint = site.machine.snapshot()
+    site.restart(checkpoint)
+    site.join(incarnation=2)
+    site.train(15)
+    assert not of(fx.StopTraining, site.handle(ev.SealFailed(0, 1))), "it would end here at every start"
+    assert of(fx.Retake, site.boundary())
+
+
+def test_updates_that_went_wrong_together_are_one_mishap() -> None:
+    site = Site(discards_max=2, updates_in_flight_max=2)
+    site.send(1)
+    site.send(2)
+    checkpoint = site.machine.snapshot()
+    site.restart(checkpoint)
+    fates = tuple(ev.Fate(0, sequence, 0, 150, f"u{sequence}", Reason.NON_FINITE) for sequence in (1, 2))
+    effects = site.join(known(watermark=2, tokens_discarded=300, fates=fates), incarnation=2)
+    assert not of(fx.StopTraining, effects), "it would end here at every start from this checkpoint"
+    assert of(fx.Retake, site.boundary())
+
+
+def test_number_that_a_twin_has_used_for_something_else_is_not_taken_for_ours() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    site.restart(site.machine.snapshot(), {(0, 1): "u1"})  # On a copy of the disk; the first process goes on.
+    theirs = ev.Fate(0, 1, 1, 30, "x1", None)
+    effects = site.join(known(version=1, watermark=1, cursor=15, tokens_merged=30, fates=(theirs,)), incarnation=2)
+    assert of(fx.Release, effects)
+    assert not site.machine.state.fragments[0].in_flight, "it would wait for the fate of its own update for ever"
+    site.handle(ev.VersionFetched(0, 1, (theirs,)))
+    assert only(fx.Retake, site.boundary()).version == 1
+    assert site.machine.state.fragments[0].tokens_merged == 30
+
+
+def test_number_that_a_twin_has_used_is_noticed_when_its_fate_is_told() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    site.restart(site.machine.snapshot(), {(0, 1): "u1"})
+    site.join(known(watermark=1, cursor=15, undecided=((1, 150),)), incarnation=2)
+    theirs = ev.Fate(0, 1, 1, 150, "x1", None)
+    only(fx.Join, site.handle(ev.FateTold(theirs)))
+    site.join(known(version=1, watermark=1, cursor=15, tokens_merged=150, fates=(theirs,)), incarnation=2)
+    assert not site.machine.state.fragments[0].in_flight
+
+
+def test_batches_that_a_twin_has_read_are_skipped_even_before_it_is_known_as_one() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    site.restart(site.machine.snapshot(), {(0, 1): "u1"})
+    effects = site.join(known(watermark=1, cursor=40, undecided=((1, 150),)), incarnation=2)
+    assert only(fx.SkipData, effects).cursor == 40
+
+
+# --- A site's machine with the real syncer's, under losses, delays, restarts and refusals, from seeds ----------------
+
+TURNS = 250
+
+
+def a_world(draw: random.Random) -> World:
+    fragments = draw.randint(1, 2)
+    window, staleness = draw.randint(1, 3), draw.choice([0, 1, 8])
+    options = LearnerOptions(
+        num_fragments=fragments,
+        inner_steps=draw.randint(fragments, 5),
+        adopt=draw.choice(["rebase", "rebase", "overwrite"]),
+        updates_in_flight_max=window,
+        discards_max=1000,
+        lock_step=draw.random() < 0.2,
+    )
+    return World(
+        draw,
+        options,
+        grace="fixed",
+        grace_ns=draw.choice([0, SECOND_NS]),
+        staleness_max=staleness,
+        updates_in_flight_max=window,
+        fates_kept_max=window * (staleness + 2) + 3,
+    )
+
+
+def turn(world: World) -> None:
+    kind = world.draw.choices(
+        ["train", "deliver", "pass_time", "save", "restart", "restart_syncer", "join", "strange"],
+        [40, 60, 8, 3, 1, 1, 1, 3],
+    )[0]
+    if kind == "strange":
+        strange(world)
+    else:
+        getattr(world, kind)()
+
+
+def strange(world: World) -> None:
+    """Late, repeated and meaningless words, of the kind that a network gives."""
+    draw = world.draw
+    index = draw.randrange(world.options.num_fragments)
+    part = world.machine.state.fragments[index]
+    number = draw.choice([0, part.next_sequence - 1, part.next_sequence, part.next_sequence + 5])
+    sealed = [sent.sequence for sent in part.in_flight if sent.state == "sealed"]
+    told = world.syncer.machine.state.sites["a"].lines[index].fates
+    events: list[ev.LearnerEvent] = [
+        ev.FateTold(ev.Fate(index, number, 1, 10, "another")),
+        ev.VersionPublished(0, index, 999, 0, 0),
+        ev.BoundaryReached(),
+        ev.BaseDiffers(index, draw.choice([part.base_version, 999])),
+        *[ev.FateTold(fate) for fate in told],
+    ]
+    if number not in sealed:
+        events.append(ev.PushAnswered(index, number, ev.Outcome.REFUSED, draw.choice(list(Reason))))
+    if all(sent.state != "sealing" for sent in part.in_flight):
+        events += [ev.Sealed(index, number, "late"), ev.SealFailed(index, number)]
+    if not world.options.lock_step:
+        events.append(ev.OverlapChosen(draw.randrange(world.options.inner_steps)))
+    if part.fetching or part.base_version >= 0:
+        events.append(ev.FetchFailed(index))
+    world.tell(draw.choice(events))
+
+
+def deliver_all(world: World) -> None:
+    for _ in range(1000):
+        if not world.mail:
+            return
+        world.deliver()
+    raise AssertionError("messages without end")
+
+
+def come_to_rest(world: World) -> None:
+    """No more faults; the site leaves after sending what it has, then everything is decided."""
+    world.calm = True
+    world.join()  # Whatever Watch has lost, its next stream begins with a join.
+    world.tell(ev.LeaveAsked())
+    for _ in range(60):
+        deliver_all(world)
+        world.tell(ev.BoundaryReached())
+        world.pass_time()
+        if world.machine.state.left and not world.mail:
+            break
+    state = world.machine.state
+    assert state.left, "the site cannot leave"
+    world.join()
+    deliver_all(world)
+    assert world.machine.settled(), "an update has no fate at the end"
+
+
+@functools.cache
+def play(seed: int) -> World:
+    """The same one for all tests, which only read it."""
+    world = a_world(random.Random(seed))
+    for _ in range(TURNS):
+        turn(world)
+        assert not world.failed, "the site gave up"
+    come_to_rest(world)
+    assert not world.failed, "the site gave up"
+    for index, line in enumerate(world.syncer.machine.state.sites["a"].lines):
+        ledger = ledger_of(world.machine.state, index)
+        assert ledger.merged == line.tokens_merged == -world.published[index][-1], "merged tokens and progress differ"
+        assert ledger.in_flight == 0
+        assert ledger.unsent == 0, "the last update was not sent"
+    return world
+
+
+@pytest.mark.parametrize("seed", sooner(range(25), *range(10)))
+def test_any_order_of_events(seed: int) -> None:
+    try:
+        play(seed)
+    except Exception as error:
+        again = f"pytest 'tests/sync/test_learner.py::test_any_order_of_events[{seed}]'"
+        error.add_note(f"seed {seed}; again with: {again}")
+        raise
+
+
+def test_the_draws_reach_what_they_should() -> None:
+    seen = set().union(*(play(seed).seen for seed in range(25)))
+    wanted = {"Seal", "Send", "Forget", "Release", "Fetch", "Adopt", "Retake", "SkipData", "StopTraining", "Leave"}
+    wanted |= {"passed"}
+    assert seen >= wanted | {"Note:update_kept", "Note:update_discarded", "Note:outrun", "Note:publish_ignored", "Join"}
+
+
+def told() -> str:
+    """What a few sites know at the end."""
+    return json.dumps([play(seed).machine.snapshot() for seed in range(8)])
+
+
+@pytest.mark.slow
+def test_effects_do_not_depend_on_the_hash_seed() -> None:
+    assert told_in_another_process("tests.sync.test_learner") == told()

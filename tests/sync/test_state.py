@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from diloco.sync import effects as fx
+from diloco.sync.options import OuterOptions
 from diloco.sync.plain import from_plain, to_plain
-from diloco.sync.state import FragmentState, Line, OuterState, Pending, Site, Status
+from diloco.sync.state import (
+    Attendance,
+    FragmentState,
+    Line,
+    OuterState,
+    Part,
+    Pending,
+    Site,
+    Status,
+    Turn,
+    VersionAbove,
+)
 from tests.sync.driving import Syncer, through_json
 
 
@@ -40,3 +53,29 @@ def test_the_memory_survives_a_file() -> None:
     syncer.push("a")
     state = syncer.machine.state
     assert from_plain(OuterState, through_json(to_plain(state)), "state") == state
+
+
+# --- One handling of an event ----------------------------------------------------------------------------------------
+
+
+def test_notes_stand_among_the_effects_in_order() -> None:
+    state = OuterState([FragmentState()])
+    turn = Turn(OuterOptions(), state, Attendance(state))
+    turn.effects.append(fx.AnswerDone(1))
+    turn.note("grace", "for more", fragment=0)
+    assert turn.effects == [fx.AnswerDone(1), fx.Note("grace", "for more", fragment=0)]
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_needs_the_values_that_it_rests_on_waits_for_or_takes() -> None:
+    one, two, three = (VersionAbove(number, f"payload {number}", "") for number in (1, 2, 3))
+    part = Part(base=one, arrived=two, taking=three)
+    assert all(part.needs(each.payload) for each in (one, two, three))
+    assert not part.needs("payload 4")
+    assert not Part().needs("")
+
+
+def test_a_new_part_has_no_base() -> None:
+    assert Part().progress.base_version == -1

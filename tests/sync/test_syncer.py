@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
+import random
+from typing import Any
+
 import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.events import Outcome
+from diloco.sync.journal import digest_effects, read_records, replay
 from diloco.sync.options import SECOND_NS, OuterOptions
+from diloco.sync.state import Phase, Status
 from diloco.sync.syncer import OuterSync
-from tests.sync.driving import of, only, running
+from tests.sooner import sooner
+from tests.sync.another_process import told_in_another_process
+from tests.sync.driving import MS, Syncer, of, only, running, through_json
+from tests.sync.format_1 import encode_record
 
 
 def test_invariant_9_an_update_sent_many_times_is_merged_once() -> None:
@@ -53,3 +65,306 @@ def test_progress_is_the_further_of_tokens_and_time() -> None:
 def test_a_snapshot_of_other_fragments_is_refused() -> None:
     with pytest.raises(AssertionError, match="other fragments"):
         OuterSync.restore(OuterOptions(num_fragments=2), running("a").machine.snapshot())
+
+
+# --- Stories that the swarm simulator found broken at the syncer, each as short as it could be made ------------------
+
+
+def test_grace_of_the_last_round_runs_while_a_merge_is_under_way_and_all_windows_are_full() -> None:
+    syncer = Syncer(quorum=1, grace="fixed", grace_ns=SECOND_NS, updates_in_flight_max=1)
+    syncer.join("a")
+    syncer.join("b")
+    syncer.push("a")
+    only(fx.StartOuterStep, syncer.deadline(at_s=1.0))
+    syncer.handle(ev.DrainRequested(2), at_s=1.1)
+    syncer.push("b", at_s=1.1)
+    step = only(fx.StartOuterStep, syncer.done(at_s=2.5))
+    assert [part.site for part in step.contributions] == ["b"], "the grace was over at 2.1 s"
+
+
+# --- The outer machine under any order of legal and illegal events, from seeds ---------------------------------------
+
+EVENTS = 120
+Key = tuple[str, int, int]
+
+
+class Book:
+    """What the effects have promised so far."""
+
+    def __init__(self, syncer: Syncer) -> None:
+        self.syncer = syncer
+        self.tokens: dict[Key, int] = {}
+        self.fates: dict[Key, ev.Fate] = {}
+        self.undecided: dict[tuple[str, int], set[int]] = {}
+        self.merged: dict[tuple[str, int], int] = {}
+        self.under_way: dict[int, fx.StartOuterStep] = {}
+        self.digests: list[str] = []
+
+    def happen(self, event: ev.OuterEvent) -> list[fx.OuterEffect]:
+        """Hand in the event and judge what comes of it."""
+        syncer = self.syncer
+        before = (
+            syncer.machine.snapshot() if isinstance(event, ev.UpdateArrived) and self.may_be_refused(event) else None
+        )
+        deadline_ns = syncer.machine.next_deadline_ns()
+        effects = syncer.handle(event)
+        self.digests.append(digest_effects(effects))
+        for effect in effects:
+            self.judge(event, effect)
+        if isinstance(event, ev.UpdateArrived):
+            refused = of(fx.AnswerPush, effects)[0].outcome is not Outcome.ACCEPTED
+            assert not refused or before is not None, "the header alone was admitted"
+            if refused and (deadline_ns is None or deadline_ns > syncer.now_ns):
+                after = syncer.machine.snapshot()
+                assert isinstance(before, dict)
+                assert after == before | {"now_ns": syncer.now_ns}, "invariant 15: a refused update changed the memory"
+                assert len(effects) == 1
+        wanted = syncer.machine.next_deadline_ns()
+        assert wanted is None or wanted > syncer.now_ns, "a deadline that has passed is asked for again"
+        self.balance()
+        return effects
+
+    def may_be_refused(self, event: ev.UpdateArrived) -> bool:
+        header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
+        late = self.syncer.machine.state.final_deadline_ns is not None  # It may have passed since the last event.
+        return late or not event.finite or self.syncer.machine.admit(*header).outcome is not Outcome.ACCEPTED
+
+    def judge(self, event: ev.OuterEvent, effect: fx.OuterEffect) -> None:
+        match effect:
+            case fx.AnswerPush(outcome=Outcome.ACCEPTED):
+                assert isinstance(event, ev.UpdateArrived)
+                key = (event.site, event.fragment, event.sequence)
+                assert key not in self.tokens, f"{key} was accepted twice"
+                self.tokens[key] = event.tokens
+                self.undecided.setdefault(key[:2], set()).add(event.sequence)
+            case fx.StartOuterStep():
+                again = self.under_way.get(effect.fragment)
+                assert again in (None, effect), "the outer step under way was issued again as another one"
+                assert again is None or isinstance(event, ev.SyncerStarted)
+                self.under_way[effect.fragment] = effect
+                self.judge_merge(effect)
+            case fx.TellFate():
+                key = (effect.site, effect.fate.fragment, effect.fate.sequence)
+                assert key in self.tokens, f"{key} has a fate and was never accepted"
+                assert key not in self.fates, f"{key} has two fates"
+                assert effect.fate.tokens == self.tokens[key]
+                self.fates[key] = effect.fate
+                self.undecided[key[:2]].remove(effect.fate.sequence)
+                if effect.fate.merged:
+                    self.merged[key[:2]] = self.merged.get(key[:2], 0) + effect.fate.tokens
+            case fx.PublishVersion():
+                merge = self.under_way.pop(effect.fragment)
+                assert effect.version == merge.version
+            case _:
+                pass
+
+    def judge_merge(self, step: fx.StartOuterStep) -> None:
+        assert step.version == self.syncer.machine.state.fragments[step.fragment].version + 1
+        sites = [part.site for part in step.contributions]
+        assert sites, "an outer step of nothing"
+        assert sites == sorted(set(sites)), "invariant 7: a merge sums in site order"
+        assert abs(sum(part.weight for part in step.contributions) - 1) < 1e-12, "invariant 10: weights sum to 1"
+        for part in step.contributions:
+            assert part.weight > 0
+            assert step.version - 1 - part.base_version <= self.syncer.options.staleness_max, "stale at the merge"
+            sequences = [update.sequence for update in part.updates]
+            assert sequences == sorted(sequences)
+            for sequence in sequences:
+                key = (part.site, step.fragment, sequence)
+                assert key in self.tokens, f"{key} is merged and was never accepted"
+                assert key not in self.fates, f"{key} is merged and has a fate already"
+
+    def balance(self) -> None:
+        """Invariants 9 and 10, the part that is here: accepted = merged + refused + undecided, update for update."""
+        for name, site in self.syncer.machine.state.sites.items():
+            for index, line in enumerate(site.lines):
+                undecided = self.undecided.get((name, index), set())
+                assert {pending.sequence for pending in line.undecided} == undecided
+                assert len(undecided) <= self.syncer.options.updates_in_flight_max
+                assert line.tokens_merged == self.merged.get((name, index), 0)
+                assert line.watermark == 0 or (name, index, line.watermark) in self.tokens
+                assert (name, index, line.watermark + 1) not in self.tokens
+
+
+def options_of(draw: random.Random) -> dict[str, Any]:
+    quorum = draw.choice(["all", 1, 2, 3])
+    return {
+        "num_fragments": draw.randint(1, 3),
+        "quorum": quorum,
+        "quorum_min": draw.randint(1, 2 if quorum == "all" else int(quorum)),
+        "grace": draw.choice(["fixed", "adaptive"]),
+        "grace_ns": draw.choice([0, SECOND_NS]),
+        "overlap_steps": draw.randint(0, 20),
+        "weights": draw.choice(["tokens2_per_step", "tokens", "uniform"]),
+        "staleness_max": (stale := draw.choice([0, 1, 8])),
+        "updates_in_flight_max": (window := draw.randint(1, 3)),
+        "final_wait_ns": 5 * SECOND_NS,
+        "token_budget": draw.choice([0, 5000]),
+        "run_ns": draw.choice([0, 60 * SECOND_NS]),
+        "fates_kept_max": draw.choice([window * (stale + 2), 64]),
+        "sites_max": 4,
+    }
+
+
+def an_update(draw: random.Random, syncer: Syncer) -> ev.OuterEvent:
+    """An update that is mostly right: its number, base, content or sender may be wrong."""
+    state = syncer.machine.state
+    name = draw.choice([*sorted(state.sites), "nobody"])
+    site = state.sites.get(name)
+    fragment = draw.randrange(len(state.fragments))
+    watermark = site.lines[fragment].watermark if site else 0
+    sequence = max(0, watermark + draw.choice([1, 1, 1, 1, 0, -1, 2]))
+    version = state.fragments[fragment].version
+    steps = draw.randint(1, 20)
+    return ev.UpdateArrived(
+        call=1,
+        site=name,
+        incarnation=(site.incarnation if site else 1) - (draw.random() < 0.05),
+        fragment=fragment if draw.random() < 0.97 else draw.choice([-1, 99]),
+        sequence=sequence,
+        base_version=version - draw.choice([0, 0, 0, 1, 2, 9, -1]),
+        tokens=steps * draw.randint(50, 100),
+        steps=steps,
+        step_ns=draw.choice([0, MS, 500 * MS]),
+        cursor=draw.randint(0, 1000),
+        digest=f"{name}.{fragment}.{sequence}" + ("!" if draw.random() < 0.1 else ""),
+        payload="spool/x",
+        encoding="fp32",
+        finite=draw.random() < 0.95,
+        final=state.phase is not Phase.RUNNING and draw.random() < 0.5,
+    )
+
+
+def an_event(draw: random.Random, book: Book) -> ev.OuterEvent:
+    syncer = book.syncer
+    state = syncer.machine.state
+    seen = sorted(state.sites)
+    kind = draw.choices(
+        ["update", "finish", "join", "silent", "heard", "left", "evict", "drain", "deadline", "restart"],
+        [50, 25, 6, 4, 4, 1.5, 0.5, 0.3, 6, 2],
+    )[0]
+    if kind == "finish" and book.under_way:
+        index = draw.choice(sorted(book.under_way))
+        version = book.under_way[index].version
+        if draw.random() < 0.1:
+            book.under_way.pop(index)
+            return ev.OuterStepFailed(index, version)
+        return ev.OuterStepDone(index, version, f"v{version}", f"d{version}")
+    if kind == "join":
+        return ev.JoinRequested(1, draw.choice("abcde"), draw.choice(["p1", "p1", "p2", "p3"]))
+    if kind in ("silent", "heard") and seen:
+        return {"silent": ev.SiteSilent, "heard": ev.SiteHeard}[kind](draw.choice(seen))
+    if kind == "left":
+        name = draw.choice([*seen, "nobody"])
+        return ev.SiteLeft(1, name, state.sites[name].incarnation if name in seen else 1)
+    if kind == "evict":
+        return ev.SiteEvicted(1, draw.choice([*seen, "nobody"]))
+    if kind == "drain":
+        return ev.DrainRequested(1)
+    if kind == "restart":
+        syncer.machine = OuterSync.restore(syncer.options, through_json(syncer.machine.snapshot()))
+        return ev.SyncerStarted(state.epoch + 1, sites_max=draw.choice([None, 2, 4, 5]))
+    wanted = syncer.machine.next_deadline_ns()
+    if kind == "deadline" and wanted is not None:
+        syncer.now_ns = wanted
+        return ev.DeadlinePassed()
+    return an_update(draw, syncer)
+
+
+def settle(book: Book) -> None:
+    """Let pass what the machine waits for, and every outer step under way be done."""
+    syncer = book.syncer
+    for _ in range(20):
+        while book.under_way:
+            index, step = next(iter(book.under_way.items()))
+            book.happen(ev.OuterStepDone(index, step.version, f"v{step.version}", "d"))
+        wanted = syncer.machine.next_deadline_ns()
+        if wanted is None:
+            return
+        syncer.now_ns = wanted
+        book.happen(ev.DeadlinePassed())
+    raise AssertionError("deadlines without end")
+
+
+def heal(book: Book) -> None:
+    """With enough live sites that all send something, every version rises: nothing waits for what cannot come."""
+    syncer, state, options = book.syncer, book.syncer.machine.state, book.syncer.options
+    settle(book)
+    live, needed = state.live(), options.quorum_min if options.quorum == "all" else options.quorum
+    before = [fragment.version for fragment in state.fragments]
+    for index, version in enumerate(before):
+        for name in live:
+            site = state.sites[name]
+            if len(site.lines[index].undecided) < options.updates_in_flight_max:
+                sequence = site.lines[index].watermark + 1
+                given = {"incarnation": site.incarnation, "base_version": version, "digest": f"{name}{index}{sequence}"}
+                update = syncer.update(name, sequence, fragment=index, **given)
+                book.happen(update)
+    settle(book)
+    if syncer.machine.state.phase is Phase.RUNNING and len(live) >= int(needed):
+        after = [fragment.version for fragment in syncer.machine.state.fragments]
+        assert all(new > old for new, old in zip(after, before, strict=True)), f"{before} -> {after} with {live} live"
+
+
+def finish(book: Book) -> None:
+    """Let everything come to an end: the last round must end by itself and leave no update without its fate."""
+    syncer = book.syncer
+    book.happen(ev.DrainRequested(1))
+    settle(book)
+    assert syncer.machine.state.phase is Phase.ENDED, "the last round hangs"
+    assert set(book.fates) == set(book.tokens), "invariant 9: an update has no fate at the end"
+
+
+@functools.cache
+def play(seed: int) -> Book:
+    """The same one for all tests, which only read it."""
+    draw = random.Random(seed)
+    syncer = Syncer(**options_of(draw))
+    book = Book(syncer)
+    for _ in range(EVENTS):
+        syncer.now_ns += draw.choice([0, 1, MS, 100 * MS, SECOND_NS])
+        book.happen(an_event(draw, book))
+    heal(book)
+    finish(book)
+    return book
+
+
+def again(seed: int) -> str:
+    return f"again with: pytest 'tests/sync/test_syncer.py::test_any_order_of_events[{seed}]'"
+
+
+@pytest.mark.parametrize("seed", sooner(range(20), *range(8)))
+def test_any_order_of_events(seed: int) -> None:
+    try:
+        book = play(seed)
+    except Exception as error:
+        error.add_note(f"seed {seed}; {again(seed)}")
+        raise
+    records = book.syncer.records
+    read, _ = read_records(b"".join(encode_record(record) for record in records))
+    machine = OuterSync(dataclasses.replace(book.syncer.options, sites_max=1))  # What the journal says holds.
+    list(replay(machine, read))
+    assert machine.snapshot() == book.syncer.machine.snapshot(), f"seed {seed}; {again(seed)}"
+
+
+def test_the_draws_reach_what_they_should() -> None:
+    """A property that nothing puts to the test is no property: every outcome, reason and status comes up."""
+    reasons: set[ev.Reason | None] = set()
+    statuses, names = set(), set()
+    for seed in range(20):
+        book = play(seed)
+        reasons |= {fate.reason for fate in book.fates.values()}
+        statuses |= {site.status for site in book.syncer.machine.state.sites.values()}
+        names |= {type(record.event).__name__ for record in book.syncer.records}
+    assert reasons >= {None, ev.Reason.STALE, ev.Reason.NON_FINITE, ev.Reason.EVICTED}
+    assert statuses == set(Status)
+    assert len(names) == 11, names
+
+
+def told() -> str:
+    """What was decided in a few runs."""
+    return hashlib.sha256("".join(each for seed in range(8) for each in play(seed).digests).encode()).hexdigest()
+
+
+def test_effects_do_not_depend_on_the_hash_seed() -> None:
+    assert told_in_another_process("tests.sync.test_syncer") == told()

@@ -7,7 +7,7 @@ from diloco.sync import events as ev
 from diloco.sync.events import UpstreamFetched
 from diloco.sync.state import Phase
 from tests.sync.driving import of
-from tests.sync.test_upstream import based
+from tests.sync.test_schedule import based
 from tests.sync.two_levels import Level, Region, number
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from diloco.syncer.standby import Standby, StandbyError
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
+from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.syncer.options import RunPlan
+from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy
+from diloco.wire.chunks import cut
 from diloco.wire.client import AdminClient
-from diloco.wire.messages import Refused
+from diloco.wire.messages import Chunk, Item, ProbeAsk, Refusal, Refused, Status, Unreachable
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
+from tests.syncer.building import LAYOUT, RUN, agreement
 
 BOUND_S = 40.0
 STEP_S = 0.005
@@ -171,3 +182,167 @@ def test_a_standby_may_have_room_for_more_sites_than_the_syncer_before_it(tmp_pa
             promoted.stop()
         (changed,) = log.of("settings_changed")
         assert changed["why"] == "outer.sites_max is 2 and was 1"
+
+
+# --- What comes of the syncer's files is whole under its name, or not there ------------------------------------------
+
+DATA = bytes(range(200))
+NAME = "spool/a/0-1-d.update"
+
+
+def an_item(name: str, digest: str = hashlib.sha256(DATA).hexdigest()) -> Item:
+    return Item(name, 0, 0, len(DATA), digest)
+
+
+def incoming(folder: Path, item: Item, disk: Disk = PLAIN_DISK) -> Incoming:
+    rooms = ("spool", "snapshots", "lineages")
+    store = SimpleNamespace(folder=folder, **{name: SimpleNamespace(folder=folder / name) for name in rooms})
+    return Incoming(store, item, disk)  # type: ignore[arg-type]
+
+
+def bring(found: Incoming) -> None:
+    for piece in cut([DATA], 0, len(DATA), lambda: 64):
+        found.accept(Chunk.of(*piece))
+
+
+def bring_whole(found: Incoming) -> None:
+    bring(found)
+    found.finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        (NAME, NAME),
+        ("snapshots/00000007/state.json", "snapshots/.incoming-00000007/state.json"),
+        ("lineages/1795000000/manifest.json", "lineages/1795000000/manifest.json"),
+        ("spool/.above/0-1-d.update", "spool/.above/0-1-d.update"),
+        ("above/outbox/0-7.update", "above/outbox/0-7.update"),
+    ],
+)
+def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path, name: str, path: str) -> None:
+    found = incoming(tmp_path, an_item(name))
+    assert not found.complete
+    bring(found)
+    assert found.complete
+    assert not (tmp_path / path).exists()
+    assert found.finish() == b""
+    assert (tmp_path / path).read_bytes() == DATA
+    assert [each.name for each in (tmp_path / path).parent.iterdir()] == [(tmp_path / path).name]
+
+
+def test_a_unit_is_handed_over(tmp_path: Path) -> None:
+    found = incoming(tmp_path, an_item(""))
+    bring(found)
+    assert found.finish() == DATA
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_what_was_declared_gets_no_name(tmp_path: Path) -> None:
+    found = incoming(tmp_path, an_item(NAME, "0" * 64))
+    bring(found)
+    with pytest.raises(Unreachable, match="is not what was declared"):
+        found.finish()
+    found.discard()
+    assert list((tmp_path / "spool" / "a").iterdir()) == []
+    damaged = incoming(tmp_path, an_item(NAME))
+    with pytest.raises(Unreachable, match="Follow: "):
+        damaged.accept(Chunk(0, memoryview(DATA), 1))
+    damaged.discard()
+
+
+class Failing(Disk):
+    """One operation fails."""
+
+    def __init__(self, operation: str) -> None:
+        def fails(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        setattr(self, operation, fails)
+
+
+@pytest.mark.parametrize("operation", ["make_folder", "open"])
+def test_it_may_find_no_room_to_begin(tmp_path: Path, operation: str) -> None:
+    (tmp_path / "spool" / "a").mkdir(parents=True)
+    with pytest.raises(DiskFullError):
+        incoming(tmp_path, an_item(NAME), Failing(operation))
+
+
+@pytest.mark.parametrize("operation", ["write", "rename"])
+def test_where_there_is_no_room_nothing_is_left(tmp_path: Path, operation: str) -> None:
+    found = incoming(tmp_path, an_item(NAME), Failing(operation))
+    with pytest.raises(DiskFullError):
+        bring_whole(found)
+    found.discard()
+    assert list((tmp_path / "spool" / "a").iterdir()) == []
+
+
+def test_a_sync_that_fails_is_final_whatever_it_fails_for(tmp_path: Path) -> None:
+    found = incoming(tmp_path, an_item(NAME), Failing("sync"))
+    bring(found)
+    with pytest.raises(OSError, match="No space left") as failed:
+        found.finish()
+    assert not isinstance(failed.value, DiskFullError)
+    found.discard()
+
+
+# --- Whoever asks a standby for what only a syncer gives is sent there -----------------------------------------------
+
+ASK: dict[str, Callable[[StandingBy], object]] = {
+    "join": lambda api: api.join(None),  # type: ignore[arg-type,func-returns-value]
+    "open_push": lambda api: api.open_push(None),  # type: ignore[arg-type,func-returns-value]
+    "watch": lambda api: api.watch("a", 1),  # type: ignore[arg-type,func-returns-value]
+    "pull": lambda api: api.pull(None, None),  # type: ignore[arg-type,func-returns-value]
+    "report": lambda api: api.report(None),  # type: ignore[arg-type,func-returns-value]
+    "leave": lambda api: api.leave("a", 1),  # type: ignore[arg-type,func-returns-value]
+    "drain": lambda api: api.drain(),  # type: ignore[func-returns-value]
+    "evict": lambda api: api.evict("a"),  # type: ignore[func-returns-value]
+    "readmit": lambda api: api.readmit("a"),  # type: ignore[func-returns-value]
+    "admit": lambda api: api.admit("a", 0, 1),  # type: ignore[func-returns-value]
+    "refuse": lambda api: api.refuse("a", 0, 1),  # type: ignore[func-returns-value]
+    "snapshot": lambda api: api.snapshot(),  # type: ignore[func-returns-value]
+    "detach": lambda api: api.detach(),  # type: ignore[func-returns-value]
+}
+
+
+def an_api(why_not: str | None = None, **standby: Any) -> StandingBy:
+    succession = SimpleNamespace(refusal=lambda lossy: why_not, status=lambda: None)
+    api = StandingBy(SimpleNamespace(**standby), "host:7077", None, None)  # type: ignore[arg-type]
+    api._succession = succession  # type: ignore[assignment]
+    return api
+
+
+@pytest.mark.parametrize("method", ASK)
+def test_it_says_where_to_ask(method: str) -> None:
+    with pytest.raises(Refusal, match="this is the standby of host:7077: ask there") as refused:
+        ASK[method](an_api())
+    assert refused.value.status is Status.UNAVAILABLE, "a site tries the next address after that"
+
+
+def test_it_takes_over_when_it_has_something_to_go_on_from() -> None:
+    api = an_api(ready=False)
+    with pytest.raises(Refusal, match="no state to go on from"):
+        api.promote(lossy=False)
+    assert not api.promoted.is_set()
+    api = an_api("it is not the heir", ready=True)
+    with pytest.raises(Refusal, match="it is not the heir"):
+        api.promote(lossy=False)
+    assert not api.promoted.is_set()
+    api = an_api(ready=True)
+    api.promote(lossy=True)
+    assert api.promoted.is_set()
+    assert api.lossy
+
+
+def test_its_status_says_whose_standby_it_is() -> None:
+    api = an_api(status=lambda: {"role": "standby"})
+    assert api.status() == {"role": "standby", "primary": "host:7077", "lease": None, "identity_complaints": []}
+
+
+def test_a_probe_is_answered_here_and_told_where_the_syncer_is() -> None:
+    api = an_api(
+        plan=RunPlan(agreement(), LAYOUT, "shared", OuterOptions(), OuterRule(OuterOptimizerOptions()), HealthOptions())
+    )
+    told = api.probe(ProbeAsk(2, RUN, shared_config={"outer.lr": "9"}))
+    assert (told.standby_of, told.run_id) == ("host:7077", RUN)
+    assert told.difference

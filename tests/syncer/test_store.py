@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,11 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer import snapshots as snapshots_module
 from diloco.syncer.replaying import Replayer, Rules
+from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.snapshots import Retention
-from diloco.syncer.store import Store, StoreError, payloads_in
+from diloco.syncer.store import Store, StoreError, begun, payloads_in
+from tests.loopback.cluster import Log
+from tests.loopback.toy import Toy
 from tests.sooner import sooner
 from tests.syncer.building import NO_WAIT, files, stored, update
 from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
@@ -500,3 +504,154 @@ def test_what_processes_that_died_left_beside_their_files_goes_with_the_next_sta
         (tmp_path / name).write_bytes(b"half")
     Desk(tmp_path).close()
     assert list(tmp_path.rglob(".*.tmp")) == []
+
+
+# --- Coming to a data folder -----------------------------------------------------------------------------------------
+
+
+def test_what_was_begun_is_what_is_recovered(tmp_path: Path) -> None:
+    toy, log = Toy(folder=str(tmp_path)), Log()
+    rules, card = toy.plan().rules(toy.options()), toy.plan().card
+    store = Store(tmp_path / "syncer", card, emit=log.emit)
+    with closing(store.journal):
+        assert store.is_new()
+        first = begun(store, rules, toy.version_zero())
+    store = Store(tmp_path / "syncer", card, emit=log.emit)
+    with closing(store.journal):
+        assert not store.is_new()
+        again = store.recover(rules)
+    assert again.machine.state == first.machine.state
+    assert [each.digest for each in again.holdings.values] == [each.digest for each in first.holdings.values]
+    assert log.events == []
+
+
+def test_a_run_does_not_begin_with_a_nan(tmp_path: Path) -> None:
+    toy = Toy(folder=str(tmp_path))
+    store = Store(tmp_path / "syncer", toy.plan().card)
+    with closing(store.journal), pytest.raises(StoreError, match="version 0 of fragment 0 holds a NaN"):
+        begun(store, toy.plan().rules(toy.options()), [torch.full_like(each, torch.nan) for each in toy.version_zero()])
+
+
+# --- ``run.json`` ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "7", 10**12])
+def test_a_run_card_that_is_missing_or_of_another_lineage_is_named_and_written_anew(
+    tmp_path: Path, wrong: object
+) -> None:
+    """A card that said lineage 1 for a restored run had been made in silence."""
+    desk = Desk(tmp_path)
+    desk.begin()
+    began = begin_lineage(desk.store, desk.machine, desk.values, None, "a test", 7)
+    desk.close()
+    path = tmp_path / "run.json"
+    whole = json.loads(path.read_text())
+    assert whole["lineage"] == began.lineage == 7
+    path.write_text(json.dumps({**whole, "lineage": wrong}))
+    if wrong is None:
+        path.unlink()
+    again = Desk(tmp_path)
+    assert again.recovered is not None
+    said = "was missing: it is written anew" if wrong is None else f"said lineage {wrong!r}: the journal's is 7"
+    assert [note for note in again.notes if f"{path} {said}" in note]
+    assert json.loads(path.read_text()) == whole
+    again.close()
+
+
+def test_a_bit_that_flips_in_any_byte_of_the_run_card_is_named(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.begin()
+    desk.close()
+    path = tmp_path / "run.json"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 5):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert path.name in what_a_start_says(tmp_path), bytes(flipped)
+
+
+def test_a_run_card_of_an_earlier_release_is_accepted_and_written_anew(tmp_path: Path) -> None:
+    """It has another digest where a setting that may change was not at its default."""
+    Desk(tmp_path).close()
+    path = tmp_path / "run.json"
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, "shared_digest": "earlier"}))
+    with pytest.raises(StoreError, match=r"run\.json has shared_digest 'earlier' and this run has 'shared'"):
+        Store(tmp_path, replace(CARD, earlier_digest="another"))
+    Store(tmp_path, replace(CARD, earlier_digest="earlier")).journal.close()
+    assert json.loads(path.read_text()) == whole
+    Desk(tmp_path).close()
+
+
+@pytest.mark.parametrize("field", ["run_id", "layout_fingerprint", "shared_digest"])
+def test_a_card_of_another_run_is_known_by_a_field(field: str) -> None:
+    card = replace(CARD, earlier_digest="earlier")
+    assert card.difference(card.facts()) is None
+    assert (card.difference({**card.facts(), field: "earlier"}) is None) == (field == "shared_digest")
+    for wrong in ("other", None, 7, ["earlier"]):
+        assert card.difference({**card.facts(), field: wrong}) == field
+
+
+def what_a_start_says(folder: Path) -> str:
+    try:
+        desk = Desk(folder)
+    except StoreError as error:
+        return str(error)
+    desk.close()
+    assert desk.recovered is not None
+    return " ".join(desk.notes)
+
+
+# --- What is acknowledged and not merged yet is looked at on start ---------------------------------------------------
+
+
+def waits(desk: Desk) -> str:
+    """Updates of which one is being merged, one waits behind it, and nothing is merged; the latter's payload."""
+    desk.begin()
+    for site in ("a", "b"):
+        desk.handle(JoinRequested(1, site, "0123abcd"))
+        desk.push(*update(site, 1, 1))
+    desk.close()
+    (pending,) = desk.machine.state.sites["b"].lines[1].undecided
+    assert not pending.merging
+    return pending.payload
+
+
+@pytest.mark.parametrize("with_snapshot", [False, True])
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+def test_a_payload_that_waits_is_looked_at_on_start_and_its_update_named(
+    tmp_path: Path, how: str, with_snapshot: bool
+) -> None:
+    """It had started without a word, and had ended for ever at the outer step of that update."""
+    payload = waits(Desk(tmp_path))
+    if with_snapshot:
+        desk = Desk(tmp_path)
+        desk.snapshot()
+        desk.close()
+    path = tmp_path / "spool" / payload
+    whole = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-1] if how == "cut" else whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    before = files(tmp_path)
+    words = "missing" if how == "missing" else "damaged"
+    with pytest.raises(StoreError, match=rf"{path} is {words}.*it is update 1 of fragment 1 from site b, .*restore"):
+        Desk(tmp_path)
+    assert files(tmp_path) == before
+    path.write_bytes(whole)
+    again = Desk(tmp_path)
+    again.begin()
+    for _ in range(2):
+        again.finish(1)
+    assert again.values[1].version == 2, "put back, it is merged"
+    again.close()
+
+
+def test_a_disk_that_cannot_read_a_payload_is_said_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "spool" / waits(Desk(tmp_path))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StoreError, match=rf"{path} cannot be read: .*it is update 1 of fragment 1 from site b"):
+        Desk(tmp_path)

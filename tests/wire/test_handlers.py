@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 import time
@@ -23,6 +24,7 @@ from diloco.wire.convert import (
     unpack_push_reply,
     unpack_watch_event,
 )
+from diloco.wire.handlers import PushSession, SyncerApi, WatchFeed
 from diloco.wire.messages import (
     KIB,
     PAYLOAD_BYTES_MAX,
@@ -39,14 +41,16 @@ from diloco.wire.messages import (
     Status,
     WatchAsk,
 )
+from diloco.wire.pulling import PullSink
 from diloco.wire.v1 import sync_pb2
-from tests.wire.fake_syncer import RUN, FakeSession, join_ask, push_header, report_info, sha256
+from tests.wire.fake_syncer import RUN, FakeFeed, FakeSession, FakeSyncer, join_ask, push_header, report_info, sha256
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from diloco.wire.messages import JoinAsk
     from tests.wire.conftest import Wired
+
 
 SEED = 8
 PAYLOAD = random.Random(SEED).randbytes(10_000)
@@ -382,3 +386,27 @@ def test_a_pull_of_what_is_not_there_is_refused(wired: Wired, ask: PullAsk, stat
     wired.syncer.publish(PAYLOAD)
     assert refused(lambda: pull(wired, ask)).code() is status
     assert wired.server.counters().get("payload_bytes_out", 0) == 0
+
+
+# --- The fake syncer of these tests is what ``service`` asks for, and learns no more than it should ------------------
+
+
+def test_the_fake_has_the_signatures_of_the_contract() -> None:
+    for contract, fake in ((SyncerApi, FakeSyncer), (PushSession, FakeSession), (WatchFeed, FakeFeed)):
+        for name, method in inspect.getmembers(contract, inspect.isfunction):
+            if not name.startswith("_"):
+                assert list(inspect.signature(getattr(fake, name)).parameters) == list(
+                    inspect.signature(method).parameters
+                ), name
+
+
+def test_every_call_of_a_client_reaches_the_shell(wired: Wired) -> None:
+    client = wired.client()
+    assert client.join(join_ask()).incarnation == 1
+    assert client.report(report_info()).known
+    client.push(push_header(b"abc"), b"abc")
+    client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
+    with client.watch(1) as stream:
+        next(stream)
+    client.leave(1)
+    assert wired.syncer.calls == ["join", "report", "open_push", "pull", "watch", "leave"]

@@ -23,7 +23,7 @@ from diloco.wire.pulling import Patience, PullSink, pieces
 from diloco.wire.v1 import sync_pb2
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask
 from tests.wire.relay import Relay, wait_until
-from tests.wire.test_pushing import MARK, MARKED, PAYLOAD
+from tests.wire.test_messages import MARK, MARKED, PAYLOAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from diloco.wire.options import FRAMES_KEPT
 from diloco.wire.pulling import PullSink
 from tests.wire.fake_syncer import RUN
 from tests.wire.relay import Relay
-from tests.wire.test_pushing import MARK, MARKS, PAYLOAD
+from tests.wire.test_messages import MARK, MARKS, PAYLOAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

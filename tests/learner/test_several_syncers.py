@@ -1,0 +1,556 @@
+"""A site with several syncers: the loop sees one agent, and one syncer's absence is no other's business."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.inner.checkpoint import CheckpointError
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import StepInfo, Verdict
+from diloco.learner.agent import Agent, Finished
+from diloco.learner.exchange import AgentOptions
+from diloco.learner.ranks import Orders
+from diloco.learner.several_syncers import Agents, OneVoice, in_whole, part_restored
+from diloco.learner.transfer import JoinFailed
+from diloco.outer.fragments import gather, part_of
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
+from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.effects import StopTraining
+from diloco.sync.events import Ending, FinalAnnounced
+from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
+from diloco.sync.progress import Ledger
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.server import Syncer
+from diloco.wire.options import SecurityOptions, ServerOptions
+from tests.learner.direct import TOKENS, DirectClient
+from tests.learner.held import held
+from tests.syncer.building import LAYOUT, NO_WAIT, RUN, SHARED, Events, eventually, version_zero
+
+
+def info_of(step: int) -> StepInfo:
+    return StepInfo(step, 1.0, TOKENS, 0, 2_000_000, step, 1.0, 0.1, applied=True)
+
+
+class Part:
+    """An agent that does as it is told."""
+
+    def __init__(self, cursor: int = 0, joins: bool | str = True, progress: float = 0.0) -> None:
+        self.cursor, self.joins, self.told_progress = cursor, joins, progress
+        self.has_joined = joins is True
+        self.stop: StopTraining | None = None
+        self.ending: Ending | None = None
+        self.known = self
+        self.steps: list[int] = []
+        self.left = self.closed = self.withdrawn = False
+        self.ledger = Ledger(30, 30, 0, 0, 0, 0, 0)
+
+    def start(self, away_s: float | None = None) -> int:
+        if isinstance(self.joins, str):
+            raise JoinFailed(self.joins, "no")
+        return self.cursor
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        self.steps.append(info.step)
+        return Verdict(self.stop is not None)
+
+    def next_turn(self) -> None:
+        return None
+
+    def leave(self) -> None:
+        self.left = True
+        self.stop = self.stop or StopTraining(None, "asked to leave")
+
+    def progress(self) -> float:
+        return self.told_progress
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        return {"base.0": torch.full((1,), float(self.cursor))}, {"machine": self.cursor}
+
+    def ledgers(self) -> list[Ledger]:
+        return [self.ledger]
+
+    def finish(self) -> Finished:
+        self.leave()
+        return Finished("failed" if self.stop and self.stop.failed else "finished", "it is over", {})
+
+    def withdraw(self) -> None:
+        self.withdrawn = not self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def site_of(*parts: Part, events: Events | None = None, join_timeout_s: float = 0.2) -> Agents:
+    voice = OneVoice([[index] for index in range(len(parts))], (events or Events()).emit)
+    return Agents(parts, voice, Orders(SiteGroup()), join_timeout_s)  # type: ignore[arg-type]
+
+
+def test_cursor_and_progress_are_the_furthest() -> None:
+    agents = site_of(Part(cursor=4, progress=0.5), Part(cursor=9, progress=0.2))
+    assert agents.start() == 9
+    assert agents.progress() == 0.5
+
+
+def test_it_begins_when_one_syncer_answers_and_not_when_none_does() -> None:
+    assert site_of(Part(cursor=3, joins=False), Part(cursor=2)).start() == 3
+    parts = [Part(joins=False), Part(joins=False)]
+    with pytest.raises(JoinFailed, match="none of the syncers answers") as caught:
+        site_of(*parts).start()
+    assert caught.value.kind == "unreachable"
+    assert all(part.closed for part in parts)
+
+
+def test_one_refusal_is_the_sites() -> None:
+    parts = [Part(), Part(joins="mismatch")]
+    with pytest.raises(JoinFailed):
+        site_of(*parts).start()
+    assert parts[0].closed
+    assert parts[0].withdrawn
+
+
+def test_every_agent_hears_of_every_step_and_all_ends_make_the_end() -> None:
+    parts = [Part(), Part()]
+    agents = site_of(*parts)
+    assert not agents.after_step(info_of(1)).stop
+    parts[0].stop, parts[0].ending = StopTraining(Ending.FINISHED, "the run is finished"), Ending.FINISHED
+    assert not agents.after_step(info_of(2)).stop, "the other syncer's fragments go on"
+    parts[1].stop, parts[1].ending = StopTraining(Ending.FINISHED, "the run is finished"), Ending.FINISHED
+    assert agents.after_step(info_of(3)) == Verdict(True, "the run is finished")
+    assert [part.steps for part in parts] == [[1, 2, 3]] * 2
+
+
+FINISHED = StopTraining(Ending.FINISHED, "the run is finished")
+
+
+def test_a_syncer_that_had_finished_before_is_not_waited_for() -> None:
+    parts = [Part(), Part(joins=False)]
+    parts[1].ending = Ending.FINISHED
+    agents = site_of(*parts, join_timeout_s=600.0)
+    agents.start()
+    assert not agents.after_step(info_of(1)).stop, "the other syncer's fragments go on"
+    parts[0].stop, parts[0].ending = FINISHED, Ending.FINISHED
+    assert agents.after_step(info_of(2)) == Verdict(True, "the run is finished")
+    assert agents.finish().ending == "finished"
+    assert [part.left for part in parts] == [True, False], "nobody is there to say goodbye to"
+    assert parts[1].closed
+
+
+def test_an_earlier_end_says_nothing_of_a_run_that_was_given_more_tokens() -> None:
+    parts = [Part(), Part(joins=False)]
+    parts[0].ending = parts[1].ending = Ending.FINISHED
+    agents = site_of(*parts, join_timeout_s=600.0)
+    agents.start()
+    parts[0].ending = None  # As its syncer answered.
+    assert not agents.after_step(info_of(1)).stop
+    parts[0].stop, parts[0].ending = FINISHED, Ending.FINISHED
+    assert not agents.after_step(info_of(2)).stop, "syncer 1 may have as much to merge as syncer 0 had"
+    assert agents.finish().ending == "left", "what it would have merged is unsent"
+    assert parts[1].left
+
+
+def test_who_never_answers_is_waited_for_with_a_bound_once_the_run_is_finished() -> None:
+    parts = [Part(), Part(joins=False)]
+    agents = site_of(*parts, join_timeout_s=0.2)
+    agents.start()
+    threading.Event().wait(0.3)
+    assert not agents.after_step(info_of(1)).stop, "while the run goes on a site waits for it without a bound"
+    parts[0].stop, parts[0].ending = FINISHED, Ending.FINISHED
+    assert not agents.after_step(info_of(2)).stop
+    threading.Event().wait(0.3)
+    assert agents.after_step(info_of(3)) == Verdict(True, "the run is finished, and syncer 1 did not answer for 0.2 s")
+
+
+def test_who_has_joined_is_waited_for_without_a_bound() -> None:
+    parts = [Part(), Part()]
+    agents = site_of(*parts, join_timeout_s=0.0)
+    agents.start()
+    parts[0].stop, parts[0].ending = FINISHED, Ending.FINISHED
+    assert not any(agents.after_step(info_of(step)).stop for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("stop", "ending"),
+    [
+        (StopTraining(Ending.DRAINED, "the run is drained"), Ending.DRAINED),
+        (StopTraining(None, "evicted", failed=True), None),
+    ],
+)
+def test_one_drain_or_one_failure_is_enough(stop: StopTraining, ending: Ending | None) -> None:
+    parts = [Part(), Part()]
+    agents = site_of(*parts)
+    parts[1].stop, parts[1].ending = stop, ending
+    assert agents.after_step(info_of(1)) == Verdict(True, f"{stop.why} (syncer 1)")
+
+
+def test_whoever_is_asked_to_leave_leaves_all_at_the_same_step() -> None:
+    parts = [Part(), Part()]
+    agents = site_of(*parts)
+    agents.leave_soon()
+    assert agents.after_step(info_of(1)).stop
+    assert all(part.left for part in parts)
+
+
+def test_the_ledger_is_the_mean_and_what_an_ended_part_did_not_hear_of_is_unsent() -> None:
+    events, parts = Events(), [Part(), Part()]
+    parts[1].ledger = Ledger(50, 40, 0, 0, 0, 0, 10)
+    finished = site_of(*parts, events=events).finish()
+    assert finished.ledger == {
+        "processed": 50,
+        "merged": 35,
+        "refused": 0,
+        "in_flight": 0,
+        "unsent": 10,
+        "overwritten": 0,
+        "lost": 5,
+    }
+    (done,) = events.of("site_done")
+    assert done["ledger"]["tokens_unsent"] == 10
+
+
+def test_a_failure_while_it_ends_is_not_hidden_behind_a_good_end() -> None:
+    parts = [Part(), Part()]
+    agents = site_of(*parts)
+    for part in parts:
+        part.stop, part.ending = FINISHED, Ending.FINISHED
+    assert agents.after_step(info_of(1)) == Verdict(True, "the run is finished")
+    parts[1].stop = StopTraining(None, "evicted", failed=True)
+    finished = agents.finish()
+    assert (finished.ending, finished.why) == ("failed", "it is over"), "as the part that failed says it"
+
+
+def test_a_failed_part_makes_a_failed_site() -> None:
+    parts = [Part(), Part()]
+    parts[1].stop = StopTraining(None, "evicted", failed=True)
+    assert site_of(*parts).finish().ending == "failed"
+
+
+def test_a_checkpoint_holds_each_part_and_gives_it_back() -> None:
+    tensors, meta = site_of(Part(cursor=3), Part(cursor=4)).state()
+    assert sorted(tensors) == ["0.base.0", "1.base.0"]
+    found = part_restored((tensors, meta), 1, 2)
+    assert found is not None
+    assert found[1] == {"machine": 4}
+    assert list(found[0]) == ["base.0"]
+    assert len(found[0]) == 1
+    assert float(found[0]["base.0"]) == 4.0
+    assert part_restored(None, 0, 2) is None
+    with pytest.raises(CheckpointError, match="of a run with 2 syncers, and this one has 3"):
+        part_restored((tensors, meta), 0, 3)
+    with pytest.raises(CheckpointError, match="of a run with one syncer, and this one has 2"):
+        part_restored(({}, {"machine": {}}), 0, 2)
+
+
+# --- real agents and real syncers; the wire is a function call -------------------------------------------------------
+
+PLACEMENT = ((1,), (0,))
+
+
+class TwoSyncers:
+    """Each with one of the two fragments, and a site that trains by dice."""
+
+    def __init__(self, folder: Path, *, quorum: int | str = 1, lock_step: bool = False) -> None:
+        self.folder, self.quorum, self.lock_step = folder, quorum, lock_step
+        self.parts = [part_of(LAYOUT, indices) for indices in PLACEMENT]
+        self.syncers = [self._syncer(at) for at in range(2)]
+        self.parameters = {name: torch.full(shape, float("nan")) for name, shape in LAYOUT.parameters}
+        self.events = Events()
+        self.steps = 0
+        for syncer in self.syncers:
+            syncer.start()
+
+    def _agreed(self, at: int) -> Agreement:
+        return Agreement(PROTOCOL, RUN, 1, self.parts[at].fingerprint, {**SHARED, "cluster.syncer.index": str(at)})
+
+    def _syncer(self, at: int) -> Syncer:
+        plan = RunPlan(
+            self._agreed(at),
+            self.parts[at],
+            "shared",
+            OuterOptions(**{**NO_WAIT, "num_fragments": 1, "quorum": self.quorum}),  # type: ignore[arg-type]
+            OuterRule(OuterOptimizerOptions()),
+            HealthOptions(policy="admit"),
+        )
+        options = SyncerOptions(folder=str(self.folder / f"syncer-{at}"), heartbeat_s=0.2, linger_s=2.0)
+        network = ServerOptions(run_id=RUN, address="127.0.0.1:0")
+        zero = [version_zero()[index] for index in PLACEMENT[at]]
+        return Syncer(options, plan, lambda: zero, network, SecurityOptions(), Events().emit)
+
+    def site(self, restored: Any = None, name: str = "a") -> Agents:
+        self.clients = [DirectClient(syncer, name) for syncer in self.syncers]
+        whole, voice = LearnerOptions(num_fragments=2, inner_steps=4), OneVoice(PLACEMENT, self.events.emit)
+        orders = Orders(SiteGroup())
+        agents = [
+            Agent(
+                AgentOptions(
+                    folder=str(self.folder / name / str(at)),
+                    join_timeout_s=5.0,
+                    lock_step_timeout_s=5.0,
+                    finish_timeout_s=5.0,
+                    meter_every_s=0.1,
+                ),
+                LearnerOptions(
+                    num_fragments=1,
+                    inner_steps=4,
+                    offsets=(whole.due_at[PLACEMENT[at][0]],),
+                    lock_step=self.lock_step,
+                ),
+                self.parts[at],
+                held(self.parameters),
+                self._agreed(at),
+                self.clients[at],  # type: ignore[arg-type]
+                name,
+                voice.of(at),
+                orders.of(at),
+                part_restored(restored, at, 2),
+            )
+            for at in range(2)
+        ]
+        return Agents(agents, voice, orders, 5.0)
+
+    def begun(self) -> Agents:
+        """The site, with a version of each fragment."""
+        agents = self.site()
+        agents.start()
+        for fragment in range(2):
+            self.train_until(agents, "adopted", fragment, 1)
+        return agents
+
+    def train(self, agents: Agents, steps: int) -> None:
+        for _ in range(steps):
+            self.steps += 1
+            for values in self.parameters.values():
+                values.add_(0.01)
+            threading.Event().wait(0.002)
+            assert not agents.after_step(info_of(self.steps)).stop
+
+    def train_until(self, agents: Agents, what: str, fragment: int, count: int) -> None:
+        def seen() -> int:
+            return sum(event["fragment"] == fragment for event in self.events.of(what))
+
+        for _ in range(2000):
+            if seen() >= count:
+                return
+            self.train(agents, 1)
+        raise AssertionError(f"not {count} {what} of fragment {fragment}: {self.events.all[-5:]}")
+
+    def version(self, at: int) -> int:
+        return int(self.syncers[at].status()["fragments"][0]["version"])  # type: ignore[index]
+
+    def stop(self) -> None:
+        for syncer in self.syncers:
+            syncer.stop(0.1)
+
+
+def copied(state: tuple[dict[str, Tensor], dict[str, object]]) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """As a checkpoint has it, whatever becomes of the site's own tensors."""
+    return {name: value.clone() for name, value in state[0].items()}, state[1]
+
+
+def test_one_syncer_away_costs_the_others_fragments_nothing(tmp_path: Path) -> None:
+    two = TwoSyncers(tmp_path)
+    try:
+        agents = two.site()
+        agents.start()
+        for index, zero in enumerate(version_zero()):
+            assert torch.equal(gather(LAYOUT.fragments[index], two.parameters), zero), "fragments found their place"
+        two.train_until(agents, "adopted", 0, 2)
+        two.train_until(agents, "adopted", 1, 2)
+        two.clients[0].down.set()
+        before = len([e for e in two.events.of("adopted") if e["fragment"] == 0])
+        held = two.version(0)
+        two.train_until(agents, "adopted", 0, before + 4)
+        assert two.version(0) <= held + 2, "what had arrived before"
+        two.clients[0].down.clear()
+        count = len([e for e in two.events.of("adopted") if e["fragment"] == 1])
+        two.train_until(agents, "adopted", 1, count + 2)
+        finished = agents.finish()
+        assert finished.ledger["merged"] + finished.ledger["unsent"] == two.steps * TOKENS
+        assert finished.ledger["unsent"] == 0, "the one that was away has everything"
+        (done,) = two.events.of("site_done")
+        assert done["ledger"] == {f"tokens_{name}": value for name, value in finished.ledger.items()}
+        meter = two.events.of("meter")[-1]
+        assert meter["inner_steps"] == two.steps
+        assert meter["bytes_up"] == sum(client.bytes_up for client in two.clients)
+    finally:
+        two.stop()
+
+
+def test_in_lock_step_a_site_that_comes_later_exchanges_what_the_others_do(tmp_path: Path) -> None:
+    """Its steps are others than theirs, and each site once waited for the other at another syncer."""
+    two = TwoSyncers(tmp_path, quorum="all", lock_step=True)
+    try:
+        early = two.site()
+        early.start()
+        two.train(early, 6)
+        late = two.site(name="b")
+        late.start()
+        assert [two.version(at) for at in (1, 0)] == [2, 1], "the second fragment is next"
+        rest = threading.Thread(target=two.train, args=(early, 8))
+        rest.start()
+        for step in range(1, 11):
+            assert not late.after_step(info_of(step)).stop
+        rest.join(10.0)
+        assert [two.version(at) for at in (1, 0)] == [4, 3]
+        early.close()
+        late.close()
+    finally:
+        two.stop()
+
+
+def test_a_site_that_comes_back_trains_on_without_the_one_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 0.1)
+    two = TwoSyncers(tmp_path)
+    try:
+        agents = two.begun()
+        saved = copied(agents.state())
+        two.train(agents, 8)
+        agents.close()
+        read = two.steps * TOKENS
+        again = two.site(saved)
+        two.clients[0].down.set()
+        assert again.start() > 0
+        assert "trains_on_without" in [event["note"] for event in two.events.of("note")]
+        two.train(again, 6)
+        two.clients[0].down.clear()
+        eventually(lambda: all(agent.has_joined for agent in again._agents), "both have taken it in")
+        count = len([e for e in two.events.of("adopted") if e["fragment"] == 1])
+        two.train_until(again, "adopted", 1, count + 1)
+        ledger = again.finish().ledger
+        assert ledger["processed"] == two.steps * TOKENS
+        # A step between the join and the boundary at which the earlier process' later work is taken is thrown away.
+        assert ledger["merged"] + ledger["lost"] + ledger["overwritten"] == ledger["processed"]
+        assert ledger["lost"] <= read
+    finally:
+        two.stop()
+
+
+def test_a_site_that_is_closed_while_it_comes_back_does_not_train_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once went on without the syncer that it was waiting for, as an agent whose threads end at once."""
+    monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 60.0)
+    two = TwoSyncers(tmp_path)
+    try:
+        agents = two.begun()
+        saved = copied(agents.state())
+        agents.close()
+        again = two.site(saved)
+        two.clients[0].down.set()
+        closing = threading.Timer(0.3, again.close)
+        closing.start()
+        with pytest.raises(JoinFailed, match="the site is stopping"):
+            again.start()
+        closing.join(10.0)
+        assert "trains_on_without" not in [event.get("note") for event in two.events.of("note")]
+    finally:
+        two.stop()
+
+
+def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 0.1)
+    two = TwoSyncers(tmp_path)
+    try:
+        agents = two.begun()
+        agents._agents[1].tell(FinalAnnounced(Ending.FINISHED))
+        two.train(agents, 1)
+        saved = copied(agents.state())
+        agents.close()
+        again = two.site(saved)
+        two.clients[1].down.set()
+        again.start()
+        (held,) = PLACEMENT[0]
+        two.train_until(again, "adopted", held, 3)
+        again._agents[0].tell(FinalAnnounced(Ending.FINISHED))
+        assert again.after_step(info_of(two.steps + 1)) == Verdict(True, "the run is finished")
+        finished = again.finish()
+        assert finished.ending == "finished"
+        assert finished.ledger["unsent"] > 0, "what was trained since of the finished part"
+    finally:
+        two.stop()
+
+
+def test_a_new_site_that_does_not_reach_them_all_holds_nothing_back_when_it_gives_up(tmp_path: Path) -> None:
+    """The syncer that had taken it in once waited for it where all sites count, until it counted as silent."""
+    two = TwoSyncers(tmp_path, quorum="all")
+    try:
+        early = two.begun()
+        late = two.site(name="b")
+        two.clients[1].down.set()
+        late._agents[1]._options.join_timeout_s = 0.1
+        with pytest.raises(JoinFailed):
+            late.start()
+        (held,) = PLACEMENT[0]
+        before = sum(event["fragment"] == held for event in two.events.of("adopted"))
+        two.train_until(early, "adopted", held, before + 3)
+        early.close()
+    finally:
+        two.stop()
+
+
+def test_a_new_site_needs_them_all(tmp_path: Path) -> None:
+    two = TwoSyncers(tmp_path)
+    try:
+        agents = two.site()
+        two.clients[1].down.set()
+        agents._agents[1]._options.join_timeout_s = 0.1
+        with pytest.raises(JoinFailed):
+            agents.start()
+    finally:
+        two.stop()
+
+
+# --- Several agents say what one site says ---------------------------------------------------------------------------
+
+METER = {"bytes_up": 5, "bytes_down": 7, "in_flight": 1, "adopt_s": 0.5, "incarnation": 1, "staleness": 0, "link": 9}
+
+
+def test_fragments_are_those_of_the_whole_model() -> None:
+    events = Events()
+    voice = OneVoice([[0, 2], [1, 3]], events.emit)
+    voice.of(1)("adopted", {"fragment": 1, "version": 4})
+    voice.of(0)("joined", {"versions": [7, 8]})
+    voice.of(1)("note", {"note": "x", "fragment": None})
+    assert events.all == [
+        {"what": "adopted", "fragment": 3, "version": 4, "of_syncer": 1},
+        {"what": "joined", "versions": [7, 8], "fragments": [0, 2], "of_syncer": 0},
+        {"what": "note", "note": "x", "fragment": None, "of_syncer": 1},
+    ]
+    assert in_whole({"fragment": -1}, [4]) == {"fragment": -1}
+
+
+def test_a_sites_meter_is_one_and_adds_up_what_its_agents_sent() -> None:
+    events = Events()
+    voice = OneVoice([[0], [1]], events.emit)
+    voice.meter()
+    assert not events.all, "nothing was measured yet"
+    voice.spent.step(1_000_000, 10, 2.0)
+    voice.spent.stalled(2_000_000, 0)
+    voice.of(0)("meter", {**METER, "stall_s": 9.0})
+    voice.of(1)("meter", {**METER, "incarnation": 3, "stall_s": 9.0})
+    voice.of(0)("meter", {**METER, "stall_s": 9.0})
+    assert len(events.of("meter")) == 2, "as often as one of them has one"
+    told = events.of("meter")[-1]
+    assert told["bytes_up"] == 10
+    assert told["adopt_s"] == 1.0
+    assert told["incarnation"] == 3
+    assert told["stall_s"] == 0.002, "the loop's own clock counts, not the agents'"
+    assert told["inner_steps"] == 1
+
+
+def test_a_site_is_done_once() -> None:
+    events = Events()
+    voice = OneVoice([[0], [1]], events.emit)
+    voice.of(0)("site_done", {"ledger": {}})
+    assert not events.all
+    voice.emit("site_done", {"ledger": {}})
+    assert len(events.of("site_done")) == 1
