@@ -89,6 +89,8 @@ SHORT: dict[str, list[str]] = {
     "diloco launch kubernetes --dry-run run.name=first": [],
     "diloco plan +experiment=100t_20dc": [],
     LINKS: ["chips=0"],
+    "diloco runs": [],
+    "diloco logs runs/latest site-a": [],
     "diloco report runs/latest": [],
     "diloco journal show runs/latest": [],
     "diloco canary runs/latest/sites/site-a": [],
@@ -149,7 +151,13 @@ def test_a_whole_run(place: Place, command: str) -> None:
     assert verb.end(90.0) == 0, verb.text()
 
 
-AFTERWARDS = ["diloco report runs/latest", "diloco journal show runs/latest", "diloco canary runs/latest/sites/site-a"]
+AFTERWARDS = [
+    "diloco runs",
+    "diloco logs runs/latest site-a",
+    "diloco report runs/latest",
+    "diloco journal show runs/latest",
+    "diloco canary runs/latest/sites/site-a",
+]
 
 
 LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
