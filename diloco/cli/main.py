@@ -111,6 +111,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
         ),
         "plan and compare": (
             Verb("config", "diloco.config.arguments:config", "all settings, or those about a word"),
+            Verb("completion", "diloco.cli.main:completion", "verbs and settings for the Tab key of bash and zsh"),
             Verb(
                 "plan", "diloco.cli.plan:main", "what a run takes of links, memory, money and time, before there is one"
             ),
@@ -134,6 +135,39 @@ OF_OTHERS = (
 )
 """Verbs of other programs, and what to use here."""
 HELP = frozenset({"-h", "--help"})
+
+
+COMPLETION = """\
+# eval "$(diloco completion)"
+if [ -n "$ZSH_VERSION" ]; then autoload -U +X bashcompinit && bashcompinit; fi
+_diloco() {
+  local word="${COMP_WORDS[COMP_CWORD]}"
+  if [ "$COMP_CWORD" = 1 ]; then
+    COMPREPLY=($(compgen -W "$verbs" -- "$word"))
+  else
+    COMPREPLY=($(compgen -W "$keys" -- "$word") $(compgen -f -- "$word"))
+  fi
+}
+complete -o nospace -F _diloco diloco
+"""
+
+
+def completion(arguments: Sequence[str]) -> ExitCode:
+    """Print what the shell needs to complete verbs, groups and settings; nothing is asked of this program later."""
+    from diloco.config.compose import GROUPS as CHOICES
+    from diloco.config.keys import leaves
+
+    parser = argparse.ArgumentParser(
+        prog="diloco completion", description='For your shell: eval "$(diloco completion)"'
+    )
+    parser.parse_args(arguments)
+    keys = [f"{name}=" for name in (*CHOICES, *(key for key, _, _ in leaves()))]
+    words = {"$verbs": " ".join(verb.name for verb in VERBS), "$keys": " ".join(keys)}
+    text = COMPLETION
+    for name, value in words.items():
+        text = text.replace(name, value)
+    print(text, end="")
+    return ExitCode.OK
 
 
 def command() -> NoReturn:

@@ -37,6 +37,27 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
         assert done.stdout.startswith(("usage: diloco", "diloco 0."))
 
 
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("st", ["status", "standby"]),
+        ("status site.tok", ["site.token_file="]),
+        ("up cluster=", []),
+        ("up netw", ["network="]),
+    ],
+)
+def test_the_tab_key_finds_verbs_and_settings(typed: str, found: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion"]) == 0
+    words = ["diloco", *typed.split()]
+    asked = (
+        f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _diloco; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    script = f"{capsys.readouterr().out}\n{asked}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert set(found) <= set(done.stdout.split())
+    assert not [word for word in done.stdout.split() if not word.startswith(words[-1])]
+
+
 def test_a_terminal_without_unicode_gets_question_marks() -> None:
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
