@@ -30,9 +30,6 @@ def test_a_users_own_text_is_not_read_for_it() -> None:
     assert reference_bits(DataSection(kind="text", path="/nowhere")) == {}
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def config_in(path: Path, *overrides: str) -> RunConfig:
     return compose([f"run.dir={path / 'runs'}", *overrides])
 

@@ -142,8 +142,6 @@ def test_threads_that_take_and_drop_never_share_memory() -> None:
     assert damage == []
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 DATA = random.Random(4).randbytes(100_003)
 SHA256 = hashlib.sha256(DATA).hexdigest()
 

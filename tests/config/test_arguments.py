@@ -73,9 +73,6 @@ def test_threads_are_set_for_torch_and_for_children(monkeypatch: pytest.MonkeyPa
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_every_group_choice_and_key_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     lines = settings_help().replace("\n" + " " * 15, " ").splitlines()

@@ -162,8 +162,6 @@ def test_names_of_tensors_have_a_part(tmp_path: Path) -> None:
         save(tmp_path, "step-1", {"weight": torch.zeros(1)}, {})
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
 
@@ -237,9 +235,6 @@ def test_two_shapes_of_one_tensor_and_a_format_of_the_future_are_refused(tmp_pat
     commit(tmp_path, "step-1", 2, {}, 3)
     with pytest.raises(CheckpointError, match=r"holds model/w in two shapes, \(4, 6\) and \(8, 6\)"):
         assert Checkpoint(tmp_path / "step-1").entries
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_sealed_comes_back_and_any_change_is_seen(tmp_path: Path) -> None:

@@ -53,9 +53,6 @@ def test_fully_sharded_is_every_parameter_by_its_rows(held: dict[str, Any]) -> N
     assert held["cut_by_shard"] == {name: (len(each) // 2, *each.shape[1:]) for name, each in whole.items()}
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_boxes_meet_where_both_reach() -> None:
     whole = torch.arange(24).reshape(4, 6)
     one, two = Box((1, 0), (3, 4)), Box((0, 2), (3, 4))

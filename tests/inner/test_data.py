@@ -315,9 +315,6 @@ def test_who_goes_on_after_a_process_that_died_encodes_only_the_rest(
     assert train[-1] == (whole.train.text_bytes, whole.train.text_bytes)
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1000, 4097])
 def test_every_place_comes_once(size: int) -> None:
     for key in ("a", "b"):

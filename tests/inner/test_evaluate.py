@@ -26,9 +26,6 @@ def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None
     assert bits_per_byte(math.log(2.0) * 3.0, 1.5) == pytest.approx(2.0)
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def small(**other: Any) -> Transformer:
     shape: dict[str, Any] = {"vocab_size": 50, "layers": 2, "dim": 16, "heads": 4, "context": 24}
     model = Transformer(ModelOptions(**{**shape, **other}), seed=2)

@@ -150,9 +150,6 @@ def test_a_wrong_option_is_named(field: str, value: object) -> None:
         InnerOptions(**{field: value})  # type: ignore[arg-type]
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def optimizers_of(parameters: list[torch.nn.Parameter], bound: float) -> InnerOptimizers:
     sgd = torch.optim.SGD(parameters)
     return InnerOptimizers({"sgd": (sgd, [str(index) for index in range(len(parameters))])}, InnerOptions(clip=bound))
@@ -173,9 +170,6 @@ def test_a_gradient_that_is_not_finite_is_told() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([1.0, torch.nan, 0.0])
     assert math.isnan(optimizers_of([parameter], 1.0).clip())
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -485,9 +485,6 @@ def test_the_share_of_the_devices_peak_is_in_the_log_where_the_peak_is_known(man
     assert "mfu" not in facts[0][1]
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def tiny(dim: int = 16, seed: int = 1, tied: bool = True) -> Transformer:
     return Transformer(ModelOptions(vocab_size=40, layers=1, dim=dim, heads=2, context=8, tied=tied), seed)
 

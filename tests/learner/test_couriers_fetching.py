@@ -233,8 +233,6 @@ def test_no_thread_that_waits_ahead_outlives_the_fetcher() -> None:
     assert len(shelf.waiting) == 1
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 STEP_NS = 100_000_000
 WAYS = (Way("int8", 8_000_000), Way("int4", 4_000_000))
 

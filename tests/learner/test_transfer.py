@@ -530,8 +530,6 @@ def test_a_stop_is_noticed_wherever_the_listener_is() -> None:
         assert time.monotonic() - began < 5, place
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 RANGE = 1024
 """Values that are made at once where a test says so."""
 LONG = plan_layout((("long", (24 * RANGE + 7,)),), 1)
@@ -773,8 +771,6 @@ def test_who_is_stopping_is_not_at_the_door_any_more() -> None:
         door(closed).first(time.monotonic() + 5.0)
     assert len(tries) == 1
 
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 MS = 1_000_000
 

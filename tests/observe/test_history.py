@@ -256,9 +256,6 @@ def test_what_a_site_left_with_is_not_known_to_hold_after_a_restore(recorder: Re
     assert history.sites["site-a"].left_with is None
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_long_series_is_thinned_and_keeps_its_end() -> None:
     series = Series()
     for number in range(10 * SERIES_MAX):

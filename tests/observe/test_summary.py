@@ -274,9 +274,6 @@ def test_a_run_that_made_nearly_no_version_is_not_ok(since: int, status: str) ->
     assert said in told
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def closed(recorder: Recorder, **changes: Any) -> list[str]:
     history = RunHistory()
     history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))

@@ -38,9 +38,6 @@ def test_times_less() -> None:
     assert times_less(0, 5) == times_less(5, 0) == "-"
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_every_fault_of_a_scenario_has_words() -> None:
     assert set(CAUSED) == set(KINDS)
     assert set(ENDED) == {name for name, (_, lasts) in KINDS.items() if lasts != "never"}

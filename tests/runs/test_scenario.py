@@ -164,8 +164,6 @@ def test_each_of_several_syncers_can_be_a_target() -> None:
         load_scenario("- {at_s: 1, do: kill, target: syncer-1}", "faults.yaml", SITES, ["syncer", "syncer-1"])
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 LINKS = {"site-a": {"rtt_ms": 10.0, "jitter_ms": 0.0, "mbps": 50.0}}
 
 

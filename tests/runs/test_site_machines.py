@@ -258,8 +258,6 @@ def test_a_machine_with_another_folder_or_other_settings_is_told(
     assert str(how).endswith("the machines of a site share one folder")
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 PRETENDED = """#!/bin/sh
 echo "$@" >&2
 sleep 600 &

@@ -504,8 +504,6 @@ def test_every_checker_has_a_mutation() -> None:
     assert all(checker.mutation for checker in CHECKERS)
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 STEP = StartOuterStep(0, 1, (Contribution("a", 1.0, 0, (UpdateRef(1, "p", "exact", "d"),)),))
 
 

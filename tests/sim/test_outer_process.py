@@ -193,9 +193,6 @@ def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
     assert replicator.caught_up()
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_a_standby() -> None:
     small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
     small.run(3)
@@ -245,9 +242,6 @@ def test_one_machine_needs_no_lease() -> None:
     syncers = small.syncers
     assert (len(syncers.seats), syncers.lease, syncers.caught_up()) == (1, None, True)
     assert not syncers.may_be_lost(syncers.seats[0])
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 class Desk(Loop):

@@ -50,9 +50,6 @@ def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
         assert plan.sites[0].options.adopt == "rebase", plan.seed
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", sooner(PAIR, *PAIR[::2]))
 def test_a_run_survives_each_fault(kind: str) -> None:
     small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)

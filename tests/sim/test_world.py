@@ -62,8 +62,6 @@ def test_site_that_is_asked_to_leave_says_goodbye() -> None:
     assert (site.why, site.wanted, site.running()) == ("left", False, False)
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 TTL_NS = 1000 * MILLISECOND_NS
 
 
@@ -149,9 +147,6 @@ def test_a_message_that_is_lost_breaks_the_stream() -> None:
     assert broken, "what no longer fits into a cut line is lost, and its reader knows"
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def forever() -> bool:
     return False
 
@@ -210,9 +205,6 @@ def test_cut_link_holds_a_bounded_number_and_delivers_some_of_them_after_the_hea
     link.heal()
     heap.run_until(20, forever)
     assert 0 < len(up) < HELD_MAX
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 def test_frozen_process_does_everything_after_the_thaw_in_order() -> None:

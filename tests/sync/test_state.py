@@ -66,9 +66,6 @@ def test_notes_stand_among_the_effects_in_order() -> None:
     assert turn.effects == [fx.AnswerDone(1), fx.Note("grace", "for more", fragment=0)]
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_part_needs_the_values_that_it_rests_on_waits_for_or_takes() -> None:
     one, two, three = (VersionAbove(number, f"payload {number}", "") for number in (1, 2, 3))
     part = Part(base=one, arrived=two, taking=three)

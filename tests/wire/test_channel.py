@@ -212,8 +212,6 @@ def test_a_name_that_nobody_serves_is_not_watched(wired: Wired) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 TOKEN = "token-of-site-a-1"
 
 
@@ -319,8 +317,6 @@ def test_addresses_are_host_and_port() -> None:
     )
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 GUARD = Guard(StallWatch("never started"), 1.0)
 
 
@@ -375,9 +371,6 @@ def test_who_waits_is_not_taken_for_stuck_and_goes_on_when_it_ends() -> None:
     assert not thread.is_alive()
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_full_bucket_passes_a_burst_and_then_its_rate() -> None:
     rates = Rates(burst_s=2.0)
     assert [rates.take("a", 1.0, 5.0, 100.0) for _ in range(10)] == [0.0] * 10
@@ -427,9 +420,6 @@ def test_what_is_reserved_comes_due_one_after_the_other_up_to_a_bound() -> None:
     assert waits[:4] == [0.0, 0.0, pytest.approx(0.5), pytest.approx(1.0)]
     assert waits[4:] == [pytest.approx(1.5)] * 2
     assert rates.take("a", 1.0, 2.0, 7.5, 1.0) == pytest.approx(1.0), "what was not taken is not owed"
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -491,8 +481,6 @@ def test_close_ends_the_thread_and_needs_none() -> None:
     watch.close()
     assert "used" not in {thread.name for thread in threading.enumerate()}
 
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

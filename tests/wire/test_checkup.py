@@ -86,8 +86,6 @@ def test_nobody_there_is_unreachable() -> None:
                 question()
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 LIMIT_S = 5.0
 PLAIN = SecurityOptions()
 

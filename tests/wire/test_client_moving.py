@@ -255,9 +255,6 @@ def test_fuzzed_answers_end_in_words(nonsense: tuple[Nonsense, SyncClient, Admin
     assert failures > 100, f"seed {seed}"
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 class Clock:
     """Time that passes when it is told to."""
 

@@ -153,9 +153,6 @@ def words(unpack: Callable[[bytes], object], raw: bytes) -> str:
     return ""
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 127, 128, 16_383, 16_384, m.CHUNK_BYTES_MAX])
 @pytest.mark.parametrize("offset", [0, 1, 127, 128, 2**21, m.PAYLOAD_BYTES_MAX])
 @pytest.mark.parametrize("checksum", [{"crc32": 0xDEADBEEF}, {"xxh3": 0xDEADBEEFDEADBEEF}, {"xxh3": 0}])
@@ -219,8 +216,6 @@ def test_half_of_a_run_or_a_span_is_refused() -> None:
     with pytest.raises(m.MalformedMessage, match="spans has 20000 numbers"):
         spans_in(range(20_000))
 
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 SEED = 31
 DATA = random.Random(SEED).randbytes(200)

@@ -255,8 +255,6 @@ def test_heartbeats_pass_while_bulk_fills_the_link(
     assert percentile(took_s, 95) < 3.0, sorted(took_s)[-5:]
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 PAYLOAD = bytes(range(256)) * 1024  # 256 KiB: four chunks
 OPTIONS = ClientOptions(chunk_bytes=64 * KIB)
 STALLS = StallWatch("never started")

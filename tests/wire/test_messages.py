@@ -89,9 +89,6 @@ def test_errors_carry_their_words() -> None:
     assert str(m.Refused(m.Status.ABORTED, "no")) == "no"
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def test_what_an_operator_says_of_sites_and_updates(wired: Wired) -> None:
     with AdminClient(wired.server.address) as admin:
         admin.readmit("site-b")
@@ -126,9 +123,6 @@ def test_a_refusal_comes_back_in_words(wired: Wired, monkeypatch: pytest.MonkeyP
     with AdminClient(wired.server.address) as admin, pytest.raises(Refused, match="there is no site site-b") as caught:
         admin.evict("site-b")
     assert caught.value.status is Status.NOT_FOUND
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 class Ended(Exception):
@@ -266,8 +260,6 @@ def refused(ask: Callable[[], object], bound_s: float = 10.0) -> bool:
     return False
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 BAD_NAMES = ["", "a" * 65, "a/b", "-a", "a b", "a\n", "ä", 5, None]
 BAD_NUMBERS = [-1, m.NUMBER_MAX + 1, 1.0, "1", None, True]
 BAD_DIGESTS = ["", DIGEST[1:], DIGEST + "0", DIGEST.upper(), "g" * 64, b"0" * 64]
@@ -376,8 +368,6 @@ def test_the_parts_of_a_pull_may_not_come_to_more_than_a_payload_may_have() -> N
     with pytest.raises(m.MalformedMessage, match=rf"payload_bytes .*{largest + 1}"):
         check(dataclasses.replace(PULL, part_bytes=(largest, 1), payload_bytes=largest + 1))
 
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 RETRYABLE = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "DATA_LOSS", "INTERNAL", "UNKNOWN", "ABORTED"}
 
@@ -517,8 +507,6 @@ def test_a_defect_in_what_takes_an_answer_is_no_unreachable_syncer() -> None:
         server.stop(None)
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
 ASK = PullAsk(RUN, "site-a", 3, 7, deal=5)
 LONG = replace(PULL, payload_bytes=20 * MIB + 7)
 
@@ -565,9 +553,6 @@ def test_all_streams_of_a_deal_keep_to_its_rate_together() -> None:
     first, second = (deals.join("site-a", replace(ASK, bytes_per_s=1 << 20), LONG) for _ in range(2))
     assert first.pacer is second.pacer
     assert first.pacer.chunk_bytes(MIB) < MIB
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
 
 
 def test_all_probes_at_once_hold_little() -> None:

@@ -51,9 +51,6 @@ def test_the_memory_that_sites_can_take_is_stated() -> None:
     assert options.memory_bytes_max(1000, 1, 900) == options.memory_bytes_max(1000, 1) + 2 * 900
 
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 def read_number(path: Path) -> int:
     return int(path.read_text())
 
