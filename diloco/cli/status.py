@@ -15,9 +15,9 @@ from diloco.config.compose import read
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, SYNCERS
 from diloco.config.run_dir import RunDir, existing_run
-from diloco.observe.console import SiteLines, size
+from diloco.observe.console import SiteLines
 from diloco.observe.eventlog import read_events
-from diloco.observe.text import units_text
+from diloco.observe.text import size, units_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

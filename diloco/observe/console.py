@@ -6,13 +6,13 @@ import math
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from diloco.observe.eventlog import LineWriter
+from diloco.observe.text import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from diloco.observe.eventlog import Event
 
-KIB = 1024.0
 QUIET = frozenset(
     {"step", "meter", "sealed", "pushed", "fetched", "adopted", "fate", "checkpoint", "memory_checkpoint"}
 )
@@ -100,15 +100,6 @@ def identity_lines(out: Lines) -> Callable[[Event], None]:
             out.write(f"crowded: {event.get('why')}\n")
 
     return write
-
-
-def size(count: float) -> str:
-    """Format a number of bytes: ``251.0 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < KIB:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= KIB
-    return f"{count:.1f} TiB"
 
 
 def _int(event: Mapping[str, object], name: str) -> int:

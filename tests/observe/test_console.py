@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from diloco.observe.console import SiteLines, identity_lines, missing_lines, size
+from diloco.observe.console import SiteLines, identity_lines, missing_lines
 from diloco.observe.eventlog import Event, LineWriter
 
 
@@ -23,7 +23,7 @@ def test_a_step_line_has_torchtitans_words_and_ours_behind_the_bar() -> None:
     assert len(said) == 3
     assert said[1] == (
         "[site-a] step:     10  loss:  2.43891  grad_norm:  0.9213  tps: 8,120  lr: 0.02000 "
-        "| v: 3,5  stale: 1  up: 2.0 KiB  down: 3.0 MiB"
+        "| v: 3,5  stale: 1  up: 2.05 kB  down: 3.15 MB"
     )
     lines(event("step", step=30, loss=2.438912, grad_norm=0.9213, tokens_per_s=8120.4, lr=0.02, mfu=0.40661))
     assert "tps: 8,120  mfu: 40.66%  lr: 0.02000 |" in out.getvalue().splitlines()[-1]
@@ -68,13 +68,3 @@ def test_a_terminal_that_went_away_ends_nothing() -> None:
     for step in (1, 2):
         said(event("step", step=step))
     assert len(out.getvalue().splitlines()) == 2, "and the log goes on"
-
-
-def test_sizes_are_for_people() -> None:
-    assert [size(count) for count in (0, 1023, 1024, 5 << 20, 3 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "5.0 MiB",
-        "3.0 TiB",
-    ]
