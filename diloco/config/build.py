@@ -333,6 +333,7 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
             ahead=ahead(config),
             measure_from=config.outer.measure_from,
             join_timeout_s=site.join_timeout_s,
+            takeover=site.takeover,
             finish_timeout_s=site.finish_timeout_s,
         )
 

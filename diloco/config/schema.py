@@ -246,6 +246,9 @@ class SiteSection:
     """Emulates slower hardware: each step sleeps (slowdown - 1) times its duration."""
     join_timeout_s: float = 60.0
     """How long a first join is tried."""
+    takeover: bool = False
+    """Replace a live process that speaks for this site from another folder, at once.  Without it such a process is
+    waited for until it is silent; a process started again in the same folder takes over at once in any case."""
     finish_timeout_s: float = 20.0
     """How long leaving may take."""
     tls_ca: str = ""

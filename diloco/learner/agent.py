@@ -397,7 +397,8 @@ class Agent(Exchange):
         self._has_ended = self._draws_again = False
         self._rank_lost = ""
         self._rejoining = ""  # The last reason logged for joining again; empty once joined.
-        self._joiner = Joiner(self, client, agreement, layout, self.sealer.encoder)
+        own = None if options.takeover else Path(options.folder)
+        self._joiner = Joiner(self, client, agreement, layout, self.sealer.encoder, own)
         self._listener = Listener(self, client)
         self._touch = Touch(self, options.meter_every_s)
         self.owners = Owners(dealt, self, orders, self._lose)

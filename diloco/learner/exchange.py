@@ -79,6 +79,8 @@ class AgentOptions:
     feedback: Annotated[float, within(0, 1)] = 0.0
     """Share of a codec's rounding error that is added to the next update; 0 under ``rebase``, which keeps it all."""
     join_timeout_s: Annotated[float, ABOVE_0] = 60.0
+    takeover: bool = False
+    """Whether this process replaces a live one of its site that another folder belongs to, at once."""
     lock_step_timeout_s: Annotated[float, ABOVE_0] = 300.0
     finish_timeout_s: Annotated[float, ABOVE_0] = 30.0
     """Longest wait at the end until all updates are accepted, and then again until their fates are known."""

@@ -20,10 +20,11 @@ from __future__ import annotations
 import contextlib
 import queue
 import random
+import re
 import secrets
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,6 +32,7 @@ from diloco.codec import native
 from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import Arriving, follow_into
+from diloco.durable import write_file
 from diloco.learner.seal import Participant, Sealer
 from diloco.sync.events import (
     FateTold,
@@ -46,6 +48,7 @@ from diloco.sync.events import (
 from diloco.sync.link import Adapter, AdaptOptions, LinkEstimator, RoundTimes
 from diloco.wire.channel import Backoff
 from diloco.wire.messages import (
+    FOLDER_DIGITS,
     Dropped,
     JoinAsk,
     LinkInfo,
@@ -60,6 +63,7 @@ from diloco.wire.pulling import Patience, PullSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -690,15 +694,38 @@ class Listener:
             self._stream.cancel()
 
 
+FOLDER_ID = re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}")
+
+
+def _folder_id(folder: Path) -> str:
+    """Return the random 16 digits that ``folder`` keeps, so that a process started again in it is known by them."""
+    path = folder / "folder.id"
+    with suppress(FileNotFoundError, UnicodeDecodeError):
+        if FOLDER_ID.fullmatch(found := path.read_text("ascii")):
+            return found
+    made = secrets.token_hex(FOLDER_DIGITS // 2)
+    write_file(path, made.encode())
+    return made
+
+
 class Joiner:
     """Joins the run for one process of a site, under one random process id for the life of the process."""
 
     def __init__(
-        self, participant: Joining, client: SyncClient, agreement: Agreement, layout: Layout, encodes: Encoder
+        self,
+        participant: Joining,
+        client: SyncClient,
+        agreement: Agreement,
+        layout: Layout,
+        encodes: Encoder,
+        folder: Path | None = None,
     ) -> None:
-        """``encodes`` is the site's encoder, whose description is logged at a join."""
+        """``encodes`` is the site's encoder, whose description is logged at a join.
+
+        With ``folder``, the process id names it, and a live process of another folder is not replaced.
+        """
         self._participant, self._client, self._agreement, self._layout = participant, client, agreement, layout
-        self._encodes, self._process = encodes, secrets.token_hex(8)
+        self._encodes, self._process = encodes, secrets.token_hex(8) + (_folder_id(folder) if folder else "")
 
     def attempt(self) -> tuple[JoinReply, JoinAnswered]:
         """Make one attempt; return the reply and the machine's event for it; raises ``Unreachable`` or ``Refused``."""

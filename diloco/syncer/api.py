@@ -43,6 +43,8 @@ from diloco.syncer.receive import Reception
 from diloco.syncer.status import recorded
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
+    FOLDER_DIGITS,
+    PROCESS_DIGITS,
     TEXT_CHARS_MAX,
     JoinAsk,
     JoinReply,
@@ -131,6 +133,7 @@ JOIN_REFUSALS = MappingProxyType(
 )
 
 DETACH_S = 10.0
+HELD_RETRY_MS = 2000
 NO_SUCH = MappingProxyType(
     {
         Reason.NOT_JOINED: "site_id is {site!r}: the run has no such site",
@@ -212,10 +215,31 @@ class Api:
 
         reply = self._core.ask(look)
         if isinstance(answer, AskToConfirm):
+            self._refuse_beside_another_folder(request)
             return replace(reply, ticket=answer.ticket)
         self._protocols[request.site_id] = request.protocol
         reply = replace(reply, incarnation=answer.incarnation, standings=answer.standings, ending=answer.ending)
         return publish.as_known(reply, request.protocol)
+
+    def _refuse_beside_another_folder(self, request: JoinAsk) -> None:
+        """Refuse for now a process that would replace a live one of another folder: two machines with one name.
+
+        Process ids of earlier releases, and of one that takes over, name no folder.
+        """
+
+        def holder(machine: OuterSync) -> tuple[str, bool]:
+            site = machine.state.sites[request.site_id]
+            return site.process, site.status is SiteStatus.LIVE
+
+        process, is_live = self._core.ask(holder)
+        both_named = len(process) == len(request.process) == PROCESS_DIGITS + FOLDER_DIGITS
+        if is_live and both_named and process[PROCESS_DIGITS:] != request.process[PROCESS_DIGITS:]:
+            silent_s = self._plan.outer.site_timeout_ns / 1e9
+            text = (
+                f"another process, started in another folder, speaks for site {request.site_id}: stop that one, or "
+                f"give this one another site.id; site.takeover=true replaces it, so does {silent_s:g} s of its silence"
+            )
+            raise Refusal(Status.UNAVAILABLE, text, retry_ms=HELD_RETRY_MS, reason=Reason.SUPERSEDED)
 
     def _protocol(self, site: str) -> int:
         """Return the protocol version of ``site``; the newest until it has rejoined this process, as every site does.

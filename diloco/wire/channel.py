@@ -547,6 +547,7 @@ def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError
     retry_after_s = int(pushback) / 1000.0 if pushback.isdigit() and len(pushback) <= 8 else None
     if status in _AGAIN or retry_after_s is not None or (status is Status.RESOURCE_EXHAUSTED and text == _FULL):
         failed = _NOT_CONNECTED.fullmatch(text)
-        return Unreachable(f"{method}: {failed[1]}" if failed else f"{method}: {text} ({status})", retry_after_s)
+        why = f"{method}: {failed[1]}" if failed else f"{method}: {text} ({status})"
+        return Unreachable(why, retry_after_s, refused=text if REASON_KEY in beside else "")
     # A later release may send reasons that this one does not know.
     return Refused(status, text, next((each for each in Reason if each.value == beside.get(REASON_KEY)), None))

@@ -261,6 +261,9 @@ _FILE = (
 Id = Annotated[str, _matches(*_ID)]
 IdOrEmpty = Annotated[str, _or_empty(*_ID)]
 Process = Annotated[str, _matches("[0-9a-f]{8,64}", "8 to 64 hexadecimal digits")]
+PROCESS_DIGITS = 16
+FOLDER_DIGITS = 16
+"""A site's process id is so many random digits, then those of its folder; without the latter it names no folder."""
 Sha256 = Annotated[str, _matches(*_SHA256)]
 Sha256OrEmpty = Annotated[str, _or_empty(*_SHA256)]
 Digest = Annotated[str, _matches(*_DIGEST)]

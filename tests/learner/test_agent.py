@@ -296,7 +296,7 @@ def test_a_process_that_was_replaced_while_it_was_away_stops_in_words(tmp_path: 
         )
         site.client.down.set()
         eventually(lambda: site.events.of("disconnected"), "it noticed")
-        newer = Site(tmp_path / "newer", DirectClient(syncer))
+        newer = Site(tmp_path / "newer", DirectClient(syncer), takeover=True)
         newer.start()
         site.client.down.clear()
         site.train_until_stopped()

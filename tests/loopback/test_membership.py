@@ -142,11 +142,19 @@ def test_a_run_is_drained_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     assert history(run.toy).machine.state.epoch == 2
 
 
-def test_of_two_processes_of_one_site_the_newer_one_speaks(tmp_path: Path) -> None:
+def test_a_process_of_another_folder_waits_for_the_silence_of_a_live_one_unless_it_takes_over(tmp_path: Path) -> None:
+    """One that starts in the same folder does not: a site that was killed goes on at once (``tests/hunts/soak.py``)."""
     with running(tmp_path) as run:
         older = run.site("a")
         run.merges("a")
-        elsewhere = replace(run.toy, folder=str(tmp_path / "elsewhere"))
+        second = replace(run.toy, folder=str(tmp_path / "second"))
+        with Process("site", second, None, site="a", address=run.address, step_s=STEP_S) as waiting:
+            (told,) = waiting.log.wait_for("note", 1, BOUND_S, 0, lambda event: event["note"] == "join_refused")
+            assert "another process, started in another folder, speaks for site a: stop that one" in str(told["why"])
+            run.merges("a")
+            assert run.sites()["a"]["incarnation"] == 1
+            waiting.kill()
+        elsewhere = replace(run.toy, folder=str(tmp_path / "elsewhere"), takeover=True)
         with Process("site", elsewhere, None, site="a", address=run.address, step_s=STEP_S) as newer:
             newer.log.wait_for("adopted", 3, BOUND_S, 0, lambda event: event["merged"])
             gone = older.join(BOUND_S)

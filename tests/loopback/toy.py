@@ -88,6 +88,7 @@ class Toy:
     token: str = ""
     permissions: str = ""
     finish_timeout_s: float = 10.0
+    takeover: bool = False
     client: dict[str, object] = field(default_factory=lambda: {"stall_s": 3.0, "control_timeout_s": 2.0})
     server: dict[str, object] = field(default_factory=dict)
     replication: dict[str, object] = field(default_factory=dict)
@@ -170,6 +171,7 @@ class Toy:
             up_codec=self.codec,
             finish_timeout_s=self.finish_timeout_s,
             join_timeout_s=120.0,
+            takeover=self.takeover,
             adapt=self.adapt,
         )
 

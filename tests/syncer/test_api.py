@@ -13,13 +13,24 @@ import pytest
 from diloco.outer.fragments import plan_layout
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
 from diloco.syncer import api as api_module
-from diloco.syncer.api import TOKENS_MAX
+from diloco.syncer.api import HELD_RETRY_MS, TOKENS_MAX
 from diloco.syncer.core import NotHandedIn
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.standby import Standby
 from diloco.wire.identity import Grant, Identity
-from diloco.wire.messages import Published, PullAsk, PushHeader, PushResult, Refusal, Status, Unreachable, short_digest
+from diloco.wire.messages import (
+    FOLDER_DIGITS,
+    PROCESS_DIGITS,
+    Published,
+    PullAsk,
+    PushHeader,
+    PushResult,
+    Refusal,
+    Status,
+    Unreachable,
+    short_digest,
+)
 from tests.syncer.building import (
     ANYONE,
     LAYOUT,
@@ -117,6 +128,25 @@ def test_a_late_join_of_a_dead_process_does_not_fence_the_living_one(tmp_path: P
         assert (late.ticket, late.incarnation, late.standings) == (2, 0, ())
         assert memory(syncer) == before
         assert syncer.api.report(report()).known
+
+
+def test_a_live_process_of_another_folder_is_not_replaced(tmp_path: Path) -> None:
+    here, there = "a" * FOLDER_DIGITS, "b" * FOLDER_DIGITS
+    first, again, other, unnamed = (
+        f"{number}" * PROCESS_DIGITS + folder for number, folder in enumerate((here, here, there, ""), 1)
+    )
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer, process=first)
+        before = memory(syncer)
+        with pytest.raises(Refusal, match="another process, started in another folder, speaks for site a") as refused:
+            join(syncer, process=other)
+        assert (refused.value.status, refused.value.retry_ms) == (Status.UNAVAILABLE, HELD_RETRY_MS)
+        assert memory(syncer) == before
+        assert join(syncer, process=again).incarnation == 2, "the same folder: a process that was started again"
+        assert join(syncer, process=unnamed).incarnation == 3, "of an earlier release, or one that takes over"
+        assert join(syncer, process=other).incarnation == 4, "nothing is known of the other's folder"
+        syncer.api.leave("a", 4)
+        assert join(syncer, process=first[:PROCESS_DIGITS].replace("1", "5") + here).incarnation == 5, "it has left"
 
 
 def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
