@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -147,25 +146,37 @@ class Examination:
 
     def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Run ``_links_to`` for each of several syncers, with that syncer's index; every syncer must be reached."""
-        self._complete(server)
+        told = self._complete(server)
         if BETWEEN not in server:
             return self._links_to(server)
-        found = []
-        for part in towards(self._config):
+        found, whole = [], self._config
+        parts = (replace(whole, site=replace(whole.site, syncer=each)) for each in server.split(BETWEEN))
+        # Without an answer, and without settings of the run, nothing says which syncer holds what.
+        for part in towards(whole) if told or self._settings is None or whole.run.name else parts:
             self._config = part
             found.append(self._links_to(part.site.syncer))
         return all(reached for reached, _ in found), next((link for _, link in found if link is not None), None)
 
-    def _complete(self, server: str) -> None:
-        """Take what the settings leave out from the run, as a site does; the checks say why no syncer tells it."""
+    def _complete(self, server: str) -> bool:
+        """Take what the settings leave out from the run, as a site does; return whether a syncer told it.
+
+        The other checks say why none does.
+        """
         from diloco.config import connecting
         from diloco.config.syncer_settings import ask, fill_in
         from diloco.learner.transfer import JoinFailed
 
-        if self._settings is not None:
-            with suppress(JoinFailed, ValueError, OSError):  # ConfigError is a ValueError.
-                told = ask(server, connecting.site_security(self._config), 0.0)
-                self._config = fill_in(self._settings, told)
+        if self._settings is None:
+            return False
+        try:
+            told = ask(server, connecting.site_security(self._config), 0.0)
+        except (JoinFailed, ValueError, OSError):  # ConfigError is a ValueError.
+            return False
+        try:
+            self._config = fill_in(self._settings, told)
+        except ConfigError as error:
+            self._add([fail("settings", str(error), "a site by these words is refused: give what fits the run")])
+        return True
 
     def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Return whether any address answered, and the figures of the link to the first syncer that answered."""

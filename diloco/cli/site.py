@@ -59,8 +59,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
     config = composed(given)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)  # Before torch is imported.
     if given.config is None:
-        check_identity(config)
-        _check_own(config)
+        if not given.print_config:  # What is printed may be for another machine.
+            check_identity(config)
+            _check_own(config)
         config = _of_the_run(config, given)
     printed_if_asked(config, given)
     if place is not None:
@@ -99,11 +100,13 @@ def _of_the_run(config: RunConfig, given: argparse.Namespace) -> RunConfig:
 
     try:
         return of_site(given.settings, wait=not given.print_config)
-    except JoinFailed as error:
-        text = join_text(config, error.kind, error.text)
-        if given.print_config and error.kind == "unreachable":
+    except (JoinFailed, ConfigError) as error:
+        text = str(error) if isinstance(error, ConfigError) else join_text(config, error.kind, error.text)
+        if given.print_config and getattr(error, "kind", "unreachable") == "unreachable":
             print(f"note: without what the run shares, since {text}", file=sys.stderr)
             return config
+        if isinstance(error, ConfigError):
+            raise
         raise VerbError(JOIN_CODES[error.kind], text) from error
 
 

@@ -280,8 +280,9 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     )
     words = ["diloco", "site"]
     words += ["--config", shlex.quote(str(file)), f"run.name={config.run.name}"] if file is not None else []
-    rest = [text for text in settings if not text.lstrip("+").startswith(own)]
-    if not all(text.startswith(TOLD) for text in rest):
+    imported = "model=imported"  # By run.init_from, which is the syncer's: the site is told what the model is.
+    rest = [text for text in settings if not text.lstrip("+").startswith(own) and text != imported]
+    if file is not None or not all(text.startswith(TOLD) for text in rest):
         words += [shlex.quote(text) for text in rest]
     return " ".join([*words, f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"])
 

@@ -291,7 +291,8 @@ def require_same(config: RunConfig, path: Path) -> None:
             differ = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
             # People want a run to last longer, and no run does: another one begins where it ended.
             final = RunDir(path.parent).final_model
-            begin = f" with run.init_from={final}" if key in ("run.tokens", "run.seconds") and final.exists() else ""
+            whole = key in ("run.tokens", "run.seconds") and config.outer.num_syncers == 1 and final.exists()
+            begin = f" with run.init_from={final}" if whole else ""
             raise VerbError(ExitCode.MISMATCH, f"{differ}: {go_on}take another run.name{begin}")
 
 

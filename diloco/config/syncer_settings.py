@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, BY_PART
 from diloco.config.schema import RunConfig
 from diloco.learner.transfer import JoinFailed
-from diloco.sync.agreement import MAY_CHANGE, PROTOCOL
+from diloco.sync.agreement import OF_THE_SYNCER, PROTOCOL
 from diloco.wire.channel import Backoff, check_address, split_addresses
 from diloco.wire.checkup import Checkup
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refused, Status, Unreachable
@@ -113,18 +114,25 @@ def fill_in(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "
     default = {key: usual[key] for key in configs.shared_config(configs.compose(settings)) if key not in told.shared}
     values = {key: text for key, text in (default | dict(told.shared)).items() if key.startswith(only)}
     values["run.name"] = told.run_id
-    return configs.compose(settings, {key: text for key, text in values.items() if key not in decided})
+    try:
+        return configs.compose(settings, {key: text for key, text in values.items() if key not in decided})
+    except ConfigError as error:
+        # What is impossible with the run's own values is said by the name of what contradicts them.
+        names = (name for name in decided if told.shared.get(name, decided[name]) != decided[name])
+        contradicts = next((f"{name} is {told.shared[name]} in run {told.run_id}: " for name in names), "")
+        raise ConfigError(f"{contradicts}{error}") from error
 
 
 def _as_told(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "") -> RunConfig:
     """As ``fill_in``; VerbError where ``settings`` contradict the run."""
     config, decided = fill_in(settings, told, only), configs.said(settings)
-    ours = configs.shared_config(config)
-    for key in sorted((ours.keys() | told.shared.keys()) - MAY_CHANGE):
-        theirs, here = told.shared.get(key, "not set"), ours.get(key, "not set")
-        if key.startswith(only) and theirs != here:
-            what = "leave it out here" if key in decided else "install the syncer's release"
-            raise VerbError(ExitCode.MISMATCH, f"{key} is {theirs} in run {told.run_id} and {here} here: {what}")
+    ours, here = configs.shared_config(config), configs.as_text(config)
+    for key in sorted((ours.keys() | told.shared.keys()) - OF_THE_SYNCER):
+        if key.startswith(only) and told.shared.get(key) != ours.get(key):
+            theirs = told.shared.get(key, "not set")
+            what = "leave out what says so" if key in decided else "install the syncer's release"
+            text = f"{key} is {theirs} in run {told.run_id} and {ours.get(key, here.get(key, 'unknown'))} here: {what}"
+            raise VerbError(ExitCode.MISMATCH, text)
     return config
 
 
@@ -153,7 +161,7 @@ def of_client(address: str, settings: Sequence[str]) -> RunConfig:
 def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
     """Return the configuration of ``settings`` for a site, which takes from its syncer whatever they leave out.
 
-    ``wait``: try for ``site.join_timeout_s``, unless the site was here before; False: once.
+    ``wait``: try for ``site.join_timeout_s``; False, or where the site was in the run of that name before: once.
 
     A site that was here before goes on with what it was told then, where the syncer does not answer.  A syncer of an
     earlier release tells nothing: ``settings`` must then say it all, ``run.name`` first.  JoinFailed where the run
@@ -161,7 +169,9 @@ def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
     """
     given = configs.compose(settings)
     before = _of_an_earlier_start(given)
-    timeout_s = given.site.join_timeout_s if wait and before is None else 0.0
+    # Without a run's name, an earlier run that was served at the same address may be over, and another about to begin.
+    known = before is not None and given.run.name is not None
+    timeout_s = given.site.join_timeout_s if wait and not known else 0.0
     try:
         told = ask(given.site.syncer, connecting.site_security(given), timeout_s)
     except EarlierRelease:
@@ -175,9 +185,8 @@ def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
     except (ValueError, OSError) as error:
         raise ConfigError(f"site.{str(error).replace('address is', 'syncer is', 1)}") from error
     if given.site.token_file and not told.identity:
-        print(
-            f"note: nobody reads site.token_file={given.site.token_file}: the syncer has no cluster.syncer.tokens_file"
-        )
+        text = "the syncer has no cluster.syncer.tokens_file"
+        print(f"note: nobody reads site.token_file={given.site.token_file}: {text}", file=sys.stderr)
     if given.run.name not in (None, told.run_id):
         text = f"run.name is {given.run.name} here, and the syncer at {given.site.syncer} has run {told.run_id}"
         raise VerbError(ExitCode.MISMATCH, text)
@@ -189,6 +198,6 @@ def _of_an_earlier_start(given: RunConfig) -> Told | None:
     here = list[RunConfig]()
     for path in Path(given.run.dir).glob(f"{given.run.name or '*'}/sites/{given.site.id}/config.yaml"):
         with suppress(ConfigError):  # A file that is damaged, or of another release, says nothing.
-            found = configs.read(path)
-            here += [found] if given.run.name or found.site.syncer == given.site.syncer else []
+            found, is_link = configs.read(path), path.parents[2].is_symlink()  # runs/latest is another's name.
+            here += [found] if given.run.name or (found.site.syncer == given.site.syncer and not is_link) else []
     return Told(here[0].run.name or "", configs.shared_config(here[0])) if len(here) == 1 else None

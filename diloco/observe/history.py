@@ -398,19 +398,33 @@ class RunHistory:
         spans.append(Span(now_s))
 
     def _on_reported(self, who: str, event: Event, now_s: float) -> None:
-        """Take a heartbeat that the syncer recorded, of a site whose own events are kept elsewhere."""
+        """Take a heartbeat that the syncer recorded, of a site whose own events are kept elsewhere.
+
+        Each of several syncers records them; the first says what the site did, each what it sent there.
+        """
         site = self.site(str(event.get("site")))
         if site.has_own_events:
             return
+        of_syncer, incarnation = whole(event, "of_syncer"), whole(event, "incarnation")
+        traffic = {"bytes_up": whole(event, "bytes_up"), "bytes_down": whole(event, "bytes_down")}
+        if of_syncer:
+            site.elsewhere[of_syncer, incarnation] = traffic
+            return
+        train_s, step = number(event, "train_s") or 0.0, whole(event, "step")
         if self.first_step_s is None:
             self.first_step_s = now_s
-        if (incarnation := whole(event, "incarnation")) != site.incarnation:
-            site.restarts += bool(site.incarnation)
-            site.incarnation, site.step_before = incarnation, site.step
-            site.losses.cut()
+        if incarnation != site.incarnation:
+            before = site.meters.get(site.incarnation)
+            if before is not None and train_s >= before["train_s"] and step >= site.step:
+                del site.meters[site.incarnation]  # The same process, which a restore of the run had join anew.
+            else:
+                site.restarts += before is not None
+                site.step_before = site.step if before is not None else 0
+                site.losses.cut()
+            site.incarnation = incarnation
         site.joined = site.connected = True
         site.reported = {name: whole(event, name) for name in event if name.startswith("tokens_")}
-        site.step, site.tokens = whole(event, "step"), whole(event, "tokens_processed")
+        site.step, site.tokens = step, whole(event, "tokens_processed")
         site.tokens_per_s, site.loss = number(event, "tokens_per_s") or 0.0, number(event, "loss")
         if site.loss is not None:
             site.losses.add(now_s, site.tokens, site.loss)
@@ -419,14 +433,11 @@ class RunHistory:
             site.base_versions |= {at: int(each) for at, each in zip(places(event, versions), versions, strict=False)}
         step_s = number(event, "step_s") or 0.0
         site.meters[incarnation] = {
-            "inner_steps": max(site.step - site.step_before, 0),
-            "train_s": number(event, "train_s") or 0.0,
+            "inner_steps": max(step - site.step_before, 0),
+            "train_s": train_s,
             "stall_s": number(event, "stall_s") or 0.0,
-            "bytes_up": whole(event, "bytes_up"),
-            "bytes_down": whole(event, "bytes_down"),
-            "step_s_p50": step_s,
-            "step_s_p95": step_s,
-            "step_s_max": step_s,
+            **traffic,
+            **dict.fromkeys(("step_s_p50", "step_s_p95", "step_s_max"), step_s),
         }
         self._count_wire(now_s)
 
@@ -684,6 +695,8 @@ class SiteHistory:
     """Whether its own events are in this log, as those of sites on this machine are."""
     reported: dict[str, int] = field(default_factory=dict)
     """Without own events: its counts of tokens by its last heartbeat."""
+    elsewhere: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
+    """Without own events: the bytes to and from each syncer but the first, by its number and the incarnation there."""
     step_before: int = 0
     """Without own events: its step when this incarnation was first heard of."""
     done: dict[str, int] | None = None
@@ -716,12 +729,15 @@ class SiteHistory:
     @property
     def bytes_up(self) -> int:
         """Bytes that its link carried to the syncer; without an emulated link, the site's own count."""
-        return sum(up for up, _ in self.links.values()) if self.links else int(self.meter("bytes_up"))
+        return sum(up for up, _ in self.links.values()) if self.links else self._carried("bytes_up")
 
     @property
     def bytes_down(self) -> int:
         """The same from the syncer."""
-        return sum(down for _, down in self.links.values()) if self.links else int(self.meter("bytes_down"))
+        return sum(down for _, down in self.links.values()) if self.links else self._carried("bytes_down")
+
+    def _carried(self, name: str) -> int:
+        return int(self.meter(name)) + sum(each[name] for each in self.elsewhere.values())
 
     def state(self) -> str:
         """Return the site's state in one word, for a table."""

@@ -18,6 +18,7 @@ syncer never answered.  leased = merged + partly + in_hand + given_back.
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,10 @@ def _site(site: SiteHistory, heard: Mapping[str, Any], num_fragments: int) -> di
         "bytes_up": site.bytes_up,
         "bytes_down": site.bytes_down,
         "train_seconds": round(train_s, 3),
-        "tokens_per_second": round(ledger["processed"] / train_s, 1) if train_s else 0.0,
+        # Heartbeats count a site's tokens over all its processes, and its time in the present one.
+        "tokens_per_second": round(
+            site.tokens_per_s if site.reported else ledger["processed"] / (train_s or math.inf), 1
+        ),
         "products": site.products,
         "stall_seconds": round(site.meter("stall_s"), 4),
         "adopt_seconds": round(site.meter("adopt_s"), 4),
@@ -211,10 +215,12 @@ def unfinished(site: SiteHistory, heard: Mapping[str, object], num_fragments: in
     rest = processed - merged - refused
     elsewhere = site.reported or (heard if whole(heard, "undecided") else {})
     ledger = dict.fromkeys(("processed", *LEDGER), 0) | {"processed": processed, "merged": merged, "refused": refused}
-    for name in ("overwritten", "in_flight", "unsent") if site.reported else ("in_flight",):
+    for name in ("lost", "overwritten", "in_flight", "unsent") if site.reported else ("in_flight",):
         ledger[name] = min(rest, whole(elsewhere, f"tokens_{name}"))
         rest -= ledger[name]
-    return ledger | {"lost": rest}
+    # What a site that was heard to the end neither has nor lost was refused; of another nothing more is known.
+    ledger["refused" if site.reported and site.left else "lost"] += rest
+    return ledger
 
 
 def complaints(value: object, kind: str = "summary", where: str = "summary") -> list[str]:
@@ -277,7 +283,7 @@ def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path
         *_standstills(history),
         "",
         *_faults(summary),
-        *_wire(summary),
+        *_wire(summary, history),
         *_units(summary),
         f"files   {run_dir}/",
         f"        {' '.join(name for name in FILES if (run_dir / name).exists())}",
@@ -355,9 +361,12 @@ def _faults(summary: Mapping[str, Any]) -> list[str]:
     return [f"{'faults' if number == 0 else '':<8}{line}"[:WIDTH] for number, line in enumerate(lines)]
 
 
-def _wire(summary: Mapping[str, Any]) -> list[str]:
+def _wire(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
     wire = summary["wire"]
     up, down, joins = wire["bytes_up"], wire["bytes_down"], wire["bytes_joins"]
+    if any(site.reported for site in history.sites.values()):  # No heartbeat says what of it was for a join.
+        parallel = times_less(up + down, wire["bytes_data_parallel_equivalent"])
+        return [f"wire    {size(up)} up, {size(down)} down, {parallel} data parallel"]
     fp32 = times_less(up + down - joins, wire["bytes_fp32_equivalent"])
     parallel = times_less(up + down, wire["bytes_data_parallel_equivalent"])
     return [

@@ -125,14 +125,15 @@ def test_a_preset_of_another_release_yields_to_the_run_in_what_came_later(monkey
     assert compose(PRESET).outer.share_weighted
     monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: Told("mine", told))
     assert not of_site(["site.id=fra", *PRESET]).outer.share_weighted
-    with pytest.raises(VerbError, match=r"outer\.share_weighted is not set in run mine and true here: leave it out"):
-        of_site(["site.id=fra", *PRESET, "outer.share_weighted=true"])
+    assert of_site(["site.id=fra", *PRESET, "outer.share_weighted=true"]).outer.share_weighted, "the syncer's own"
+    with pytest.raises(VerbError, match=r"outer\.staleness_power is not set in run mine and 0\.5 here: leave out what"):
+        of_site(["site.id=fra", *PRESET, "outer.staleness_power=0.5"])
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("outer.lr=0.5", r"outer\.lr is 0\.4 in run mine and 0\.5 here: leave it out here"),
+        ("outer.lr=0.5", r"outer\.lr is 0\.4 in run mine and 0\.5 here: leave out what says so"),
         ("outer.lr=0.7", r"outer\.lr is 0\.4 in run mine and 0\.7 here"),  # The default, but said.
         ("run.name=other", r"run\.name is other here, and the syncer at 127\.0\.0\.1:7077 has run mine"),
         ("experiment=default", r"outer\.inner_steps is 15 in run mine and 30 here"),
@@ -148,6 +149,14 @@ def test_a_site_that_contradicts_its_run_is_refused_by_name(
     assert refused.value.code is ExitCode.MISMATCH
 
 
+def test_what_cannot_be_with_the_runs_own_is_said_by_the_name_of_what_contradicts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_run(monkeypatch, "data.tokenizer=bytes")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer is bytes in run mine: model\.vocab_size is 257"):
+        of_site(["site.id=fra", "data.tokenizer=bpe1024"])
+
+
 def test_a_site_that_was_here_before_needs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(address: str, security: SecurityOptions, timeout_s: float) -> Told:
         raise JoinFailed("unreachable", f"after {timeout_s:g} s")
@@ -158,7 +167,17 @@ def test_a_site_that_was_here_before_needs_no_answer(tmp_path: Path, monkeypatch
         of_site(words)
     before = compose([*words, "run.name=mine", "outer.lr=0.4"])
     write(before, tmp_path / "mine" / "sites" / "fra" / "config.yaml")
+    (tmp_path / "latest").symlink_to("mine")
+    waited: list[float] = []
+
+    def nobody_again(address: str, security: SecurityOptions, timeout_s: float) -> Told:
+        waited.append(timeout_s)
+        raise JoinFailed("unreachable", "nobody")
+
+    monkeypatch.setattr(syncer_settings, "ask", nobody_again)
     assert of_site(words).outer.lr == 0.4
+    assert of_site([*words, "run.name=mine"]).outer.lr == 0.4
+    assert waited == [60.0, 0.0], "another run may be about to begin at that address"
     assert of_site([*words, "run.name=mine"]) == before
     write(before, tmp_path / "second" / "sites" / "fra" / "config.yaml")
     with pytest.raises(JoinFailed):
@@ -170,9 +189,11 @@ def test_a_token_that_nobody_reads_is_said(hand: Hand, tmp_path: Path, capsys: p
     (tmp_path / "token").chmod(0o600)
     words = [f"site.syncer={hand.address}", "site.id=fra"]
     of_site(words)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
     assert of_site([*words, f"site.token_file={tmp_path}/token"]).run.name == "past"
-    assert "the syncer has no cluster.syncer.tokens_file" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "the syncer has no cluster.syncer.tokens_file" in said.err
+    assert said.out == "", "where --print-config writes"
 
 
 def test_what_is_said_otherwise_is_refused(hand: Hand) -> None:

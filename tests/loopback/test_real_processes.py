@@ -48,7 +48,7 @@ def test_a_syncer_and_two_sites_train_to_a_budget_and_tell_a_stranger_what_diffe
     assert status.end() == 0, status.text()
     assert "version" in json.loads(status.text())["fragments"][0]
     assert wrong.end() == 4, wrong.text()
-    assert "outer.lr is 0.7 in run pair and 0.1 here: leave it out here" in one_line(wrong.text())
+    assert "outer.lr is 0.7 in run pair and 0.1 here: leave out what says so" in one_line(wrong.text())
     assert [site.end() for site in sites] == [0, 0], sites[0].text() + sites[1].text()
     assert syncer.end() == 0, syncer.text()
 

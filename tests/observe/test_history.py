@@ -315,7 +315,8 @@ def event(at: float, who: str, what: str, **more: object) -> Event:
 def reported(at: float, site: str, step: int, incarnation: int = 7, **more: object) -> dict[str, object]:
     told = {"loss": 3.0, "tokens_per_s": 90.0, "tokens_processed": 100 * step, "tokens_in_flight": 100}
     counts = {"train_s": 10.0, "stall_s": 0.1, "bytes_up": 500, "bytes_down": 700, "versions": [1]}
-    return event(at, "syncer", "reported", site=site, step=step, incarnation=incarnation, **told, **counts, **more)
+    fields = {"site": site, "step": step, "incarnation": incarnation, **told, **counts, **more}
+    return event(at, "syncer", "reported", **fields)
 
 
 def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> None:
@@ -331,7 +332,7 @@ def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> N
             reported(5, "iad", 99),
             event(6, "syncer", "outer_step", fragment=0, version=1, sites={"fra": 1.0}, staleness={"fra": 0}),
             event(6, "syncer", "published", fragment=0, version=1, merged={"fra": [800, 1]}, run_tokens=800, bytes=50),
-            reported(10, "fra", 12, incarnation=8),
+            reported(10, "fra", 12, incarnation=8, train_s=2.0),
             event(12, "syncer", "site_left", site="fra", why="it said goodbye"),
         ]
     )
@@ -346,6 +347,18 @@ def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> N
     found = summarize(history, None, {})
     ledger = {name: value for name, value in found["sites"]["fra"].items() if name.startswith("tokens_")}  # type: ignore[index]
     assert (ledger["tokens_processed"], ledger["tokens_merged"], ledger["tokens_in_flight"]) == (1200, 800, 100)
-    assert ledger["tokens_lost"] == 300
+    assert (ledger["tokens_refused"], ledger["tokens_lost"]) == (300, 0), "it left, and said that it lost nothing"
     history.take(event(13, "syncer", "final", ending="finished", versions=[1]))
     assert summarize(history, None, {})["status"] == "ok", "nobody was asked to evaluate it"
+
+
+def test_a_process_that_joins_anew_after_a_restore_is_no_restart_and_counts_once() -> None:
+    history = told([reported(5, "fra", 10), reported(6, "fra", 11, incarnation=9, train_s=11.0, bytes_up=600)])
+    fra = history.sites["fra"]
+    assert (fra.restarts, fra.meter("train_s"), fra.bytes_up, fra.meter("inner_steps")) == (0, 11.0, 600, 11)
+
+
+def test_several_syncers_record_one_site_once_and_its_bytes_to_each() -> None:
+    both = [reported(5 * turn, "fra", turn, incarnation=7 + of, of_syncer=of) for turn in (1, 2, 3) for of in (0, 1)]
+    fra = told(both).sites["fra"]
+    assert (fra.restarts, fra.step, fra.meter("inner_steps"), fra.bytes_up, fra.bytes_down) == (0, 3, 3, 1000, 1400)
