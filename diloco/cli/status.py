@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
 from diloco.config.compose import read
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.config.placing import BETWEEN, SYNCERS
+from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
 from diloco.config.run_dir import RunDir, existing_run
 from diloco.observe.console import SiteLines
-from diloco.observe.eventlog import read_events
+from diloco.observe.eventlog import read_events, recent_events
 from diloco.observe.text import size, units_text
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ DOES = """How a running syncer stands: versions, sites, staleness, tokens, bytes
 
 Where the syncer wants to know who asks: site.token_file=... site.tls_ca=..."""
 EVERY_S = 1.0
+LISTENS_S = 3.0
 PLAIN_WIDTH = 140
 COLUMNS = (
     "site",
@@ -109,11 +111,21 @@ def syncer_addresses(target: str) -> list[str]:
 def syncer_address(target: str) -> str:
     """Return the syncer's ``HOST:PORT``, from itself or from a run folder; exit 3 when none runs there."""
     if is_address(target):
-        return target
+        return target if "," not in target else _first_that_listens(target)
     run_dir = existing_run(target)
     if not run_dir.address.is_file():
         raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {run_dir.root} is running: {run_dir.address} is not there")
     return run_dir.address.read_text().strip()
+
+
+def _first_that_listens(target: str) -> str:
+    """Return the first of a syncer's and its standby's addresses that takes a connection; the first, if none does."""
+    addresses = [each.strip() for each in target.split(",")]
+    for each in addresses:
+        host, _, port = each.rpartition(":")
+        with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), LISTENS_S):
+            return each
+    return addresses[0]
 
 
 def _asker(address: str, settings: list[str]) -> Any:
@@ -411,7 +423,6 @@ LOGS = """What a run's processes on this machine say, as it happens, until the r
   diloco logs nimble-otter site-b --lines 100
 
 Each line comes from events.jsonl in the run's folder, which has it all, with times."""
-TAIL_BYTES = 1 << 20
 FOLLOW_S = 0.3
 QUIET_S = 3.0
 """Silence after the final version, or the end of `diloco up`, that ends ``diloco logs``."""
@@ -424,14 +435,15 @@ def runs(arguments: Sequence[str]) -> ExitCode:
     parser = OneLineParser(prog="diloco runs", description=RUNS)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="where they lie; default: runs")
     folder = parser.parse_args(arguments).folder
-    found = [RunDir(path.parent) for path in folder.glob("*/config.yaml") if not path.parent.is_symlink()]
+    places = {path.parent for name in ("config.yaml", "events.jsonl") for path in folder.glob(f"*/{name}")}
+    found = [RunDir(place) for place in places if not place.is_symlink()]
     if not found:
-        raise ConfigError(f"{str(folder)!r} holds no run: no config.yaml in any folder of it")
-    for run_dir in sorted(found, key=lambda each: -_touched(each)):
-        events = _tail(run_dir.events)[0]
+        raise ConfigError(f"{str(folder)!r} holds no run: no config.yaml and no events.jsonl in any folder of it")
+    for run_dir in sorted(found, key=lambda each: (-_touched(each), each.root.name)):
+        events = recent_events(run_dir.events, "published")[0]
         last: Mapping[str, Any] = next((each for each in reversed(events) if each["what"] == "published"), {})
         heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_touched(run_dir)))
-        figures = f"version {last['version']:,}, {last['run_tokens']:,} tokens" if last else "no version yet"
+        figures = f"version {last['version']:,}, {last['run_tokens']:,} tokens" if last else "no version here"
         print(f"{run_dir.root.name:<24} {_stands(run_dir):<32} {heard}  {figures}", flush=True)
     return ExitCode.OK
 
@@ -441,12 +453,16 @@ def _touched(run_dir: RunDir) -> float:
 
 
 def _stands(run_dir: RunDir) -> str:
-    if run_dir.final_model.is_file():
-        return "finished"
+    """Return how a run stands by its folder: a syncer that was killed has left its address there."""
     try:
-        return f"syncer at {run_dir.address.read_text().strip()}"
-    except FileNotFoundError:
-        return "stopped"
+        config = read(run_dir.config) if run_dir.config.is_file() else None
+        dirs = syncer_dirs(config, run_dir) if config is not None else [run_dir]
+        if all(each.final_model.is_file() for each in dirs):
+            return "finished"
+    except ConfigError as error:
+        return f"cannot be read: {error}"
+    addresses = [each.address.read_text().strip() for each in dirs if each.address.is_file()]
+    return f"syncer at {BETWEEN.join(addresses)}" if addresses else "stopped"
 
 
 def logs(arguments: Sequence[str]) -> ExitCode:
@@ -471,7 +487,7 @@ def logs(arguments: Sequence[str]) -> ExitCode:
         out.seek(out.truncate(0))
         return found
 
-    events, offset = _tail(run_dir.events)
+    events, offset = recent_events(run_dir.events, "step")
     if given.who is not None and not any(event["who"] == given.who for event in events):
         known = ", ".join(sorted({str(event["who"]) for event in events})) or "nothing yet"
         raise ConfigError(f"{given.who!r} says nothing in {run_dir.events}: there are {known}")
@@ -487,12 +503,12 @@ def logs(arguments: Sequence[str]) -> ExitCode:
     return ExitCode.OK
 
 
-def _tail(path: Path) -> tuple[list[Event], int]:
-    size = path.stat().st_size if path.is_file() else 0
-    return read_events(path, max(0, size - TAIL_BYTES))
-
-
 def _has_ended(events: Sequence[Event]) -> bool:
-    """Return whether the final version is the last word; a drained run's syncer may have started again since."""
-    words = [event["what"] for event in events if event["what"] in ("final", "syncer_started")]
-    return words[-1:] == ["final"]
+    """Return whether the final version is the last word; a drained run's syncer may have started again since.
+
+    Where no syncer speaks, on a site's machine, it is the end of the site.
+    """
+    words = [str(event["what"]) for event in events if event["what"] in ("final", "syncer_started")]
+    if not words:
+        words = [str(event["what"]) for event in events if event["what"] in ("site_done", "joined")]
+    return words[-1:] in (["final"], ["site_done"])

@@ -17,7 +17,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.config.run_dir import RunDir, name_run, run_dir_of
 from diloco.durable import LockedError, write_file
-from diloco.observe.eventlog import read_events
+from diloco.observe.eventlog import recent_events
 from diloco.observe.history import whole
 from diloco.open_files import raise_limit
 from diloco.runs.process import Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas
@@ -43,8 +43,6 @@ Ctrl-C once: a last round, then exit 75; twice: at once.  SIGHUP: stops at once 
 process, of a newer release as well, takes its place with the same command; the sites train on meanwhile.
 Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
-EVENTS_BYTES = 1 << 20
-"""How much of the end of the event log a start searches for versions that its data lack."""
 STOP_S = 2.0
 TOLD = (
     *("run.", "model.", "outer.", "codec.", "seed=", "seconds=", "tokens=", "data.leased=", "data.unit_"),
@@ -155,8 +153,7 @@ def serve(
     page = stack.enter_context(page_at(*where, metrics.families, log.emit))
     hands_over = "the syncer stops, and the sites train on until another takes its place"
     stopping = stack.enter_context(Stopping("a last round, then the syncer stops", hands_over))
-    size = run_dir.events.stat().st_size if run_dir.events.is_file() else 0
-    before = read_events(run_dir.events, max(0, size - EVENTS_BYTES))[0]
+    before = recent_events(run_dir.events, "published")[0]
     try:
         address = syncer.start(warm)
     except StoreError as error:

@@ -34,6 +34,7 @@ BEGIN = b'{"at": '
 CLOSE_WAIT_S = 5.0
 FILE_BYTES_MAX = 1 << 28
 """Maximum size of a file of lines; two are kept, the current one and the one before."""
+RECENT_BYTES, RECENT_BYTES_MAX = 1 << 20, 1 << 26
 WAITING_MAX = 100_000
 """Maximum number of events queued for a stalled disk or follower; later ones are dropped and counted."""
 
@@ -234,6 +235,19 @@ def read_events(path: Path, offset: int | None = None) -> tuple[list[Event], int
     whole = data[: data.rfind(b"\n") + 1]
     lines = [*before.splitlines(), *whole.splitlines()]
     return [event for line in lines if (event := _parsed(line)) is not None], offset + len(whole)
+
+
+def recent_events(path: Path, what: str) -> tuple[list[Event], int]:
+    """Return the events at the end of ``path``, back to one that is ``what`` or further, and the offset after them.
+
+    Reads 1 MiB, or as much more as it takes, up to 64 MiB, since there may be much between two such events.
+    """
+    size, wanted = path.stat().st_size if path.is_file() else 0, RECENT_BYTES
+    while True:
+        found = read_events(path, max(0, size - wanted))
+        if wanted >= min(size, RECENT_BYTES_MAX) or any(event.get("what") == what for event in found[0]):
+            return found
+        wanted *= 8
 
 
 def _from(path: Path, offset: int) -> bytes:

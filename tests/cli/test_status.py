@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ from rich.console import Console
 
 from diloco.cli import status
 from diloco.cli.main import main
-from diloco.cli.status import heading, report, sites_table, stages_lines, syncer_address, units_line
+from diloco.cli.status import heading, report, sites_table, stages_lines, syncer_address, syncer_addresses, units_line
 from diloco.config.errors import ConfigError, ExitCode, VerbError
+from tests.loopback.cluster import free_port
 from tests.observe.recorded import Recorder, write
 
 
@@ -192,11 +194,21 @@ def test_the_runs_of_a_folder_are_listed_the_latest_first(tmp_path: Path, capsys
     (tmp_path / "latest").symlink_to("new")
     assert main(["runs", str(tmp_path)]) == 0
     new, live, old = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert (new[0], new[1], new[-3:]) == ("new", "stopped", ["no", "version", "yet"])
+    assert (new[0], new[1], new[-3:]) == ("new", "stopped", ["no", "version", "here"])
     assert (live[:4], live[-4:]) == (["live", "syncer", "at", "127.0.0.1:7077"], ["version", "3,", "40,960", "tokens"])
     assert old[:2] == ["old", "finished"]
+    (tmp_path / "old" / "config.yaml").write_text("run: [")
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "cannot be read" in capsys.readouterr().out, "one that is damaged hides no other"
     assert main(["runs", str(tmp_path / "new")]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_of_a_syncer_and_its_standby_the_one_that_listens_is_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there, gone = f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{free_port()}"
+        assert syncer_addresses(f"{gone},{there}/{there}") == [there, there]
+    assert syncer_address(f"{gone},{there}") == gone
 
 
 def test_what_a_run_said_is_printed_and_followed_until_it_has_ended(

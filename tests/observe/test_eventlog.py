@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from diloco.observe import eventlog
-from diloco.observe.eventlog import Event, EventLog, LineWriter, older, read_events
+from diloco.observe.eventlog import Event, EventLog, LineWriter, older, read_events, recent_events
 from tests.wire.relay import wait_until
 
 WRITER = """
@@ -237,3 +237,19 @@ def test_what_waits_to_be_written_is_bounded_and_what_is_left_out_is_counted(
     assert [event["number"] for event in events if event["what"] == "step"] == list(range(11))
     (said,) = [event for event in events if event["what"] == "note"]
     assert (said["note"], said["count"]) == ("events_left_out", 15)
+
+
+def test_a_rare_event_is_found_behind_many_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, "syncer")
+    log.emit("published", {"version": 7})
+    for number in range(200):
+        log.emit("reported", {"step": number})
+    log.close()
+    monkeypatch.setattr(eventlog, "RECENT_BYTES", 500)
+    events, offset = recent_events(path, "published")
+    assert (events[0]["version"], events[-1]["step"], offset) == (7, 199, path.stat().st_size)
+    assert len(recent_events(path, "reported")[0]) < 10
+    monkeypatch.setattr(eventlog, "RECENT_BYTES_MAX", 2000)
+    assert 0 < len(recent_events(path, "published")[0]) < 200, "no further than the bound"
+    assert recent_events(tmp_path / "none.jsonl", "published") == ([], 0)
