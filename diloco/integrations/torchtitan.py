@@ -65,6 +65,7 @@ class Site:
     down_mbps: float | None = None
     """The same for the versions that it takes."""
     join_timeout_s: float = 60.0
+    takeover: bool = False
     """How long a first join is tried."""
     finish_timeout_s: float = 20.0
     """How long leaving may take."""
