@@ -65,8 +65,9 @@ class Site:
     down_mbps: float | None = None
     """The same for the versions that it takes."""
     join_timeout_s: float = 60.0
-    takeover: bool = False
     """How long a first join is tried."""
+    takeover: bool = False
+    """Replace a live process that speaks for this site from another folder, at once."""
     finish_timeout_s: float = 20.0
     """How long leaving may take."""
 
