@@ -175,7 +175,7 @@ def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked:
         found += marked.found_in(each, page(each.rstrip("'}")))
 
     os.kill(sites["site-b"].process.pid, signal.SIGABRT)
-    # What Python prints of a fatal error has the frames of threads that run on: one end in a hundred is a fault in that.
+    # Python lists the frames of all threads, which run on meanwhile: that may itself end in a fault.
     assert sites["site-b"].end() in (-signal.SIGABRT, -signal.SIGSEGV)
     assert "Fatal Python error: Aborted" in sites["site-b"].text()
     for words, arguments in {
