@@ -44,11 +44,6 @@ process, of a newer release as well, takes its place with the same command; the 
 Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
 STOP_S = 2.0
-TOLD = (
-    *("run.", "model.", "outer.", "codec.", "seed=", "seconds=", "tokens=", "data.leased=", "data.unit_"),
-    *("data.tokenizer=bytes", "data.tokenizer=bpe1024", "data.end_of_file="),
-)
-"""How settings begin that a syncer tells its sites."""
 HAND_OVER_S = 10.0
 """How long an upload may go on after a hand-over begins; one that is cut is sent again."""
 FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
@@ -279,9 +274,15 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     words += ["--config", shlex.quote(str(file)), f"run.name={config.run.name}"] if file is not None else []
     imported = "model=imported"  # By run.init_from, which is the syncer's: the site is told what the model is.
     rest = [text for text in settings if not text.lstrip("+").startswith(own) and text != imported]
-    if file is not None or not all(text.startswith(TOLD) for text in rest):
+    if file is not None or not all(_is_told(text) for text in rest):
         words += [shlex.quote(text) for text in rest]
     return " ".join([*words, f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"])
+
+
+def _is_told(text: str) -> bool:
+    """Return whether a site hears of the setting ``text`` from the syncer; a tokenizer's file lies at each."""
+    key, _, value = text.lstrip("+").partition("=")
+    return configs.SHORT.get(key, key).startswith(configs.SHARED) and not (key == "data.tokenizer" and "/" in value)
 
 
 def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:

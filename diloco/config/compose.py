@@ -44,6 +44,11 @@ ALWAYS_SHARED = """
     outer.updates_in_flight_max outer.weights run.seconds run.seed run.tokens
 """
 """The shared settings of the first release: they are in ``shared_config`` at any value."""
+SHARED = (
+    *("model.", "outer.", "codec.", "run.seed", "run.seconds", "run.tokens", "inner.sequence_length"),
+    *("data.tokenizer", "data.end_of_file", "data.leased", "data.unit_"),
+)
+"""How the names of settings begin that a run may share: nothing else, such as a path, is taken from a syncer."""
 SHARED_SECTIONS = ("model", "outer", "codec")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 LISTS = frozenset({"site.syncer", "upstream.endpoint"})

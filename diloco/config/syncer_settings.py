@@ -112,7 +112,8 @@ def fill_in(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = "
     # A shared setting that the syncer does not tell is at its default there, whatever a preset of this release says.
     usual = configs.as_text(RunConfig())
     default = {key: usual[key] for key in configs.shared_config(configs.compose(settings)) if key not in told.shared}
-    values = {key: text for key, text in (default | dict(told.shared)).items() if key.startswith(only)}
+    told_here = {key: text for key, text in told.shared.items() if key.startswith(configs.SHARED)}
+    values = {key: text for key, text in (default | told_here).items() if key.startswith(only)}
     values["run.name"] = told.run_id
     try:
         return configs.compose(settings, {key: text for key, text in values.items() if key not in decided})

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from diloco.config import build, syncer_settings
-from diloco.config.compose import compose, shared_config, write
+from diloco.config.compose import as_text, compose, shared_config, write
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.config.syncer_settings import Told, of_client, of_site
+from diloco.config.syncer_settings import Told, fill_in, of_client, of_site
 from diloco.inner.tokenizer import END, make_tokenizer
 from diloco.learner.transfer import JoinFailed
 from diloco.sync.agreement import PROTOCOL
@@ -147,6 +147,15 @@ def test_a_site_that_contradicts_its_run_is_refused_by_name(
     with pytest.raises(VerbError, match=words) as refused:
         of_site(["site.id=fra", said])
     assert refused.value.code is ExitCode.MISMATCH
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.cache", "site.memory_folder", "cluster.syncer.folder"])
+def test_a_syncer_decides_nothing_that_is_this_machines(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told("mine", {**shared_config(compose([])), key: "/elsewhere"})
+    assert "/elsewhere" not in as_text(fill_in(["site.id=fra"], told)).values()
+    monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: told)
+    with pytest.raises(VerbError, match=f"{key} is /elsewhere in run mine"):
+        of_site(["site.id=fra"])
 
 
 def test_what_cannot_be_with_the_runs_own_is_said_by_the_name_of_what_contradicts_it(
