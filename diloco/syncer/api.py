@@ -419,9 +419,8 @@ class Api:
 
     def leave(self, site: str, incarnation: int) -> None:
         """Let ``site`` leave; its last heartbeat is recorded, whenever it was."""
-        last = self.tally.sites().get(site)
-        if last is not None and last.report is not None:
-            self._emit("reported", recorded(last.report))
+        if (last := self.tally.last_words(site)) is not None:
+            self._emit("reported", recorded(last))
         self._done(site, lambda call: SiteLeft(call, site, incarnation))
 
     def drain(self) -> None:

@@ -85,6 +85,15 @@ class Tally:
             known.recorded_s = known.heard_s if due else known.recorded_s
             return due
 
+    def last_words(self, site: str) -> ReportInfo | None:
+        """Return the last heartbeat of ``site`` if it is not recorded yet; it is from now on."""
+        with self._lock:
+            known = self._sites.get(site)
+            if known is None or known.recorded_s >= known.heard_s:
+                return None
+            known.recorded_s = known.heard_s
+            return known.report
+
     def differing(self, site: str, bases: Mapping[int, int]) -> dict[int, int]:
         """Note the ``bases`` (fragment to version) that ``site`` holds other values for; return those not noted before.
 

@@ -149,6 +149,18 @@ def test_a_live_process_of_another_folder_is_not_replaced(tmp_path: Path) -> Non
         assert join(syncer, process=first[:PROCESS_DIGITS].replace("1", "5") + here).incarnation == 5, "it has left"
 
 
+def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events, **QUIET) as syncer:
+        join(syncer)
+        for step in range(1, 5):
+            assert syncer.api.report(report(step=step)).known
+        assert [event["step"] for event in events.of("reported")] == [1], "not each of them"
+        for _ in range(3):
+            syncer.api.leave("a", 1)
+        assert [event["step"] for event in events.of("reported")] == [1, 4], "its last words, and no more of them"
+
+
 def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
     with serving(tmp_path, outer={"sites_max": 2}) as syncer:
         join(syncer, "a")
