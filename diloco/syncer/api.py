@@ -228,8 +228,8 @@ class Api:
         """
 
         def holder(machine: OuterSync) -> tuple[str, bool]:
-            site = machine.state.sites[request.site_id]
-            return site.process, site.status is SiteStatus.LIVE
+            site = machine.state.sites.get(request.site_id)
+            return (site.process, site.status is SiteStatus.LIVE) if site is not None else ("", False)
 
         process, is_live = self._core.ask(holder)
         both_named = len(process) == len(request.process) == PROCESS_DIGITS + FOLDER_DIGITS
