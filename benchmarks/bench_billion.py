@@ -33,9 +33,8 @@ from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule, outer_step
 from diloco.runs.process import limit_arenas
-from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.events import Outcome
-from diloco.sync.options import OuterOptions
+from diloco.sync.options import PROTOCOL, Agreement, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient

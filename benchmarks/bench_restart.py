@@ -22,8 +22,7 @@ import torch
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, OuterState
-from diloco.sync.agreement import PROTOCOL, Agreement
-from diloco.sync.options import OuterOptions
+from diloco.sync.options import PROTOCOL, Agreement, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import FragmentValues, Snapshot, Snapshots

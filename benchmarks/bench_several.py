@@ -44,8 +44,7 @@ from diloco.learner.ranks import Orders
 from diloco.learner.several_syncers import Agents, OneVoice
 from diloco.outer.fragments import Layout, part_of, place, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
-from diloco.sync.agreement import PROTOCOL, Agreement
-from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wan.link import LinkOptions

@@ -34,11 +34,10 @@ from diloco.learner.ranks import Orders
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
 from diloco.runs.process import keep_what_is_loaded
-from diloco.sync.agreement import PROTOCOL, Agreement
-from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.sync.options import PROTOCOL, Agreement, LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
-from diloco.wan.namespaces import enter
+from diloco.wan.netns import enter
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import Refused, ReportInfo, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions

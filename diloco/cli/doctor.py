@@ -118,7 +118,7 @@ class Examination:
     def run(self, server: str | None) -> ExitCode:
         """Check this machine, and the path to each address in ``server``; return the exit code."""
         from diloco.doctor import machine as machine
-        from diloco.doctor.store import store, stores
+        from diloco.doctor.machine import store, stores
 
         self._check("software", machine.software)
         self._check("devices", lambda: machine.devices(self._config.site.device))
@@ -180,8 +180,8 @@ class Examination:
 
     def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Return whether any address answered, and the figures of the link to the first syncer that answered."""
-        from diloco.doctor.link import own_files
         from diloco.doctor.machine import LinkFigures
+        from diloco.doctor.syncer import own_files
         from diloco.wire.channel import split_addresses
 
         try:
@@ -221,9 +221,8 @@ class Examination:
 
     def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
         """Check one address; return whether it answered, and the results of asking the syncer there."""
-        from diloco.doctor.link import way_to
         from diloco.doctor.machine import proxies
-        from diloco.doctor.syncer import visit
+        from diloco.doctor.syncer import visit, way_to
         from diloco.wire.checkup import Checkup
         from diloco.wire.options import ClientOptions
 
@@ -250,7 +249,7 @@ class Examination:
         """Return this site's identity and the content of its join; of an unknown run there is nothing to compare."""
         from diloco.config import build
         from diloco.doctor.syncer import Visitor
-        from diloco.sync.agreement import PROTOCOL
+        from diloco.sync.options import PROTOCOL
         from diloco.wire.messages import ProbeAsk
 
         config = self._config

@@ -24,7 +24,7 @@ from diloco.runs.process import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from diloco.lab.experiment import Cell, Found, Laboratory, Line, Row
+    from diloco.lab.experiment import Cell, Found, Laboratory, Row, RowResult
 
 LAB = "+lab="
 DOES = """Trains each row of a laboratory with each seed, under virtual time, and shows them beside each other: loss at
@@ -147,7 +147,7 @@ class _bar:  # noqa: N801
             self._console.print(f"{cell.name}, seed {cell.seed}: {found.loss:.4f} in {found.took_s:.0f} s")
 
 
-def _under(row: Row, line: Line) -> dict[str, object]:
+def _under(row: Row, line: RowResult) -> dict[str, object]:
     """Return, for a rule under a pattern, how much higher its mean loss is than under the first pattern, "together"."""
     if not row.rule:
         return {}
@@ -155,8 +155,8 @@ def _under(row: Row, line: Line) -> dict[str, object]:
     return {"rule": row.rule, "pattern": row.pattern, "loss_vs_together": off}
 
 
-def _report(lab: Laboratory, lines: Sequence[Line], folder: Path, took_s: float, *, as_json: bool) -> None:
-    from diloco.lab.report import html, table
+def _report(lab: Laboratory, lines: Sequence[RowResult], folder: Path, took_s: float, *, as_json: bool) -> None:
+    from diloco.lab.experiment import html, table
 
     rows: list[dict[str, Any]] = [
         {"row": line.name, "loss": line.loss, "losses": line.losses, "against": line.against, "off": line.off,

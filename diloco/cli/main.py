@@ -56,7 +56,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
             Verb("train", "diloco.cli.train:main", "the inner trainer alone, on all the text: the baseline"),
             Verb(
                 "eval",
-                "diloco.cli.eval:main",
+                "diloco.cli.model:main",
                 "loss of a model on the validation text, in nats per token and in bits per byte",
             ),
             Verb("export", "diloco.cli.model:export", "a model as a folder that Hugging Face's transformers loads"),

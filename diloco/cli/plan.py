@@ -15,8 +15,7 @@ from diloco.config.errors import ConfigError, ExitCode
 from diloco.config.keys import default_text, meanings, nearest
 from diloco.durable import write_file
 from diloco.plan import estimate
-from diloco.plan.estimate import PRESETS, Question
-from diloco.plan.links import MeasuredLink, read_links, settings_of
+from diloco.plan.estimate import PRESETS, MeasuredLink, Question, read_links, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,13 +75,13 @@ def main(arguments: Sequence[str]) -> ExitCode:
     measured = [link.fields() for link in links]
     told = {EXPERIMENT: name, "measured": measured, **told, "took_s": round(time.monotonic() - began_s, 3)}
     if given.plot:
-        from diloco.plan.text import picture
+        from diloco.plan.answer import picture
 
         write_file(given.plot, picture(question).encode())
     if given.json:
         print(json.dumps(told))
     else:
-        from diloco.plan.text import show
+        from diloco.plan.answer import show
 
         show(told)
     return ExitCode.OK

@@ -21,8 +21,8 @@ from diloco.runs.process import disk_from_environment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from diloco.models.read import Evidence
     from diloco.models.sources import Past
-    from diloco.runs.evidence import Evidence
     from diloco.sync.rounds import Selection
     from diloco.syncer.backups import BackupError, BackupFacts, Vault
     from diloco.syncer.replaying import ReplayerWithout, Rules
@@ -450,7 +450,7 @@ def _known(given: argparse.Namespace, evidence: Evidence, lineage: int = 0, epoc
 
 def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
     """Return the evidence in the run's own events and in the user's paths; ConfigError for a contradiction."""
-    from diloco.runs.evidence import read_evidence
+    from diloco.models.read import read_evidence
 
     own = [past.run_dir.events] if past.run_dir.events.is_file() else []
     found = read_evidence([*own, *given.evidence], number_of(past.config))

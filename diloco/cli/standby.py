@@ -14,11 +14,10 @@ from diloco.cli.syncer import FROM_SETTINGS, again, said, serve, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import syncer_dir
-from diloco.observe.console import identity_lines, lines_to
+from diloco.observe.console import identity_lines, lines_to, syncer_log
 from diloco.observe.eventlog import EventLog
 from diloco.open_files import raise_limit
 from diloco.runs.process import Stopping, disk_from_environment, limit_arenas
-from diloco.runs.syncer_log import syncer_log
 
 if TYPE_CHECKING:
     import argparse
@@ -167,9 +166,8 @@ def _follow(given: argparse.Namespace) -> ExitCode:
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     """Follow until it is promoted, or until the run is over or a stop is requested; print the latter two."""
     from diloco.durable import LockedError
-    from diloco.observe.metrics import page_at
-    from diloco.observe.syncer_metrics import StandbyMetrics
-    from diloco.syncer.region import check_site
+    from diloco.observe.metrics import StandbyMetrics, page_at
+    from diloco.syncer.server import check_site
     from diloco.syncer.standby import StandbyError
     from diloco.syncer.store import StoreError
 

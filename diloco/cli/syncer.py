@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.config import compose as configs
-from diloco.config.advice import whole_steps
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.compose import quorum
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, whole_steps
 from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.config.run_dir import RunDir, name_run, run_dir_of
 from diloco.durable import LockedError, write_file
+from diloco.observe.console import syncer_log
 from diloco.observe.eventlog import recent_events
 from diloco.observe.history import whole
 from diloco.open_files import raise_limit
 from diloco.runs.process import Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas
-from diloco.runs.syncer_log import syncer_log
-from diloco.sync.agreement import how_to_restore
+from diloco.sync.options import how_to_restore
 
 if TYPE_CHECKING:
     import argparse
@@ -121,8 +120,7 @@ def serve(
 
     from diloco.config import build, build_syncer, connecting
     from diloco.config.regional import above_of
-    from diloco.observe.metrics import page_at
-    from diloco.observe.syncer_metrics import SyncerMetrics
+    from diloco.observe.metrics import SyncerMetrics, page_at
     from diloco.syncer.lease import LeaseError, LeaseRefusedError
     from diloco.syncer.server import Syncer
     from diloco.syncer.store import StoreError
@@ -177,7 +175,7 @@ def serve(
 
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     from diloco.sync.leadership import LeaseLostError
-    from diloco.syncer.region import UpstreamRefusedError
+    from diloco.syncer.server import UpstreamRefusedError
     from diloco.syncer.snapshots import MemoryDamaged
 
     asked = False

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
-from diloco.config.advice import advice, whole_steps
 from diloco.config.arguments import limit_threads, load_config, named_keys, settings_parser
 from diloco.config.compose import enough_sites
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, advice, whole_steps
 from diloco.config.placing import BETWEEN, is_syncer, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.config.schema import SiteSection
@@ -26,8 +25,8 @@ from diloco.observe.summary import closing_lines, summarize, write_summary
 from diloco.observe.view import Facts, make_view
 from diloco.open_files import raise_limit
 from diloco.runs.memory_folder import check_memory_folder, clear_memory
+from diloco.runs.process import Interrupts, child_environment
 from diloco.runs.scenario import SYNCER, Step, link_name, scenario_of
-from diloco.runs.supervise import Interrupts, child_environment
 from diloco.runs.up import EVAL, OneSyncer, Outcome, Up, UpOptions, check_syncers, children_of, not_played, syncers_of
 from diloco.wan.process import RelayProcess
 
@@ -240,7 +239,7 @@ def _run(
     """Start the run, wait for its end, and print the result."""
     from diloco.config import build, connecting
     from diloco.inner.data import DataError
-    from diloco.runs.status_watch import StatusWatch, StatusWatches
+    from diloco.runs.up import StatusWatch, StatusWatches
 
     if not Path(config.data.cache).is_dir():
         print("preparing the text, once for all runs", flush=True)

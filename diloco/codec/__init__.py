@@ -1,6 +1,6 @@
 """Floor 2, tensors to bytes and back: pure functions that define every format to the bit.
 
-``base`` has the interface of a codec and its building blocks.  ``casts``, ``blocks`` and ``topk`` are the plain codecs.
+``base`` has the interface of a codec and its building blocks.  ``blocks`` and ``topk`` are the plain codecs.
 ``entropy`` is the lossless stage behind any of them, and ``registry`` builds a codec from its name.  ``merging`` makes
 a version from the sites' updates, and ``site_pass`` has a site's passes: encoding an update, and taking a version.
 

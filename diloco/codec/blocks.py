@@ -1,4 +1,4 @@
-"""Block codecs, with one or two scales a block and a field for each value: int8, int4, e3m0, int2 and sign.
+"""Codecs of single values (fp32, bf16), and of blocks with one or two scales (int8, int4, e3m0, int2, sign).
 
 A block is ``block`` consecutive values of the fragment, counted from its start; the last may be shorter.
 
@@ -91,6 +91,7 @@ from diloco.codec.base import (
     SCALE_MIN_BITS,
     DecodeError,
     NonFiniteError,
+    NonFinitePayload,
     PlainCodec,
     check_levels,
     check_scales,
@@ -112,6 +113,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
 
 FP32_MAX = torch.finfo(torch.float32).max
 HALF_STEP = 1 << (EXPONENT_SHIFT - 1)
@@ -319,3 +321,78 @@ class SignCodec(BlockCodec):
         """See :class:`~diloco.codec.base.PlainCodec`."""
         scale = scale_values(codes[0])
         return torch.where(codes[1] > 0, -scale, scale)
+
+
+# --- Codecs that cast each value by itself ---------------------------------------------------------------------------
+
+BF16_MAX = torch.finfo(torch.bfloat16).max
+
+
+@dataclass(frozen=True, slots=True)
+class Fp32Codec(PlainCodec):
+    """fp32, lossless.  Layout: the values, fp32 little-endian."""
+
+    name: str = "fp32"
+
+    @property
+    def layout(self) -> Layout:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        return Layout(Kind.FP32, 1)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of a value in a payload."""
+        return torch.float32
+
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Return the one piece."""
+        size = self.stored.itemsize
+        return ((size * start, size * (stop - start)),)
+
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows in the stored dtype."""
+        if not is_finite(rows):
+            raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+        return (rows,)
+
+    def decode_rows(self, *codes: Tensor) -> Tensor:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        return codes[0].to(torch.float32)
+
+    def pack(self, *codes: Tensor) -> Sequence[Tensor]:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        return (codes[0].view(-1).view(torch.uint8),)
+
+    def unpack(self, pieces: Sequence[Tensor], rows: int, width: int) -> tuple[Tensor, ...]:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        values = pieces[0].view(self.stored).view(rows, width)
+        if not is_finite(values):
+            raise NonFinitePayload(f"{self.name} payload holds a NaN or an infinity")
+        return (values,)
+
+
+class Bf16Codec(Fp32Codec):
+    """Layout: the values, bfloat16 little-endian, rounded to nearest even.
+
+    Values that would round to infinity (above 3.396e38) become the largest bf16 (3.390e38) of their sign.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__("bf16")
+
+    @property
+    def layout(self) -> Layout:
+        """See :class:`~diloco.codec.base.PlainCodec`."""
+        return Layout(Kind.BF16, 1)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of a value in a payload."""
+        return torch.bfloat16
+
+    def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows in the stored dtype."""
+        (finite,) = super().encode_rows(rows)
+        return (finite.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16),)

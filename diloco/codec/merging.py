@@ -50,7 +50,7 @@ from diloco.codec.base import (
     hashing_kernels,
     refuse,
 )
-from diloco.codec.casts import Fp32Codec
+from diloco.codec.blocks import Fp32Codec
 from diloco.codec.kernel_library import LANES, SUM_BLOCK, MeasureJob, OuterJob, Place, Rule, Status, Update
 from diloco.codec.native import Kernels, address, kernels, pointer, tile, torch_fuses
 from diloco.outer.merge import (

@@ -21,8 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.codec.base import Codec, DecodeError, NonFiniteError, PlainCodec, bytes_of, digest
-from diloco.codec.blocks import BlockCodec, E3m0Codec, Int2Codec, Int4Codec, Int8Codec, SignCodec
-from diloco.codec.casts import Bf16Codec, Fp32Codec
+from diloco.codec.blocks import Bf16Codec, BlockCodec, E3m0Codec, Fp32Codec, Int2Codec, Int4Codec, Int8Codec, SignCodec
 from diloco.codec.entropy import EntropyCodec
 from diloco.codec.topk import TopKCodec
 

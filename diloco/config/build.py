@@ -23,6 +23,7 @@ from diloco.config.regional import is_region
 from diloco.durable import PLAIN_DISK
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest, LeasedStream, TokenStream
+from diloco.inner.holding import ParallelOptions, Spread, check_cut
 from diloco.inner.model import (
     CompileError,
     ComputeOptions,
@@ -35,16 +36,23 @@ from diloco.inner.model import (
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import device_of
 from diloco.inner.precision import resolve_precision
-from diloco.inner.sharding import ParallelOptions, Spread, check_cut
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.learner.exchange import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, part_of, plan_layout
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction, Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
-from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
 from diloco.sync.link import AdaptOptions, Way
-from diloco.sync.options import ADOPT_KEEPS_UNSENT, UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
+from diloco.sync.options import (
+    ADOPT_KEEPS_UNSENT,
+    CORPUS,
+    PROTOCOL,
+    UNITS_AHEAD_MAX,
+    Agreement,
+    HealthOptions,
+    LearnerOptions,
+    OuterOptions,
+)
 from diloco.wire.messages import STREAMS_MAX
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from diloco.config.placing import backup_of, has_several, syncer_name
 from diloco.config.run_dir import RunDir
 from diloco.durable import PLAIN_DISK
 from diloco.syncer.backups import BackupOptions
-from diloco.syncer.lease import FileLease
-from diloco.syncer.lease_etcd import EtcdAccess, EtcdLease
+from diloco.syncer.lease import EtcdAccess, EtcdLease, FileLease
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.wire.channel import split_addresses

@@ -22,7 +22,7 @@ from diloco.config.keys import nearest, plain_type, type_of, wanted
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
-from diloco.sync.agreement import MAY_CHANGE
+from diloco.sync.options import MAY_CHANGE
 from diloco.version import __version__
 
 if TYPE_CHECKING:

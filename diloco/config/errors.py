@@ -1,4 +1,4 @@
-"""Exit codes, and errors that print one line to the user instead of a traceback."""
+"""What a user is told of the settings: exit codes, errors that print one line, and warnings given once at a start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from diloco.config.schema import RunConfig
 
 
 class ExitCode(IntEnum):
@@ -49,3 +51,85 @@ def section(name: str) -> Iterator[None]:
         raise
     except ValueError as error:
         raise ConfigError(f"{name}.{error}") from error
+
+
+# --- Warnings about settings that are known to work badly together, given once at a run's start; none is an error ----
+
+FEW_STEPS = 20
+"""At most so many inner steps, and the pseudo-gradients of successive rounds point the same way."""
+MUCH_MOMENTUM = 0.8
+WITH_MOMENTUM = ("heavy_ball", "nesterov")
+FEW_WINDOWS = 50
+"""With fewer momentum steps than this, most of the run passes before the momentum reaches its steady state."""
+ROUGH = ("int2", "sign")
+"""Codecs whose rounding errors do not average out over many updates, unless the rounding error is sent later."""
+
+
+def whole_steps(config: RunConfig) -> list[str]:
+    """Return one sentence where a round may lack sites but its outer step still has full size, as in most papers."""
+    outer = config.outer
+    of_parts = outer.quorum != "all" and outer.round_updates <= 1 and outer.kind != "delayed_nesterov"
+    if not of_parts or outer.share_weighted or len(config.cluster.sites) == 1:
+        return []
+    return [
+        "outer.share_weighted is false: each outer step is a whole one, as in the paper, so the result depends on "
+        "which sites arrive together"
+    ]
+
+
+def advice(config: RunConfig) -> list[str]:
+    """Return the warnings, each with the settings that it is about."""
+    outer = config.outer
+    said = []
+    sites = len(config.cluster.sites)
+    one_by_one = outer.round_updates == 1 or (outer.quorum == "1" and outer.grace == "fixed" and outer.grace_s == 0)
+    if one_by_one and sites != 1 and outer.kind in WITH_MOMENTUM and not outer.share_weighted:
+        said.append(
+            f"outer.kind is {outer.kind} and each update is merged alone: the momentum takes a step for every one of "
+            "them, and that diverges or ends far behind; outer.share_weighted=true makes of each the share that it is"
+        )
+    much = outer.momentum >= MUCH_MOMENTUM
+    if much and outer.kind in WITH_MOMENTUM and outer.inner_steps <= FEW_STEPS:
+        said.append(
+            f"outer.momentum is {outer.momentum:g} with outer.inner_steps={outer.inner_steps}: successive rounds are "
+            f"alike then, and steps become up to {1 / (1 - outer.momentum):.0f} times too long: compare 0.5 and none"
+        )
+    windows = _updates(config) // outer.window
+    if outer.kind == "delayed_nesterov" and much and 0 < windows < FEW_WINDOWS:
+        said.append(
+            f"outer.momentum is {outer.momentum:g} and run.tokens={config.run.tokens} are about {windows} windows of "
+            f"outer.window={outer.window} updates: so few are better with 0.5"
+        )
+    if outer.kind == "delayed_nesterov" and sites and outer.window < sites:
+        said.append(
+            f"outer.window is {outer.window} and there are {sites} sites: the momentum is steadiest with one of as many"
+        )
+    if outer.merge == "rda" and outer.lr * (1 + outer.momentum) > 1:
+        said.append(
+            f"outer.merge is rda with outer.lr={outer.lr:g} and outer.momentum={outer.momentum:g}: its steps are "
+            "longer than the mean's by up to the square root of the sites: compare a smaller lr, or no momentum"
+        )
+    if outer.adopt in ("overwrite", "blend") and outer.quorum != "all" and outer.staleness_max < 2 * sites:
+        said.append(
+            f"outer.staleness_max is {outer.staleness_max} and there are {sites} sites: under outer.adopt={outer.adopt}"
+            " an update is as old as all versions of its period, and older ones are refused; allow twice the "
+            "sites, more where speeds differ more than twofold, or take rebase, which measures from the newest version"
+        )
+    if outer.staleness_power and outer.round_updates == 1:
+        said.append(
+            f"outer.staleness_power is {outer.staleness_power:g} and each update is merged alone: a weight says how "
+            "much one counts beside others, and here is no other; outer.gate_power makes an old one smaller"
+        )
+    if config.codec.up.startswith(ROUGH) and config.codec.feedback == 0 and outer.adopt in ("overwrite", "blend"):
+        said.append(
+            f"codec.up is {config.codec.up} with codec.feedback=0 under outer.adopt={outer.adopt}: what so few bits "
+            "round off is lost in every round, and the loss ends percents higher; 1 sends it with the next update"
+        )
+    return said
+
+
+def _updates(config: RunConfig) -> int:
+    """Return the updates of each fragment by all sites in the whole run; 0 where the configuration does not say."""
+    inner = config.inner
+    a_step = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
+    return (config.run.tokens or 0) // (a_step * config.outer.inner_steps) if a_step else 0

@@ -23,7 +23,7 @@ from diloco.inner import checkpoint
 from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
 from diloco.inner.parallel import put
 from diloco.outer.fragments import gather, named_parameters_once
-from diloco.sync.plain import parse_json
+from diloco.sync.journal import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

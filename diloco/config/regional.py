@@ -21,7 +21,7 @@ from diloco.config.syncer_settings import OF_THE_MODEL
 from diloco.durable import PLAIN_DISK, write_file
 from diloco.learner.region import Upward, UpwardOptions
 from diloco.learner.transfer import JoinFailed
-from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.options import PROTOCOL, Agreement
 from diloco.wire.client import SyncClient
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, BY_PART
 from diloco.config.schema import RunConfig
 from diloco.learner.transfer import JoinFailed
-from diloco.sync.agreement import OF_THE_SYNCER, PROTOCOL
+from diloco.sync.options import OF_THE_SYNCER, PROTOCOL
 from diloco.wire.channel import Backoff, check_address, split_addresses
 from diloco.wire.checkup import Checkup
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refused, Status, Unreachable

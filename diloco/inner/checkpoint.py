@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK, Step
-from diloco.inner.checks import require
+from diloco.inner import require
 from diloco.inner.parallel import Box, box_of, is_keeper, local
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from diloco.durable import lock, write_file
-from diloco.inner.checks import require
+from diloco.inner import require
 from diloco.inner.data import (
     FORMAT,
     SPLITS,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from diloco.inner.checks import require
+from diloco.inner import require
 from diloco.inner.tokenizer import token_dtype
 
 if TYPE_CHECKING:

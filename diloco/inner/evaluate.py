@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from diloco.inner.checks import require
+from diloco.inner import require
 from diloco.inner.model import next_token_loss, rotate
 from diloco.inner.precision import autocast_dtype
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from diloco.inner.holding import Spread
     from diloco.inner.model import Attention, Transformer
-    from diloco.inner.sharding import Spread
 
 
 @torch.no_grad()

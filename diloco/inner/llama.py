@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diloco.inner.checks import require
+from diloco.inner import require
 from diloco.inner.model import ModelOptions
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from diloco.inner.checks import require
+from diloco.inner import require
 from diloco.inner.parallel import local, put
 
 if TYPE_CHECKING:

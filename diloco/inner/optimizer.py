@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from diloco.inner.checks import require
+from diloco.inner import require
 from diloco.inner.parallel import box_of, is_cut, local, sides_cut
 
 if TYPE_CHECKING:

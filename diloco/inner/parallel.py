@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.inner.checks import GroupError, require
+from diloco.inner import GroupError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.inner.checks import require
+from diloco.inner import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from diloco.inner.checks import require
+from diloco.inner import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

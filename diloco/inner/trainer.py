@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK
-from diloco.inner import checkpoint
+from diloco.inner import checkpoint, require
 from diloco.inner.checkpoint import AsyncWriter, Checkpoint, CheckpointError, PartWriter, kept, rank_name
-from diloco.inner.checks import require
+from diloco.inner.holding import Spread
 from diloco.inner.memory import MemoryWriter
 from diloco.inner.model import Transformer, flops_per_token
 from diloco.inner.optimizer import InnerOptimizers, lr_factor
 from diloco.inner.parallel import Box, alike, box_of, local
 from diloco.inner.precision import PRECISIONS, autocast_dtype, deterministic, random_state, set_random_state
-from diloco.inner.sharding import Spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

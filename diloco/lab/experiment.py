@@ -1,4 +1,4 @@
-"""Experiments that compare rules: rows of settings, each trained under virtual time with several seeds.
+"""Experiments that compare rules: rows of settings, each trained with several seeds; and their report.
 
 A laboratory is a YAML file (``configs/lab``): settings that all rows share, and each row's own.  A **cell** is one row
 with one seed.  Its result is stored under the digest of all its inputs, so that the same command resumes where it
@@ -15,14 +15,25 @@ from functools import cache
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError
 from diloco.config.keys import nearest
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
+from diloco.observe.plot import Axis, Line, Points, line_chart
+from diloco.observe.report import legend, page, section, series_style
+from diloco.observe.report import table as html_table
+from diloco.observe.text import count, size
 from diloco.sync.options import require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    pass
+    pass
+
 
 KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "str": ("text", str),
@@ -146,7 +157,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RowResult:
     """A row over its seeds: its losses and, in ``off``, the relative difference from ``against`` with the same seed."""
 
     name: str
@@ -306,7 +317,7 @@ def code_digest() -> str:
     """Return the digest of the code that may affect a cell's result."""
     package = Path(__file__).parents[1]
     files = [path for part in CODE for path in (package / part).rglob("*.py")]
-    files += [package / name for name in ("config/build.py", "lab/fleet.py", "lab/cell.py", "lab/training.py")]
+    files += [package / name for name in ("config/build.py", "lab/fleet.py", "lab/training.py", "lab/training.py")]
     found = hashlib.sha256()
     for path in sorted(files):
         found.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -331,7 +342,7 @@ def keep(folder: Path, cell: Cell, found: Found) -> None:
     write_file(path, json.dumps(asdict(found), indent=1).encode())
 
 
-def lines(lab: Laboratory, found: Sequence[Found]) -> list[Line]:
+def lines(lab: Laboratory, found: Sequence[Found]) -> list[RowResult]:
     """Return a line for each row with results, in the file's order."""
     by_row: dict[str, list[Found]] = {}
     for each in found:
@@ -344,5 +355,94 @@ def lines(lab: Laboratory, found: Sequence[Found]) -> list[Line]:
         against = row.against or lab.reference
         other = losses.get(against, {}) if against != name else {}
         off = {seed: loss / other[seed] - 1 for seed, loss in losses[name].items() if seed in other}
-        made.append(Line(name, row.does, losses[name], off, against, by_row[name]))
+        made.append(RowResult(name, row.does, losses[name], off, against, by_row[name]))
     return made
+
+
+# --- The report of a laboratory --------------------------------------------------------------------------------------
+
+LOSS = Axis("nats per token", lambda value: f"{value:.3f}")
+PROGRESS, SECONDS, BYTES, LOSSES = range(4)
+HEAD = (
+    "row",
+    "loss",
+    "seeds",
+    "against",
+    "difference",
+    "least",
+    "most",
+    "virtual time",
+    "up",
+    "goodput",
+    "sites/merge",
+)
+
+
+def table_cells(line: RowResult) -> tuple[str, ...]:
+    """Return a line of the table as text; differences are between runs with the same seed."""
+    off = list(line.off.values())
+    shares = (f"{fmean(off):+.2%}", f"{min(off):+.2%}", f"{max(off):+.2%}") if off else ("", "", "")
+    communicates = any(each.versions for each in line.found)
+    return (
+        line.name,
+        f"{line.loss:.4f}",
+        str(len(line.losses)),
+        line.against if off else "",
+        *shares,
+        f"{fmean(each.seconds for each in line.found):,.0f}",
+        size(fmean(each.bytes_up for each in line.found)) if communicates else "",
+        f"{fmean(each.goodput for each in line.found):.1%}",
+        f"{fmean(each.sites_per_version for each in line.found):.2f}" if communicates else "",
+    )
+
+
+def table(lines: Sequence[RowResult]) -> str:
+    """Return the table for the terminal."""
+    rows = [HEAD, *(table_cells(line) for line in lines)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    return "\n".join(
+        "  ".join(text.ljust(width) if column == 0 else text.rjust(width)
+                  for column, (text, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    )  # fmt: skip
+
+
+def html(lab: Laboratory, lines: Sequence[RowResult]) -> str:
+    """Return the HTML page."""
+    named = [(line.name, series_style(number)) for number, line in enumerate(lines)]
+    tokens = max((each.tokens for line in lines for each in line.found), default=0)
+    axes: tuple[tuple[str, int, Axis, Callable[[Found, float], float]], ...] = (
+        ("Loss against tokens", PROGRESS, Axis("tokens", count), lambda each, value: value * each.tokens),
+        ("Loss against virtual time", SECONDS, Axis("virtual seconds", count), lambda each, value: value),
+        ("Loss against bytes", BYTES, Axis("bytes up, all sites", size), lambda each, value: value),
+    )
+    pictures = [
+        section(title, legend(named), _curves(lines, column, axis, scale), NOTE) for title, column, axis, scale in axes
+    ]
+    shown = html_table(HEAD, [table_cells(line) for line in lines])
+    seeds = sorted({seed for line in lines for seed in line.losses})
+    tiles = [(str(len(lines)), "rows"), (str(len(seeds)), "seeds"), (count(tokens), "tokens")]
+    does = html_table(
+        ("row", "is", "settings"), [(line.name, line.does, " ".join(lab.rows[line.name].settings)) for line in lines]
+    )
+    sections = [
+        section("Beside each other", "", shown, TABLE),
+        *pictures,
+        section("Rows", "", does, " ".join(lab.settings)),
+    ]
+    return page(lab.title, lab.name, tiles, sections, good=True)
+
+
+NOTE = "Each seed is a line of its own: how far lines of one colour lie apart is what a difference must exceed."
+TABLE = "Mean loss of the final model; differences are of runs with the same seed, their mean, least and most."
+
+
+def _curves(lines: Sequence[RowResult], column: int, axis: Axis, scale: Callable[[Found, float], float]) -> str:
+    drawn = []
+    for number, line in enumerate(lines):
+        for each in line.found:
+            last = [1.0, each.seconds, each.bytes_up, each.loss]
+            points: Points = [(scale(each, point[column]), point[LOSSES]) for point in [*each.points, last]]
+            if each.points:
+                drawn.append(Line(f"{line.name}, seed {each.seed}", series_style(number), points))
+    return line_chart(drawn, axis, LOSS)

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK
+from diloco.inner import GroupError
 from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.checks import GroupError
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.exchange import Exchange, Owners, tensors_of
 from diloco.learner.ranks import all_mine
@@ -56,8 +56,8 @@ from diloco.sync.events import (
     StepDone,
     VersionFetched,
 )
+from diloco.sync.journal import PlainError
 from diloco.sync.learner import LearnerSync
-from diloco.sync.plain import PlainError
 from diloco.sync.progress import SentState, ask_of, ledger_of, site_ledger, standing_of, units_from, wants_soon
 from diloco.wire.messages import Refused, ReportInfo, Unreachable
 
@@ -71,9 +71,8 @@ if TYPE_CHECKING:
     from diloco.learner.exchange import AgentOptions, Source
     from diloco.learner.ranks import Dealt, Orders
     from diloco.outer.fragments import Layout
-    from diloco.sync.agreement import Agreement
     from diloco.sync.events import LearnerEvent
-    from diloco.sync.options import LearnerOptions
+    from diloco.sync.options import Agreement, LearnerOptions
     from diloco.sync.progress import Ledger
     from diloco.wire.client import SyncClient
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from diloco.codec.registry import make_codec
 from diloco.durable import PLAIN_DISK
-from diloco.inner.checks import GroupError
+from diloco.inner import GroupError
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, lend_a_hand

@@ -35,7 +35,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.inner.checks import GroupError
+from diloco.inner import GroupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.outer.fragments import Layout
-    from diloco.sync.agreement import Agreement
     from diloco.sync.effects import RegionEffect, Seal
     from diloco.sync.events import LearnerEvent, VersionFetched
+    from diloco.sync.options import Agreement
     from diloco.sync.region import Below
     from diloco.sync.state import Part
     from diloco.wire.client import SyncClient

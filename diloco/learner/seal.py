@@ -48,7 +48,7 @@ from diloco.durable import PLAIN_DISK, Step, when_there_is_room
 from diloco.learner.tensors import Carried, Fed, SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.events import SealFailed
-from diloco.sync.plain import parse_json
+from diloco.sync.journal import parse_json
 from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:

@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from diloco.learner.seal import Encoder, Outbox, SealJob
     from diloco.learner.tensors import Versions
     from diloco.outer.fragments import Layout
-    from diloco.sync.agreement import Agreement
     from diloco.sync.events import LearnerEvent
     from diloco.sync.link import LinkEstimate
+    from diloco.sync.options import Agreement
     from diloco.sync.progress import Standing
     from diloco.wire.channel import Stream
     from diloco.wire.client import SyncClient

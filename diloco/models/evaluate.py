@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from diloco.config.schema import RunConfig
     from diloco.inner.data import CorpusManifest
+    from diloco.inner.holding import Spread
     from diloco.inner.model import Transformer
-    from diloco.inner.sharding import Spread
     from diloco.outer.fragments import Layout
     from diloco.wire.pulling import PulledVersion
 

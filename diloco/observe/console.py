@@ -1,17 +1,23 @@
-"""A site's log: a line every few steps, with torchtitan's fields in its order, and our own fields after the bar."""
+"""A site's and a syncer's log: lines for people, and the events in the run's folder."""
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from diloco.observe.eventlog import LineWriter
+from diloco.config.placing import has_several, syncer_dir, syncer_name
+from diloco.config.run_dir import run_dir_of
+from diloco.observe.eventlog import EventLog, LineWriter
 from diloco.observe.text import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import ExitStack
 
+    from diloco.config.schema import RunConfig
     from diloco.observe.eventlog import Event
+
 
 QUIET = frozenset(
     {"step", "meter", "sealed", "pushed", "fetched", "adopted", "fate", "checkpoint", "memory_checkpoint"}
@@ -109,3 +115,36 @@ def _int(event: Mapping[str, object], name: str) -> int:
 def _float(event: Mapping[str, object], name: str, otherwise: float = 0.0) -> float:
     value = event.get(name)
     return float(value) if isinstance(value, int | float) else otherwise
+
+
+# --- The event logs of a syncer --------------------------------------------------------------------------------------
+
+
+def syncer_log(config: RunConfig, stack: ExitStack) -> EventLog:
+    """Return the log of the syncer's own events; ``stack`` closes it.
+
+    Its own folder is a run folder like that of a run with one syncer, where fragments are numbered as in its journal.
+    The whole run's log numbers them as in the whole model.
+    """
+    name = syncer_name(config.cluster.syncer.index)
+    whole = EventLog(run_dir_of(config).events, name) if has_several(config) else None
+    if whole is not None:
+        stack.callback(whole.close)  # After the other log, which writes to it.
+    log = EventLog(syncer_dir(config).events, name, also=identity_lines(lines_to(sys.stderr, name)))
+    stack.callback(log.close)
+    if whole is not None:
+        log.follow(_in_whole(config, whole))
+    return log
+
+
+def _in_whole(config: RunConfig, whole: EventLog) -> Callable[[Event], None]:
+    from diloco.config import build
+    from diloco.learner.several_syncers import in_whole
+
+    held, index = build.held_of(config), config.cluster.syncer.index
+
+    def take(event: Event) -> None:
+        fields = {key: value for key, value in event.items() if key != "what"}
+        whole.emit(str(event["what"]), in_whole(fields, held) | {"of_syncer": index})
+
+    return take

@@ -1,4 +1,4 @@
-"""``/metrics`` for Prometheus: the common parts of the site's and the syncer's page, and the small server behind them.
+"""``/metrics`` for Prometheus: the pages of a site, of the syncer and of a standby, and the small server behind them.
 
 A page is computed for each request, from the same status and events that ``diloco status`` and the live view show.
 Values that are not measured have no metric: a missing name is better than a meaningless number.  So there is none for a
@@ -21,6 +21,7 @@ import socket
 import socketserver
 import sys
 import threading
+import time
 from bisect import bisect_left
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +31,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diloco.config.errors import ConfigError
-from diloco.sync.agreement import PROTOCOL
+from diloco.observe.history import number, whole
+from diloco.sync.options import PROTOCOL
+from diloco.sync.state import Status
 from diloco.version import __version__
 from diloco.wire.channel import Guard, StallWatch
 from diloco.wire.door import Gate, TurnedAway, WaitingRoom
@@ -38,10 +41,13 @@ from diloco.wire.messages import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from prometheus_client.metrics_core import Metric
 
     from diloco.config.schema import RunConfig
+    from diloco.observe.eventlog import Event
+
 
 Labels = TypeVar("Labels", bound="tuple[str, ...]")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -250,3 +256,395 @@ def page_at(
         server.shutdown()
         server.server_close()
         thread.join(10.0)
+
+
+# --- A site's page of metrics, from its own events and its newest checkpoint -----------------------------------------
+
+FP32_BYTES = 4
+
+
+class SiteMetrics:
+    """Takes the site's events, and makes the page.  ``numels`` has the number of values of each fragment."""
+
+    def __init__(self, config: RunConfig, numels: Sequence[int], checkpoints: Path) -> None:
+        self._config = config
+        self._site = config.site.id
+        self._numels = numels
+        self._checkpoints = checkpoints
+        self._lock = threading.Lock()
+        self._last: dict[str, Event] = {}
+        """The latest event of each kind whose fields are totals or the present state."""
+        self._step_s = Spread(SECONDS)
+        self._pushes: dict[str, int] = {}
+        self._canaries: dict[str, int] = {}
+        self._raw = {"up": 0, "down": 0}
+        self._connected = False
+        self._out_of_reach: set[object] = set()
+        """Of several syncers: the numbers of those that are lost."""
+        self._disconnects = 0
+        self._norm: float | None = None
+
+    def take(self, event: Event) -> None:
+        """Take the next event, from the log's thread."""
+        with self._lock:
+            match event["what"]:
+                case "step" | "meter" as what:
+                    self._last[str(what)] = event
+                    if what == "step":
+                        self._step_s.add(number(event, "step_s") or 0.0)
+                case "sealed":
+                    self._norm = number(event, "norm")
+                case "pushed":
+                    self._pushed(event)
+                case "fetched":
+                    self._raw["down"] += self._fp32_bytes(event)
+                case "connected":
+                    self._out_of_reach.discard(event.get("of_syncer"))
+                    self._connected = not self._out_of_reach
+                case "disconnected":
+                    self._out_of_reach.add(event.get("of_syncer"))
+                    self._connected = False
+                    self._disconnects += 1
+                case "canary":
+                    outcome = {True: "same", False: "different"}.get(event.get("same"), "failed")  # type: ignore[call-overload]
+                    self._canaries[outcome] = self._canaries.get(outcome, 0) + 1
+
+    def _pushed(self, event: Event) -> None:
+        outcome = str(event.get("outcome"))
+        self._pushes[outcome] = self._pushes.get(outcome, 0) + 1
+        if outcome == "accepted":
+            self._raw["up"] += self._fp32_bytes(event)
+
+    def _fp32_bytes(self, event: Event) -> int:
+        return FP32_BYTES * self._numels[whole(event, "fragment")]
+
+    def families(self) -> Iterator[Metric]:
+        """Yield all metrics as of now."""
+        yield from about(self._config)
+        with self._lock:
+            yield from self._of_steps()
+            yield from self._of_exchange()
+        yield from self._of_checkpoint()
+
+    def _of_steps(self) -> Iterator[Metric]:
+        site = (self._site,)
+        yield histogram("site_step_duration_seconds", "Time that an inner step took.", {site: self._step_s}, "site")
+        step, meter = self._last.get("step"), self._last.get("meter")
+        if step is not None:
+            for name, key, meaning in (
+                ("site_step_loss_nats", "loss", "Loss of the latest step, in nats per token."),
+                ("site_grad_norm", "grad_norm", "Norm of its gradient, before clipping."),
+                ("site_learning_rate", "lr", "Its learning rate."),
+            ):
+                value = number(step, key)
+                yield gauge(name, meaning, {} if value is None else {site: value}, "site")
+        if meter is not None:
+            train_s, stall_s = number(meter, "train_s") or 0.0, number(meter, "stall_s") or 0.0
+            spent = {(*site, "compute"): max(0.0, train_s - stall_s), (*site, "sync_wait"): stall_s}
+            yield counter("site_time_seconds", "What the training loop's time went into.", spent, "site", "state")
+            in_flight = {site: whole(meter, "in_flight")}
+            yield gauge("site_updates_in_flight", "Updates sent and without a fate here.", in_flight, "site")
+
+    def _of_exchange(self) -> Iterator[Metric]:
+        site, meter = (self._site,), self._last.get("meter")
+        labels = ("site", "direction", "kind")
+        if meter is not None:
+            moved = {
+                (*site, "up", "update"): whole(meter, "bytes_up"),
+                (*site, "down", "version"): whole(meter, "bytes_down"),
+            }
+            yield counter("wan_bytes", "Bytes of updates sent and versions received, re-sent ones too.", moved, *labels)
+            for family, key, scale, meaning in LINKS:
+                value = number(meter, f"link_{key}")
+                yield gauge(family, meaning, {site: value * scale} if value else {}, "site")
+        raw = {(*site, "up", "update"): self._raw["up"], (*site, "down", "version"): self._raw["down"]}
+        yield counter("wan_raw_bytes", "What the same updates and versions are in fp32.", raw, *labels)
+        pushes = {(*site, outcome): count for outcome, count in self._pushes.items()}
+        yield counter("site_pushes", "Answers to updates that were sent.", pushes, "site", "outcome")
+        canaries = {(*site, outcome): count for outcome, count in self._canaries.items()}
+        yield counter("canaries", "Canaries by what they found: same, different, failed.", canaries, "site", "outcome")
+        yield gauge("site_connected", "1 while the syncer is heard.", {site: float(self._connected)}, "site")
+        yield counter("site_disconnects", "Times that the syncer was lost.", {site: self._disconnects}, "site")
+        if self._norm is not None:
+            yield gauge("pseudo_gradient_norm", "Norm of the latest update.", {site: self._norm}, "site")
+
+    def _of_checkpoint(self) -> Iterator[Metric]:
+        """Yield the metrics of the newest whole checkpoint: it gets its name only once it is durable."""
+        from diloco.inner import checkpoint
+
+        for name in reversed(checkpoint.names(self._checkpoints)):
+            path = self._checkpoints / name
+            try:
+                at, size = path.stat().st_mtime, sum(file.stat().st_size for file in path.iterdir())
+            except FileNotFoundError:
+                continue  # A newer one has just replaced it.
+            site = (self._site,)
+            yield gauge("checkpoint_timestamp_seconds", "When the newest checkpoint was written.", {site: at}, "site")
+            yield gauge("checkpoint_bytes", "Its size.", {site: size}, "site")
+            return
+
+
+# --- The syncer's page of metrics ------------------------------------------------------------------------------------
+
+Standing = dict[str, Any]
+
+GONE = (Status.LEFT, Status.EVICTED)
+PRESENT = (
+    ("site_staleness_versions", "staleness", "Versions that the site's oldest base is behind."),
+    ("site_loss_nats", "loss", "Loss of recent steps as the site last said it, in nats per token."),
+    ("site_tokens_per_second", "tokens_per_s", "Tokens a second since the site's process began."),
+    ("site_stall_ratio", "stall_share", "Share of the site's time spent for the outer world, 0 to 1."),
+)
+"""Reported for present sites only: the last values of a site that is gone would stay for ever."""
+STAGES = ("receive", "read", "fused", "digest", "publish")
+"""The stages of a round, as in ``syncer.outer_step.RoundCosts``."""
+SITE_COUNTERS = (
+    ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
+    ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
+    ("site_steps", "step", "Inner steps of the site."),
+    ("updates_corrupt", "updates_corrupt", "Updates that decoded to other values here than at the site."),
+    ("bases_differed", "bases_differed", "Bases that the site held other values for than were published."),
+)
+
+
+class SyncerMetrics:
+    """Takes the syncer's events, and makes the page."""
+
+    def __init__(self, config: RunConfig, status: Callable[[], Standing]) -> None:
+        self._config = config
+        self._status = status
+        self._lock = threading.Lock()
+        self._staleness: dict[str, Spread] = {}
+        self._weights: dict[str, float] = {}
+        self._norm: float | None = None
+        self._step_s = Spread(SECONDS)
+        self._stage_s = {stage: Spread(SECONDS) for stage in STAGES}
+        self._snapshot_s = Spread(SECONDS)
+        self._snapshot: tuple[float, float] | None = None
+
+    def take(self, event: Event) -> None:
+        """Take the next event, from the log's thread."""
+        with self._lock:
+            if event["what"] in ("outer_step", "published"):
+                self._stages(event)
+            if event["what"] == "outer_step":
+                self._outer_step(event)
+            elif event["what"] == "snapshot":
+                self._snapshot_s.add(number(event, "seconds") or 0.0)
+                self._snapshot = number(event, "at") or 0.0, number(event, "bytes") or 0.0
+
+    def _stages(self, event: Event) -> None:
+        for stage, spread in self._stage_s.items():
+            if (seconds := number(event, f"{stage}_s")) is not None:
+                spread.add(seconds)
+
+    def _outer_step(self, event: Event) -> None:
+        self._step_s.add(number(event, "seconds") or 0.0)
+        self._norm = number(event, "norm")
+        for site, staleness in _items(event, "staleness"):
+            self._staleness.setdefault(site, Spread(VERSIONS)).add(staleness)
+        self._weights = dict(_items(event, "sites"))
+
+    def families(self) -> Iterator[Metric]:
+        """Yield all metrics as of now; none of the run while the syncer starts or stops."""
+        yield from about(self._config)
+        with self._lock:
+            yield from self._of_events()
+        try:
+            status = self._status()
+        except Refusal:
+            return
+        yield from _of_run(status)
+        yield from _of_units(status["units"])
+        yield from _of_sites(status["sites"])
+        yield from self._of_backup(status)
+        yield from _of_replication(status["replication"])
+        yield from _of_identity(status)
+        yield from _of_calls(status["calls"])
+
+    def _of_backup(self, status: Standing) -> Iterator[Metric]:
+        backup = status["backup"]
+        if backup is None:
+            return
+        yield gauge("backup_failing", "1 while the latest backup failed.", {(): float(bool(backup["failing"]))})
+        every_s = self._config.cluster.syncer.backup_every_s
+        yield gauge("backup_interval_seconds", "How often a backup is made.", {(): every_s})
+        if (age_s := backup["age_s"]) is not None:
+            yield gauge("backup_age_seconds", "Seconds since the last good backup of this process.", {(): age_s})
+            good = time.time() - age_s
+            yield gauge("backup_timestamp_seconds", "What the last good backup of this process holds.", {(): good})
+
+    def _of_events(self) -> Iterator[Metric]:
+        stale = {(site,): spread for site, spread in self._staleness.items()}
+        yield histogram("update_staleness_versions", "Versions that merged updates were old.", stale, "site")
+        weights = {(site,): weight for site, weight in self._weights.items()}
+        yield gauge("update_weight_ratio", "Weight in the latest outer step.", weights, "site")
+        yield histogram("outer_step_duration_seconds", "Time that an outer step took.", {(): self._step_s})
+        stages = {(stage,): spread for stage, spread in self._stage_s.items()}
+        meaning = "Time of one stage of a round: receive, read, fused (decode, merge, step, encode), digest, publish."
+        yield histogram("round_stage_duration_seconds", meaning, stages, "stage")
+        yield histogram("snapshot_duration_seconds", "Time that a snapshot took to be durable.", {(): self._snapshot_s})
+        if self._norm is not None:
+            yield gauge("merged_pseudo_gradient_norm", "Norm of what the latest outer step merged.", {(): self._norm})
+        if self._snapshot is not None:
+            at, size = self._snapshot
+            yield gauge("snapshot_timestamp_seconds", "When the latest snapshot was durable.", {(): at})
+            yield gauge("snapshot_bytes", "Its size.", {(): size})
+
+
+def _of_run(status: Standing) -> Iterator[Metric]:
+    versions = sum(fragment["version"] for fragment in status["fragments"])
+    yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
+    ready = float(not status["not_ready"])
+    yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", {(): ready})
+    yield gauge(
+        "syncer_epoch",
+        "Rises with every start, and by a million or more when a standby is promoted.",
+        {(): status["epoch"]},
+    )
+    lineage = status["lineage"]
+    yield gauge("run_lineage", "1; of a run that was restored a Unix time, or one more than before.", {(): lineage})
+    if lineage > 1:
+        yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", {(): lineage})
+    yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
+    yield counter("run_tokens", "Tokens in the published model.", {(): status["run_tokens"]})
+    yield counter(
+        "refused_at_the_door",
+        "Updates refused before they were accepted; outcome is the reason, or the field that was wrong.",
+        {(why,): count for why, count in status["refused_at_the_door"].items()},
+        "outcome",
+    )
+
+
+def _of_units(units: Mapping[str, int] | None) -> Iterator[Metric]:
+    """Yield the counts of the data's units by place; nothing where none are leased."""
+    if units is None:
+        return
+    places = {(place,): float(units[place]) for place in ("merged", "partly", "in_hand", "given_back")}
+    meaning = "Units of the data that were ever leased, by where they are: merged, partly, in_hand or given_back."
+    yield gauge("data_units", meaning, places, "place")
+    for name, meaning in (
+        ("processed", "Units that accepted updates have gone through, as often as a site did."),
+        ("reissued", "Units leased again, since their site was gone or has given them up."),
+        ("repeated", "Units merged again, or drawn again by a site that had no other."),
+    ):
+        yield counter(f"data_units_{name}", meaning, {(): units[name]})
+
+
+def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
+    states: dict[tuple[str, ...], float] = {}
+    fates: dict[tuple[str, ...], float] = {}
+    for name, site in sites.items():
+        states[site["status"],] = states.get((site["status"],), 0) + 1
+        fates[name, "merged"] = site["updates_merged"]
+        fates |= {(name, reason): count for reason, count in site["updates_refused"].items()}
+    yield gauge("sites", "Sites by their state.", states, "state")
+    yield counter("updates", "Accepted updates by their fate: merged, or the reason.", fates, "site", "outcome")
+    restarts = {(name,): site["incarnation"] - 1 for name, site in sites.items()}
+    yield counter("site_restarts", "Processes that have spoken for the site, less one.", restarts, "site")
+    undecided = _told(sites, "undecided")
+    yield gauge("site_updates_undecided", "Accepted updates of the site without a fate.", undecided, "site")
+    held = {(name,): [float(each["seconds"]) for each in site["held"]] for name, site in sites.items()}
+    meaning = "Updates that wait for an operator's word: diloco admit, diloco refuse."
+    yield gauge("updates_held", meaning, {key: len(seconds) for key, seconds in held.items()}, "site")
+    longest = {key: max(seconds, default=0.0) for key, seconds in held.items()}
+    yield gauge("update_held_seconds", "How long the one of them has waited that came first.", longest, "site")
+    present = {name: site for name, site in sites.items() if site["status"] not in GONE}
+    for family, key, meaning in PRESENT:
+        yield gauge(family, meaning, _told(present, key), "site")
+    links = {name: site["link"] for name, site in present.items() if site.get("link")}
+    for family, key, scale, meaning in LINKS:
+        measured = {(name,): link[key] * scale for name, link in links.items() if link[key]}
+        yield gauge(family, meaning, measured, "site")
+    for family, key, meaning in SITE_COUNTERS:
+        yield counter(family, meaning, _told(sites, key), "site")
+    now = time.time()
+    heard = {site: now - ago for site, ago in _told(present, "heard_seconds_ago").items()}
+    yield gauge("site_heartbeat_timestamp_seconds", "When the site was last heard of.", heard, "site")
+
+
+def _of_replication(replication: Standing) -> Iterator[Metric]:
+    """Yield the standby's state as seen from here; nothing for a run without replication."""
+    if replication["mode"] == "off":
+        return
+    for name, meaning in (
+        ("following", "1 while a standby is heard."),
+        ("detached", "1 while the run goes on with one disk and waits for no standby."),
+        ("slow", "1 while the standby is heard and not waited for, since it takes too long."),
+    ):
+        yield gauge(f"replication_{name}", meaning, {(): float(replication[name])})
+    away_s = replication["away_seconds"] or 0.0
+    yield gauge("replication_away_seconds", "Since when no standby is heard; 0 while one is.", {(): away_s})
+    if (behind := replication["behind_bytes"]) is not None:
+        meaning = "Bytes of the journal that the standby lacks, while both write the same segment."
+        yield gauge("replication_behind_bytes", meaning, {(): behind})
+
+
+def _of_identity(status: Standing) -> Iterator[Metric]:
+    """Yield whether the files for authentication are usable, and whether this process may lead."""
+    complaints = len(status["identity_complaints"])
+    meaning = "Files of certificates, tokens, permissions that cannot be used as they are now."
+    yield gauge("identity_complaints", meaning, {(): complaints})
+    lease = status["lease"]
+    if lease is None:
+        return
+    for name, meaning, so in (
+        ("valid", "1 while this process leads the run.", lease["valid"]),
+        ("trouble", "1 while the lease cannot be renewed; diloco status says why.", bool(lease["trouble"])),
+        ("heir", "1 while a standby takes over by itself if this process ends.", bool(lease["heir"])),
+    ):
+        yield gauge(f"lease_{name}", meaning, {(): float(so)})
+    renewed = time.time() - lease["renewed_seconds_ago"]
+    yield gauge("lease_renewed_timestamp_seconds", "When the lease was renewed last.", {(): renewed})
+
+
+def _told(sites: Mapping[str, Standing], key: str) -> dict[tuple[str, ...], float]:
+    """Return one figure by site, for the sites that have reported it."""
+    return {(name,): float(site[key]) for name, site in sites.items() if site[key] is not None}
+
+
+def _of_calls(calls: Mapping[str, int]) -> Iterator[Metric]:
+    refused = {
+        (name.removeprefix("refused_").upper(),): count for name, count in calls.items() if name.startswith("refused_")
+    }
+    yield counter("calls_refused", "Calls refused, by gRPC's code.", refused, "code")
+    yield counter("calls_failed", "Calls that met a defect of the syncer.", {(): calls.get("internal", 0)})
+    yield counter("calls_broken_off", "Streams whose other end went away.", {(): calls.get("broken_off", 0)})
+    meaning = "Connections without a call under way that had to make room for others."
+    yield counter("connections_hung_up", meaning, {(): calls.get("hung_up", 0)})
+    moved = {("up",): calls.get("payload_bytes_in", 0), ("down",): calls.get("payload_bytes_out", 0)}
+    yield counter("syncer_payload_bytes", "Payload that came from sites (up) and went to them.", moved, "direction")
+
+
+def _items(event: Event, name: str) -> list[tuple[str, float]]:
+    value = event.get(name)
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+# --- A standby's page of metrics, until it is promoted and the syncer's page replaces it at the same address ---------
+
+
+class StandbyMetrics:
+    """Makes the page from the standby's status."""
+
+    def __init__(self, config: RunConfig, status: Callable[[], dict[str, Any]]) -> None:
+        self._config = config
+        self._status = status
+
+    def families(self) -> Iterator[Metric]:
+        """Yield all metrics as of now."""
+        yield from about(self._config)
+        status = self._status()
+        following, failed = float(status["following"]), float(status["failed"] is not None)
+        yield gauge("standby_following", "1 while this standby follows the syncer.", {(): following})
+        yield gauge("standby_failed", "1 when it cannot follow any more; diloco status says why.", {(): failed})
+        heard = time.time() - status["heard_seconds_ago"]
+        yield gauge("standby_heard_timestamp_seconds", "When it last heard the syncer, or was started.", {(): heard})
+        behind = status["turns_behind"]
+        yield gauge("standby_turns_behind", "Turns that are durable here and to be carried out.", {(): behind})
+        versions = sum(status["versions"])
+        yield gauge("standby_outer_version", "Outer steps carried out here, over all fragments.", {(): versions})
+        if (lease := status["lease"]) is not None:
+            heir, read = float(lease["is_heir"]), float(lease["trouble"] is None)
+            yield gauge("standby_is_heir", "1 while it takes over by itself if the lease runs out.", {(): heir})
+            yield gauge("standby_lease_readable", "1 while it sees what the lease says.", {(): read})

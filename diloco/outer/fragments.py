@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.sync.plain import canonical, from_plain, parse_json
+from diloco.sync.journal import canonical, from_plain, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

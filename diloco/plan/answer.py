@@ -1,4 +1,4 @@
-"""The answer of ``diloco plan`` as plain values: bytes, links, timing, memory, money, goodput, and how they grow."""
+"""The answer of ``diloco plan``: as plain values, and as text."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from diloco.config.schema import RunConfig
+from diloco.observe.plot import Axis, Line, Points, line_chart, standalone
+from diloco.observe.text import count, size
 from diloco.outer.optimizer import OUTER_KINDS
 from diloco.plan import estimate
+from diloco.plan.estimate import scaled
 from diloco.plan.studies import expected
 from diloco.syncer.options import state_bytes_max
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from rich.table import Table
 
     from diloco.plan.estimate import Found, Question
+
 
 PARAMETERS = (10e9, 100e9, 1e12, 10e12, 100e12)
 SITES = (2, 5, 10, 20, 50)
@@ -127,3 +133,172 @@ def _advice(advice: Question | None) -> dict[str, Any] | None:
 
 def _both(name: str, found: Found) -> dict[str, float | None]:
     return {name: found.simulated, f"{name}_formula": found.formula}
+
+
+# --- The answer of ``diloco plan`` as text ---------------------------------------------------------------------------
+
+PLAIN_WIDTH = 120
+SHOWN_SITES = (2, 10, 50)
+PICTURE_SITES = tuple(range(1, 41))
+WAYS = (
+    ("site", "s0", "one site"),
+    ("sharded", "s2", "a site with a part of the syncer"),
+    ("central", "s1", "one syncer"),
+)
+LINEAR = (
+    "Linear in both? Every link's bytes are in the parameters, only a single syncer's in the sites as well.\n"
+    "One site's stay the same with any number of them, and below twice that where each holds a part of the syncer too."
+)
+
+
+def show(told: Mapping[str, Any]) -> None:
+    """Print the whole answer."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    console.print(first_line(told), soft_wrap=True, highlight=False)
+    for line in (*measured_lines(told), *round_lines(told)):
+        console.print(line, soft_wrap=True, highlight=False)
+    for table in (links(told), goodputs(told), scaling(told)):
+        console.print(table)
+    console.print(LINEAR, soft_wrap=True, highlight=False)
+    console.print(advice_line(told), soft_wrap=True, highlight=False)
+
+
+def first_line(told: Mapping[str, Any]) -> str:
+    """Return the result in one line."""
+    asked, needed = told["asked"], told["gbps_for_utilisation"]
+    up, down = min(asked["up_gbps"]), min(asked["down_gbps"] or asked["up_gbps"])
+    need = "no link is fast enough" if needed is None else f"a site needs {_gbps_text(needed)} Gbit/s each way"
+    return (
+        f"{values(asked['parameters'])} parameters at {asked['sites']} sites: to train "
+        f"{_percent(asked['utilisation'])} of the time {need}; {up:g} up and {down:g} down allow "
+        f"{_percent(told['utilisation_on_links'])}"
+    )
+
+
+def measured_lines(told: Mapping[str, Any]) -> list[str]:
+    """Return a line for each measured link; none without any."""
+    return [
+        f"measured   {link['up_gbps']:g} Gbit/s up, {link['down_gbps']:g} down, {link['rtt_ms']:g} ms ({link['file']})"
+        for link in told.get("measured", ())
+    ]
+
+
+def round_lines(told: Mapping[str, Any]) -> list[str]:
+    """Return lines on bytes, timing, memory and money."""
+    asked, needed, syncers = told["asked"], told["inner_steps_needed"], told["syncers_needed"]
+    up, down, busy_up, busy_down, wan = (
+        size(told[name])
+        for name in (
+            "bytes_per_site_per_round_up",
+            "bytes_per_site_per_round_down",
+            "bytes_busiest_link_per_round_up",
+            "bytes_busiest_link_per_round_down",
+            "bytes_wan_per_round",
+        )
+    )
+    bits = f"{told['bits_per_parameter_up']:.4g} and {told['bits_per_parameter_down']:.4g} bits a parameter"
+    most = ", at most" if "+" in asked["codec_up"] + asked["codec_down"] else ""
+    host = size(1e9 * asked["host_gb"])
+    fits = f"a fragment alone does not fit into {host}" if syncers is None else f"{syncers} of {host} hold it"
+    formula = "none" if told["inner_steps_needed_formula"] is None else f"{told['inner_steps_needed_formula']:,}"
+    steps = (
+        "no number of them is enough" if needed is None else f"these links need {needed:,} ({formula} by the formula)"
+    )
+    return [
+        f"a site     sends {up} and takes {down} a round ({bits}{most})",
+        f"links      {busy_up} up and {busy_down} down at the busiest; {wan} over all, "
+        f"${told['dollars_per_round']:,.2f} a round, ${told['dollars_per_day']:,.2f} a day",
+        f"a round    {asked['inner_steps']} inner steps of {told['step_s']:.3g} s; {steps}",
+        f"syncer     {size(told['syncer_bytes'])} of memory in {told['syncer_parts']} parts; {fits}; "
+        f"merges take {_percent(told['merge_share_of_round'])} of its time",
+    ]
+
+
+def links(told: Mapping[str, Any]) -> Table:
+    """Return the Gbit/s for shares of the time."""
+    shares = sorted({each["share"] for each in told["gbps"]})
+    table = _table("Gbit/s each way", *(_percent(share) for share in shares))
+    for way in ("as asked", "data parallel"):
+        cells = {each["share"]: each for each in told["gbps"] if each["way"] == way}
+        for kind, name in (("formula", "gbps_formula"), ("simulated", "gbps")):
+            table.add_row(f"{way}, {kind}", *(_gbps_text(cells[share][name]) for share in shares))
+    return table
+
+
+def goodputs(told: Mapping[str, Any]) -> Table:
+    """Return the share of the time that is left where chips fail, and the share of updates that come in time."""
+    table = _table("goodput", "formula", "simulated", "updates merged, formula", "simulated")
+    for each in told["goodputs"]:
+        found = "-" if each["goodput"] is None else _percent(each["goodput"])
+        merged = [_percent(each[name]) if each["syncer"] else "-" for name in ("merged_formula", "merged")]
+        table.add_row(each["layout"], _percent(each["goodput_formula"]), found, *merged)
+    return table
+
+
+def scaling(told: Mapping[str, Any]) -> Table:
+    """Return the bytes through one link, by parameters and sites."""
+    shown = [each for each in told["scaling"] if each["sites"] in SHOWN_SITES]
+    one, part = (f"one syncer, {SHOWN_SITES[0]} sites", f"a part at each of {SHOWN_SITES[0]}")
+    more = [str(sites) for sites in SHOWN_SITES[1:]]
+    table = _table("bytes a round", "a site", one, *more, part, *more)
+    for parameters in sorted({each["parameters"] for each in shown}):
+        row = {each["sites"]: each for each in shown if each["parameters"] == parameters}
+        central, sharded = ([size(row[sites][way]) for sites in SHOWN_SITES] for way in ("central", "sharded"))
+        table.add_row(values(parameters), size(row[SHOWN_SITES[0]]["site"]), *central, *sharded)
+    return table
+
+
+def advice_line(told: Mapping[str, Any]) -> str:
+    """Return the settings to type for a run."""
+    asked, advice = told["asked"], told["advice"]
+    share = _percent(asked["utilisation"])
+    if advice is None:
+        return f"{share} on these links: no rhythm and encoding that learn well; faster links, or fewer bytes each"
+    typed = (f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in advice.items())
+    return f"{share} on these links: {' '.join(typed)}"
+
+
+def picture(question: Question) -> str:
+    """Return an SVG file: a round's bytes in a link's busier direction by sites, for this model and 1 % of it."""
+    lines = []
+    for parameters in (question.parameters, max(question.parameters / 100, question.fragments)):
+        found = scaled(question, (parameters,), PICTURE_SITES)
+        for way, style, words in WAYS:
+            points: Points = [(each.sites, getattr(each, way)) for each in found if getattr(each, way)]
+            lines.append(Line(f"{values(parameters)}: {words}", style, points))
+    chart = line_chart(
+        lines,
+        Axis("sites", lambda sites: f"{sites:g}"),
+        Axis("bytes of a round through one link", size, log=True),
+        named=True,
+    )
+    return standalone(chart)
+
+
+def values(parameters: float) -> str:
+    """Return the count in the usual notation: 175B."""
+    return count(parameters).replace("G", "B")
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    return table
+
+
+def _gbps_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    """Return a percentage with three digits, and never 100 where something is missing."""
+    text = f"{100 * share:.3g}"
+    return f"{text} %" if float(text) < 100 or share >= 1 - 1e-9 else f"{100 * share:.2f} %"

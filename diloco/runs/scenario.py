@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.runs.supervise import Child
+    from diloco.runs.process import Child
     from diloco.wan.process import RelayProcess
 
 

@@ -29,8 +29,8 @@ from diloco.config import compose as configs
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.durable import write_file
 from diloco.learner.ranks import NEAR, Door, knock
+from diloco.runs.process import descendants
 from diloco.runs.site_rank import SEEN_S, has_ended
-from diloco.runs.supervise import descendants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -108,8 +108,8 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
 @contextmanager
 def in_words() -> Iterator[None]:
     """Turn the errors of training into the verb's one-line errors."""
+    from diloco.inner import GroupError
     from diloco.inner.checkpoint import CheckpointError
-    from diloco.inner.checks import GroupError
     from diloco.inner.data import DataError
     from diloco.inner.trainer import TrainingError
 
@@ -288,8 +288,7 @@ def silent(what: str, fields: dict[str, object] | None = None) -> None:
 
 def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: ExitStack) -> None:
     from diloco.config import build
-    from diloco.observe.metrics import page_at
-    from diloco.observe.site_metrics import SiteMetrics
+    from diloco.observe.metrics import SiteMetrics, page_at
 
     numels = [fragment.numel for fragment in build.whole_layout(config).fragments]
     metrics = SiteMetrics(config, numels, folder.checkpoints)

@@ -13,7 +13,7 @@ from itertools import combinations
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
-from diloco.sim import values
+from diloco.sim import world
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import (
     LineageBegan,
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from diloco.sim.outer_disk import Kept
     from diloco.sim.site_state import SiteState
-    from diloco.sim.values import Value
-    from diloco.sim.world import OuterPlan, Storage, Unit
+    from diloco.sim.world import OuterPlan, Storage, Unit, Value
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
     from diloco.sync.events import Fate, LearnerEvent, OuterEvent
     from diloco.sync.state import OuterState
@@ -575,8 +574,8 @@ class Merging(Checker):
     def __init__(self, plan: OuterPlan) -> None:
         super().__init__(plan)
         self.value: dict[tuple[int, str], Value] = {}
-        self.theta = {(index, 0): (values.ZERO, values.ZERO) for index in range(plan.options.num_fragments)}
-        self.published = {(1, index, 0): values.ZERO for index in range(plan.options.num_fragments)}
+        self.theta = {(index, 0): (world.ZERO, world.ZERO) for index in range(plan.options.num_fragments)}
+        self.published = {(1, index, 0): world.ZERO for index in range(plan.options.num_fragments)}
         """By lineage, fragment and version: a site that has not rejoined gets its versions from the lineage before."""
         self.newest = [0] * plan.options.num_fragments
         self.lineage = 1
@@ -602,8 +601,8 @@ class Merging(Checker):
         """Compute the version again from the sites' own updates."""
         index, version = effect.fragment, effect.version
         theta, momentum = self.theta[index, version - 1]
-        merged = values.merged(values_in(effect, self.value))
-        expected = values.outer_step(theta, momentum, merged, self.plan.rule, effect.share)
+        merged = world.merged(values_in(effect, self.value))
+        expected = world.outer_step(theta, momentum, merged, self.plan.rule, effect.share)
         self.require((made.theta, made.momentum) == expected, effect, "made", made, "and not", expected)
         self.theta[index, version] = expected
         self.published[self.lineage, index, version] = made.published

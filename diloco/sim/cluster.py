@@ -17,16 +17,7 @@ from diloco.sim.outer_process import CrashPoint, LeaseHolder, OuterProcess, Turn
 from diloco.sim.site_process import SiteProcess, Trainer
 from diloco.sim.site_state import Side, SiteDisk, SitePlan, Trouble
 from diloco.sim.standby_process import StandbyProcess
-from diloco.sim.world import (
-    MILLISECOND_NS,
-    Heap,
-    Lease,
-    LeaseLine,
-    Link,
-    OuterPlan,
-    Process,
-    Weather,
-)
+from diloco.sim.world import MILLISECOND_NS, Heap, Lease, LeaseLine, Link, OuterPlan, Process, Weather
 from diloco.sync.journal import JournalError
 
 if TYPE_CHECKING:

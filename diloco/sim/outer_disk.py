@@ -13,9 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.sim import values
-from diloco.sim.values import Value
-from diloco.sim.world import Damaged, Storage, sealed, unsealed
+from diloco.sim import world
+from diloco.sim.world import Damaged, Storage, Value, sealed, unsealed
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import LineageBegan, OuterStepDone, UpdateArrived
 from diloco.sync.journal import (
@@ -23,7 +22,7 @@ from diloco.sync.journal import (
     MARK,
     JournalError,
     Record,
-    Replay,
+    canonical,
     decode_records,
     encode_frame,
     encode_header,
@@ -32,18 +31,17 @@ from diloco.sync.journal import (
     read_segment,
     units,
 )
-from diloco.sync.plain import canonical
-from diloco.sync.syncer import OuterSync
+from diloco.sync.syncer import OuterSync, Replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from diloco.sim.values import OuterRule
+    from diloco.sim.world import OuterRule
     from diloco.sync.effects import TakeVersion
     from diloco.sync.events import Fate
     from diloco.sync.journal import Frame, Segment
+    from diloco.sync.leadership import Place
     from diloco.sync.options import OuterOptions
-    from diloco.sync.replication import Place
     from diloco.sync.state import FragmentState
 
 VERSIONS_KEPT = 4
@@ -60,7 +58,7 @@ class Kept:
     link: Value
 
 
-ZERO = Kept(values.ZERO, values.ZERO, values.ZERO, values.ZERO)
+ZERO = Kept(world.ZERO, world.ZERO, world.ZERO, world.ZERO)
 Versions = list[dict[int, Kept]]
 
 
@@ -95,12 +93,12 @@ class Replayer(Replay):
 
     def made(self, before: Kept, contributions: list[tuple[float, list[Value]]], share: float = 1) -> Kept:
         """Return the version after ``before``."""
-        rule, merged = self._rule, values.merged(contributions)
-        theta, momentum = values.outer_step(before.theta, before.momentum, merged, rule, share)
+        rule, merged = self._rule, world.merged(contributions)
+        theta, momentum = world.outer_step(before.theta, before.momentum, merged, rule, share)
         if rule.published_quantum == 1:
-            return Kept(theta, momentum, theta, values.minus(theta, before.published))
-        link = values.quantised(values.minus(theta, before.published), rule.published_quantum)
-        return Kept(theta, momentum, values.plus(before.published, link), link)
+            return Kept(theta, momentum, theta, world.minus(theta, before.published))
+        link = world.quantised(world.minus(theta, before.published), rule.published_quantum)
+        return Kept(theta, momentum, world.plus(before.published, link), link)
 
     def store(self, fragment: int, version: int, made: Kept) -> None:
         """Store ``made`` as the newest version, and drop the version ``VERSIONS_KEPT`` before it."""
@@ -114,7 +112,7 @@ def restored(versions: Versions) -> Versions:
     No site can follow a down-link to them: a site that has the version before has it from another lineage.
     """
     newest = [(max(kept), kept[max(kept)]) for kept in versions]
-    return [{version + 1: Kept(kept.theta, values.ZERO, kept.published, values.ZERO)} for version, kept in newest]
+    return [{version + 1: Kept(kept.theta, world.ZERO, kept.published, world.ZERO)} for version, kept in newest]
 
 
 def digest(value: Value) -> str:

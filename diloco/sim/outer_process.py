@@ -69,16 +69,14 @@ from diloco.sync.events import (
 )
 from diloco.sync.fates import known_already
 from diloco.sync.journal import FRAME, MARK, Record, decode_records, digest_effects, units
-from diloco.sync.leadership import RETRY_SHARE, Change, Claim, Leadership, LeaseLostError
+from diloco.sync.leadership import RETRY_SHARE, Change, Claim, Leadership, LeaseLostError, Place, Replication
 from diloco.sync.members import Leases
-from diloco.sync.replication import Place, Replication
 from diloco.sync.state import Phase, Status
 
 if TYPE_CHECKING:
     from diloco.sim.checkers import Checkers
     from diloco.sim.outer_disk import OuterDisk
-    from diloco.sim.values import Value
-    from diloco.sim.world import Heap, LeaseLine, OuterPlan, Part, ReplicationPlan
+    from diloco.sim.world import Heap, LeaseLine, OuterPlan, Part, ReplicationPlan, Value
     from diloco.sync.events import LearnerEvent
     from diloco.sync.progress import UnitAsk
 

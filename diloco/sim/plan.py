@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from diloco.sim.outer_process import CrashPoint
 from diloco.sim.site_state import SitePlan
 from diloco.sim.standby_process import StandbyProcess
-from diloco.sim.values import OuterRule
-from diloco.sim.world import MILLISECOND_NS, Direction, OuterPlan, ReplicationPlan, Weather
+from diloco.sim.world import MILLISECOND_NS, Direction, OuterPlan, OuterRule, ReplicationPlan, Weather
 from diloco.sync.options import (
     ADMISSION_POLICIES,
     GRACE_KINDS,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from diloco.sim import values
+from diloco.sim import world
 from diloco.sim.checkers import (
     Acknowledged,
     Bounds,
@@ -68,8 +68,7 @@ if TYPE_CHECKING:
 
     from diloco.sim.checkers import Id
     from diloco.sim.site_state import Drawn, SiteState
-    from diloco.sim.values import Value
-    from diloco.sim.world import OuterPlan, Storage, Unit
+    from diloco.sim.world import OuterPlan, Storage, Unit, Value
     from diloco.sync.effects import LearnerEffect, OuterEffect
     from diloco.sync.events import Fate, LearnerEvent, OuterEvent
     from diloco.sync.syncer import OuterSync
@@ -505,15 +504,15 @@ class Conservation(Checker):
     def __init__(self, plan: OuterPlan) -> None:
         super().__init__(plan)
         self.unsent: dict[str, list[Value]] = {}
-        self.learned = [values.ZERO] * plan.options.num_fragments
-        self.merged = [values.ZERO] * plan.options.num_fragments
+        self.learned = [world.ZERO] * plan.options.num_fragments
+        self.merged = [world.ZERO] * plan.options.num_fragments
         self.value: dict[tuple[int, str], Value] = {}
         self.under_way: dict[int, StartOuterStep] = {}
 
     def carry(self, site: SiteState, index: int) -> Value:
         """Return r, the unsent progress: the site's values minus its base, plus the pseudo-gradients that it holds."""
         held = [value for key, value in [*site.sent.items(), *site.sealing.items()] if key[0] == index]
-        return values.plus(values.minus(site.theta[index], site.base[index][1]), values.total(held))
+        return world.plus(world.minus(site.theta[index], site.base[index][1]), world.total(held))
 
     def process_started(self, site: SiteState) -> None:
         """The record begins with what the checkpoint holds."""
@@ -524,13 +523,13 @@ class Conservation(Checker):
         book = self.unsent[site.name]
         for index, gain in enumerate(learned):
             made = (gain, site.plan.tokens, 0)
-            book[index] = values.plus(book[index], made)
-            self.learned[index] = values.plus(self.learned[index], made)
+            book[index] = world.plus(book[index], made)
+            self.learned[index] = world.plus(self.learned[index], made)
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
         """The whole measured gradient leaves r."""
         book = self.unsent[site.name]
-        book[seal.fragment] = values.plus(book[seal.fragment], gradient)
+        book[seal.fragment] = world.plus(book[seal.fragment], gradient)
 
     def encoded(self, site: SiteState, fragment: int, digest: str, decoded: Value) -> None:
         """Record the decoded value; ``learner`` returns the codec's rounding error to r."""
@@ -540,14 +539,14 @@ class Conservation(Checker):
         """Record what an event moves between r and the in-flight list."""
         book = self.unsent[site.name]
         if isinstance(event, Sealed):
-            book[event.fragment] = values.plus(book[event.fragment], site.rounded)
+            book[event.fragment] = world.plus(book[event.fragment], site.rounded)
         for effect in effects:
             if isinstance(effect, Release):
                 key = (effect.fragment, effect.sequence)
-                released = site.sent.get(key, site.sealing.get(key, values.ZERO))
-                book[effect.fragment] = values.minus(book[effect.fragment], released)
+                released = site.sent.get(key, site.sealing.get(key, world.ZERO))
+                book[effect.fragment] = world.minus(book[effect.fragment], released)
             elif isinstance(effect, Retake):
-                book[effect.fragment] = values.ZERO
+                book[effect.fragment] = world.ZERO
 
     def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
         """The record equals r, and the machine's in-flight list equals the updates that the site holds."""
@@ -572,8 +571,8 @@ class Conservation(Checker):
         elif isinstance(event, OuterStepDone):
             step = self.under_way.pop(event.fragment)
             parts = values_in(step, self.value)
-            whole = values.total(each for _, updates in parts for each in updates)
-            self.merged[step.fragment] = values.minus(self.merged[step.fragment], whole)
+            whole = world.total(each for _, updates in parts for each in updates)
+            self.merged[step.fragment] = world.minus(self.merged[step.fragment], whole)
         for effect in effects:
             if isinstance(effect, StartOuterStep):
                 self.under_way[effect.fragment] = effect
@@ -587,11 +586,11 @@ class Conservation(Checker):
             for site in sites:
                 part = site.machine.state.fragments[index]
                 fates = {fate.sequence: fate for fate in machine.state.sites[site.site].lines[index].fates}
-                there = values.plus(there, self.unsent[site.name][index])
+                there = world.plus(there, self.unsent[site.name][index])
                 for sent in part.in_flight:
                     fate = fates.get(sent.sequence)
                     if sent.merged_version is None and not (fate and fate.merged and fate.digest == sent.digest):
-                        there = values.minus(there, site.sent[index, sent.sequence])
+                        there = world.minus(there, site.sent[index, sent.sequence])
             learned = self.learned[index]
             self.require(there == learned, f"of fragment {index}", learned, "was learned and", there, "is somewhere")
 

@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.sim import values
+from diloco.sim import world
 from diloco.sim.outer_process import OuterProcess
 from diloco.sim.site_state import SiteState, Stored
 from diloco.sim.world import MILLISECOND_NS, Feed, Heap, Pulled, ask
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from diloco.sim.checkers import Checkers
     from diloco.sim.site_state import Checkpoint, Key, Side, Trouble
     from diloco.sim.standby_process import StandbyProcess
-    from diloco.sim.values import Value
+    from diloco.sim.world import Value
 
 CALL_DEADLINE_NS = 1500 * MILLISECOND_NS
 BACKOFF_FIRST_NS = 100 * MILLISECOND_NS
@@ -311,7 +311,7 @@ class Courier:
         else:
             _, value = self.process.arrived.get(index, self.process.base[index])
             for link in pulled.parts:
-                value = values.plus(value, link)
+                value = world.plus(value, link)
         self.process.checkers.fetched(self.process, index, pulled.version, value)
         self.process.arrived[index] = (pulled.version, value)
         self.process.handle(VersionFetched(index, pulled.version, pulled.fates))
@@ -475,7 +475,7 @@ class SiteProcess(SiteState):
             self.drawn[self.cursor] = (found[0][0], repeats)
         self.cursor += 1
         learned = [int(random.random() * 2000) - 900 for _ in self.theta]
-        self.theta = [values.plus(theta, (gain, tokens, 0)) for theta, gain in zip(self.theta, learned, strict=True)]
+        self.theta = [world.plus(theta, (gain, tokens, 0)) for theta, gain in zip(self.theta, learned, strict=True)]
         if self.trouble.poisoned and random.random() < self.trouble.poisoned:
             self.poisoned.add(int(random.random() * len(self.theta)))
         self.checkers.stepped(self, step_ns, learned)
@@ -546,11 +546,11 @@ class SiteProcess(SiteState):
         if poisoned:
             self.handle(SealFailed(*key))
             return
-        decoded = values.quantised(gradient, self.plan.quantum)
+        decoded = world.quantised(gradient, self.plan.quantum)
         ruined = self.trouble.ruined > 0 and self.random.random() < self.trouble.ruined
         content = f"{self.name}:{self.step}:{decoded[0]}:{decoded[1]}:{ruined}"
         self.disk.outbox[key] = Stored(seal, content, decoded, not ruined, *self._vitals())
-        self.rounded = values.minus(decoded, self.sealing.pop(key, values.ZERO))
+        self.rounded = world.minus(decoded, self.sealing.pop(key, world.ZERO))
         self.sent[key] = decoded
         self.checkers.encoded(self, seal.fragment, content, decoded)
         self.handle(Sealed(*key, content))

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from diloco.sim import values
-from diloco.sim.values import Value
-from diloco.sim.world import Link, Process
+from diloco.sim import world
+from diloco.sim.world import Link, Process, Value
 from diloco.sync.effects import Seal
+from diloco.sync.journal import canonical
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
-from diloco.sync.plain import canonical
 
 if TYPE_CHECKING:
     from diloco.sim.world import Heap
@@ -117,9 +116,9 @@ class SiteState(Process):
         self.plan, self.link, self.random, self.disk = side.plan, side.link, side.random, side.disk
         parts = range(self.plan.options.num_fragments)
         self.machine = LearnerSync(self.plan.options)
-        self.theta: list[Value] = [values.COLD for _ in parts]
-        self.base: list[tuple[int, Value]] = [(-1, values.COLD) for _ in parts]
-        self.adopted: list[Value] = [values.COLD for _ in parts]
+        self.theta: list[Value] = [world.COLD for _ in parts]
+        self.base: list[tuple[int, Value]] = [(-1, world.COLD) for _ in parts]
+        self.adopted: list[Value] = [world.COLD for _ in parts]
         """The values right after the latest adopt, from which all adopt modes but rebase measure."""
         self.sent: dict[Key, Value] = {}
         """The decoded pseudo-gradients of the in-flight list."""
@@ -132,7 +131,7 @@ class SiteState(Process):
         self.training = self.stopping = self.at_rest = False
         self.twin = False
         """Whether another process of this site was started while this one still runs."""
-        self.rounded: Value = values.ZERO
+        self.rounded: Value = world.ZERO
         """What the codec's rounding changed in the update sealed last."""
 
     def checkpoint(self, step_ns: int) -> Checkpoint:
@@ -148,9 +147,9 @@ class SiteState(Process):
     def measured(self, seal: Seal) -> Value:
         """Return the pseudo-gradient that ``seal`` asks for."""
         since = self.adopted[seal.fragment] if self.plan.options.adopt != "rebase" else self.base[seal.fragment][1]
-        gradient = values.minus(since, self.theta[seal.fragment])
+        gradient = world.minus(since, self.theta[seal.fragment])
         for sequence in seal.in_flight:
-            gradient = values.minus(gradient, self.sent[seal.fragment, sequence])
+            gradient = world.minus(gradient, self.sent[seal.fragment, sequence])
         return gradient
 
     def adopt(self, effect: Adopt) -> None:
@@ -160,23 +159,23 @@ class SiteState(Process):
         assert version == effect.version, (version, effect)
         _, old = self.base[index]
         if self.plan.options.adopt == "rebase":
-            rest = values.minus(self.theta[index], old)
+            rest = world.minus(self.theta[index], old)
             for sequence in effect.merged:
-                rest = values.plus(rest, self.sent[index, sequence])
-            self.theta[index] = values.plus(new, rest)
+                rest = world.plus(rest, self.sent[index, sequence])
+            self.theta[index] = world.plus(new, rest)
         elif self.plan.options.adopt == "overwrite":
             self.theta[index] = new
         elif self.plan.options.adopt == "blend":
-            self.theta[index] = values.blended(self.theta[index], new, self.plan.alpha_tenths)
+            self.theta[index] = world.blended(self.theta[index], new, self.plan.alpha_tenths)
         self.base[index], reference = (version, new), self.theta[index]
         if self.plan.options.adopt == "eager":
-            unsent, reference = values.minus(self.adopted[index], self.theta[index]), new
+            unsent, reference = world.minus(self.adopted[index], self.theta[index]), new
             for sequence in effect.fresh:
-                unsent = values.minus(unsent, self.sent[index, sequence])
+                unsent = world.minus(unsent, self.sent[index, sequence])
             for sequence in effect.under_way:
-                ahead = values.minus(reference, self.sent[index, sequence])
-                reference = values.blended(ahead, reference, self.plan.alpha_tenths)
-            self.theta[index] = values.minus(reference, unsent)
+                ahead = world.minus(reference, self.sent[index, sequence])
+                reference = world.blended(ahead, reference, self.plan.alpha_tenths)
+            self.theta[index] = world.minus(reference, unsent)
         self.adopted[index] = reference
         for sequence in effect.merged:
             del self.sent[index, sequence]
@@ -190,7 +189,7 @@ class SiteState(Process):
         assert version == effect.version, (version, effect)
         self.theta[index] = new
         for sequence in effect.keep:
-            self.theta[index] = values.minus(self.theta[index], self.sent[index, sequence])
+            self.theta[index] = world.minus(self.theta[index], self.sent[index, sequence])
         for key in [key for key in self.sent if key[0] == index and key[1] not in effect.keep]:
             del self.sent[key]
         self.adopted[index] = self.theta[index]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diloco.sim.outer_disk import OuterDisk, Replayer
     from diloco.sim.outer_process import CrashPoint, LeaseHolder, OuterProcess
     from diloco.sim.world import Feed, Heap, LeaseLine, Link, OuterPlan, Part
-    from diloco.sync.replication import Place
+    from diloco.sync.leadership import Place
 
 
 PAUSE_NS = 500 * MILLISECOND_NS

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diloco.sync.agreement import how_to_restore
 from diloco.sync.effects import Forget, Join, LearnerEffect, Leave, Release, Send, SkipData, StartOver
 from diloco.sync.events import (
     BaseDiffers,
@@ -46,7 +45,8 @@ from diloco.sync.events import (
     VersionFetched,
     VersionPublished,
 )
-from diloco.sync.plain import from_plain, to_plain
+from diloco.sync.journal import from_plain, to_plain
+from diloco.sync.options import how_to_restore
 from diloco.sync.progress import (
     Doubt,
     FragmentProgress,

@@ -57,9 +57,9 @@ from diloco.sync.events import (
     VersionPublished,
 )
 from diloco.sync.fates import begin_last_round, resume
+from diloco.sync.journal import to_plain
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
-from diloco.sync.plain import to_plain
 from diloco.sync.progress import Retaking, Standing, standing_of
 from diloco.sync.state import OuterState, Part, Phase, Upstream, VersionAbove
 

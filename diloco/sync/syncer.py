@@ -51,13 +51,13 @@ from diloco.sync.events import (
     UpdateWithdrawn,
 )
 from diloco.sync.fates import refuse_stale
+from diloco.sync.journal import JournalError, Record, digest_effects, digest_with_prose, from_plain, to_plain
 from diloco.sync.members import came_back, evicted, join, left, lineage_began, readmitted, silent
-from diloco.sync.plain import from_plain, to_plain
 from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step_failed, update_arrived
 from diloco.sync.state import Attendance, FragmentState, OuterState, Phase, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from diloco.sync.options import OuterOptions
 
@@ -202,3 +202,72 @@ RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
     LineageBegan: lineage_began,
 }
 """The handler of each event; ``region.heard`` handles all others."""
+
+
+# --- Replay
+
+
+def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[OuterEffect]]]:
+    """Feed ``records`` to ``machine`` again and yield each with its effects; ``JournalError`` as ``decide_again``."""
+    for number, record in enumerate(records):
+        yield record, decide_again(machine, record, number)
+
+
+def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterEffect]:
+    """Handle one record again, the ``number``-th of a replay, and return its effects.
+
+    ``JournalError`` when they differ from those at the time of writing.
+    """
+    effects = machine.handle(record.event, record.at_ns)
+    found = digest_effects(effects)
+    # Earlier versions digested the prose of notes as well; their journals are accepted while the prose is unchanged.
+    if record.effects_digest not in (found, digest_with_prose(effects)):
+        raise JournalError(
+            f"record {number} ({type(record.event).__name__} at {record.at_ns} ns) had effects "
+            f"{record.effects_digest} when it was written and {found} now: another version or other options"
+        )
+    return effects
+
+
+class Replay:
+    """Applies records to ``machine`` again, one by one; a subclass recomputes the values (``step_done``).
+
+    After a failure the state is inconsistent: discard the replay.
+    """
+
+    def __init__(self, machine: OuterSync) -> None:
+        self.machine = machine
+        self.records = 0
+        self._under_way = {
+            index: machine.under_way(index)
+            for index, fragment in enumerate(machine.state.fragments)
+            if fragment.merging_since_ns is not None
+        }
+
+    def apply(self, record: Record) -> list[OuterEffect]:
+        """Apply ``record``, bring the values up to date, and return its effects.
+
+        ``JournalError`` when the machine decides otherwise than when the record was written.
+        """
+        effects = decide_again(self.machine, record, self.records)
+        self.records += 1
+        event = record.event
+        if isinstance(event, OuterStepDone):
+            self.step_done(event, self._under_way.pop(event.fragment))
+        elif isinstance(event, OuterStepFailed):
+            del self._under_way[event.fragment]
+        elif isinstance(event, LineageBegan):
+            self._under_way.clear()
+            self.lineage_began(event)
+        for effect in effects:
+            if isinstance(effect, StartOuterStep | TakeVersion):
+                self._under_way[effect.fragment] = effect
+        return effects
+
+    def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:
+        """Recompute the version that ``command`` made, and compare it with the digests of ``event``."""
+        raise NotImplementedError
+
+    def lineage_began(self, event: LineageBegan) -> None:
+        """Take the versions with which the lineage began: later versions are computed from them."""
+        raise NotImplementedError

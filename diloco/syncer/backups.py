@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 from diloco.codec.base import Hasher
 from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.events import LineageBegan, SyncerStarted
-from diloco.sync.plain import PlainError, from_plain, parse_json, shown
+from diloco.sync.journal import PlainError, from_plain, parse_json, shown
 from diloco.syncer.restoring import Kept
 from diloco.syncer.snapshots import digest_of, image_digests
 from diloco.syncer.store import payloads_in, payloads_named

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from diloco.sync.effects import OuterEffect
-    from diloco.sync.replication import Place
+    from diloco.sync.leadership import Place
     from diloco.syncer.store import Store
 
 

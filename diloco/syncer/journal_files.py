@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from diloco.durable import Disk
-    from diloco.sync.replication import Place
+    from diloco.sync.leadership import Place
 
 REST = struct.Struct("<QIQ")
 CHECKSUM = struct.Struct("<I")

@@ -31,8 +31,7 @@ from diloco.codec.merging import RANGE_VALUES
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import TENSORS_KEPT, OuterRule
-from diloco.sync.agreement import Agreement
-from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.sync.options import Agreement, HealthOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.replaying import Rules
 from diloco.syncer.replicator import ReplicationOptions

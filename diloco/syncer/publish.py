@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diloco.codec.base import bytes_of, digits, is_sha256
 from diloco.codec.base import digest as digest_of
 from diloco.sync.admission import fastest_step_ns
-from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Fate, FateTold, FragmentStanding
+from diloco.sync.options import PROTOCOL
 from diloco.syncer.outer_step import merged_into
 from diloco.wire.handlers import PullSource
 from diloco.wire.messages import (

@@ -26,9 +26,10 @@ from diloco.codec.base import shorter
 from diloco.outer.optimizer import OuterRule
 from diloco.sync.effects import StartOuterStep, TakeVersion
 from diloco.sync.events import LineageBegan, OuterStepDone
-from diloco.sync.journal import JournalError, Replay
+from diloco.sync.journal import JournalError
 from diloco.sync.options import OuterOptions
 from diloco.sync.rounds import outer_step, under_merge
+from diloco.sync.syncer import Replay
 from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.publish import Holdings
 

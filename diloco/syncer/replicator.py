@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.events import LineageBegan, Sealed, StandbyAttached, UpdateArrived, UpstreamFetched
 from diloco.sync.journal import FRAME, HEADER, MARK, JournalError, chain_after, decode_records, units
+from diloco.sync.leadership import MODES, Place, Replication
 from diloco.sync.region import OUTBOX, outbox_file
-from diloco.sync.replication import MODES, Place, Replication
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.store import Pin, payloads_in
 from diloco.wire.chunks import cut

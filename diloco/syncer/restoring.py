@@ -28,9 +28,8 @@ from diloco.durable import LOCK, PLAIN_DISK, ReadingDisk, Step
 from diloco.sync.data_units import begun_before
 from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import LineageBegan
-from diloco.sync.journal import JournalError, Record, digest_effects
+from diloco.sync.journal import JournalError, PlainError, Record, digest_effects, from_plain, parse_json
 from diloco.sync.members import next_lineage
-from diloco.sync.plain import PlainError, from_plain, parse_json
 from diloco.sync.state import FragmentState, OuterState, Part, Site, Status, Upstream
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.journal_files import JournalFiles, SegmentRead

@@ -64,8 +64,7 @@ from torch import Tensor
 from diloco.codec.base import bytes_of, digest
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words
 from diloco.outer.optimizer import OuterState, evaluated
-from diloco.sync.journal import JournalError
-from diloco.sync.plain import canonical, from_plain, parse_json, shown
+from diloco.sync.journal import JournalError, canonical, from_plain, parse_json, shown
 
 if TYPE_CHECKING:
     import threading

@@ -29,8 +29,7 @@ from diloco.durable import PLAIN_DISK, ReadingDisk, Step
 from diloco.outer.optimizer import NOTHING
 from diloco.outer.pseudo_gradient import is_finite
 from diloco.sync.events import UpdateArrived, UpstreamFetched
-from diloco.sync.journal import JournalError
-from diloco.sync.plain import PlainError, parse_json, shown
+from diloco.sync.journal import JournalError, PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.journal_files import JournalEnd, JournalFiles, Position
 from diloco.syncer.replaying import Replayer, Rules

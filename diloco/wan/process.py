@@ -1,14 +1,157 @@
-"""Links in a process of their own, so that a program using them cannot delay them by holding the interpreter's lock."""
+"""A program of this package in a process of its own, controlled by JSON lines on its standard input.
+
+So a program that uses a link cannot delay it by holding the interpreter's lock.  A link never outlives its owner: the
+child ends when its input does, also if the owner is killed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
-
-from diloco.wan.child import Child, ChildDiedError
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
     from diloco.wan.link import LinkOptions
+
+
+ANSWER_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 5.0
+WORDS_KEPT_BYTES = 2000
+
+
+class ChildDiedError(RuntimeError):
+    """The process has ended, or does not answer; the message has its exit code and the end of its standard error."""
+
+
+class Child:
+    """Starts ``python -m MODULE`` and sends it commands; a context manager, safe for threads.
+
+    A command that the child refuses raises ``ValueError`` with the child's message. A child that has died, or does not
+    answer within ``answer_timeout_s``, raises ``died``. The child has a session of its own, so that a Ctrl-C meant for
+    the run leaves the links up while the run drains.
+    """
+
+    module: ClassVar[str]
+    """The module that ``python -m`` runs."""
+    noun: ClassVar[str]
+    """The child's name in error messages."""
+    died: ClassVar[type[ChildDiedError]] = ChildDiedError
+
+    def __init__(self, *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._answer_timeout_s = answer_timeout_s
+        self._lock = threading.Lock()
+        self._number = 0
+        self._unread = b""
+        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        # The working directory puts this same package on the child's path, however the parent found it.
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", self.module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            cwd=Path(__file__).resolve().parents[2],
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._child.pid
+
+    def is_alive(self) -> bool:
+        """Whether the child still runs."""
+        return self._child.poll() is None
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds that the child has used."""
+        return float(str(self._do("cpu_s")))
+
+    def close(self) -> None:
+        """End the child: close its input, then send SIGTERM, then SIGKILL, waiting a bounded time after each."""
+        with self._lock:
+            assert self._child.stdin is not None
+            assert self._child.stdout is not None
+            self._child.stdin.close()
+            for more in (self._child.terminate, self._child.kill):
+                try:
+                    self._child.wait(END_TIMEOUT_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    more()
+            self._child.wait(END_TIMEOUT_S)
+            self._child.stdout.close()
+            self._words.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _do(self, what: str, **arguments: object) -> object:
+        with self._lock:
+            assert self._child.stdin is not None
+            if self._child.stdin.closed:
+                raise self.died(f"the {self.noun} was closed")
+            self._number += 1
+            line = json.dumps({"number": self._number, "do": what, **arguments}) + "\n"
+            try:
+                self._child.stdin.write(line.encode())
+            except BrokenPipeError:
+                raise self._death() from None
+            answer = self._answer_to(self._number)
+        if "refused" in answer:
+            raise ValueError(str(answer["refused"]))
+        return answer["value"]
+
+    def _answer_to(self, number: int) -> dict[str, object]:
+        deadline_s = time.monotonic() + self._answer_timeout_s
+        while True:
+            answer: dict[str, object] = json.loads(self._read_line(deadline_s))
+            # The answer to an earlier command that timed out may come first.
+            if answer["number"] == number:
+                return answer
+
+    def _read_line(self, deadline_s: float) -> bytes:
+        assert self._child.stdout is not None
+        output = self._child.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                    raise self.died(f"the {self.noun} {self.pid} did not answer within {self._answer_timeout_s:g} s")
+                piece = os.read(output, 65536)
+                if not piece:
+                    raise self._death()
+                self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _death(self) -> ChildDiedError:
+        try:
+            code: int | str = self._child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = "none yet"
+        self._words.seek(0)
+        words = self._words.read()[-WORDS_KEPT_BYTES:].decode(errors="replace").strip()
+        return self.died(f"the {self.noun} {self.pid} has ended (exit code {code}); it said: {words or '-'}")
+
+
+# --- Links in a process of their own, so that a program using them cannot delay them by holding the interpreter's lock
 
 ANY_PORT = "127.0.0.1:0"
 

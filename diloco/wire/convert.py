@@ -35,7 +35,7 @@ from xxhash import xxh3_64_intdigest
 
 from diloco.sync.data_units import SKIPPED
 from diloco.sync.events import FateTold, FinalAnnounced, FragmentStanding, UnitsTold
-from diloco.sync.plain import parse_json
+from diloco.sync.journal import parse_json
 from diloco.sync.progress import SPANS_MAX
 from diloco.wire import messages as m
 from diloco.wire.chunks import DamagedChunk

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from diloco.sync.plain import parse_json
+from diloco.sync.journal import parse_json
 from diloco.wire.messages import FRAGMENTS_MAX, PAYLOAD_BYTES_MAX, Flag, Refusal, Status, bound, bounds_of
 from diloco.wire.options import Watched, check_private, is_token
 

@@ -20,11 +20,10 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 from xxhash import xxh3_64_intdigest
 
 from diloco.codec.base import digits
-from diloco.sync.agreement import PROTOCOL
 from diloco.sync.data_units import SKIPPED, Piece, Span
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
 from diloco.sync.fates import PIECES_TOLD_MAX
-from diloco.sync.options import FATES_KEPT_LIMIT
+from diloco.sync.options import FATES_KEPT_LIMIT, PROTOCOL
 from diloco.sync.progress import SPANS_MAX, UnitAsk
 
 KIB = 1024

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco.cli.main import main
-from diloco.doctor import link
+from diloco.doctor import syncer as link
 from diloco.runs import canary
 from diloco.wire.checkup import Greeting, greet
 from diloco.wire.options import ServerOptions

@@ -15,7 +15,7 @@ from diloco.config.compose import compose
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY
 
-OURS = ("syncer", "site", "train", "eval", "export", "launch", "status", "standby", "journal")
+OURS = ("syncer", "site", "train", "eval", "export", "lab", "launch", "status", "standby", "journal")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], *([name, "--help"] for name in OURS)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco.codec.base import DecodeError
-from diloco.codec.casts import BF16_MAX, Bf16Codec, Fp32Codec
+from diloco.codec.blocks import BF16_MAX, Bf16Codec, Fp32Codec
 
 
 def test_fp32_is_the_values_themselves() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.config.advice import advice, whole_steps
 from diloco.config.compose import choices, compose
+from diloco.config.errors import advice, whole_steps
 
 
 @pytest.mark.parametrize("experiment", choices()["experiment"])

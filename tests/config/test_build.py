@@ -37,7 +37,7 @@ from diloco.inner.trainer import model_tensors
 from diloco.outer.fragments import named_parameters_once
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.runs.site_rank import in_words
-from diloco.sync.agreement import CORPUS
+from diloco.sync.options import CORPUS
 from diloco.syncer.snapshots import full_parameters
 from diloco.wire.messages import STREAMS_MAX
 from tests.runs.processes import TINY
@@ -243,7 +243,7 @@ def test_sites_draw_different_shares() -> None:
 
 
 def test_both_ends_agree_when_they_mean_the_same_run() -> None:
-    from diloco.sync.agreement import disagreement
+    from diloco.sync.options import disagreement
 
     here, there = small("site=h100x8", "network=loopback"), small("site.id=site-b")
     ours = build_syncer.plan(here, build.layout_of(here)).agreement

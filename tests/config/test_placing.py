@@ -24,7 +24,7 @@ from diloco.config.placing import (
     towards,
 )
 from diloco.config.run_dir import RunDir
-from diloco.sync.agreement import disagreement
+from diloco.sync.options import disagreement
 
 TWO = ["outer.num_fragments=4", "outer.num_syncers=2", "run.name=otter"]
 

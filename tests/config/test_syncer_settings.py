@@ -16,7 +16,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.syncer_settings import Told, fill_in, of_client, of_site
 from diloco.inner.tokenizer import END, make_tokenizer
 from diloco.learner.transfer import JoinFailed
-from diloco.sync.agreement import PROTOCOL
+from diloco.sync.options import PROTOCOL
 from diloco.wire.checkup import Checkup
 from diloco.wire.messages import ProbeAnswer, Refused, Status, Unreachable
 from diloco.wire.options import SecurityOptions

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from cryptography import x509
 
-from diloco.doctor import link
+from diloco.doctor import syncer
 from diloco.doctor.findings import Level
-from diloco.doctor.link import own_files, way_to
+from diloco.doctor.syncer import own_files, way_to
 from diloco.wire.checkup import Greeting, Heard
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.loopback.cluster import free_port
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from diloco.doctor.link import Way
+    from diloco.doctor.syncer import Way
 
 PLAIN = SecurityOptions()
 
@@ -73,7 +73,7 @@ def test_a_closed_port_ends_there() -> None:
 
 
 def test_who_accepts_and_says_nothing_was_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "GREET_S", 0.2)
+    monkeypatch.setattr(syncer, "GREET_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         way = way_to(f"127.0.0.1:{silent.getsockname()[1]}", PLAIN)
     assert (way.reached, way.open) == (False, False)
@@ -155,8 +155,8 @@ def test_one_dead_address_of_several_is_a_warning(monkeypatch: pytest.MonkeyPatc
             raise TimeoutError
         return Greeting(0.08, heard=Heard.HTTP2)
 
-    monkeypatch.setattr(link, "resolve", lambda host, port: ("10.0.0.1", "10.0.0.2"))
-    monkeypatch.setattr(link, "greet", greet)
+    monkeypatch.setattr(syncer, "resolve", lambda host, port: ("10.0.0.1", "10.0.0.2"))
+    monkeypatch.setattr(syncer, "greet", greet)
     way = way_to("syncer.example:7077", PLAIN)
     assert way.open
     assert said(way).splitlines() == [

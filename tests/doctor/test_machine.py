@@ -5,16 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco.codec import kernel_library
-from diloco.doctor.machine import (
-    LinkFigures,
-    devices,
-    kernel,
-    kernels,
-    limits,
-    number_format,
-    proxies,
-    software,
-)
+from diloco.doctor.machine import LinkFigures, devices, kernel, kernels, limits, number_format, proxies, software
 from diloco.sync.link import megabits
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco.config.compose import compose
-from diloco.doctor import store as doctor_store
-from diloco.doctor.store import Store, store, stores
+from diloco.doctor import machine as doctor_store
+from diloco.doctor.machine import Store, store, stores
 from tests.runs.processes import TINY
 
 if TYPE_CHECKING:

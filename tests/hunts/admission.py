@@ -25,7 +25,7 @@ from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.receive import Measuring
+from diloco.syncer.api import Measuring
 from tests.hunts.pseudo_gradients import SITES, Scene, Sent, Training
 from tests.hunts.reporting import Hunt
 

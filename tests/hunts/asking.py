@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from diloco.codec.registry import make_codec
-from diloco.sync.agreement import PROTOCOL
+from diloco.sync.options import PROTOCOL
 from diloco.wire import convert, v1
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import checksum

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from diloco.codec.registry import make_codec
-from diloco.sync.agreement import PROTOCOL
+from diloco.sync.options import PROTOCOL
 from diloco.syncer.options import memory_bytes_max
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import JoinAsk, PushHeader, Refused, Unreachable

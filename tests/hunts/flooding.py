@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import grpc
 
-from diloco.sync.agreement import PROTOCOL
+from diloco.sync.options import PROTOCOL
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import cut
 from diloco.wire.convert import (

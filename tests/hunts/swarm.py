@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
-from diloco.sim.several import run_several
-from diloco.sim.swarm import Outcome, run_seed
+from diloco.sim.swarm import Outcome, run_seed, run_several
 from tests.hunts.reporting import Hunt
 
 CHUNK = 50

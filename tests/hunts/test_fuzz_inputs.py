@@ -53,5 +53,5 @@ def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_a_value_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.codec.base.kernels", lambda *granules: None)  # They look for themselves.
-    monkeypatch.setattr("diloco.codec.casts.is_finite", lambda values: True)
+    monkeypatch.setattr("diloco.codec.blocks.is_finite", lambda values: True)
     assert any("not finite" in failure for failure in run_piece(3, 1000).failures)

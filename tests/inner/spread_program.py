@@ -23,10 +23,10 @@ from diloco.inner import checkpoint, precision
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.data import TokenStream, load_manifest, validation_batches
 from diloco.inner.evaluate import evaluate
+from diloco.inner.holding import ParallelOptions, Spread
 from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, prepare
 from diloco.inner.optimizer import InnerOptions, Muon, build_optimizers, whole
 from diloco.inner.parallel import SiteGroup, box_of, is_keeper, local, put
-from diloco.inner.sharding import ParallelOptions, Spread
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 
 SEQUENCES = 8

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.inner.checks import require
+from diloco.inner import require
 
 
 def test_a_refusal_names_field_value_and_what_was_wanted() -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from diloco.inner.checks import GroupError
+from diloco.inner import GroupError
+from diloco.inner.holding import cut_by_shard, cut_by_tensor
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.parallel import Box, PresentGroup, SiteGroup, alike, box_of, is_cut, is_keeper, local, put
-from diloco.inner.sharding import cut_by_shard, cut_by_tensor
 from tests.layouts import heard, ranks
 
 TIED = ModelOptions(vocab_size=258, layers=1, dim=16, heads=2, context=16, tied=True)

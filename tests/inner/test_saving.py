@@ -12,8 +12,8 @@ import torch
 from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError, names
+from diloco.inner.holding import Spread
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.sharding import Spread
 from diloco.inner.trainer import Captured, Saving, TrainerOptions
 
 Facts = list[tuple[str, dict[str, object]]]

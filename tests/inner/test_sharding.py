@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from diloco.inner import checkpoint
 from diloco.inner.data import CorpusManifest, validation_batches
 from diloco.inner.evaluate import evaluate
+from diloco.inner.holding import ParallelOptions, Spread, check_cut
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.sharding import ParallelOptions, Spread, check_cut
 from tests.forked import forkserver
 from tests.inner.spread_program import CASES, NAMES, RESUMED, SAVED, build, trained
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from diloco.inner.parallel import SiteGroup
-from diloco.integrations.drawing import STEPS_AHEAD_MAX, Batches, Drawing, OwnData
+from diloco.integrations.join import STEPS_AHEAD_MAX, Batches, Drawing, OwnData
 
 UNIT = 4
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.lab import experiment as labs
-from diloco.lab.report import HEAD, cells, html, table
+from diloco.lab.experiment import HEAD, html, table, table_cells
 from tests.lab.laboratories import found, rows, written
 
 
@@ -12,11 +12,11 @@ def test_the_table_and_the_page_say_the_same(tmp_path: Path) -> None:
     lab = replace(labs.read(written(tmp_path, rows("sync", "mine", "untouched"))), reference="sync")
     some = [found("sync", 0, 2.0), found("sync", 1, 4.0), found("mine", 0, 2.2), found("mine", 1, 4.0)]
     lines = labs.lines(lab, some)
-    shown = dict(zip(HEAD, cells(lines[1]), strict=True))
+    shown = dict(zip(HEAD, table_cells(lines[1]), strict=True))
     assert (shown["row"], shown["loss"], shown["seeds"], shown["against"]) == ("mine", "3.1000", "2", "sync")
     assert (shown["difference"], shown["least"], shown["most"]) == ("+5.00%", "+0.00%", "+10.00%")
     text, page = table(lines), html(lab, lines)
-    for words in cells(lines[1]):
+    for words in table_cells(lines[1]):
         assert words in text
         assert words in page
     assert "untouched" not in text, "nothing was found of it"

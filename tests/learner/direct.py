@@ -22,8 +22,7 @@ from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
 from diloco.outer.fragments import gather
-from diloco.sync.agreement import Agreement
-from diloco.sync.options import LearnerOptions
+from diloco.sync.options import Agreement, LearnerOptions
 from diloco.syncer.publish import Feed
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.inner.checks import GroupError
+from diloco.inner import GroupError
 from diloco.learner.agent import UNHEARD_MAX
 from diloco.sync.progress import site_ledger
 from diloco.syncer.server import Syncer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco.codec.base import digest
-from diloco.inner.checks import GroupError
+from diloco.inner import GroupError
 from diloco.learner import exchange as owners
 from diloco.sync.effects import Adopt, Forget, Release, Retake, Seal, StartOver
 from diloco.sync.events import Sealed, VersionFetched

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.inner.checks import GroupError
+from diloco.inner import GroupError
 from diloco.inner.holding import Holding
 from diloco.inner.trainer import StepInfo
 from diloco.learner import ranks as channel

@@ -20,10 +20,9 @@ from diloco.learner.several_syncers import Agents, OneVoice, in_whole, part_rest
 from diloco.learner.transfer import JoinFailed
 from diloco.outer.fragments import gather, part_of
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
-from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.effects import StopTraining
 from diloco.sync.events import Ending, FinalAnnounced
-from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
+from diloco.sync.options import PROTOCOL, Agreement, HealthOptions, LearnerOptions, OuterOptions
 from diloco.sync.progress import Ledger
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer

@@ -19,9 +19,9 @@ from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import NOTHING, OuterRule
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TakeVersion, TellFate
 from diloco.sync.events import Ending, Fate, LineageBegan, Outcome, OuterStepDone, Reason, SyncerStarted, UpdateArrived
-from diloco.sync.journal import Record, replay
+from diloco.sync.journal import Record
 from diloco.sync.options import OuterOptions
-from diloco.sync.syncer import OuterSync
+from diloco.sync.syncer import OuterSync, replay
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.replaying import Rules
 from diloco.syncer.snapshots import FragmentValues, full_parameters, same_values

@@ -6,7 +6,7 @@ import contextlib
 import threading
 
 from diloco.codec.registry import make_codec
-from diloco.sync.agreement import PROTOCOL
+from diloco.sync.options import PROTOCOL
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import JoinAsk, PushHeader, Refused, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions

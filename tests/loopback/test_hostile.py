@@ -16,9 +16,8 @@ import torch
 
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
-from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Outcome, Reason, SyncerStarted
-from diloco.sync.options import HealthOptions
+from diloco.sync.options import PROTOCOL, HealthOptions
 from diloco.sync.state import Line
 from diloco.syncer.server import Syncer
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.runs.supervise import descendants
+from diloco.runs.process import descendants
 from tests.loopback.test_real_processes import balanced
 from tests.runs.processes import Place, Verb, place_in, wait_for
 

@@ -18,7 +18,7 @@ from diloco.learner.seal import Sealer, SealJob
 from diloco.observe.eventlog import EventLog, read_events
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import UpdateArrived
-from diloco.sync.journal import replay
+from diloco.sync.syncer import replay
 from diloco.wire.client import SyncClient
 from tests.loopback.audit import all_records, version_zero
 from tests.loopback.cluster import SiteThread, eventually, serving, shares

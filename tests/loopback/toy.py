@@ -39,12 +39,10 @@ from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.merge import UNCORRECTED, Correction, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.runs.process import limit_arenas
-from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.link import AdaptOptions
-from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
+from diloco.sync.options import PROTOCOL, Agreement, HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
-from diloco.syncer.lease import FileLease, Lease
-from diloco.syncer.lease_etcd import EtcdLease
+from diloco.syncer.lease import EtcdLease, FileLease, Lease
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer

@@ -12,7 +12,7 @@ from diloco.codec.base import digest
 from diloco.inner import checkpoint
 from diloco.models.read import ColdError, read_site
 from diloco.sync.data_units import SKIPPED
-from diloco.sync.plain import to_plain
+from diloco.sync.journal import to_plain
 from diloco.sync.progress import FragmentProgress, LearnerState, Sent, SentState, SiteUnits
 
 BASES = (torch.arange(12.0), torch.arange(7.0) * 0.5)

@@ -23,7 +23,7 @@ from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
 from diloco.observe import metrics
 from diloco.observe.metrics import Spread, about, counter, gauge, histogram, host_and_port, page_at
-from diloco.sync.agreement import PROTOCOL
+from diloco.sync.options import PROTOCOL
 from tests.observe.test_site_metrics import page_of_a_site
 from tests.observe.test_syncer_metrics import page_in_trouble, page_of_a_run
 from tests.observe.test_syncer_metrics_standby import page_of_a_standby

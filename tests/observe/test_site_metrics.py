@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from diloco.config.compose import compose
-from diloco.observe.site_metrics import SiteMetrics
+from diloco.observe.metrics import SiteMetrics
 from tests.observe.test_syncer_metrics import values
 
 STEP = {"step": 7, "loss": 2.5, "grad_norm": 0.5, "lr": 0.01, "step_s": 0.2}

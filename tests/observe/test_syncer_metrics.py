@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from diloco.config.compose import compose
-from diloco.observe.syncer_metrics import SyncerMetrics
+from diloco.observe.metrics import SyncerMetrics
 from diloco.sync.events import Reason
 from diloco.syncer.core import CoreStopped
 from tests.syncer.building import eventually, join, new_syncer, push, report, update

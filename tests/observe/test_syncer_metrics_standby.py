@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from diloco.config.compose import compose
-from diloco.observe.syncer_metrics import StandbyMetrics
+from diloco.observe.metrics import StandbyMetrics
 from tests.loopback.cluster import eventually, serving
 from tests.observe.test_syncer_metrics import values
 from tests.syncer.test_standby import BOUND_S, a_toy

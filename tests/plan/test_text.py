@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from diloco.plan import studies
-from diloco.plan.answer import answer
+from diloco.plan.answer import advice_line, answer, first_line, picture, round_lines, show, values
 from diloco.plan.estimate import PRESETS, Question
 from diloco.plan.studies import JOB, LAYOUTS
-from diloco.plan.text import advice_line, first_line, picture, round_lines, show, values
 
 ASKED = Question(parameters=1e9, step_s=1.0, chips=0, fragments=8)
 ROOT = Path(__file__).resolve().parents[2]

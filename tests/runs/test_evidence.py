@@ -9,7 +9,7 @@ import pytest
 
 from diloco.codec.base import digest
 from diloco.config.errors import ConfigError
-from diloco.runs.evidence import read_evidence
+from diloco.models.read import read_evidence
 from tests.models.pasts import with_a_past
 from tests.models.test_read_warm_site import BASES, checkpointed, state
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from diloco.config.errors import ConfigError
+from diloco.runs.process import Child, child_environment, end_all
 from diloco.runs.scenario import Faults, Play, ScenarioError, Schedule, Step, late_sites, load_scenario, not_yet_played
-from diloco.runs.supervise import Child, child_environment, end_all
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.runs.test_supervise import SLEEPER, says_up, state, until

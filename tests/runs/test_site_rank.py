@@ -14,9 +14,8 @@ import pytest
 from diloco.config.compose import compose, write
 from diloco.config.errors import ConfigError, ExitCode, RankLost, VerbError
 from diloco.config.run_dir import SiteDir, held, run_dir_of
-from diloco.inner import checkpoint
+from diloco.inner import GroupError, checkpoint
 from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.checks import GroupError
 from diloco.inner.data import DataError
 from diloco.learner.agent import Finished
 from diloco.observe.eventlog import Event

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.runs.status_watch import StatusWatch, StatusWatches, together
+from diloco.runs.up import StatusWatch, StatusWatches, together
 from diloco.wire.messages import Refusal, Status
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.runs.supervise import Child, Interrupts, child_environment, descendants, end_all
+from diloco.runs.process import Child, Interrupts, child_environment, descendants, end_all
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -117,7 +117,7 @@ def test_children_die_with_the_process_that_started_them(tmp_path: Path) -> None
     code = f"""
 import os, sys, time
 from pathlib import Path
-from diloco.runs.supervise import Child, child_environment
+from diloco.runs.process import Child, child_environment
 inner = "import os; from diloco.runs.process import *; die_with_parent(int(os.environ[PARENT_VARIABLE])); "
 child = Child("a", [sys.executable, "-c", inner + {SLEEPER!r}], Path({str(tmp_path / "log")!r}))
 child.start(child_environment(os.environ))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from diloco.config import build
 from diloco.config.compose import compose
+from diloco.observe.console import syncer_log
 from diloco.observe.eventlog import read_events
-from diloco.runs.syncer_log import syncer_log
 
 
 def test_a_syncers_own_numbers_and_the_whole_models(tmp_path: Path) -> None:

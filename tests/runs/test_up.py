@@ -20,9 +20,8 @@ from diloco.config.schema import RunConfig
 from diloco.observe.eventlog import EventLog, read_events
 from diloco.observe.history import RunHistory
 from diloco.observe.view import Facts, PlainView
-from diloco.runs.process import SAME_REQUEST_S
+from diloco.runs.process import SAME_REQUEST_S, Child, Interrupts, child_environment
 from diloco.runs.scenario import Step, link_name, site_of
-from diloco.runs.supervise import Child, Interrupts, child_environment
 from diloco.runs.up import (
     Outcome,
     Up,

@@ -10,8 +10,7 @@ from diloco.sim.cluster import Cluster
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.site_state import SitePlan
-from diloco.sim.values import OuterRule
-from diloco.sim.world import MILLISECOND_NS, OuterPlan, ReplicationPlan, Weather
+from diloco.sim.world import MILLISECOND_NS, OuterPlan, OuterRule, ReplicationPlan, Weather
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from diloco.sim.checkers import Violation
 from diloco.sim.site_checkers import Admission
-from diloco.sim.values import OuterRule
-from diloco.sim.world import OuterPlan
+from diloco.sim.world import OuterPlan, OuterRule
 from diloco.sync import effects as fx
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import HealthOptions, OuterOptions

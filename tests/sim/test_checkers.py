@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.sim.checkers import Staleness, Versions, Violation, Weights, accepted
-from diloco.sim.values import OuterRule
-from diloco.sim.world import OuterPlan
+from diloco.sim.world import OuterPlan, OuterRule
 from diloco.sync.effects import AnswerPush, Contribution, StartOuterStep, UpdateRef
 from diloco.sync.events import Outcome, UpdateArrived
 from diloco.sync.options import OuterOptions

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.sim.checkers import Checker, Checkers, Violation
-from diloco.sim.values import OuterRule
-from diloco.sim.world import OuterPlan
+from diloco.sim.world import OuterPlan, OuterRule
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 

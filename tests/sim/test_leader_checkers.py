@@ -4,8 +4,7 @@ import pytest
 
 from diloco.sim.checkers import Violation
 from diloco.sim.site_checkers import OneLeader, Replicated
-from diloco.sim.values import OuterRule
-from diloco.sim.world import OuterPlan, Storage, Unit
+from diloco.sim.world import OuterPlan, OuterRule, Storage, Unit
 from diloco.sync.effects import PublishVersion
 from diloco.sync.events import StandbyAttached, StandbyDetached, SyncerStarted
 from diloco.sync.journal import CHAIN_START, FRAME, encode_frame

@@ -15,8 +15,7 @@ from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.swarm import run_seed
-from diloco.sim.values import OuterRule
-from diloco.sim.world import Damaged, Lease, Storage
+from diloco.sim.world import Damaged, Lease, OuterRule, Storage
 from diloco.sync import (
     admission,
     fates,
@@ -29,10 +28,9 @@ from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Contribution, Leave, Seal, SkipData, StartOuterStep, UpdateRef
 from diloco.sync.events import JoinAnswered, Outcome, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import JournalError, Record, encode_mark
-from diloco.sync.leadership import Claim, Leadership
+from diloco.sync.leadership import Claim, Leadership, Place, Replication
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
-from diloco.sync.replication import Place, Replication
 from diloco.sync.state import FragmentState, Line, OuterState
 from diloco.sync.syncer import OuterSync
 from tests.sim.small import Small

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.sim import several
-from diloco.sim.several import FAULTS, Across, Several, draw_several, run_several
+from diloco.sim import swarm
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess, Trainer
-from diloco.sim.swarm import Outcome
+from diloco.sim.swarm import FAULTS, Across, Outcome, Several, draw_several, run_several
 from diloco.sync import learner
 from diloco.sync.effects import StopTraining
 from diloco.sync.events import LeaveAsked
@@ -163,8 +162,8 @@ def lose_what_is_in_flight_at_a_restore(patch: Patch) -> None:
 
 
 def lease_at_every_syncer(patch: Patch) -> None:
-    right = several._outer
-    patch.setattr(several, "_outer", lambda *given, leases: right(*given, leases=True))
+    right = swarm._outer
+    patch.setattr(swarm, "_outer", lambda *given, leases: right(*given, leases=True))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 
 from diloco.sim.checkers import Violation
 from diloco.sim.site_checkers import CHECKERS, Balanced, Conservation, CountedOnce, Ledger
-from diloco.sim.values import OuterRule
-from diloco.sim.world import OuterPlan
+from diloco.sim.world import OuterPlan, OuterRule
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.fates import columns_of

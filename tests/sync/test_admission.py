@@ -9,8 +9,8 @@ import pytest
 from diloco.sync import events as ev
 from diloco.sync.admission import Verdict, admit
 from diloco.sync.events import Fate, Outcome, Reason
+from diloco.sync.journal import to_plain
 from diloco.sync.options import OuterOptions
-from diloco.sync.plain import to_plain
 from diloco.sync.state import FragmentState, Line, OuterState, Pending, Phase, Site, Status
 from tests.sync.driving import Syncer
 

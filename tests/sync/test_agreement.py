@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.sync.agreement import MAY_CHANGE, OF_THE_SYNCER, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
+from diloco.sync.options import MAY_CHANGE, OF_THE_SYNCER, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
 
 OURS = Agreement(PROTOCOL, "run-1", 3, "f" * 64, {"outer.lr": "0.7", "model.dim": "64"})
 

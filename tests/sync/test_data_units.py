@@ -24,7 +24,7 @@ from diloco.sync.data_units import (
     whole_units,
     without,
 )
-from diloco.sync.plain import from_plain, to_plain
+from diloco.sync.journal import from_plain, to_plain
 
 
 def numbers(spans: list[Span]) -> set[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.sync import effects
 from diloco.sync.effects import LearnerEffect, OuterEffect
-from diloco.sync.plain import from_plain, records_in, to_plain
+from diloco.sync.journal import from_plain, records_in, to_plain
 from tests.sync.driving import through_json
 from tests.sync.examples import example
 

@@ -12,13 +12,12 @@ from diloco.sync import effects as fx
 from diloco.sync import events, members
 from diloco.sync import events as ev
 from diloco.sync.events import DISCARDING, Fate, LearnerEvent, Outcome, OuterEvent, Reason, SiteHeard, SiteSilent
-from diloco.sync.journal import replay
+from diloco.sync.journal import from_plain, records_in, to_plain
 from diloco.sync.members import Leases, next_lineage, promoted_epoch
 from diloco.sync.options import SECOND_NS, HealthOptions, OuterOptions
-from diloco.sync.plain import from_plain, records_in, to_plain
 from diloco.sync.progress import SentState, ledger_of
 from diloco.sync.state import Attendance, Phase
-from diloco.sync.syncer import OuterSync
+from diloco.sync.syncer import OuterSync, replay
 from tests.sync.driving import MS, Syncer, check_attendance, notes, of, only, running, through_json
 from tests.sync.driving_site import Site, known
 from tests.sync.examples import example

@@ -14,6 +14,7 @@ from diloco.sync.journal import (
     JournalError,
     Record,
     Segment,
+    canonical,
     chain_after,
     decode_records,
     encode_frame,
@@ -23,7 +24,6 @@ from diloco.sync.journal import (
     is_framed,
     read_segment,
 )
-from diloco.sync.plain import canonical
 from tests.sync.format_1 import encode_record
 from tests.sync.test_journal import a_run
 

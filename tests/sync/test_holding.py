@@ -13,11 +13,10 @@ from diloco.sync import events as ev
 from diloco.sync.data_units import SKIPPED, Columns
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.fates import columns_of, known_already
-from diloco.sync.journal import replay
 from diloco.sync.options import SECOND_NS, HealthOptions, OuterOptions
 from diloco.sync.rounds import OUTLIERS_REMEMBERED_MAX
 from diloco.sync.state import Phase, Status
-from diloco.sync.syncer import OuterSync
+from diloco.sync.syncer import OuterSync, replay
 from tests.sooner import sooner
 from tests.sync.driving import Syncer, notes, of, only, running, through_json
 from tests.sync.test_schedule import based

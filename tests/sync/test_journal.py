@@ -17,14 +17,14 @@ from diloco.sync.journal import (
     RECORD_BYTES_MAX,
     JournalError,
     Record,
+    canonical,
     describe,
     digest_effects,
     read_records,
-    replay,
+    to_plain,
 )
 from diloco.sync.options import OuterOptions
-from diloco.sync.plain import canonical, to_plain
-from diloco.sync.syncer import OuterSync
+from diloco.sync.syncer import OuterSync, replay
 from tests.sync.driving import Syncer, through_json
 from tests.sync.format_1 import encode_record
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from diloco.sync.plain import JSON_DEPTH_MAX, PlainError, canonical, from_plain, parse_json, stored_name, to_plain
+from diloco.sync.journal import JSON_DEPTH_MAX, PlainError, canonical, from_plain, parse_json, stored_name, to_plain
 
 
 class Colour(StrEnum):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from diloco.sync import effects as fx
+from diloco.sync.journal import from_plain, to_plain
 from diloco.sync.options import OuterOptions
-from diloco.sync.plain import from_plain, to_plain
 from diloco.sync.state import (
     Attendance,
     FragmentState,

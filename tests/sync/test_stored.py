@@ -15,8 +15,7 @@ from pathlib import Path
 from diloco.sync import effects, events
 from diloco.sync.effects import OuterEffect
 from diloco.sync.events import OuterEvent
-from diloco.sync.journal import Header
-from diloco.sync.plain import records_in, stored_fields, stored_name
+from diloco.sync.journal import Header, records_in, stored_fields, stored_name
 from diloco.sync.progress import LearnerState
 from diloco.sync.state import OuterState
 

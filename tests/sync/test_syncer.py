@@ -13,10 +13,10 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Outcome
-from diloco.sync.journal import digest_effects, read_records, replay
+from diloco.sync.journal import digest_effects, read_records
 from diloco.sync.options import SECOND_NS, OuterOptions
 from diloco.sync.state import Phase, Status
-from diloco.sync.syncer import OuterSync
+from diloco.sync.syncer import OuterSync, replay
 from tests.sooner import sooner
 from tests.sync.another_process import told_in_another_process
 from tests.sync.driving import MS, Syncer, of, only, running, through_json

@@ -17,8 +17,7 @@ from torch import Tensor
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
-from diloco.sync.agreement import PROTOCOL, Agreement
-from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.sync.options import PROTOCOL, Agreement, HealthOptions, OuterOptions
 from diloco.sync.region import Above
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco.outer.fragments import plan_layout
-from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST
+from diloco.sync.options import PROTOCOL, PROTOCOL_OLDEST
 from diloco.syncer.api import difference
 from diloco.wire.messages import ProbeAsk, Refusal
 from tests.syncer.building import LAYOUT, RUN, SHARED, agreement, files, join_ask, serving

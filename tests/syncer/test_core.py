@@ -28,8 +28,8 @@ from diloco.sync.events import (
     UpdateArrived,
 )
 from diloco.sync.journal import Record
+from diloco.sync.leadership import Place
 from diloco.sync.options import OuterOptions
-from diloco.sync.replication import Place
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
 from diloco.syncer import core as room_module

@@ -12,8 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco.sync.effects import AnswerJoin, AnswerPush
 from diloco.sync.events import DrainRequested, Outcome
-from diloco.sync.leadership import LeaseLostError
-from diloco.sync.replication import Place
+from diloco.sync.leadership import LeaseLostError, Place
 from diloco.syncer import core
 from diloco.syncer.core import CoreHeld, CoreStopped, Readiness, Unready, Want
 from diloco.wire.channel import SYNC_SERVICE

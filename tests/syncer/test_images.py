@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from diloco.durable import DiskFullError
 from diloco.outer.fragments import scatter
 from diloco.outer.optimizer import NOTHING
-from diloco.sync.plain import canonical
+from diloco.sync.journal import canonical
 from diloco.syncer.journal_files import JournalFiles, Position
 from diloco.syncer.snapshots import (
     Choice,

@@ -13,7 +13,7 @@ import torch
 from diloco.codec import merging
 from diloco.codec.base import Buffers, DecodeError, digest
 from diloco.codec.registry import make_codec
-from diloco.syncer.receive import LARGEST, Inspection, Vitals
+from diloco.syncer.api import LARGEST, Inspection, Vitals
 from diloco.wire.messages import PushHeader
 from tests.syncer.building import update
 

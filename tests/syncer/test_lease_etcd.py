@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from diloco.sync.leadership import Claim, Standing
-from diloco.syncer.lease import LeaseError, LeaseRefusedError
-from diloco.syncer.lease_etcd import EtcdAccess, EtcdLease
+from diloco.syncer.lease import EtcdAccess, EtcdLease, LeaseError, LeaseRefusedError
 from tests.loopback.cluster import eventually, free_port
 from tests.syncer.etcd import Etcd, Tls, running_etcd
 from tests.syncer.leases import FIRST, Held, taken

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from diloco.sync import fates
-from diloco.sync.agreement import CORPUS
 from diloco.sync.events import Ending, FateTold, Outcome, SiteLeft, UnitsAsked, UnitsTold
+from diloco.sync.options import CORPUS
 from diloco.sync.progress import UnitAsk
 from diloco.sync.state import Turn
 from diloco.syncer.server import Syncer

@@ -14,8 +14,8 @@ import pytest
 from diloco.codec.base import digest, digest_of
 from diloco.codec.registry import make_codec
 from diloco.outer.optimizer import NOTHING
-from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
+from diloco.sync.options import PROTOCOL, PROTOCOL_OLDEST
 from diloco.syncer import publish
 from diloco.syncer.publish import EVENTS_MAX, EarlierDigests, Feed, Feeds
 from diloco.syncer.server import Syncer

@@ -16,10 +16,10 @@ import torch
 from diloco.codec.base import Buffers, digest
 from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError, Step
-from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Outcome, Reason
-from diloco.syncer import receive
-from diloco.syncer.receive import Reception
+from diloco.sync.options import PROTOCOL
+from diloco.syncer import api
+from diloco.syncer.api import Reception
 from diloco.syncer.server import Syncer
 from diloco.syncer.status import Tally
 from diloco.syncer.store import verify
@@ -301,7 +301,7 @@ def test_a_push_that_moves_is_a_sign_of_life_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: int
 ) -> None:
     header, payload = update()
-    monkeypatch.setattr(receive, "HEARD_EVERY_S", every_s)
+    monkeypatch.setattr(api, "HEARD_EVERY_S", every_s)
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         heard: list[str] = []

@@ -33,10 +33,9 @@ from diloco.sync.state import Part
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.options import memory_bytes_max
-from diloco.syncer.region import UpstreamRefusedError
 from diloco.syncer.replaying import Replayer, ReplayerWithout
 from diloco.syncer.replicator import ReplicationOptions
-from diloco.syncer.server import Syncer
+from diloco.syncer.server import Syncer, UpstreamRefusedError
 from diloco.syncer.snapshots import Lineages, Snapshots
 from diloco.syncer.spool import Spool
 from diloco.syncer.standby import Standby, begun_anew

@@ -13,7 +13,7 @@ import pytest
 from diloco.durable import PLAIN_DISK
 from diloco.sync.events import DeadlinePassed, UpdateArrived
 from diloco.sync.journal import Record
-from diloco.sync.replication import Place
+from diloco.sync.leadership import Place
 from diloco.syncer.replicator import ReplicationOptions, Replicator
 from diloco.syncer.snapshots import RECOVERY_ONLY, Retention
 from diloco.syncer.store import RunCard, Store
@@ -132,7 +132,7 @@ def test_a_detached_standby_is_attached_although_there_is_always_a_turn_on_its_w
     tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch, near: bool
 ) -> None:
     replicator, log = a_replicator(tmp_path, closing)
-    monkeypatch.setattr("diloco.sync.replication.NEAR_NS", 60 * 10**9 if near else -1)
+    monkeypatch.setattr("diloco.sync.leadership.NEAR_NS", 60 * 10**9 if near else -1)
     replicator.detach()
     follower = replicator.follow(start())
     for _ in range(4):

@@ -20,8 +20,7 @@ from diloco.codec.base import is_sha256
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import read_sealed, write_sealed
-from diloco.sync.journal import FORMAT
-from diloco.sync.plain import canonical
+from diloco.sync.journal import FORMAT, canonical
 from diloco.syncer.journal_files import read_file
 from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.snapshots import Snapshots

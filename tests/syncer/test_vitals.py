@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco.codec.merging import sums_of
-from diloco.syncer.receive import LARGEST, Measuring, Vitals
+from diloco.syncer.api import LARGEST, Measuring, Vitals
 
 
 def measured(values: torch.Tensor, momentum: torch.Tensor | None, block: int = 8) -> Vitals:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from diloco.wan.child import Child, ChildDiedError
+from diloco.wan.process import Child, ChildDiedError
 
 
 class Echo(Child):

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from diloco.wan.connection import SOCKET_BUFFER_BYTES
 from diloco.wan.link import LinkOptions
+from diloco.wan.relay import SOCKET_BUFFER_BYTES
 from tests.wan.endpoints import Site, Streams, run, site, soon
 
 

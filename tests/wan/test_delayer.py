@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.wan.delayer import SITES_MAX, Delayer, changed_options
+from diloco.wan.netns import SITES_MAX, Delayer, changed_options
 from diloco.wan.pipe import PipeOptions
 
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wan import namespaces
+from diloco.wan import netns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-needs_namespaces = pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable()))
+needs_namespaces = pytest.mark.skipif(netns.unavailable() is not None, reason=str(netns.unavailable()))
 
 
 @pytest.fixture
 def namespace() -> Iterator[int]:
-    made = namespaces.make()
+    made = netns.make()
     yield made
     os.close(made)
 
@@ -35,27 +35,27 @@ def namespace() -> Iterator[int]:
         ("shutil.which", lambda name: None if name == "ip" else name, r"the program ip \(of iproute2\)"),
         ("_capabilities", lambda: 0, "need root, or root in namespaces of one's own: unshare -Urn COMMAND"),
         ("_may_come_back", lambda: False, "need root"),
-        ("_capabilities", lambda: 1 << namespaces.CAP_NET_ADMIN, "need root"),
+        ("_capabilities", lambda: 1 << netns.CAP_NET_ADMIN, "need root"),
     ],
 )
 def test_what_is_missing_is_said_in_words(
     attribute: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # All that a machine may lack is there, but for what the case takes away.
-    monkeypatch.setattr("diloco.wan.namespaces.sys.platform", "linux")
-    monkeypatch.setattr("diloco.wan.namespaces.TUN_DEVICE", tmp_path)
-    monkeypatch.setattr("diloco.wan.namespaces.shutil.which", lambda name: name)
-    monkeypatch.setattr("diloco.wan.namespaces._capabilities", lambda: -1)
-    monkeypatch.setattr("diloco.wan.namespaces._may_come_back", lambda: True)
-    assert namespaces.unavailable() is None
-    monkeypatch.setattr(f"diloco.wan.namespaces.{attribute}", value)
-    assert re.search(words, str(namespaces.unavailable()))
+    monkeypatch.setattr("diloco.wan.netns.sys.platform", "linux")
+    monkeypatch.setattr("diloco.wan.netns.TUN_DEVICE", tmp_path)
+    monkeypatch.setattr("diloco.wan.netns.shutil.which", lambda name: name)
+    monkeypatch.setattr("diloco.wan.netns._capabilities", lambda: -1)
+    monkeypatch.setattr("diloco.wan.netns._may_come_back", lambda: True)
+    assert netns.unavailable() is None
+    monkeypatch.setattr(f"diloco.wan.netns.{attribute}", value)
+    assert re.search(words, str(netns.unavailable()))
 
 
 @needs_namespaces
 def test_a_namespace_has_nothing_but_its_loopback_and_leaves_us_where_we_were(namespace: int) -> None:
     before = [name for _, name in socket.if_nameindex()]
-    with namespaces.within(namespace):
+    with netns.within(namespace):
         assert [name for _, name in socket.if_nameindex()] == ["lo"]
         with socket.create_server(("127.0.0.1", 0)) as listening:
             address = listening.getsockname()
@@ -68,7 +68,7 @@ def test_an_error_inside_leaves_us_where_we_were(namespace: int) -> None:
     before = os.readlink("/proc/thread-self/ns/net")
 
     def fail() -> None:
-        with namespaces.within(namespace):
+        with netns.within(namespace):
             assert os.readlink("/proc/thread-self/ns/net") != before
             raise ZeroDivisionError
 
@@ -79,46 +79,46 @@ def test_an_error_inside_leaves_us_where_we_were(namespace: int) -> None:
 
 @needs_namespaces
 def test_a_device_lives_as_long_as_its_descriptor(namespace: int) -> None:
-    with namespaces.within(namespace):
-        tun = namespaces.open_tun("wan")
-        namespaces.bring_up("wan", "10.77.1.1", "10.77.1.2")
-        namespaces.route("default", "wan", namespaces.available_congestions()[0])
-        assert namespaces.device_drops("wan") == 0
+    with netns.within(namespace):
+        tun = netns.open_tun("wan")
+        netns.bring_up("wan", "10.77.1.1", "10.77.1.2")
+        netns.route("default", "wan", netns.available_congestions()[0])
+        assert netns.device_drops("wan") == 0
         os.close(tun)
         assert [name for _, name in socket.if_nameindex()] == ["lo"]
         with pytest.raises(ValueError, match="device is 'wan': not in this namespace"):
-            namespaces.device_drops("wan")
+            netns.device_drops("wan")
 
 
 @needs_namespaces
 def test_settings_are_the_namespaces_own(namespace: int) -> None:
     setting = Path("/proc/sys/net/ipv4/tcp_wmem")
     before = setting.read_text("ascii")
-    with namespaces.within(namespace):
-        namespaces.write_setting("ipv4.tcp_wmem", "4096 16384 67108864")
+    with netns.within(namespace):
+        netns.write_setting("ipv4.tcp_wmem", "4096 16384 67108864")
         assert setting.read_text("ascii").split()[2] == "67108864"
         with pytest.raises(FileNotFoundError):
-            namespaces.write_setting("ipv4.no_such_thing", "1")
-        namespaces.write_setting("ipv4.no_such_thing", "1", must=False)
+            netns.write_setting("ipv4.no_such_thing", "1")
+        netns.write_setting("ipv4.no_such_thing", "1", must=False)
     assert setting.read_text("ascii") == before
 
 
 @needs_namespaces
 def test_a_command_that_fails_says_why(namespace: int) -> None:
-    with namespaces.within(namespace), pytest.raises(OSError, match=r"ip link set nothing up: .*nothing"):
-        namespaces.ip("link", "set", "nothing", "up")
+    with netns.within(namespace), pytest.raises(OSError, match=r"ip link set nothing up: .*nothing"):
+        netns.ip("link", "set", "nothing", "up")
     with pytest.raises(OSError, match="setns"):
-        namespaces.enter("/dev/null")
+        netns.enter("/dev/null")
 
 
 @needs_namespaces
 def test_only_what_runs_in_these_namespaces_is_ended(namespace: int) -> None:
     with contextlib.ExitStack() as stack:
-        with namespaces.within(namespace):
+        with netns.within(namespace):
             inside, spared = (stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(2))
         outside = stack.enter_context(subprocess.Popen(["sleep", "60"]))
         for process in (spared, outside):
             stack.callback(process.kill)
-        assert namespaces.end_all_in([namespace], spared.pid) == [inside.pid]
+        assert netns.end_all_in([namespace], spared.pid) == [inside.pid]
         assert inside.wait(10) == -9
         assert (spared.poll(), outside.poll()) == (None, None)

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from diloco.wan.packets import IP_AT, KIND_PLAIN, KIND_TCP4, VIRTIO, keep, measure
+from diloco.wan.pipe import IP_AT, KIND_PLAIN, KIND_TCP4, VIRTIO, keep, measure
 
 IP_BYTES, TCP_BYTES = 20, 32
 HEADERS = IP_BYTES + TCP_BYTES

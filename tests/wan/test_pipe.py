@@ -9,8 +9,7 @@ import pytest
 
 from diloco.wan.link import MILLISECOND_NS as MS
 from diloco.wan.link import SECOND_NS
-from diloco.wan.packets import measure
-from diloco.wan.pipe import QUEUE_BYTES_MIN, Pipe, PipeOptions
+from diloco.wan.pipe import QUEUE_BYTES_MIN, Pipe, PipeOptions, measure
 from tests.wan.test_packets import SEGMENT, packet
 
 SMALL = packet(bytes(948))  # 1000 bytes on the link.
