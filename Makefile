@@ -39,6 +39,14 @@ check: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict diloco benchmarks
 
+# The pages in docs/, with every setting and verb, into build/docs; docs-serve shows them and follows changes.
+.PHONY: docs docs-serve
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 bench: .venv/.ready
 	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=. $(BIN)/python $$file --quick $(ARGS); done
 
@@ -197,6 +205,9 @@ fuzz-inputs: .venv/.ready
 	@echo "Setting up .venv with $$($(PYTHON) --version): the packages of constraints.txt, and this tree as it is"
 	@test -x $(BIN)/pip || $(VENV) .venv
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
+
+.venv/.docs: .venv/.ready
+	@$(BIN)/pip install -q -c constraints.txt -e '.[docs]' && touch $@
 
 # The compiled kernels alone, into the tree, where .venv is that of another tree.
 kernels:

@@ -1,4 +1,4 @@
-"""The README's commands, run with the same text and short arguments.
+"""The commands of the README and of the pages in docs/, run with the same text and short arguments.
 
 Every command of a block fenced as ``sh`` must have an entry in ``SHORT``: what is added so that it takes seconds.  A
 command that is new, or whose text has changed, fails until its entry is made.
@@ -20,7 +20,8 @@ from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
 from tests.sooner import sooner
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 BY_CI = frozenset({"make demo", "make test"})  # .ci/run runs these two as they stand.
 SHORT_RUN = ["run.seconds=null", "run.tokens=12000", "outer.final_wait_s=5"]
 UP = [*TINY, *SHORT_RUN, "cluster=one", "scenario=none", "model.layers=1"]
@@ -70,6 +71,10 @@ DOCTOR = "diloco doctor site.id=fra site.syncer=127.0.0.1:7077"
 SITES = [f"diloco site site.id={site} site.syncer=127.0.0.1:7077" for site in ("fra", "iad")]
 LINKS = "diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json"
 MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
+SLURM = (
+    "diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 "
+    "cluster.sites.fra.nproc=8"
+)
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
     "diloco up run.seconds=60 run.seed=3 network=transatlantic": UP,
@@ -87,6 +92,7 @@ SHORT: dict[str, list[str]] = {
     MODEL[2]: ["data=text", "data.path=text"],
     LAB: ["run.tokens=1920", "--rows", "data_parallel,decoupled", "--jobs", "1"],
     "diloco launch kubernetes --dry-run run.name=first": [],
+    SLURM: [],
     "diloco plan +experiment=100t_20dc": [],
     LINKS: ["chips=0"],
     "diloco runs": [],
@@ -111,7 +117,7 @@ SHORT: dict[str, list[str]] = {
 
 
 def commands() -> list[str]:
-    text = README.read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
@@ -136,6 +142,17 @@ def start(place: Place, command: str, ports: Mapping[str, str] | None = None) ->
 
 def test_every_command_is_run_here_or_by_ci() -> None:
     assert set(commands()) == BY_CI | set(SHORT)
+
+
+def test_every_link_of_a_page_leads_to_a_file() -> None:
+    """`make docs` follows those between pages of docs/, also to their headings; this is for the others."""
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert link.endswith("settings.md") or (page.parent / link).is_file(), f"{page.name}: {link}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 
 RUNS = [line for line in SHORT if line.startswith(("diloco up", "diloco train"))]
@@ -164,10 +181,10 @@ LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
 PLAN = "diloco plan +experiment=100t_20dc"
 
 
-LATER = [PLAN, *MODEL, LAUNCH, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS]
+LATER = [PLAN, *MODEL, LAUNCH, SLURM, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS]
 
 
-@pytest.mark.parametrize("command", sooner(LATER, LAUNCH, SIM[0], *CERTS))
+@pytest.mark.parametrize("command", sooner(LATER, LAUNCH, SLURM, SIM[0], *CERTS))
 def test_what_is_asked_of_a_run_afterwards(
     place: Place, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
