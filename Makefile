@@ -38,11 +38,16 @@ check: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict diloco benchmarks
+	$(BIN)/codespell diloco docs examples benchmarks configs protos *.md
 
 # The pages in docs/, with every setting and verb, into build/docs; docs-serve shows them and follows changes.
-.PHONY: docs docs-serve
+.PHONY: docs docs-serve notebook
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# examples/three_sites.ipynb, as its reader runs it.
+notebook: .venv/.docs
+	$(BIN)/jupyter-execute --timeout=300 examples/three_sites.ipynb
 
 docs-serve: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -4,8 +4,8 @@ Each rank holds the model twice and trains them in turns, a block of steps each:
 that anybody would write (batch, forward, backward, clip, step), with the same text, optimizer, precision and, for two
 ranks, DDP.  The order changes with every pair of blocks.  ``overhead`` is 1 - (the loop's time) / (the trainer's), the
 median over neighbouring blocks; ``cpu_overhead`` is the same of the training thread's CPU time, which a machine that
-others use as well disturbs less.  The loop does without what the trainer does beside: it agrees with nobody on the
-loss, looks for no NaN, measures no step, and has no schedule.
+others use as well disturbs less.  The loop does without what the trainer does beside: it agrees with no other rank on
+the loss, looks for no NaN, measures no step, and has no schedule.
 
 ``optimizer_share`` is what clipping and the optimizers take of the loop's CPU time, which is that of plain torch; it
 may be at most ``OPTIMIZER_SHARE_MAX`` on any kind of machine.
@@ -119,7 +119,7 @@ class Facts:
 
 
 class NoAgent:
-    """The line after each step of a trainer that nobody watches."""
+    """The line after each step of a trainer without a display."""
 
     def after_step(self, info: StepInfo) -> Verdict:
         """Go on."""

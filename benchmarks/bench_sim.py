@@ -1,7 +1,7 @@
 """How many site-rounds a second does the simulator get through on one core, without tensors?
 
 A site-round is one update of a site: trained, sealed, pushed, merged and adopted, by the machines that a run has.  The
-fleets are those of ``diloco sim`` with sites of unequal speed: everybody in lock-step, and quorum 1 with grace and one
+fleets are those of ``diloco sim`` with sites of unequal speed: all sites in lock-step, and quorum 1 with grace and one
 or four fragments.  ``heap`` is a plain loop that takes the earliest of as many instants as there are sites and puts the
 next one back, once for each site-round: the floor of anything that simulates by events in Python.  Each seed is a
 repeat; rates are at the median and at the slow end (the 95th percentile of the time).  Run as

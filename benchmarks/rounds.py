@@ -92,7 +92,7 @@ def error_max(codec: str) -> float:
 
 
 def quiet(what: str, fields: dict[str, object]) -> None:
-    """Nobody reads the events of a benchmark."""
+    """A benchmark's events are not read."""
 
 
 class UnsyncedDisk(Disk):
@@ -151,7 +151,7 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     pipe.send(syncer.start())
     while pipe.recv() != "end":
         pipe.send(events)
-    # The last snapshot is no part of a round, and nobody wants this state: end without it.
+    # The last snapshot is no part of a round, and this state is not needed: end without it.
     pipe.close()
 
 

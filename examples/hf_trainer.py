@@ -1,6 +1,6 @@
 """Hugging Face's Trainer as a site of a run: one callback.  Needs `pip install 'diloco[hf]'`.
 
-The model is nobody's but yours, so version 0 is a file that you make once and that the syncer is started from:
+The program has no code for your model, so version 0 is a file that you make once and that the syncer is started from:
 
     python examples/hf_trainer.py init v0
     diloco syncer run.name=llama run.tokens=400e3 outer=nesterov outer.inner_steps=20 \

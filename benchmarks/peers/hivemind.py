@@ -46,11 +46,11 @@ def run_site(task: Task, site: int, peers: list[str]) -> None:
             task.disturb([tensor.numpy() for tensor in tensors], site, step)
         began = time.monotonic()
         if averager.step(timeout=BOUND_S) is None:
-            raise SystemExit(f"site {site}: nobody to average with in round {step}")
+            raise SystemExit(f"site {site}: no peer to average with in round {step}")
         spans.append((began, time.monotonic()))
     with averager.get_tensors() as tensors:
         report(site, spans=spans[task.warm_up :], error=task.error([tensor.numpy() for tensor in tensors], "mean"))
-    time.sleep(1.0)  # Whoever leaves first must not be missed by the others.
+    time.sleep(1.0)  # The first to leave must not be missed by the others.
     averager.shutdown()
     dht.shutdown()
 

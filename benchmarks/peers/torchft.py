@@ -71,7 +71,7 @@ def run_site(task: Task, site: int, lighthouse: str, host: str) -> None:
             inner.step()
             spans.append((began, time.monotonic()))
     report(site, spans=spans[task.warm_up :], error=task.error(values, "nesterov"))
-    # Whoever leaves first must not take the store from the others.
+    # The first to leave must not take the store from the others.
     time.sleep(1.0)
     manager.shutdown(wait=False)
 

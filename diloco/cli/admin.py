@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WHERE = """
 
 The syncer is named by HOST:PORT or by a run folder; of several all are told, one after the other.
-Where it wants to know who asks:
+Where it authenticates callers:
 site.token_file=... site.tls_ca=...  The word is in its journal; said twice, it is carried out once."""
 
 

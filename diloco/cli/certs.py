@@ -166,8 +166,8 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
     last = max(each.ends for each in theirs)
     if who == "syncer":
         raise ConfigError(
-            f"--syncer: nobody asks whether a syncer was revoked, and sites go on trusting it until {last:%Y-%m-%d}: "
-            "make a new authority in another folder, and issue everybody a new certificate"
+            f"--syncer: sites do not check whether a syncer was revoked, and trust it until {last:%Y-%m-%d}: "
+            "make a new authority in another folder, and issue every process a new certificate"
         )
     # An expired certificate is refused anyway; leaving it out keeps the list from growing without bound.
     ended = {each.fingerprint for each in issued if each.ends < _now()}
@@ -195,7 +195,7 @@ def _issued(file: Path) -> list[_Issued]:
                 ends = datetime.datetime.fromisoformat(table["ends"])
                 found.append(_Issued(str(table["who"]), str(table["fingerprint"]), ends.astimezone(datetime.UTC)))
         except (ValueError, KeyError, TypeError):
-            told = "if it was of a certificate that somebody has, list its fingerprint in revoked.json by hand"
+            told = "if a process still has that certificate, list its fingerprint in revoked.json by hand"
             print(f"{file}: line {number} is torn and left out; {told}", file=sys.stderr)
     return found
 

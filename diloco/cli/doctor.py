@@ -215,7 +215,7 @@ class Examination:
             self._add([fail("files", str(error), "give files that are there, secrets for their owner's eyes alone")])
             return None
         except ValueError as error:
-            self._add([fail("files", str(error), "a token needs TLS wherever somebody may listen")])
+            self._add([fail("files", str(error), "a token needs TLS wherever others may listen")])
             return None
         return security
 

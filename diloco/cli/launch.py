@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from diloco.config.schema import RunConfig
 
-DOES = """A run on machines that somebody else hands out.  For the syncer and for each of cluster.sites it writes what
-the tool there wants, from the same settings as everything else; each process reads its own complete file of them.
+DOES = """A run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes what the
+tool there needs, from the same settings as everything else; each process reads its own complete file of them.
 
   diloco launch docker --dry-run                         a Dockerfile, printed
   diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8
@@ -126,5 +126,5 @@ def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCo
 def _agreed() -> bool:
     """Ask the user at the terminal and return whether the answer is yes; VerbError without a terminal."""
     if not sys.stdin.isatty():
-        raise VerbError(ExitCode.USAGE, "nobody is here to be asked: --yes does it")
+        raise VerbError(ExitCode.USAGE, "there is no terminal to ask at: --yes does it")
     return input("do it? [y/N] ").strip().lower() in ("y", "yes")

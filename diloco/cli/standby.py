@@ -49,7 +49,7 @@ follow takes the settings of `diloco syncer`.  Promoted, it is that syncer, on t
 codes; its first own act is a larger epoch, and sites that have joined it never go back to the old one.  It needs
 cluster.replication itself, for the next standby, which begins with an empty folder.  Ctrl-C while it follows: exit 75,
 the same command goes on.  When the run has finished and the syncer has stopped it ends as well, with exit 0.  Where
-they want to know who asks: site.token_file=... site.tls_ca=..."""
+they authenticate callers: site.token_file=... site.tls_ca=..."""
 WORDS = ("follow", "promote", "detach", "status")
 WAIT_S = 0.1
 

@@ -36,7 +36,7 @@ DOES = """How a running syncer stands: versions, sites, staleness, tokens, bytes
   diloco status runs/nimble-otter --watch
   diloco status 127.0.0.1:7077/127.0.0.1:7078      a run with two syncers
 
-Where the syncer wants to know who asks: site.token_file=... site.tls_ca=..."""
+Where the syncer authenticates callers: site.token_file=... site.tls_ca=..."""
 EVERY_S = 1.0
 LISTENS_S = 3.0
 PLAIN_WIDTH = 140

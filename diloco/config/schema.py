@@ -320,7 +320,7 @@ class SyncerSection:
     linger_s: float = 10.0
     """After the last version: longest wait for the sites to have heard of it."""
     metrics: str = ""
-    """host:port of a page for Prometheus, which asks nobody who they are; a port alone: loopback; empty: none."""
+    """host:port of a page for Prometheus, without authentication; a port alone: loopback; empty: none."""
     memory_check_s: float = 10.0
     """Between two looks at whether a fragment in memory is still what it was; 0: never."""
     backup: str = ""
@@ -383,7 +383,7 @@ class AdmissionSection:
     history: int = 16
     """Updates of one site and fragment that say what is usual."""
     hold_s: float = 600.0
-    """A held one that nobody decides in this time is refused."""
+    """A held update is refused after this time without an operator's decision."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -472,8 +472,8 @@ class OuterSection:
     quorum_min: int = 1
     """How far a time-out may shrink quorum=all; and fewer sites than that never close a round."""
     round_updates: int = 0
-    """So many updates, the first that came, are a round, and nobody is waited for: 1 (asynchronous) or more (a buffer);
-    0: all that came in time."""
+    """So many updates, the first that came, are a round, and no site is waited for: 1 (asynchronous) or more (a
+    buffer); 0: all that came in time."""
     grace: str = "adaptive"
     """fixed or adaptive: how long a round waits for more after its quorum."""
     grace_s: float = 1.0

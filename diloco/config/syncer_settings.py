@@ -44,7 +44,7 @@ class Told:
     run_id: str
     shared: Mapping[str, str]
     identity: str = "?"
-    """Whom the syncer takes the asking process for; empty where it asks nobody who they are."""
+    """Whom the syncer takes the asking process for; empty where authentication is off."""
 
 
 def ask(syncer: str, security: SecurityOptions, timeout_s: float) -> Told:
@@ -187,7 +187,7 @@ def of_site(settings: Sequence[str], *, wait: bool = True) -> RunConfig:
         raise ConfigError(f"site.{str(error).replace('address is', 'syncer is', 1)}") from error
     if given.site.token_file and not told.identity:
         text = "the syncer has no cluster.syncer.tokens_file"
-        print(f"note: nobody reads site.token_file={given.site.token_file}: {text}", file=sys.stderr)
+        print(f"note: site.token_file={given.site.token_file} is not used: {text}", file=sys.stderr)
     if given.run.name not in (None, told.run_id):
         text = f"run.name is {given.run.name} here, and the syncer at {given.site.syncer} has run {told.run_id}"
         raise VerbError(ExitCode.MISMATCH, text)

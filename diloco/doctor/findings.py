@@ -94,6 +94,6 @@ def bounded(name: str, check: Callable[[], T], limit_s: float) -> T | Finding:
 
 
 _UNANSWERED: Mapping[str, str] = {
-    "dns": "ask whoever runs the name servers in /etc/resolv.conf, or give an IP address",
+    "dns": "ask the operator of the name servers in /etc/resolv.conf, or give an IP address",
     "store": "the disk does not answer: look at its mount (a network file system that is away?) and at dmesg",
 }

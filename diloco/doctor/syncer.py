@@ -134,7 +134,7 @@ def _identity(answer: ProbeAnswer, site_id: str) -> Finding:
     if who.startswith("site/") and who != f"site/{site_id}":
         remedy = f"set site.id={who.removeprefix('site/')}, or show what was made for {site_id}"
         return fail("identity", f"it takes us for {who}, and site.id is {site_id}", remedy, identity=who)
-    told = f"it takes us for {who}" if who else "it tells nobody apart, and lets everybody in"
+    told = f"it takes us for {who}" if who else "authentication is off: any client may join"
     return ok("identity", told, identity=who)
 
 
@@ -206,7 +206,7 @@ def _remedy(error: Refused) -> str:
         )
     if "certificate" in error.text:
         return "have a certificate issued for this site: diloco certs issue DIR --site NAME"
-    return "ask whoever runs the syncer"
+    return "ask the operator of the syncer"
 
 
 def _round_trip(taken: list[float]) -> Finding:
@@ -368,10 +368,10 @@ def _unverified(host: str, security: SecurityOptions, alert: str, facts: Facts |
     if "mismatch" in alert.lower():
         names = ", ".join(facts.hosts) if facts is not None else ""
         remedy = f"give one of these names, or: diloco certs issue DIR --syncer --host {host}"
-        return fail("tls", f"the syncer's certificate is not for {host}: it names {names or 'nobody'}", remedy)
-    signer = facts.issuer if facts is not None else "somebody else"
+        return fail("tls", f"the syncer's certificate is not for {host}: it names {names or 'no host'}", remedy)
+    signer = facts.issuer if facts is not None else "another authority"
     what = "this machine's roots" if security.tls_ca == SYSTEM_ROOTS else f"site.tls_ca {security.tls_ca}"
-    remedy = "give the authority.pem of the run as site.tls_ca; if nothing changed on your side, somebody is in between"
+    remedy = "give the run's authority.pem as site.tls_ca; if nothing changed on your side, another party is in between"
     return fail("tls", f"{what} did not sign the syncer's certificate, {signer} did: {alert}", remedy)
 
 

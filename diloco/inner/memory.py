@@ -351,7 +351,7 @@ class MemoryWriter(PartWriter):
         lost = [part for part in ranks if not any(part in parts for parts in whole)]
         if lost:
             whys = [why for each in said for part, why in each.items() if part in lost]
-            return f"{path} is in no machine's memory as a whole: {'; '.join(whys) or f'nobody has {lost[0]}'}"
+            return f"{path} is in no machine's memory as a whole: {'; '.join(whys) or f'no machine has {lost[0]}'}"
         lists = [{f"{part}.json" for part in parts} for parts in whole]
         for parts, there in zip(lists, held, strict=True):
             parts |= {MANIFEST} if there is not None else set()

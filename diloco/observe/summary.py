@@ -151,7 +151,7 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
     elif history.ending is None:
         found.append("the run did not come to its end")
     elif history.by_hand and not history.evaluations:
-        pass  # Nobody was asked to evaluate it; the report says how.
+        pass  # It was not evaluated; the report says how to.
     elif not history.evaluations or history.evaluations[-1].versions != history.versions:
         found.append("the final version was not evaluated")
     if history.trained_s and history.unmoved_s >= UNMOVED_SHARE * history.trained_s:

@@ -42,7 +42,7 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
     kind = _file_system(folder, mounts or MOUNTS)
     if kind not in IN_MEMORY:
         raise ConfigError(
-            f"site.memory_folder is {config.site.memory_folder!r}, on {kind or 'a file system that nobody knows'}: a "
+            f"site.memory_folder is {config.site.memory_folder!r}, on {kind or 'an unknown file system'}: a "
             "folder in memory (tmpfs), or inner.memory_checkpoint_every_steps=0"
         )
     if not os.access(folder, os.W_OK | os.X_OK):

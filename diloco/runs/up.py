@@ -279,8 +279,8 @@ class Up:
 
     def _watch_the_end(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
         ending = self._draining or self._winding_up() or self.history.last_round
-        nobody = not any(site.wanted or site.running for site in self.sites)
-        if nobody and not ending and not self.schedule.healing and not late_sites(self.schedule.not_begun()):
+        no_site = not any(site.wanted or site.running for site in self.sites)
+        if no_site and not ending and not self.schedule.healing and not late_sites(self.schedule.not_begun()):
             self.outcome.wrong.append("every site had ended before the run did")
             self._drain(watch, now_s)
         if self._draining and watch.drain_refused and not watch.drain_accepted:

@@ -166,9 +166,9 @@ def _alone(seed: int) -> SwarmPlan:
 def _options(
     random: Random, num_sites: int, num_fragments: int, in_flight_max: int, *, conserving: bool, lock_step: bool
 ) -> OuterOptions:
-    everybody = lock_step or random.random() < 0.3
-    quorum: int | str = "all" if everybody else random.choice((1, 1, random.randint(1, num_sites)))
-    quorum_min = random.randint(1, num_sites if everybody else int(quorum)) if random.random() < 0.3 else 1
+    waits_for_all = lock_step or random.random() < 0.3
+    quorum: int | str = "all" if waits_for_all else random.choice((1, 1, random.randint(1, num_sites)))
+    quorum_min = random.randint(1, num_sites if waits_for_all else int(quorum)) if random.random() < 0.3 else 1
     ends = random.random()
     return OuterOptions(
         num_fragments=num_fragments,

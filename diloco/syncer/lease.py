@@ -125,7 +125,7 @@ def is_held(standing: Standing, own: Standing) -> bool:
 
 def not_trusted(place: object, what: str) -> LeaseError:
     """Return the error for a lease with invalid content; ``what`` describes the fault."""
-    return LeaseError(f"{place} is no lease that can be trusted: {what}; nobody takes it before it is mended")
+    return LeaseError(f"{place} is no lease that can be trusted: {what}; no process takes it before it is mended")
 
 
 def standing_of(plain: object, place: object) -> Standing:
@@ -264,7 +264,7 @@ class LeaseHolder:
             if machine.lost is not None:
                 self._emit("note", {"note": "lease_lost", "why": machine.lost})
             elif change.heir is not None:
-                named = change.heir or "nobody"
+                named = change.heir or "no standby"
                 self._emit("note", {"note": "heir", "why": f"the lease names {named} as the heir"})
 
 

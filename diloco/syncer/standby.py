@@ -267,7 +267,7 @@ class Standby:
         if self.failed is not None or self._replayer is None:
             self._taken.close()
             raise StandbyError(
-                f"standby {self.name} has no state to go on from: {self.failed or 'it has followed nobody'}"
+                f"standby {self.name} has no state to go on from: {self.failed or 'it has followed no syncer'}"
             )
         machine = self._replayer.machine
         epoch = promoted_epoch(machine.state.epoch, int(time.time()))
@@ -615,7 +615,7 @@ class Succession:
                     self._on_taken()
                     return
         except Exception as error:
-            text = f"nobody looks at the lease {lease.place} any more: {type(error).__name__}: {error}"
+            text = f"the lease {lease.place} is not watched any more: {type(error).__name__}: {error}"
             self._standby.fail(StandbyError(text))
 
     def _look(self, lease: Lease) -> bool:

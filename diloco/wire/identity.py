@@ -56,7 +56,7 @@ class Needs(Enum):
     OBSERVER = "an observer or an admin"
     ADMIN = "an admin"
     STANDBY = "a standby or an admin"
-    KNOWN = "somebody whom the syncer knows"
+    KNOWN = "a caller that the syncer knows"
 
 
 NEEDS: Mapping[str, Needs] = MappingProxyType(
@@ -228,7 +228,7 @@ class Identity:
         """Raise PERMISSION_DENIED unless the table lets this caller call ``method``."""
         needs = NEEDS.get(method)
         if needs is None:
-            raise Refusal(Status.PERMISSION_DENIED, f"{method} is open to nobody")
+            raise Refusal(Status.PERMISSION_DENIED, f"{method} is open to no caller")
         if (self.anyone or self.site is not None) and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
             return
         if not (self.roles | self.grant.roles) & _OPEN_TO.get(needs, frozenset()):
@@ -244,7 +244,7 @@ class Identity:
         if site_id:
             self.check_site(site_id)
         elif not (self.anyone or self.roles | self.grant.roles):
-            text = "site_id is '': only an observer, an admin or a standby reads as nobody"
+            text = "site_id is '': only an observer, an admin or a standby reads without a site"
             raise Refusal(Status.PERMISSION_DENIED, text)
 
 

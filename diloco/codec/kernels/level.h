@@ -367,7 +367,7 @@ static double sum_products(const float *a, const float *b, int64_t count, double
     return total;
 }
 
-// Writes what nobody reads soon past the caches, where that can be told: it need not be read before it is written.
+// Writes what is not read again soon past the caches, where that can be told: it need not be read before it is written.
 static inline void write_out(float *out, const float *values, int64_t count) {
     int64_t i = 0;
 #if defined(AVX512)
