@@ -8,10 +8,13 @@ import io
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
-from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

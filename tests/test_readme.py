@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco import Outer
 from diloco.cli.main import main
+from diloco.config.keys import leaves, type_of
 from diloco.wire.options import ServerOptions
 from tests.loopback.cluster import free_port
 from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
@@ -149,6 +151,19 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert link.endswith("settings.md") or (page.parent / link).is_file(), f"{page.name}: {link}"
+
+
+FILES = (".py", ".json", ".jsonl", ".yaml", ".log", ".md", ".sbatch")
+
+
+def test_every_setting_of_a_page_exists() -> None:
+    sections = "|".join(sorted({key.partition(".")[0] for key, _, _ in leaves() if "." in key}))
+    for page in PAGES:
+        for key in re.findall(rf"(?<![\w/.])(?:{sections})(?:\.[a-z][a-z0-9_*-]*)+", page.read_text(encoding="utf-8")):
+            if key.endswith("*"):  # outer.gate_*
+                assert any(name.startswith(key[:-1]) for name, _, _ in leaves()), f"{page.name}: {key}"
+            elif not (key.endswith(FILES) or hasattr(Outer, key.removeprefix("outer."))):
+                type_of(key)
 
 
 def test_the_readme_is_short() -> None:

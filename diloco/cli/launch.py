@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from diloco.config.schema import RunConfig
 
-DOES = """A run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes what the
-tool there needs, from the same settings as everything else; each process reads its own complete file of them.
+DOES = """A run on machines that a cluster manager allocates.  For the syncer and each of cluster.sites it writes what
+the tool there needs, from the same settings as everything else; each process reads its own complete file of them.
 
   diloco launch docker --dry-run                         a Dockerfile, printed
   diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 site=h100x8

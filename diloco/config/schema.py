@@ -12,113 +12,124 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True, slots=True)
 class RunSection:
-    """The run as a whole; equal for all who take part, but for dir, resume and log_every."""
+    """The run as a whole. All processes must agree on it, except for dir, resume and log_every."""
 
     name: str | None = None
-    """The run's identity and folder name; null: two new words."""
+    """The run's name, also that of its folder; null: two words chosen at random."""
     dir: str = "runs"
-    """Where run folders are made."""
+    """The folder in which run folders are made."""
     seed: int = 0
-    """Of version 0 and of who draws which text."""
+    """Seed of version 0 and of the order in which sites draw text."""
     seconds: float | None = None
-    """The last round begins after so long; null with tokens=null: 150 s."""
+    """Seconds after which the last round begins; null with tokens=null: 150."""
     tokens: int | None = None
-    """The last round begins when so many tokens are merged; with seconds: whichever comes first."""
+    """Merged tokens after which the last round begins; with seconds, the earlier of the two."""
     resume: str = "auto"
-    """auto: go on where there is something to go on from; never; must."""
+    """auto: resume if there is something to resume; never; must."""
     log_every: int = 10
     """Inner steps between two lines of a site's log."""
     init_from: str | None = None
-    """What version 0 is: a checkpoint of `diloco train`, a .safetensors file, or a folder with the config.json and the
-    *.safetensors of a Llama, as `diloco export` writes one; null: random, from the seed."""
+    """Version 0: a checkpoint of `diloco train`, a .safetensors file, or a folder with config.json and *.safetensors
+    of a Llama, as `diloco export` writes it; null: random, from the seed."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelSection:
-    """The transformer.  Null: as config.json in the folder run.init_from has it, which model=imported says of all.  Or
-    any model (kind=file), for sites whose own loops take part by diloco.join."""
+    """The transformer. null takes a value from config.json in the folder run.init_from; model=imported sets all of
+    them to null. With kind=file it is any model, for sites whose own loops join by diloco.join."""
 
     kind: str = "transformer"
-    """transformer; file: whatever run.init_from holds, a .safetensors file, and then nothing else here counts."""
+    """transformer; file: whatever the .safetensors file run.init_from holds, and the other model settings are
+    ignored."""
     vocab_size: int | None = None
-    """Null without such a folder: the tokenizer's."""
+    """Size of the vocabulary; null without such a folder: the tokenizer's."""
     layers: int | None = 4
+    """Transformer blocks."""
     dim: int | None = 128
+    """Width of the residual stream."""
     heads: int | None = 4
+    """Attention heads."""
     kv_heads: int | None = 0
-    """0: as many as heads."""
+    """Key and value heads; 0: as many as heads."""
     ffn_dim: int | None = 0
-    """0: 8/3 of dim."""
+    """Width of the feed-forward layers; 0: 8/3 of dim."""
     context: int | None = 128
-    """Longest sequence in tokens."""
+    """Longest sequence, in tokens."""
     tied: bool | None = False
-    """Whether the head uses the embedding's matrix."""
+    """Share the embedding's matrix with the output head."""
     rope_theta: float | None = 10000.0
+    """Base of the rotary position embedding."""
     norm_eps: float | None = 1e-6
+    """Epsilon of RMSNorm."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataSection:
-    """The text.  It lies at the site; only the tokenizer must be the same everywhere."""
+    """The text. It lies at each site; only the tokenizer must be the same everywhere."""
 
     kind: str = "stdlib"
-    """stdlib (this Python's own sources), text (files), jsonl (a field of each line), tokens (ids that lie in files),
-    hf (a data set of Hugging Face's, read once as a stream)."""
+    """stdlib (this Python's own source code), text (files), jsonl (a field of each line), tokens (files of token
+    ids), hf (a Hugging Face data set, read once as a stream)."""
     path: str = ""
-    """A file or folder, for all but stdlib; for hf that, or a name on the hub."""
+    """A file or folder, for all kinds but stdlib; for hf also a name on the hub."""
     pattern: str = ""
-    """Which files of the folder; empty: all, **/*.jsonl or **/*.bin; for hf what the data set says."""
+    """Glob of the files in the folder; empty: all files, **/*.jsonl or **/*.bin; for hf as the data set says."""
     field: str = "text"
-    """Which one is the text, for jsonl and hf."""
+    """Field that holds the text, for jsonl and hf."""
     name: str = ""
-    """Of hf, as the next four: which of its configurations."""
+    """For hf: the configuration of the data set."""
     split: str = "train"
+    """For hf: the training split."""
     validation_split: str = ""
-    """Empty: 1 in 16 documents of data.split, by their digest."""
+    """For hf: the validation split; empty: 1 in 16 documents of data.split, chosen by their digest."""
     revision: str = ""
-    """On the hub: a commit, tag or branch; empty: its newest, which another site may find changed."""
+    """For hf: a commit, tag or branch on the hub; empty: the newest, which may differ from site to site."""
     documents_max: int = 0
-    """Taken from the front of each split; 0: all."""
+    """For hf: documents taken from the front of each split; 0: all."""
     dtype: str = "uint16"
-    """Of an id in files of tokens, little-endian: uint16 or uint32.  Files called val* are validation."""
+    """Type of an id in files of tokens, little-endian: uint16 or uint32. Files named val* are validation."""
     tokenizer: str = "bpe1024"
-    """bpe1024, bytes, or the path of a tokenizer.json; what ends a text is told by the files beside that."""
+    """bpe1024, bytes, or the path of a tokenizer.json; the files beside it say which token ends a text."""
     end_of_file: bool = True
-    """Whether a token marks the end of each document."""
+    """Mark the end of each document by a token."""
     cache: str = "${run.dir}/.data"
-    """Where the tokenised text is kept for all runs."""
+    """Folder in which tokenised text is kept for all runs."""
     leased: bool | None = None
-    """Whether the syncer leases units of the text to the sites, so that each counts once and what a lost site had is
-    trained on by another; all sites must have the same text.  False: each draws a share of its own.  Null: false, but
-    in `diloco up`, where all have one text, true unless inner.deterministic or outer.lock_step asks for the same run
-    twice."""
+    """Lease units of the text from the syncer to the sites, so that each unit counts once and units of a lost site
+    go to another; all sites must have the same text. false: each site draws a share of its own. null: false; in
+    `diloco up`, where all sites have one text, true unless inner.deterministic or outer.lock_step is set."""
     unit_sequences: int = 64
     """Sequences in a unit."""
     units_ahead: int = 64
-    """Units that a site has before it draws them, at least those of two steps; where it runs out it draws its own over
-    again."""
+    """Units that a site leases ahead, at least those of two steps; a site that runs out repeats its own."""
     unit_lease_s: float = 300.0
-    """Silence of a site after which its units are leased to others."""
+    """Seconds of a site's silence after which its units are leased to others."""
     validation_sequences: int = 256
-    """Of an evaluation during the run; the last one takes the whole validation split."""
+    """Sequences in an evaluation during the run; the last evaluation takes the whole validation split."""
 
 
 @dataclass(kw_only=True, slots=True)
 class InnerSection:
-    """What a site does on its own."""
+    """The inner training at a site."""
 
     optimizer: str = "muon"
     """adamw, muon or sgd."""
     lr: float = 0.003
-    """Peak of AdamW's learning rate; under muon that of embedding, head and norms."""
+    """Peak learning rate of AdamW; under muon, of embedding, head and norms."""
     muon_lr: float = 0.02
+    """Peak learning rate of Muon."""
     muon_momentum: float = 0.95
+    """Momentum of Muon."""
     muon_weight_decay: float = 0.0
+    """Weight decay of Muon."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Betas of AdamW."""
     eps: float = 1e-8
+    """Epsilon of AdamW."""
     weight_decay: float = 0.1
+    """Weight decay of AdamW."""
     clip: float = 1.0
-    """Largest norm of the gradient; 0: no bound."""
+    """Largest norm of the gradient; 0: no clipping."""
     batch_sequences: int = 16
     """Sequences in one micro-batch of one rank."""
     accumulation: int = 1
@@ -126,76 +137,91 @@ class InnerSection:
     sequence_length: int | None = None
     """Tokens in a sequence; null: model.context."""
     warmup_steps: int = 20
+    """Steps over which the learning rate rises to its peak."""
     schedule: str = "wsd"
     """wsd, cosine or constant, over the run's progress."""
     decay_share: float = 0.4
+    """Share of the run over which wsd decays."""
     lr_floor: float = 0.0
+    """Learning rate at the end, as a share of the peak."""
     activation_checkpoint: str = "none"
-    """What of a forward pass is not kept but computed again.  full: all of a block but its input; selective: all but
-    what its matrices and its attention made."""
+    """Activations that are recomputed in the backward pass. none; full: all of a block but its input; selective: all
+    but the outputs of matrix products and attention."""
     compile: bool = False
-    """Blocks through torch.compile: slow to begin, faster from then on."""
+    """Compile the blocks by torch.compile: a slow start, then faster steps."""
     loss_chunk: int = 0
-    """Tokens of which the logits exist at the same time; 0: all of a micro-batch."""
+    """Tokens whose logits exist at the same time; 0: those of a whole micro-batch."""
     kernels: str = "torch"
-    """What computes norms, positions, SwiGLU and the loss.  torch; liger: liger-kernel's fused ones, on GPUs."""
+    """Implementation of norms, positions, SwiGLU and the loss: torch, or liger for liger-kernel's fused ones on
+    GPUs."""
     precision: str = "auto"
-    """Of matrix products, Muon's too: bf16, fp32, or auto: bf16 where that is measured to be clearly faster here."""
+    """Number format of matrix products, also Muon's: bf16, fp32, or auto: bf16 where it measures clearly faster."""
     deterministic: bool = False
-    """The same bits twice, for tests and reference runs; slower."""
+    """Give the same bits in every run, for tests and reference runs; slower."""
     checkpoint_every_steps: int = 50
     """Inner steps between two checkpoints of a site; 0: only at its end."""
     memory_checkpoint_every_steps: int = 0
-    """The same of checkpoints in the memory of the site's machines (site.memory_folder), for when a rank is lost: then
-    less is trained again, and no storage is read.  0: none, because while one is written they take three times the
-    site's state of memory, and six times where it has several machines, each of which may be lost."""
+    """Inner steps between two checkpoints in the memory of the site's machines (site.memory_folder), from which
+    ranks resume after one is lost. 0: none. While one is written they take three times the site's state in
+    memory, six times over several machines."""
     checkpoints_kept: int = 2
+    """Checkpoints kept on disk."""
     nonfinite_max: int = 3
     """Steps in a row without a finite loss after which a site gives up."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CodecSection:
-    """Encoding in both directions: fp32, bf16, int8, int4, e3m0, int2, sign, then :block; or topk:chunk x k, as in
-    topk:4096x64; then +zstd and a level, or +auto: where a sample of the payload says that it pays."""
+    """Encoding in both directions: fp32, bf16, int8, int4, e3m0, int2 or sign, then :block; or topk:CHUNKxK, as in
+    topk:4096x64. +zstd1 compresses (any level); +auto compresses where a sample of the payload says that it pays."""
 
     up: str = "int4:32+zstd1"
-    """Pseudo-gradients."""
+    """Encoding of pseudo-gradients."""
     up_allowed: list[str] = field(default_factory=list)
-    """Others that a site may send pseudo-gradients in, when its link asks for it (site.adapt)."""
+    """Other encodings that a site may choose for its link (site.adapt)."""
     down: str = "int4:32+zstd1"
-    """Versions."""
+    """Encoding of versions."""
     feedback: float | None = None
-    """Share of what `up` rounded off that goes out with the next update, under outer.adopt=overwrite or blend; null:
-    0.95 for topk, 1 for int2 and sign, 0 for the others.  Under rebase all of it does, without a setting."""
+    """Share of the rounding error of `up` that goes out with the next update, under outer.adopt=overwrite or blend;
+    null: 0.95 for topk, 1 for int2 and sign, 0 for the others. Under rebase it is always 1."""
 
 
 @dataclass(kw_only=True, slots=True)
 class NetworkSection:
-    """The emulated link between each site and the syncer in `diloco up`; real sites have real links."""
+    """The emulated link between each site and the syncer in `diloco up`. Real sites have real links."""
 
     emulate: bool = True
-    """Whether a relay stands between; false: straight loopback, and no faults on links."""
+    """Put a relay into each link; false: plain loopback, and no faults on links."""
     rtt_ms: float = 80.0
+    """Round-trip time, ms."""
     jitter_ms: float = 10.0
+    """Jitter, ms."""
     mbps: float = 100.0
-    """Each direction; 0: no bound."""
+    """Rate in each direction, 10^6 bits/s; 0: no limit."""
     queue_kib: float = 1024.0
+    """Queue in each direction, KiB."""
     stall_percent: float = 0.0
     """Chance in each second that a direction stalls."""
     stall_ms: float = 200.0
+    """Length of a stall, ms."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LinkSection:
-    """What is different about one site's link; null: as in network."""
+    """What differs for one site's link; null: as in network."""
 
     rtt_ms: float | None = None
+    """Round-trip time, ms."""
     jitter_ms: float | None = None
+    """Jitter, ms."""
     mbps: float | None = None
+    """Rate in each direction, 10^6 bits/s; 0: no limit."""
     queue_kib: float | None = None
+    """Queue in each direction, KiB."""
     stall_percent: float | None = None
+    """Chance in each second that a direction stalls."""
     stall_ms: float | None = None
+    """Length of a stall, ms."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,84 +229,88 @@ class SiteSection:
     """One site, as `diloco site` starts it."""
 
     id: str = "site-a"
-    """Its name on the wire; one process speaks for it."""
+    """The site's name; one process at a time speaks for it."""
     syncer: str = "127.0.0.1:7077"
-    """host:port of the syncer; with a standby both addresses, host:port,host:port; of several syncers (num_syncers)
-    those of each, with / between: host:port/host:port."""
+    """host:port of the syncer; with a standby, both addresses separated by a comma; with several syncers
+    (outer.num_syncers), those of each separated by /, host:port/host:port."""
     index: int | None = None
-    """Which share of the text it draws; null: its place in cluster.sites, or, where it has none, all of the text in an
-    order of its own.  One text at several sites wants a share for each, or data.leased."""
+    """Which share of the text this site draws; null: its place in cluster.sites, or, where it has none, all of the
+    text in an order of its own. Sites with the same text need a share each, or data.leased."""
     num_sites: int | None = None
-    """Into how many shares the text is dealt; null: the number of cluster.sites."""
+    """Number of shares of the text; null: the number of cluster.sites."""
     nproc: int = 1
-    """Ranks of one machine; more than one are started by torchrun."""
+    """Ranks on each machine; more than one run under torchrun."""
     nodes: int = 1
-    """Machines; `diloco site` runs on each, with the same settings but for node_rank, and all of them see run.dir."""
+    """Machines of the site. Run `diloco site` on each, with the same settings except node_rank; all of them must see
+    run.dir."""
     node_rank: int = 0
-    """Which of them this one is; rank 0 of the site is on machine 0."""
+    """Which machine this is, from 0; rank 0 of the site is on machine 0."""
     rendezvous: str = ""
-    """HOST:PORT at which the others reach machine 0; port 0: the system chooses, and they find it in the site's
-    folder."""
+    """HOST:PORT at which the other machines reach machine 0; port 0: the system chooses one, and they find it in the
+    site's folder."""
     nodes_wait_s: float = 600.0
-    """How long they wait for each other, at the start and when one of them is lost."""
+    """Seconds that machines wait for each other, at the start and after one is lost."""
     rank_restarts: int = 10
-    """How often all ranks are started again after one has died; they go on from the newest checkpoint."""
+    """How often all ranks are restarted after one has died; they resume from the newest checkpoint."""
     memory_folder: str = "/dev/shm"
-    """A folder in memory (tmpfs), in which the site makes one of its own under inner.memory_checkpoint_every_steps."""
+    """A folder in memory (tmpfs) for inner.memory_checkpoint_every_steps; the site makes one of its own in it."""
     parallel: str = "ddp"
-    """How they hold the model.  ddp: each all of it; fsdp: in parts, gathered block by block; hsdp: in parts over
-    shard_ranks neighbours, and copies of that; tp: each matrix over ranks that multiply together; tp+fsdp: both."""
+    """How ranks hold the model. ddp: each holds all of it; fsdp: sharded, gathered block by block; hsdp: sharded
+    over shard_ranks neighbours and replicated; tp: each matrix split over ranks that multiply together; tp+fsdp:
+    both."""
     tensor_ranks: int = 0
-    """Ranks that multiply together, which draw one micro-batch; 0 under tp: all."""
+    """Ranks of tensor parallelism, which draw one micro-batch; 0 under tp: all."""
     shard_ranks: int = 0
-    """Ranks over which a parameter is sharded; 0 under fsdp and tp+fsdp: all that there are; under hsdp of several
-    machines: those of one."""
+    """Ranks over which a parameter is sharded; 0 under fsdp and tp+fsdp: all; 0 under hsdp over several machines:
+    those of one machine."""
     device: str = "auto"
     """auto, cpu or cuda."""
     peak_tflops: float | None = None
-    """What one rank's device can do at most, in 10^12 operations a second at inner.precision, for the share of it that
-    is used (mfu in the log); null: not known."""
+    """Peak rate of one rank's device at inner.precision, 10^12 operations/s, for the mfu in the log; null: not
+    known."""
     threads: int = 1
     """CPU threads of one rank; 0: torch's own choice."""
     slowdown: float = 1.0
     """Emulates slower hardware: each step sleeps (slowdown - 1) times its duration."""
     join_timeout_s: float = 60.0
-    """How long a first join is tried."""
+    """Seconds for which the first join is retried."""
     takeover: bool = False
-    """Replace a live process that speaks for this site from another folder, at once.  Without it such a process is
-    waited for until it is silent; a process started again in the same folder takes over at once in any case."""
+    """Replace a live process of this site that was started from another folder, at once. Otherwise a second process
+    waits until the first is silent. A process restarted in the same folder always takes over at once."""
     finish_timeout_s: float = 20.0
-    """How long leaving may take."""
+    """Longest time for leaving the run, seconds."""
     tls_ca: str = ""
-    """Who signed the syncer's certificate (a file, or "system"); this turns TLS on."""
+    """File with the authority of the syncer's certificate, or "system"; turns TLS on."""
     tls_cert: str = ""
+    """File with this site's certificate."""
     tls_key: str = ""
+    """File with its key, mode 0600."""
     token_file: str = ""
-    """A file with this site's token, mode 0600; read again when it changes, as certificate and key are."""
+    """File with this site's token, mode 0600. It is read again when it changes, as are certificate and key."""
     insecure_non_loopback: bool = False
     """Permit a token over an unencrypted link."""
     adapt: bool = False
-    """Choose by what the link carries: among codec.up and codec.up_allowed, how many connections, which data_channels
-    begins with, and how many inner steps an exchange may take, from overlap_steps to overlap_steps_max."""
+    """Choose by the measured link: the codec among codec.up and codec.up_allowed, the number of connections (from
+    data_channels), and the inner steps that an exchange may take (overlap_steps to overlap_steps_max)."""
     overlap_steps: int = 0
-    """τ: a version is adopted so many inner steps after the site's update, or later, with all that came meanwhile;
-    under adapt the fewest."""
+    """τ: adopt a version this many inner steps after the site's update, or later, with all that came meanwhile;
+    under adapt the least."""
     overlap_steps_max: int | None = None
-    """The most of them under adapt; null: a tenth of outer.inner_steps."""
+    """The most overlap_steps under adapt; null: a tenth of outer.inner_steps."""
     data_channels: int = 1
-    """Connections that one transfer goes over side by side: 1 to 6; a long fast link needs more than one to be filled,
-    and `diloco doctor` says how many."""
+    """Connections over which one transfer is spread, 1 to 6. A long fast link needs more than one; `diloco doctor`
+    says how many."""
     up_mbps: float | None = None
-    """What this site's link has in 10^6 bits a second: its updates leave 5 % of that to heartbeats, and lose nothing by
-    going past it; null: what is learned of a far link in its first rounds, and no bound on a near one."""
+    """Rate of this site's link to the syncer, 10^6 bits/s; updates leave 5 % of it to heartbeats. null: learned in
+    the first rounds on a far link, no limit on a near one."""
     down_mbps: float | None = None
-    """The same for the versions that it takes."""
+    """The same for versions."""
     metrics: str = ""
-    """host:port of a page for Prometheus; a port alone: loopback; empty: none."""
+    """host:port of a page for Prometheus; a port alone listens on loopback; empty: none."""
     canary_every_s: float = 0.0
-    """Between two looks, beside training, at whether this machine repeats steps to the bit; 0: never."""
+    """Seconds between two checks, beside training, that this machine repeats steps to the bit; 0: never."""
     canary_steps: int = 4
-    """Inner steps that a canary does twice."""
+    """Inner steps that a canary repeats."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -288,16 +318,20 @@ class ClusterSite:
     """A site of `diloco up`."""
 
     slowdown: float = 1.0
+    """As site.slowdown."""
     nproc: int = 1
+    """As site.nproc."""
     nodes: int = 1
     """As site.nodes; `diloco up` has one machine."""
     parallel: str = "ddp"
-    """As site.parallel, with tensor_ranks and shard_ranks as there."""
+    """As site.parallel."""
     tensor_ranks: int = 0
+    """As site.tensor_ranks."""
     shard_ranks: int = 0
+    """As site.shard_ranks."""
     link: LinkSection = field(default_factory=LinkSection)
     admission: str | None = None
-    """What becomes of an update of this site that looks like no other; null: cluster.admission.policy."""
+    """Policy for unusual updates of this site; null: cluster.admission.policy."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -305,85 +339,95 @@ class SyncerSection:
     """The syncer's process."""
 
     listen: str = "127.0.0.1:7077"
-    """host:port; port 0: the system chooses.  Not only loopback needs TLS and identities."""
+    """host:port; port 0: the system chooses one. Any host but loopback needs TLS and identities."""
     index: int = 0
     """Which of outer.num_syncers this one is, from 0."""
     folder: str | None = None
-    """Its own data; null: RUN_DIR/syncer, or RUN_DIR/syncers/INDEX/syncer where there are several."""
+    """The syncer's data; null: RUN_DIR/syncer, or RUN_DIR/syncers/INDEX/syncer where there are several."""
     threads: int = 0
-    """That fold a round; 0: up to 4 of the machine's cores."""
+    """Threads that merge a round; 0: up to 4 of the machine's cores."""
     snapshot_every: int = 16
     """Outer steps between two snapshots."""
     downlinks_kept: int = 32
-    """Versions that a site may lag behind and still be sent differences."""
+    """Versions that a site may lag behind and still receive differences instead of whole fragments."""
     heartbeat_s: float = 1.0
+    """Seconds between two heartbeats of a site."""
     linger_s: float = 10.0
-    """After the last version: longest wait for the sites to have heard of it."""
+    """After the last version: longest wait, in seconds, for the sites to hear of it."""
     metrics: str = ""
-    """host:port of a page for Prometheus, without authentication; a port alone: loopback; empty: none."""
+    """host:port of a page for Prometheus, without authentication; a port alone listens on loopback; empty: none."""
     memory_check_s: float = 10.0
-    """Between two looks at whether a fragment in memory is still what it was; 0: never."""
+    """Seconds between two checks that a fragment in memory is unchanged; 0: never."""
     backup: str = ""
-    """Where copies of its data go: a folder, or a URL that fsspec knows (s3://..., gs://...); empty: none are made."""
+    """Where copies of the data go: a folder, or a URL that fsspec knows (s3://..., gs://...); empty: none."""
     backup_every_s: float = 600.0
+    """Seconds between two backups."""
     backup_keep: int = 3
+    """Backups kept."""
     tls_cert: str = ""
+    """File with the syncer's certificate."""
     tls_key: str = ""
+    """File with its key, mode 0600."""
     tls_ca: str = ""
-    """Who signed the sites' certificates."""
+    """File with the authority of the sites' certificates."""
     require_client_cert: bool = False
+    """Admit only callers with a certificate."""
     tokens_file: str = ""
-    """JSON: {"sites": {id: token}, "observer": token, "admin": token}, mode 0600; [old, new] in place of a token."""
+    """JSON file, mode 0600: {"sites": {id: token}, "observer": token, "admin": token}; [old, new] in place of a
+    token while it changes."""
     permissions: str = ""
-    """JSON: {"default": "deny", "sites": {id: {"pushes_per_s": 2}}}: what each may do, how fast; empty: what its role
-    allows, as fast as the network carries it."""
+    """JSON file of what each site may do and how fast: {"default": "deny", "sites": {id: {"pushes_per_s": 2}}};
+    empty: what its role allows, without a rate limit."""
     revoked_file: str = ""
-    """Whom to let in no more, as `diloco certs revoke` writes it.  All these files are read again when they change."""
+    """File of revoked certificates, as `diloco certs revoke` writes it. All these files are read again when they
+    change."""
     calls_per_s: float = 100.0
-    """Calls that one site or operator may begin; more are kept waiting, then refused; 0: no bound."""
+    """Calls a second that one site or operator may begin; more wait, and are then refused; 0: no limit."""
     trust_domain: str = ""
-    """The one that sites' SPIFFE ids must be in; empty: any that tls_ca signs."""
+    """SPIFFE trust domain of the sites' certificates; empty: any that tls_ca signs."""
     insecure_non_loopback: bool = False
     """Permit a reachable address without encryption or identities."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LeaseSection:
-    """What says which syncer leads, so that a standby can take over by itself and the old one never goes on."""
+    """The lease that says which syncer leads, so that a standby can take over by itself and the old leader falls
+    silent."""
 
     kind: str = "none"
-    """none: an operator says who leads; file; etcd."""
+    """none: an operator promotes; file; etcd."""
     path: str = ""
-    """For file: a file on a file system that both machines reach (NFS from version 4 on); its folder must be there."""
+    """For file: a file on a file system that both machines reach (NFS from version 4 on). Its folder must exist."""
     endpoints: list[str] = field(default_factory=list)
-    """Of etcd: http://host:2379, or https, any number."""
+    """For etcd: http://host:2379 or https, any number."""
     tls_ca: str = ""
-    """Who signed etcd's certificate, PEM; empty: one of the machine's roots."""
+    """For etcd: PEM file with the authority of its certificate; empty: the machine's roots."""
     tls_cert: str = ""
-    """This end's certificate, where etcd asks for one, and its key, mode 0600; read again for each question."""
+    """For etcd: this end's certificate, if etcd asks for one. It and its key are read again for each request."""
     tls_key: str = ""
+    """For etcd: the key of tls_cert, mode 0600."""
     user: str = ""
-    """Of etcd, with the right to read and write /diloco/RUN/; over https, or on a loopback address."""
+    """For etcd: a user that may read and write /diloco/RUN/; over https, or on loopback."""
     password_file: str = ""
-    """The user's, mode 0600."""
+    """For etcd: file with the user's password, mode 0600."""
     ttl_s: float = 10.0
-    """How long it is held without being renewed: after that the standby takes over."""
+    """Seconds that the lease holds without renewal; then the standby takes over."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AdmissionSection:
-    """What becomes of an update that is far from what its site and the others usually send."""
+    """What happens to an update that is far from what its site and the others usually send."""
 
     policy: str = "refuse"
     """refuse; hold: until `diloco admit` or `diloco refuse`; admit: only note it."""
     norm_ratio_max: float = 10.0
-    """Times the usual norm from which it is too large."""
+    """Norm, in multiples of the usual one, from which an update is too large."""
     cosine_z_max: float = 6.0
-    """Spreads that its cosine with the outer momentum may lie below the usual one."""
+    """Spreads by which its cosine with the outer momentum may lie below the usual one."""
     history: int = 16
-    """Updates of one site and fragment that say what is usual."""
+    """Updates of one site and fragment that define what is usual."""
     hold_s: float = 600.0
-    """A held update is refused after this time without an operator's decision."""
+    """Seconds after which a held update is refused without an operator's decision."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -391,43 +435,44 @@ class ReplicationSection:
     """What the syncer waits for before it tells anything, where a standby follows it."""
 
     mode: str = "off"
-    """off; sync: that the standby has it; async: the same, but for acknowledgements, and not while it is away."""
+    """off; sync: until the standby has it; async: the same except for acknowledgements, and not while the standby is
+    away."""
     timeout_s: float = 5.0
-    """A standby that says nothing for so long is away."""
+    """Seconds of silence after which a standby counts as away."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StandbySection:
-    """`diloco standby follow`; its own address and folder are cluster.syncer.listen and cluster.syncer.folder."""
+    """`diloco standby follow`. Its own address and folder are cluster.syncer.listen and cluster.syncer.folder."""
 
     primary: str = ""
     """host:port of the syncer that it follows."""
     name: str = "standby"
-    """What it is called; its data lie in RUN_DIR/NAME unless cluster.syncer.folder says another."""
+    """The standby's name; its data lie in RUN_DIR/NAME unless cluster.syncer.folder says otherwise."""
 
 
 @dataclass(kw_only=True, slots=True)
 class UpstreamSection:
-    """Of a region, whose syncer is a site of another: where that is, and how it speaks to it; site.* says by which
-    certificate, token and link."""
+    """For a region, whose syncer is a site of another syncer. site.* says by which certificate, token and link it
+    connects."""
 
     endpoint: str | None = None
-    """host:port of the syncer above; with a standby both addresses, host:port,host:port; of several syncers those of
-    each, with / between, and this syncer is a site of the one of its own number; null: there is none."""
+    """host:port of the syncer above; with a standby, both addresses separated by a comma; with several syncers,
+    those of each separated by /: this syncer is a site of the one with its own index. null: there is none."""
     site_id: str | None = None
-    """What the region is called there."""
+    """The region's name at the syncer above."""
     updates: int = 32
-    """Updates of its sites, merged into one fragment, for one that goes up."""
+    """Merged updates of a fragment after which one update goes up."""
     counted_from: str = "start"
-    """What these count from.  start: the region's first update, so that one goes up for every so many.  blend: the last
-    version that was taken from above, as in HALoS' code, so that none goes up while one is under way."""
+    """start: count from the region's first update, so that one goes up for every so many. blend: count from the last
+    version taken from above, as in HALoS' code, so that none goes up while one is under way."""
     alpha: float = 0.25
-    """Share of what comes back that goes into the region's own values: 1 - alpha of those stays."""
+    """Share of what comes back that goes into the region's own values; 1 - alpha of those stays."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterSection:
-    """Which sites there are.  A site may come that is not listed here, with site.index and site.num_sites."""
+    """The sites of the run. A site that is not listed may join, with site.index and site.num_sites."""
 
     sites: dict[str, ClusterSite] = field(default_factory=dict)
     syncer: SyncerSection = field(default_factory=SyncerSection)
@@ -439,119 +484,121 @@ class ClusterSection:
 
 @dataclass(kw_only=True, slots=True)
 class OuterSection:
-    """How sites and the syncer come together."""
+    """The outer optimizer, and how sites and the syncer exchange."""
 
     kind: str = "sgd"
-    """sgd, heavy_ball, nesterov (torch's form), nesterov_ema, delayed_nesterov, adamw, schedule_free or gpa; a learning
-    rate of one is wrong in another by up to 1 / (1 - momentum)."""
+    """sgd, heavy_ball, nesterov (torch's form), nesterov_ema, delayed_nesterov, adamw, schedule_free or gpa. A
+    learning rate of one is wrong in another by up to 1 / (1 - momentum)."""
     lr: float = 0.7
+    """Outer learning rate."""
     momentum: float = 0.0
-    """0 for sgd; above 0 for all others but adamw."""
+    """Outer momentum: 0 for sgd, above 0 for all others but adamw."""
     window: int = 1
-    """Of delayed_nesterov: updates for one step of the momentum; as many as there are sites, usually."""
+    """delayed_nesterov: updates in one step of the momentum, usually the number of sites."""
     share_ahead: float = 0.0
-    """Of delayed_nesterov: share of the momentum, up to 1 / window, that each update takes along."""
+    """delayed_nesterov: share of the momentum, up to 1 / window, that each update takes along."""
     momentum_squares: float = 0.95
-    """β2 of adamw."""
+    """adamw: β2."""
     epsilon: float = 0.1
-    """Of adamw."""
+    """adamw: epsilon."""
     weight_decay: float = 0.0
-    """Of adamw, schedule_free and gpa."""
+    """Weight decay of adamw, schedule_free and gpa."""
     momentum_ahead: float = 0.8
-    """Of gpa: where sites train, between the fast parameters (0) and their average (1)."""
+    """gpa: where sites train, between the fast parameters (0) and their average (1)."""
     inner_steps: int = 30
     """H: inner steps between two updates of one fragment."""
     dynamic_steps: bool = False
-    """inner_steps are the fastest site's, and a slower one makes as many fewer as it is slower."""
+    """inner_steps are those of the fastest site; a slower site makes proportionally fewer."""
     dynamic_rounding: str = "down"
-    """down or up, where that is no whole number of steps; at least one either way."""
+    """down or up, where dynamic_steps gives no whole number; at least one step either way."""
     num_fragments: int = 1
-    """Parts of the parameters that are exchanged on their own."""
+    """Parts of the model that are exchanged by themselves."""
     quorum: str = "1"
-    """Distinct sites that a round needs, or all."""
+    """Sites that a round needs: a number, or all."""
     quorum_min: int = 1
-    """How far a time-out may shrink quorum=all; and fewer sites than that never close a round."""
+    """The least to which a timeout may shrink quorum=all; fewer sites never close a round."""
     round_updates: int = 0
-    """So many updates, the first that came, are a round, and no site is waited for: 1 (asynchronous) or more (a
-    buffer); 0: all that came in time."""
+    """A round is this many updates in order of arrival, without waiting for particular sites: 1 (asynchronous) or
+    more (a buffer). 0: a round is what arrives in time."""
     grace: str = "adaptive"
-    """fixed or adaptive: how long a round waits for more after its quorum."""
+    """How long a round waits for more after its quorum: fixed or adaptive."""
     grace_s: float = 1.0
-    """The longest grace."""
+    """Longest grace, seconds."""
     grace_share_percent: int = 80
     """Share of the slack that an adaptive grace takes."""
     grace_period_percent: int = 0
-    """Share of the fastest site's period that an adaptive grace is at least, over grace_s too: at 90 equal sites settle
-    into common rounds whatever their phase, while all train on.  Nothing where sites wait or give up what they train
-    meanwhile: under lock_step, overwrite and blend."""
+    """Least adaptive grace as a share of the fastest site's period, also beyond grace_s. At 90 equal sites settle
+    into common rounds while all train on. Ignored under lock_step, overwrite and blend."""
     overlap_steps: int = 2
-    """τ: inner steps between two publications that adaptive grace leaves for the network."""
+    """τ: inner steps between two publications that an adaptive grace leaves for the network."""
     weights: str = "tokens2_per_step"
-    """tokens2_per_step, tokens or uniform."""
+    """Weights of sites in a merge: tokens2_per_step, tokens or uniform."""
     merge_by: str = "site"
-    """What is weighed and merged: site, the sum of the updates that a site has in the round; update, each of them, as a
-    buffer of updates has it."""
+    """What is weighed and merged: site, the sum of a site's updates in the round; update, each update by itself, as
+    a buffer does."""
     share_weighted: bool = False
-    """A step of some of the live sites is that share of an outer step, so that the result does not depend on which of
-    them arrive together; without it each step is a whole one, as papers have it.  delayed_nesterov has its window."""
+    """Scale the outer step by the share of the live sites that the round has, so that the result does not depend on
+    which sites arrive together. Otherwise every step is a whole one, as in papers."""
     merge: str = "mean"
-    """mean, rda, clip, normalise, clamp, geometric_median or trimmed_mean.  rda makes longer steps than the mean, by up
-    to the square root of the sites: it wants a smaller lr or momentum."""
+    """mean, rda, clip, normalise, clamp, geometric_median or trimmed_mean. rda makes longer steps than the mean, by
+    up to the square root of the number of sites, and needs a smaller lr or momentum."""
     merge_plain: list[str] = field(default_factory=lambda: ["*embed*", "*head*"])
-    """Under rda: patterns of parameters' names that are merged by the mean, as vectors are."""
+    """rda: patterns of the names of parameters that are merged by the mean, as vectors are."""
     norm_ratio_max: float = 1.0
-    """Under clip: times the median length."""
+    """clip: longest update, in multiples of the median length."""
     trim_share: float = 0.2
-    """Under trimmed_mean: of the sites, at either end."""
+    """trimmed_mean: share of the sites that is left out at either end."""
     staleness_max: int = 8
-    """Versions that an update may be old at its merge."""
+    """Versions that an update may be old when it is merged."""
     staleness_power: float = 0.0
-    """How much less an old contribution counts beside a new one: (1 + staleness)^-power; 0.5 is usual where they do."""
+    """Old updates weigh less beside new ones, by (1 + staleness)^-power; papers use 0.5."""
     gate_alpha: float = 0.0
-    """How fast a contribution gets smaller, and not only less beside others, with each version that it is older."""
+    """How fast an update shrinks with each version of its age, not only beside others."""
     gate_cutoff: int = 0
-    """Versions after which nothing would be left of it (CGAD), above staleness_max; 0: none."""
+    """Versions after which nothing of an update is left (CGAD), above staleness_max; 0: none."""
     gate_power: float = 0.0
-    """It gets smaller by (1 + staleness)^-power (FedBuff); 0.5 is usual."""
+    """An update shrinks by (1 + staleness)^-power (FedBuff); 0.5 is usual."""
     correction: str = "none"
-    """none, or heloco: each tensor of a contribution is compared with the outer momentum of that tensor before it is
-    merged (arXiv 2606.00271), and kept, turned towards it, or what goes against it is taken out.  Wants a kind with
-    momentum; the paper steps by nesterov_ema.  Its values of the five below are not verified: they are our own."""
+    """none, or heloco (arXiv 2606.00271): compare each tensor of an update with its outer momentum before the merge,
+    and keep it, turn it towards the momentum, or take out what goes against it. Needs a kind with momentum; the
+    paper uses nesterov_ema. The defaults of the five settings below are ours, not the paper's."""
     correction_cosine: float = 0.2
-    """With the momentum, from which on a tensor is kept as it is; 0: only what goes against it is corrected (c_ok)."""
+    """Cosine with the momentum from which a tensor is kept as it is; 0: only what goes against it is corrected
+    (c_ok)."""
     correction_project: float = 1.0
-    """How much of what goes against the momentum is taken out (k_s), times the cosine and how long the tensor is."""
+    """How much of what goes against the momentum is taken out (k_s), times the cosine and the tensor's length."""
     correction_project_max: float = 1.0
-    """No larger share of it than that (b_max)."""
+    """The largest share that is taken out (b_max)."""
     correction_rotate: float = 0.25
-    """How far a tensor that is kept neither nor against it is turned towards the momentum (k_d)."""
+    """How far a tensor that is neither kept nor against the momentum is turned towards it (k_d)."""
     correction_doubt: float = 1.0
-    """How much less a tensor is corrected that is short beside its momentum (kappa)."""
+    """How much less a tensor that is short beside its momentum is corrected (kappa)."""
     adopt: str = "rebase"
-    """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not; eager keeps what is not
-    sent, and a share of what is not merged."""
+    """How a site takes a version. rebase keeps the site's progress; overwrite (Decoupled DiLoCo) and blend
+    (Streaming DiLoCo) do not; eager keeps what is unsent, and a share of what is not merged."""
     adopt_alpha: float | None = 0.5
-    """Under blend: the share of the site's own values that stays.  Under eager: the share of an own update that a site
-    has ahead of a version that lacks it; null: what the outer step will make of it."""
+    """blend: the share of the site's own values that stays. eager: the share of the site's own update that it keeps
+    ahead of a version that lacks it; null: what the outer step will make of it."""
     measure_from: str = "adopted"
-    """Under blend: what the next update is measured from.  published: the version, as in the paper and in others' code;
+    """blend: what the next update is measured from. published: the version, as in the paper and in other code;
     adopted: the blended values."""
     lock_step: bool = False
     """Wait for each version, as classic DiLoCo does."""
     updates_in_flight_max: int = 2
+    """Updates of a fragment that a site may have under way."""
     discards_max: int = 5
-    """Updates thrown away in a row after which a site stops in words."""
+    """Discarded updates in a row after which a site stops, with a message."""
     site_timeout_s: float = 15.0
-    """Silence after which a site no longer counts."""
+    """Seconds of silence after which a site no longer counts."""
     final_wait_s: float = 20.0
-    """How long the last round waits."""
+    """Longest last round, seconds."""
     sites_max: int = 16
-    """Sites that are in the run at once; one that has left, or was put out, leaves its place to another.  It
-    may change when the syncer starts again."""
+    """Sites in the run at once; a site that has left or was evicted makes room. It may change when the syncer
+    restarts."""
     num_syncers: int = 1
-    """Processes over which the fragments are placed, by their bytes and syncer_mbps; each is a whole syncer."""
+    """Syncers over which the fragments are placed, by their bytes and syncer_mbps."""
     syncer_mbps: list[float] = field(default_factory=list)
-    """What the link of each of them has in 10^6 bits a second; empty: all the same."""
+    """Rate of each syncer's link, 10^6 bits/s; empty: all the same."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -559,37 +606,37 @@ class LaunchSection:
     """What `diloco launch` writes around the processes: machines, images, time."""
 
     image: str = "diloco:latest"
-    """The container image: what docker builds, and Kubernetes runs."""
+    """The container image that docker builds and Kubernetes runs."""
     base: str | None = None
     """The image that it is built on, one with apt; null: a slim Python, or a CUDA runtime where site.device=cuda."""
     gpus: int | None = None
     """Accelerators of each machine of a site; null: site.nproc where site.device=cuda, else none."""
     accelerator: str = "H100"
-    """Which, for SkyPilot."""
+    """Kind of accelerator, for SkyPilot."""
     cpus: int | None = None
-    """Of each machine of a site; null: one for each thread of each rank there, and one more."""
+    """CPUs of each machine of a site; null: one for each thread of each rank, and one more."""
     memory_gib: int | None = None
-    """Of each machine; null: what the model needs there, at least 16."""
+    """Memory of each machine, GiB; null: what the model needs there, at least 16."""
     disk_gib: int = 100
-    """Where checkpoints, journal and snapshots are kept."""
+    """Disk for checkpoints, journal and snapshots, GiB."""
     hours: float = 24.0
-    """How long a Slurm job may run; after that it is queued again."""
+    """Time limit of a Slurm job; then it is queued again."""
     leave_s: int = 120
-    """How long before it is killed a process is asked to leave in order."""
+    """Seconds before its end at which a process is asked to leave in order."""
     restarts: int = 10
-    """How often a site that has failed is started again."""
+    """How often a failed site is restarted."""
     partition: str = ""
-    """Of Slurm."""
+    """Slurm's partition."""
     account: str = ""
-    """Of Slurm."""
+    """Slurm's account."""
     spot: bool = False
-    """Whether SkyPilot may take machines that can be taken away, for sites."""
+    """Let SkyPilot use preemptible machines for sites."""
     namespace: str = "default"
-    """Of Kubernetes."""
+    """Kubernetes' namespace."""
     storage_class: str = ""
-    """Of Kubernetes' volumes; empty: the cluster's own choice."""
+    """Storage class of Kubernetes' volumes; empty: the cluster's default."""
     secrets: bool = True
-    """Mutual TLS in Kubernetes by what `diloco certs` made, as Secrets RUN-syncer and RUN-SITE; false: what the tls
+    """Kubernetes: mutual TLS by what `diloco certs` made, as Secrets RUN-syncer and RUN-SITE; false: as the tls
     settings say."""
 
 
@@ -609,4 +656,4 @@ class RunConfig:
     upstream: UpstreamSection = field(default_factory=UpstreamSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     scenario: str | None = None
-    """A YAML file of faults for `diloco up`; null for its own demo, "none" for no faults."""
+    """A YAML file of faults for `diloco up`; null: the demo's own; "none": no faults."""

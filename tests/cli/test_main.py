@@ -64,7 +64,7 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
         [sys.executable, "-m", "diloco", "config", "adamw"], capture_output=True, env=plain, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert b"?2 of adamw" in done.stdout, "β2 with a question mark"
+    assert b"adamw: ?2" in done.stdout, "β2 with a question mark"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_nothing_is_near_to_something_else_entirely() -> None:
 def test_meanings_and_defaults_are_read_from_the_source() -> None:
     told = meanings()
     assert told["OuterSection", "inner_steps"] == "H: inner steps between two updates of one fragment."
-    assert told["OuterSection", ""] == "How sites and the syncer come together."
+    assert told["OuterSection", ""] == "The outer optimizer, and how sites and the syncer exchange."
     assert meanings(estimate)["Question", "layers"].startswith("No more fragments")
     defaults = {key: default_text(item) for key, _, item in leaves()}
     assert defaults["run.name"] == "null"
