@@ -37,88 +37,66 @@ class Verb:
 
 GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
     {
-        "begin here": (
+        "start here": (
             Verb(
-                "up",
-                "diloco.cli.up:main",
-                "the whole thing on this machine: syncer, sites, links between them, a live view",
+                "up", "diloco.cli.up:main", "run everything on this machine: syncer, sites, emulated links, a live view"
             ),
-            Verb("syncer", "diloco.cli.syncer:main", "the program that holds the model between the sites"),
-            Verb("site", "diloco.cli.site:main", "one site: trains, sends what it learned, takes what others learned"),
-            Verb("status", "diloco.cli.status:main", "how a running syncer stands: sites, versions, tokens, bytes"),
+            Verb("syncer", "diloco.cli.syncer:main", "start the service that merges updates and publishes versions"),
+            Verb("site", "diloco.cli.site:main", "train at one site, and exchange updates with the syncer"),
+            Verb("status", "diloco.cli.status:main", "show how a running syncer and its sites stand"),
             Verb(
                 "doctor",
                 "diloco.cli.doctor:main",
-                "what is wrong between this machine and a syncer, and what to change",
+                "check this machine and the path to a syncer, and say what to change",
             ),
         ),
         "models": (
-            Verb("train", "diloco.cli.train:main", "the inner trainer alone, on all the text: the baseline"),
-            Verb(
-                "eval",
-                "diloco.cli.model:main",
-                "loss of a model on the validation text, in nats per token and in bits per byte",
-            ),
-            Verb("export", "diloco.cli.model:export", "a model as a folder that Hugging Face's transformers loads"),
-            Verb("generate", "diloco.cli.model:generate", "go on with a text, for a look at a model"),
+            Verb("train", "diloco.cli.train:main", "train on all the text without a syncer: the baseline"),
+            Verb("eval", "diloco.cli.model:main", "evaluate a model on the validation text, or in benchmark tasks"),
+            Verb("export", "diloco.cli.model:export", "write a model as a Hugging Face folder"),
+            Verb("generate", "diloco.cli.model:generate", "continue a text with a model"),
         ),
-        "look into a run": (
-            Verb("runs", "diloco.cli.status:runs", "the runs here: how each stands, and when it was last heard of"),
-            Verb("logs", "diloco.cli.status:logs", "what a run's processes say, as it happens"),
-            Verb("report", "diloco.cli.status:report", "report.html and the closing table of a run, finished or not"),
+        "look at a run": (
+            Verb("runs", "diloco.cli.status:runs", "list the runs in this folder"),
+            Verb("logs", "diloco.cli.status:logs", "follow the logs of a run"),
+            Verb("report", "diloco.cli.status:report", "write report.html of a run, and print its summary"),
             Verb(
-                "journal", "diloco.cli.recover:journal", "the syncer's journal as lines; a check of everything it keeps"
+                "journal",
+                "diloco.cli.recover:journal",
+                "print the syncer's journal, or verify everything that it keeps",
             ),
             Verb(
                 "canary",
                 "diloco.cli.doctor:canary",
-                "does this machine give the same bits when it repeats a site's steps?",
+                "check a machine for silent data corruption, by repeating a site's steps",
             ),
         ),
         "operate a run": (
             Verb(
                 "launch",
                 "diloco.cli.launch:main",
-                "the files for docker, Slurm, Kubernetes or SkyPilot, from the same settings",
+                "write the files for Docker, Slurm, Kubernetes or SkyPilot, and submit them",
             ),
-            Verb(
-                "certs",
-                "diloco.cli.certs:main",
-                "certificates for mutual TLS: an authority, one for each site, revocation",
-            ),
+            Verb("certs", "diloco.cli.certs:main", "make certificates for mutual TLS, and revoke them"),
             Verb("admit", "diloco.cli.admin:admit", "let a held update be merged"),
-            Verb("refuse", "diloco.cli.admin:refuse", "never merge an update that is held or waits"),
-            Verb("evict", "diloco.cli.admin:evict", "put a site out of a running run"),
-            Verb("readmit", "diloco.cli.admin:readmit", "let a site that was put out join again"),
-            Verb(
-                "drain",
-                "diloco.cli.admin:drain",
-                "one last round, then every site stops; the run can be taken up again",
-            ),
+            Verb("refuse", "diloco.cli.admin:refuse", "refuse an update that is held or waits"),
+            Verb("evict", "diloco.cli.admin:evict", "remove a site from a running run"),
+            Verb("readmit", "diloco.cli.admin:readmit", "let an evicted site join again"),
+            Verb("drain", "diloco.cli.admin:drain", "end a run in order after one last round; it can be resumed"),
         ),
-        "outlive a syncer": (
-            Verb("standby", "diloco.cli.standby:main", "a second syncer that follows the first and takes its place"),
+        "recover": (
+            Verb("standby", "diloco.cli.standby:main", "follow a syncer, and take over from it"),
             Verb(
-                "restore",
-                "diloco.cli.recover:restore",
-                "a stopped run taken up again: from a replay, a backup or a warm site",
+                "restore", "diloco.cli.recover:restore", "resume a stopped run from a replay, a backup or a warm site"
             ),
-            Verb(
-                "replay",
-                "diloco.cli.recover:replay",
-                "the outer steps of a run once more, as they were or without some updates",
-            ),
+            Verb("replay", "diloco.cli.recover:replay", "compute a run's versions again, with or without some updates"),
         ),
         "plan and compare": (
-            Verb("config", "diloco.config.arguments:config", "all settings, or those about a word"),
-            Verb("completion", "diloco.cli.main:completion", "verbs and settings for the Tab key of bash and zsh"),
-            Verb(
-                "plan", "diloco.cli.plan:main", "what a run takes of links, memory, money and time, before there is one"
-            ),
-            Verb("sim", "diloco.cli.sim:main", "a run without tensors under virtual time: who trains, waits, is away"),
-            Verb(
-                "lab", "diloco.cli.lab:main", "rules beside each other: a small model trained by each, at equal tokens"
-            ),
+            Verb("config", "diloco.config.arguments:config", "list all settings, or those that match a word"),
+            Verb("completion", "diloco.cli.main:completion", "print the shell code for Tab completion"),
+            Verb("plan", "diloco.cli.plan:main", "estimate links, memory, money and time of a run before it exists"),
+            Verb("sim", "diloco.cli.sim:main", "simulate a run without tensors: which site trains, waits or is away"),
+            Verb("lab", "diloco.cli.lab:main", "compare outer rules on a small model, at equal tokens"),
         ),
     }
 )
