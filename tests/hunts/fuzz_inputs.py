@@ -22,9 +22,7 @@ from types import FrameType
 
 import torch
 
-from tests.hunts.inputs import Reader, codecs, files, journals, messages, texts
-from tests.hunts.inputs_folders import folders
-from tests.hunts.inputs_models import models
+from tests.hunts.inputs import Reader, codecs, files, folders, journals, messages, models, texts
 from tests.hunts.mutating import spoiled
 from tests.hunts.reporting import Hunt
 

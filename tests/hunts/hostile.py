@@ -33,7 +33,7 @@ from diloco.wire.messages import Unreachable
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.hunts import http2
 from tests.hunts.crowd import memory_of
-from tests.hunts.frame_floods import FLOODS, Due, flood
+from tests.hunts.flooding import FLOODS, Due, flood
 from tests.hunts.reporting import Hunt
 from tests.hunts.target import Target, View, guarded, running
 from tests.loopback.cluster import Process

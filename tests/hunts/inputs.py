@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ import zstandard
 
 from diloco.codec.base import DecodeError
 from diloco.codec.registry import CODEC_NAMES, make_codec
+from diloco.config.errors import ConfigError
+from diloco.config.model_files import read_options, read_values, write_folder
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import CheckpointError
+from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.tokenizer import make_tokenizer
 from diloco.learner.seal import Outbox, OutboxError
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.sync.journal import (
@@ -37,7 +44,21 @@ from diloco.sync.journal import (
     read_records,
     read_segment,
 )
-from diloco.syncer.snapshots import SnapshotError, Snapshots
+from diloco.sync.leadership import Claim
+from diloco.syncer.journal_files import read_file
+from diloco.syncer.lease import FileLease, LeaseError, LeaseRefusedError
+from diloco.syncer.replaying import Rules
+from diloco.syncer.restoring import Kept, KeptError
+from diloco.syncer.snapshots import (
+    Choice,
+    Image,
+    ImageError,
+    SnapshotError,
+    Snapshots,
+    read_image,
+    same_values,
+    write_image,
+)
 from diloco.syncer.store import RunCard, Store, StoreError
 from diloco.wire import convert
 from diloco.wire.chunks import DamagedChunk
@@ -49,7 +70,10 @@ from tests.hunts.mutating import drawn, edited, json_spoiled, spoiled
 from tests.sync.format_1 import encode_record
 from tests.sync.test_journal import a_run
 from tests.syncer.building import update
+from tests.syncer.desk import CARD, OUTER, RULE, Desk
 from tests.syncer.test_snapshots import assert_equal, snapshot
+from tests.syncer.test_store import Story
+from tests.syncer.test_store_formats import FIXTURE, card_of, toy_of
 from tests.wire.samples import everything
 
 Spoil = Callable[[bytes, random.Random], bytes]
@@ -392,3 +416,191 @@ def outbox(folder: Path) -> Reader:
         return True
 
     return Reader([path.read_bytes()], read, (OutboxError,), weight=0.5)
+
+
+# --- Readers of whole folders, one file of which is replaced ---------------------------------------------------------
+
+RULES = Rules(OUTER, RULE, "int8")
+Words = tuple[type[Exception], ...]
+
+
+def folders(folder: Path) -> Iterator[tuple[str, Reader]]:
+    """All of them; ``folder`` should be in memory."""
+    desk = told(folder / "past")
+    yield from past(folder / "past", RULES, "kept")
+    yield from image(folder, desk)
+    yield from format_1(folder / "old")
+    yield from checkpoints(folder / "checkpoints")
+    yield "lease", lease(folder / "lease")
+
+
+def replaced(path: Path, read: Callable[[], object], words: Words, weight: float) -> Reader:
+    """A reader of what ``path`` is a part of; the file is as it was afterwards."""
+    good = path.read_bytes()
+
+    def reading(raw: bytes) -> object:
+        path.write_bytes(raw)
+        try:
+            return read()
+        finally:
+            path.write_bytes(good)
+
+    return Reader([good], reading, words, json_spoiled if path.suffix == ".json" else None, weight)
+
+
+def told(folder: Path) -> Desk:
+    """A short run with snapshots that are kept, and something after the last one."""
+    desk = Desk(folder)
+    desk.store.snapshots.prune = lambda retention, behind, pinned: Choice((), cut=False)  # type: ignore[method-assign]
+    desk.begin()
+    story = Story(desk, 4)
+    for turn in range(24):
+        story.tell()
+        if turn in (7, 15):
+            desk.snapshot()
+    desk.close()
+    return desk
+
+
+def past(folder: Path, rules: Rules, name: str) -> Iterator[tuple[str, Reader]]:
+    """A replay of the folder; an end that was cut off gives an earlier state, and every state is of a known version."""
+    whole = Kept(folder).replay(rules)
+    digests = {(at, values.version): values.digest for at, values in enumerate(whole.values)}
+    for point in Kept(folder).points():
+        kept = Kept(folder).snapshots.load(point.number)
+        digests |= {(at, values.version): values.digest for at, values in enumerate(kept.fragments)}
+    newest = [values.version for values in whole.values]
+
+    def read() -> object:
+        found = Kept(folder).replay(rules, verify=True)
+        for at, values in enumerate(found.values):
+            assert values.version <= newest[at], "a version that nobody published"
+            assert digests.get((at, values.version), values.digest) == values.digest, "other values than published"
+        return found
+
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
+    for path in files:
+        where = path.relative_to(folder).as_posix()
+        weight = 0.5 if "journal" in where or path.name in ("run.json", "manifest.json") else 0.05
+        yield f"{name} {where}", replaced(path, read, (KeptError,), weight)
+
+
+def image(folder: Path, desk: Desk) -> Iterator[tuple[str, Reader]]:
+    path = folder / "image"
+    written = Image(asdict(CARD), tuple(desk.values), {("a", 1): (300, 3)}, {"from": "a test", "left_out": [1, 2]})
+    write_image(path, written)
+
+    def read() -> object:
+        found = read_image(path)
+        assert (found.card, found.held, found.facts) == (written.card, written.held, written.facts), "other facts"
+        assert all(same_values(one, other) for one, other in zip(found.fragments, written.fragments, strict=True))
+        return found
+
+    for each in sorted(path.iterdir()):
+        yield f"image's {each.name}", replaced(each, read, (ImageError,), 2.0 if each.suffix == ".json" else 0.3)
+
+
+def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
+    """What the first release has left: its syncer's folder, and a site's checkpoint."""
+    shutil.copytree(FIXTURE, folder)
+    toy = toy_of(folder)
+    outer, rule = toy.rules()
+    yield from past(folder / "syncer", Rules(outer, rule, toy.codec), "format 1, kept")
+    for path in sorted((folder / "syncer" / "journal").iterdir()):
+
+        def journal(path: Path = path) -> object:
+            found = read_file(path).records
+            # Each frame of format 1 stands by itself: one that another journal had reads as well as its own, and what
+            # is wrong with the order is found by a replay.
+            assert len(found) <= path.read_bytes().count(b'"at_ns":'), "more records than are there"
+            return found
+
+        yield f"format 1, {path.name}", replaced(path, journal, (JournalError,), 1.0)
+    snapshots = Snapshots(folder / "syncer" / "snapshots")
+    written = snapshots.load(3)
+    for path in sorted((folder / "syncer" / "snapshots" / "00000003").iterdir()):
+
+        def snapshot() -> object:
+            found = snapshots.load(3)
+            assert (found.state, found.journal_segment) == (written.state, written.journal_segment)
+            assert all(same_values(one, other) for one, other in zip(found.fragments, written.fragments, strict=True))
+            return found
+
+        yield f"format 1, snapshot's {path.name}", replaced(path, snapshot, (SnapshotError,), 0.5)
+
+    def run_json() -> object:
+        return Store(folder / "syncer", card_of(toy)).journal.close()
+
+    yield "format 1, run.json", replaced(folder / "syncer" / "run.json", run_json, (StoreError,), 0.5)
+    yield from checkpoint_files(folder / "a" / "checkpoints" / "00000001", "format 1, ")
+
+
+def checkpoints(folder: Path) -> Iterator[tuple[str, Reader]]:
+    tensors = {"model/a": torch.arange(12.0).view(3, 4), "random/cpu": torch.arange(9, dtype=torch.uint8)}
+    checkpoint.save(folder, "1", tensors, {"steps": 3, "names": ["a"], "none": None})
+    yield from checkpoint_files(folder / "1", "")
+
+
+def checkpoint_files(folder: Path, prefix: str) -> Iterator[tuple[str, Reader]]:
+    written = checkpoint.load(folder)
+
+    def read() -> object:
+        found = checkpoint.load(folder)
+        assert found.meta == written.meta, "other facts"
+        assert found.tensors.keys() == written.tensors.keys()
+        assert all(bool((found.tensors[name] == kept).all()) for name, kept in written.tensors.items())
+        return found
+
+    for path in sorted(folder.iterdir()):
+        yield f"{prefix}checkpoint's {path.name}", replaced(path, read, (CheckpointError,), 0.5)
+
+
+def lease(path: Path) -> Reader:
+    """A lease that somebody holds; nobody is to be told that somebody else does, or that it is free."""
+    file = FileLease(path, "run-1", 5.0)
+    assert file.acquire(Claim("syncer-1", 1, 1, anew=True)) is not None
+    standing = file.read()
+    good = path.read_bytes()
+    assert json.loads(good)["lease"]
+
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        found = FileLease(path, "run-1", 5.0).read()
+        assert found == standing, f"{found} holds it"
+        return found
+
+    return Reader([good], read, (LeaseError, LeaseRefusedError), json_spoiled)
+
+
+# --- Readers of models and tokenizers that others have made ----------------------------------------------------------
+
+OPTIONS = ModelOptions(vocab_size=257, layers=1, dim=8, heads=2, ffn_dim=32, context=8)
+
+
+def models(folder: Path) -> Iterator[tuple[str, Reader]]:
+    """Every file of a folder of the field's form."""
+    whole, parts = folder / "whole", folder / "parts"
+    for where, shard_bytes in ((whole, 1 << 20), (parts, 4096)):
+        values = {name: value.detach() for name, value in Transformer(OPTIONS).named_parameters()}
+        write_folder(where, values, OPTIONS, make_tokenizer("bytes"), shard_bytes=shard_bytes)
+
+    def taken(where: Path) -> Callable[[], object]:
+        def read() -> object:
+            shapes = {name: value.shape for name, value in read_values(str(where), OPTIONS).items()}
+            assert shapes.keys() == {name for name, _ in Transformer(OPTIONS).named_parameters()}
+            return shapes
+
+        return read
+
+    def words() -> object:
+        found = make_tokenizer(str(whole / "tokenizer.json"))
+        return [found.decode(ids.tolist()) for ids in found.encode_batch(["a b\n", "é"])]
+
+    refused: Words = (ConfigError,)
+    yield "config.json", replaced(whole / "config.json", lambda: read_options(str(whole)), refused, 0.5)
+    yield "config.json of values", replaced(whole / "config.json", taken(whole), refused, 0.5)
+    yield "model.safetensors", replaced(whole / "model.safetensors", taken(whole), refused, 0.5)
+    yield "a part of a model", replaced(min(parts.glob("*.safetensors")), taken(parts), refused, 0.5)
+    yield "model.safetensors.index.json", replaced(parts / "model.safetensors.index.json", taken(parts), refused, 0.5)
+    yield "tokenizer.json", replaced(whole / "tokenizer.json", words, (ValueError,), 0.5)
+    yield "tokenizer_config.json", replaced(whole / "tokenizer_config.json", words, (ValueError,), 0.5)

@@ -27,8 +27,8 @@ from diloco.cli.main import main as run_verb
 from diloco.config import compose as configs
 from diloco.config.run_dir import run_dir_of
 from diloco.config.schema import RunConfig
+from tests.hunts.pseudo_gradients import Part, loss_of
 from tests.hunts.reporting import Hunt
-from tests.hunts.training import Part, loss_of
 
 GAP_MAX = 0.02
 POISONER = "site-c"

@@ -25,8 +25,7 @@ from diloco.learner.agent import Finished
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.replaying import Rules
 from diloco.syncer.store import RunCard, Store, StoreError
-from tests.hunts.cutting import Recording, quick_folder, record_site, record_syncer
-from tests.hunts.cutting_restores import record_backup, record_in_place
+from tests.hunts.cutting import Recording, quick_folder, record_backup, record_in_place, record_site, record_syncer
 from tests.hunts.loop_disk import LoopDisk, NotPermittedError
 from tests.hunts.reporting import Hunt, why
 from tests.loopback.audit import audit

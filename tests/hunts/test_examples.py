@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hunts import examples
-from tests.hunts.examples import ELSEWHERE, EXAMPLES, OURS, SHARE_MAX, main, run_of, version0
+from tests.hunts.examples import ELSEWHERE, EXAMPLES, OURS, SHARE_MAX, run_of, version0
 from tests.runs.processes import ROOT, Place, place_in
 
 TOKENS = 80_000
@@ -52,7 +52,7 @@ def test_another_loss_and_an_example_that_fails_are_violations(
     monkeypatch.setattr(examples, "version0", lambda place: Path())
     monkeypatch.setattr(examples, "loss_of", lambda place, file: 6.9)
     monkeypatch.setattr(examples, "run_of", found)
-    assert main([]) == 1
+    assert examples.main([]) == 1
     told = capsys.readouterr().out
     assert json.loads(told.splitlines()[-1])["violations"] == 2
     assert "fsdp_loop: loss 5.1100, the trainer's is 5.0000" in told

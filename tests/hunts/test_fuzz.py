@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.hunts import statuses
+from diloco.codec.entropy import EntropyCodec
+from diloco.sync import journal
+from tests.hunts import fuzz, fuzz_inputs, statuses
 from tests.hunts.asking import World, good, methods
 from tests.hunts.attacks import STRICT, strict
-from tests.hunts.fuzz import Findings, Siege, growth_of, main
+from tests.hunts.fuzz import Findings, Siege, growth_of
+from tests.hunts.fuzz_inputs import readers, run_piece
 from tests.hunts.target import View, guarded
 
 pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
@@ -24,7 +27,7 @@ def world(tmp_path: Path) -> World:
 
 
 def test_a_share_of_the_hunt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--n", "400", "--seed", "9000", "--variant", "tokens"]) == 0
+    assert fuzz.main(["--n", "400", "--seed", "9000", "--variant", "tokens"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["hunt"], found["unknown_or_internal"], found["violations"]) == ("fuzz", 0, 0)
     assert found["calls"] >= 400
@@ -109,3 +112,49 @@ def test_what_a_look_inside_shows_is_judged(world: World, kind: str, after: View
     siege.findings = Findings()
     siege._judge(kind, view(), view(), 0)
     assert not siege.findings.complaints
+
+
+# --- A share of the hunt in every run, and the proof that it can find something --------------------------------------
+
+
+def test_a_share_of_the_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the thirty thousand that .ci/run takes."""
+    assert fuzz_inputs.main(["--n", "1000", "--seed", "9000", "--jobs", "1"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 1000, 0)
+    assert found["taken"] > 50, "nothing gets through"
+    assert found["refused"] > 500, "nothing is refused"
+
+
+def test_every_reader_takes_what_is_good(tmp_path: Path) -> None:
+    for name, reader in readers(tmp_path).items():
+        for raw in reader.samples:
+            try:
+                reader.read(raw)
+            except reader.words as error:
+                raise AssertionError(f"{name} refuses what it wrote: {error}") from error
+
+
+def test_a_chain_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(before: bytes, body: bytes) -> bytes:
+        return bytes(32)
+
+    monkeypatch.setattr(journal, "chain_after", forgetful)
+    assert any("nobody wrote" in failure for failure in run_piece(1, 1500).failures)
+
+
+def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trusting(self: EntropyCodec, frame: memoryview, expected: int) -> bytes:
+        import zstandard
+
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=expected)
+
+    monkeypatch.setattr(EntropyCodec, "_decompress", trusting)
+    failures = run_piece(3, 1000).failures
+    assert any("zstd" in failure.lower() or "MemoryError" in failure for failure in failures), failures
+
+
+def test_a_value_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.codec.base.kernels", lambda *granules: None)  # They look for themselves.
+    monkeypatch.setattr("diloco.codec.blocks.is_finite", lambda values: True)
+    assert any("not finite" in failure for failure in run_piece(3, 1000).failures)

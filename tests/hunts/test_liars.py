@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco.sync import admission, rounds
 from diloco.sync.rounds import raw_weight
-from tests.hunts import liars
+from tests.hunts import liars, poison
+from tests.hunts.pairs import SETTINGS, Row, covering, judge, pairs_of, refusal, run_of
+from tests.hunts.poison import Poisoning
+from tests.runs.processes import place_in
 
 Patch = pytest.MonkeyPatch
 
@@ -68,3 +74,101 @@ def test_what_believes_too_much_or_too_little_is_found(
         if found and words in capsys.readouterr().out:
             return
     pytest.fail(f"{words}: not seen")
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+SMALL = (
+    "model.layers=2 model.dim=32 model.heads=2 model.context=64 data=stdlib_bytes inner.batch_sequences=8 "
+    "inner.precision=fp32 outer.inner_steps=5 network=loopback"
+)
+
+
+@pytest.mark.hunt
+def test_poison_is_taken_out_of_a_run_of_real_training(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shorter than the hunt: what harm the poison does, and what is left of it, is for that to say."""
+    poison.main(["--tokens", "60000", "--at", "2", "--updates", "1", "--settings", SMALL])
+    said = capsys.readouterr().out
+    found = json.loads(said.splitlines()[-1])
+    assert "left_out" in found, said
+    assert found["left_out"] >= 1
+    assert found["tokens_restored"] >= 60000
+    assert found["loss_restored"] < found["loss_without"]
+
+
+def test_the_poison_is_where_it_was_asked_for() -> None:
+    poisoning = Poisoning(Path(), seed=1, tokens=1000, at=4, updates=3, strength=2.0)
+    assert list(poisoning.sequences) == [4, 5, 6]
+
+
+def test_a_site_that_was_to_send_poison_and_did_not_is_noticed(tmp_path: Path) -> None:
+    """The hunt had gone on without any, once the code that it bends had moved."""
+    poisoning = Poisoning(tmp_path, seed=1, tokens=10**9, at=1, updates=1, strength=2.0)
+    poisoning.check_sent([[], [1], []])
+    for sent in ([[], [], []], [[1], [1], []], [[], [1, 2], []]):
+        with pytest.raises(AssertionError, match="was to be sent by one site"):
+            poisoning.check_sent(sent)
+
+
+# --- Every pair of settings is in a row or refused in words, and the judge of a run can fail -------------------------
+
+ALL = sum(len(one) * len(two) for at, one in enumerate(SETTINGS.values()) for two in list(SETTINGS.values())[:at])
+ROW = {"outer.lock_step": "true", "outer.quorum": "all", "outer.num_fragments": "4 outer.num_syncers=2"}
+SUMMARY: dict[str, Any] = {
+    "status": "ok",
+    "versions": [4, 4],
+    "global": {"val_loss_start": 5.0, "val_loss": 4.0},
+    "wire": {"bytes_up": 100, "bytes_down": 1300, "bytes_joins": 800, "bytes_fp32_equivalent": 900},
+}
+FETCHED = [{"what": "fetched", "bytes": 400, "had": had} for had in (-1, -1, 0)]
+
+
+def test_every_pair_is_in_a_row_or_refused() -> None:
+    def refuses(row: Row) -> str:
+        needs = row.get("codec.feedback") == "1" and row.get("outer.adopt", "rebase") == "rebase"
+        both = row.get("outer.quorum") == "all" and row.get("outer.round_updates") == "3"
+        return "feedback" if needs else "both" if both else ""
+
+    rows, refused = covering(3, refuses)
+    assert (rows, refused) == covering(3, refuses), "a seed is always the same rows"
+    assert sorted(refused.values()) == ["both", "feedback"]
+    found = set().union(*(pairs_of(row) for row in rows))
+    assert len(found) == ALL - len(refused)
+    assert not any(refuses(row) for row in rows)
+    assert len(rows) < 40
+
+
+def test_what_the_door_refuses_is_in_words() -> None:
+    assert refusal(ROW) == ""
+    assert "outer.round_updates is 3: only with quorum=1" in refusal({**ROW, "outer.round_updates": "3"})
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "words"),
+    [
+        ("", {"status": "the run did not come to its end"}, "did not come"),
+        ("", {"versions": [4, 1]}, "the last round alone"),
+        ("global", {"val_loss": 5.1}, "has not trained"),
+        ("wire", {"bytes_joins": 400}, "800 were fetched"),
+        ("wire", {"bytes_fp32_equivalent": 500}, "600 bytes apart from joins"),
+    ],
+)
+def test_a_run_that_went_wrong_is_seen(part: str, changed: dict[str, Any], words: str) -> None:
+    judge(SUMMARY, FETCHED)
+    summary = {**SUMMARY, **({part: SUMMARY[part] | changed} if part else changed)}
+    with pytest.raises(AssertionError, match=words):
+        judge(summary, FETCHED)
+
+
+@pytest.mark.slow
+def test_a_row_trains_and_says_true_figures(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        run_of(place, "pair", ROW, 10.0)
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("number", range(4))
+def test_rows_train_and_say_true_figures(number: int, tmp_path: Path) -> None:
+    rows, _ = covering(0, refusal)
+    with place_in(tmp_path) as place:
+        run_of(place, "pair", rows[number], 10.0)

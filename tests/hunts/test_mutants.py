@@ -5,16 +5,22 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+import diloco.syncer.backups
+from diloco.syncer import standby
 from tests.forked import forkserver
-from tests.hunts import mutants
+from tests.hunts import clocks, cuts, mutants
+from tests.hunts.clock import YEAR_S, follow, tell
+from tests.hunts.clocks import untrue
 from tests.hunts.mutant_sites import in_both, marked, sites_of
-from tests.hunts.mutants import PACKAGES, ROOT, Bench, Record, main
+from tests.hunts.mutants import PACKAGES, ROOT, Bench, Record
 
 AREA = '''
 LIMIT = 3
@@ -81,7 +87,7 @@ def written(tree: Path, files: dict[str, str]) -> Path:
 
 def run(tree: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], dict[str, Any]]:
     """What was said of each mutant, and the row."""
-    assert main([*ASKED, *words], tree, forkserver()) == 0
+    assert mutants.main([*ASKED, *words], tree, forkserver()) == 0
     lines = capsys.readouterr().out.splitlines()
     return [line for line in lines if line[0].isdigit() and "/" in line.split()[0]], json.loads(lines[-1])
 
@@ -129,7 +135,7 @@ def test_a_mutant_with_which_a_test_hangs_is_killed_by_time(
     monkeypatch.setattr(mutants, "TEST_S", 1.0)
     written(tmp_path, {"tiny/core/count.py": COUNT, "tests/core/test_count.py": TEST_COUNT})
     name = next(site.name for site in sites_of(tmp_path, ["tiny/core"]) if site.operator == "arithmetic")
-    assert main([*ASKED, "--at", name], tmp_path, forkserver()) == 0
+    assert mutants.main([*ASKED, "--at", name], tmp_path, forkserver()) == 0
     said = capsys.readouterr().out.splitlines()[0]
     assert said == "time: tiny/core/count.py:4 arithmetic: number -= 1 -> number += 1"
 
@@ -202,3 +208,73 @@ def test_each_place_in_a_part_of_the_product_can_be_marked_and_changed() -> None
         ast.parse(marked(source, enumerate(here), "f"))
         for site in Random(0).sample(here, min(12, len(here))):
             assert ast.dump(ast.parse(site.mutate(source))) != ast.dump(ast.parse(source)), site
+
+
+# --- A short hunt finds nothing, each process is told its own time, and a status that no true clock gives is seen ----
+
+
+@pytest.mark.slow
+def test_clocks_jump_under_living_processes_and_nothing_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    code = clocks.main(["--jumps", "10"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (code, found["violations"]) == (0, 0), found
+    assert (found["done"], found["runs"]) == (10, 1)
+    assert found["backups_misdated"] > 0, "no process saw another time"
+
+
+def test_the_product_is_told_the_time_of_the_file_and_others_the_true_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((standby, "time"), (diloco.syncer.backups, "datetime")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr("sys.modules", {each.__name__: each for each in (standby, diloco.syncer.backups)})
+    clock = tmp_path / "clock"
+    tell(clock, "true")
+    follow(clock)
+    for kind, ahead_s in (("+10 years", 10 * YEAR_S), ("-10 years", -10 * YEAR_S), ("+1 s", 1)):
+        tell(clock, kind)
+        assert abs(standby.time.time() - time.time() - ahead_s) < 0.5
+        assert abs(diloco.syncer.backups.datetime.now(UTC).timestamp() - time.time() - ahead_s) < 0.5
+    assert tell(clock, "1960") < 0
+    assert diloco.syncer.backups.datetime.now(UTC).year == 1960
+    tell(clock, "frozen")
+    assert standby.time.time_ns() == standby.time.time_ns()
+    assert abs(datetime.now(UTC).timestamp() - time.time()) < 0.5
+
+
+def test_what_no_true_clock_gives_is_named() -> None:
+    true = {"sites": [{"heard_seconds_ago": 0.0, "base_versions": [-1]}], "progress": None, "ended": False}
+    assert list(untrue(true)) == []
+    wrong = {"sites": [{"heard_seconds_ago": -1.0}], "loss": float("nan"), "backup": {"age_s": -3}}
+    assert [text.split(" is ")[0] for text in untrue(wrong)] == [
+        "status.sites[0].heard_seconds_ago",
+        "status.loss",
+        "status.backup.age_s",
+    ]
+
+
+# --- A share of the hunt, and the proof that it can find something ---------------------------------------------------
+
+
+@pytest.mark.hunt
+def test_many_cuts_cost_a_small_share(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cuts.main(["--cuts", "8", "--mib", "192", "--seed", "3"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["push_cuts"], found["pull_cuts"]) == (8, 8)
+
+
+def test_what_goes_over_the_wire_twice_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuts, "EXTRA_SHARE_MAX", 0.0)
+    assert cuts.main(["--cuts", "2", "--mib", "4"]) == 1
+    assert "push" in (said := capsys.readouterr().out)
+    assert "% more than its bytes went over the wire" in said
+
+
+def test_what_does_not_arrive_is_a_violation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuts, "arrived", lambda way, answer, payload: False)
+    assert cuts.main(["--cuts", "1", "--mib", "4"]) == 1
+    assert "what arrived is not what was sent" in capsys.readouterr().out

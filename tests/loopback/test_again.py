@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from diloco.cli.main import main
+from diloco.durable import locked
 from diloco.learner.agent import Finished
 from diloco.learner.seal import Outbox
+from diloco.observe.eventlog import read_events
 from diloco.sync.events import Outcome
+from diloco.sync.rounds import Selection
+from diloco.syncer.replaying import Rules
+from diloco.syncer.restoring import Kept, Known, restore_in_place
+from diloco.syncer.snapshots import Image
+from diloco.syncer.store import RunCard
 from diloco.wire.client import SyncClient
 from tests.loopback.audit import History, audit
-from tests.loopback.cluster import Process, SiteThread, serving
+from tests.loopback.cluster import Process, SiteThread, free_port, serving
 from tests.loopback.toy import RUN, Toy
+from tests.runs.processes import ROOT, TINY, place_in, wait_for
 
 BOUND_S = 60.0
 ROUNDS = 5
@@ -85,3 +97,113 @@ def test_invariant_11b_what_was_sealed_before_the_kill_is_answered_as_a_duplicat
             answer = client.push(header, bytes(payload))
         assert answer.outcome is Outcome.DUPLICATE
         assert again.wait(BOUND_S) == 0
+
+
+# --- A run that is restored while its sites go on --------------------------------------------------------------------
+
+CLOCK_S = 1_800_000_000
+
+
+def restore_without(toy: Toy, selections: list[Selection]) -> None:
+    """What the two verbs do: replay without some updates, and take the run up from there."""
+    folder = Path(toy.folder) / "syncer"
+    outer, rule = toy.rules()
+    rules = Rules(outer, rule, toy.codec)
+    kept = Kept(folder)
+    rebuilt = kept.replay(rules, selections)
+    assert rebuilt.left_out, "nothing was left out"
+    image = Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, {})
+    card = RunCard(kept.card.run_id, kept.card.layout_fingerprint, kept.card.shared_digest)
+    with locked(folder):
+        restored = restore_in_place(folder, card, rules, image, "a test", Known(CLOCK_S))
+    assert restored.lineage == CLOCK_S
+
+
+@pytest.mark.slow
+def test_invariants_9_and_10_hold_through_a_restore(tmp_path: Path) -> None:
+    outer = {"num_fragments": 2, "quorum": 2, "grace": "fixed", "grace_ns": 50_000_000}
+    toy = Toy(
+        folder=str(tmp_path), codec="int8", outer=outer, port=free_port(), snapshot_every=1000, retain_steps=10**6
+    )
+    with ExitStack() as stack:
+        with serving(toy) as (_, address, first):
+            sites = [stack.enter_context(SiteThread(toy, name, address, step_s=0.01)) for name in "ab"]
+            first.wait_for("published", 12, 60.0)
+        lost = sites[0].log.of("pushed")
+        assert lost, "a site had sent nothing"
+        restore_without(toy, [Selection("a", "versions", 2, 4)])
+        with serving(toy) as (syncer, _, second):
+            for site in sites:
+                site.log.wait_for("started_over", 2, 60.0)
+            begun = len(second)
+            for name in "ab":
+                second.wait_for("published", 2, 60.0, begun, lambda event, name=name: name in event["merged"])  # type: ignore[misc]
+            syncer.drain()
+            finished = {site.site: site.join(60.0) for site in sites}
+            assert syncer.wait(30.0) is not None
+    told = audit(toy, [first, second], {site.site: [site.log] for site in sites}, finished)
+    assert list(told.began) == [CLOCK_S]
+    assert told.machine.state.lineage == CLOCK_S
+    assert finished["a"].ledger["lost"] > 0, "what was taken out is lost, and it says so"
+
+
+# --- What `diloco launch slurm` writes, run --------------------------------------------------------------------------
+
+SETTINGS = [
+    "run.name=jobs",
+    "run.tokens=12000",
+    "run.seconds=null",
+    "outer.quorum=2",  # However long one of them takes to start.
+    "outer.quorum_min=2",
+    "outer.final_wait_s=5",
+    "cluster=one",
+    "cluster.sites.fra.nproc=2",
+    "site.syncer=syncer.example.org:7077",
+    "cluster.syncer.listen=0.0.0.0:7077",
+    "cluster.syncer.insecure_non_loopback=true",
+]
+
+
+@pytest.mark.slow
+def test_the_scripts_of_a_run_make_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert main(["launch", "slurm", "--dry-run", "--to", str(tmp_path / "jobs"), *TINY, *SETTINGS]) == 0
+    port = free_port()
+    for file in (tmp_path / "jobs").glob("*.config.yaml"):  # This machine alone is all of theirs.
+        text = file.read_text().replace("syncer.example.org:7077", f"127.0.0.1:{port}")
+        file.write_text(text.replace("0.0.0.0:7077", f"127.0.0.1:{port}"))
+    program = tmp_path / "bin" / "diloco"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m diloco "$@"\n')
+    program.chmod(0o755)
+    with place_in(tmp_path / "jobs"):  # The text that they train on.
+        environment = {
+            **os.environ,
+            "PATH": f"{program.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "SLURM_SUBMIT_DIR": str(tmp_path / "jobs"),
+        }
+
+        def job(name: str) -> subprocess.Popen[bytes]:
+            with (tmp_path / f"{name}.log").open("wb") as log:
+                script = str(tmp_path / "jobs" / f"{name}.sbatch")
+                return subprocess.Popen(
+                    ["bash", script], env=environment, cwd="/", stdout=log, stderr=log, start_new_session=True
+                )
+
+        jobs = {"syncer": job("syncer")}
+        try:
+            address = tmp_path / "jobs" / "runs" / "jobs" / "syncer.address"
+            wait_for(address.is_file, "the syncer", (tmp_path / "syncer.log").read_text)
+            jobs |= {name: job(name) for name in ("site-a", "fra")}
+            for name, process in jobs.items():
+                assert process.wait(240) == 0, (tmp_path / f"{name}.log").read_text()
+        finally:
+            for process in jobs.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, 9)
+                    process.wait(10)
+    events = read_events(tmp_path / "jobs" / "runs" / "jobs" / "events.jsonl")[0]
+    assert {event["who"] for event in events} >= {"syncer", "site-a", "fra"}
+    assert (tmp_path / "jobs" / "runs" / "jobs" / "syncer" / "final" / "model.safetensors").is_file()

@@ -27,6 +27,8 @@ from diloco.wire.convert import pack_join, pack_leave, pack_pull, pack_push, pac
 from diloco.wire.messages import Chunk, JoinAsk, LeaveAsk, PullAsk, PushCommit, PushHeader, ReportInfo, WatchAsk
 from diloco.wire.options import ClientOptions, SecurityOptions
 from diloco.wire.v1 import sync_pb2
+from tests.hunts.crowd import measured
+from tests.hunts.reporting import Hunt
 from tests.loopback.cluster import SiteThread, eventually, files_under, serving
 from tests.loopback.toy import RUN, SHAPES, TOKENS_PER_STEP, Toy
 
@@ -356,3 +358,14 @@ def test_invariant_15_after_all_of_it_the_run_goes_on(tmp_path: Path) -> None:
             done = site.join(BOUND_S)
         assert done.ledger["merged"] == done.ledger["processed"] == TOKENS_PER_STEP * site.toy_site.trained
         assert door.syncer.wait(BOUND_S) is not None
+
+
+# --- Many whole updates at once, and the memory that they cost a real syncer -----------------------------------------
+
+
+@pytest.mark.slow
+def test_64_updates_of_32_mib_at_once_stay_under_the_stated_bound(tmp_path: Path) -> None:
+    hunt = Hunt("crowd", None)
+    found = measured(hunt, tmp_path, 64, 32)
+    assert hunt.violations == []
+    assert int(str(found["taken_mib"])) < 2 * int(str(found["pushed_mib"])) // 3, found

@@ -4,13 +4,20 @@ the books balance, and no rank ever has the whole model's versions and updates.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-from collections.abc import Callable, Mapping
+import socket
+import threading
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from torch import Tensor
@@ -23,11 +30,17 @@ from diloco.learner.agent import Agent, Finished
 from diloco.learner.exchange import Follower, Owner
 from diloco.learner.ranks import deal
 from diloco.outer.fragments import named_parameters_once
+from diloco.runs.process import descendants
+from diloco.wire.channel import SYNC_SERVICE
+from tests.hunts import http2
 from tests.hunts.layouts import train
 from tests.layouts import LAYOUTS, SHAPES, Odd, Started, fill, started, whole
 from tests.loopback.audit import audit
-from tests.loopback.cluster import Log, serving
+from tests.loopback.cluster import Log, Process, free_port, serving
+from tests.loopback.test_hostile import join
+from tests.loopback.test_real_processes import balanced
 from tests.loopback.toy import TOKENS_PER_STEP, Toy
+from tests.runs.processes import Place, Verb, place_in, wait_for
 
 BOUND_S = 90.0
 EVERY = 5
@@ -210,3 +223,167 @@ def test_a_rank_that_is_killed_ends_the_site_in_words_and_it_comes_back_as_two(t
     trained = len(before[0].of("trained")) * TOKENS_PER_STEP
     assert 0 <= lost(done.ledger) <= trained
     audit(toy, [syncer_log], {"a": [before[0], after[0]]}, {})  # The ledger is in whole tokens, of quarters.
+
+
+# --- A site of two machines ------------------------------------------------------------------------------------------
+
+MACHINES_BOUND_S = 120.0
+SETTINGS = ["outer.num_fragments=2", "inner.checkpoint_every_steps=10", "run.seconds=1000"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with place_in(tmp_path) as made:
+        yield made
+
+
+def machine(place: Place, address: str, node_rank: int, *settings: str) -> Verb:
+    several = ["site.nodes=2", f"site.node_rank={node_rank}", "site.rendezvous=127.0.0.1:0", "site.parallel=fsdp"]
+    name = f"machine-{node_rank}-{len(place.verbs)}"
+    verb = place.site("machines", address, "site-a", *SETTINGS, *several, *settings)
+    verb.name = name
+    return verb
+
+
+def ranks_of(verb: Verb) -> list[int]:
+    """The ranks that a machine runs: what torchrun has started."""
+    found = []
+    for pid in descendants(verb.process.pid):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):  # It has ended since.
+            continue
+        if b"diloco.runs.site_rank" in words and b"torch.distributed.run" not in words:
+            found.append(pid)
+    return found
+
+
+def count(place: Place, what: str) -> int:
+    return len(place.seen("machines", "site-a", what))
+
+
+@pytest.mark.slow
+def test_a_rank_lost_on_the_second_machine_is_a_new_start_of_all(place: Place) -> None:
+    _, address = place.syncer("machines", *SETTINGS)
+    second, first = (machine(place, address, node_rank) for node_rank in (1, 0))
+    wait_for(lambda: count(place, "checkpoint") >= 2, "checkpoints", second.text, MACHINES_BOUND_S)
+    (rank,) = ranks_of(second)
+    os.kill(rank, signal.SIGKILL)
+    wait_for(lambda: count(place, "joined") >= 2, "the return", first.text, MACHINES_BOUND_S)
+    versions = len(place.seen("machines", "syncer", "published"))
+    wait_for(
+        lambda: len(place.seen("machines", "syncer", "published")) > versions + 1,
+        "versions",
+        first.text,
+        MACHINES_BOUND_S,
+    )
+    first.signal(signal.SIGTERM)
+    assert [first.end(MACHINES_BOUND_S), second.end(MACHINES_BOUND_S)] == [75, 75], first.text()
+    (done,) = place.seen("machines", "site-a", "site_done")
+    assert balanced(done)
+    assert count(place, "checkpoint_read") >= 1
+    # Rank 0 notices it as well, and either machine's ranks may be the first to have ended.
+    assert "ended with code 1" in first.text()
+    assert "all ranks are started again" in first.text()
+
+
+@pytest.mark.slow
+def test_a_mistake_on_the_second_machine_alone_ends_the_site_with_its_reason(place: Place) -> None:
+    own = ["data.path=nowhere", "data.cache=elsewhere"]
+    _, address = place.syncer("machines", *SETTINGS)
+    second, first = (machine(place, address, node_rank, *own[: 2 * node_rank]) for node_rank in (1, 0))
+    assert [first.end(MACHINES_BOUND_S), second.end(MACHINES_BOUND_S)] == [2, 2], first.text()
+    for verb in (first, second):
+        assert "rank 1, on " in verb.text()
+        assert ": data: path is 'nowhere': there is no such file or folder" in verb.text()
+        assert "started again" not in verb.text()
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_is_waited_for_and_each_can_be_asked_to_stop(place: Place) -> None:
+    _, address = place.syncer("machines", *SETTINGS)
+    first, second = (machine(place, address, node_rank) for node_rank in (0, 1))
+    wait_for(lambda: count(place, "checkpoint") >= 2, "checkpoints", first.text, MACHINES_BOUND_S)
+    second.kill()
+    wait_for(
+        lambda: "waits for machine 1 of 2, at most 600 s" in first.text(), "the wait", first.text, MACHINES_BOUND_S
+    )
+    second = machine(place, address, 1)
+    wait_for(lambda: count(place, "joined") >= 2, "the return", first.text, MACHINES_BOUND_S)
+    steps = count(place, "step")
+    wait_for(lambda: count(place, "step") > steps + 5, "steps after it", first.text, MACHINES_BOUND_S)
+    second.signal(signal.SIGTERM)
+    assert [first.end(MACHINES_BOUND_S), second.end(MACHINES_BOUND_S)] == [75, 75], first.text()
+    (done,) = place.seen("machines", "site-a", "site_done")
+    assert balanced(done)
+
+
+# --- Strangers who open as many connections as they can do not keep a syncer from merging, nor from answering --------
+
+PEERS = 1007
+ROUNDS = 5
+JOINS = 4000
+DESCRIPTORS_BOUND_S = 60.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [256, 1024])
+def test_a_thousand_idle_connections_leave_descriptors_for_merges_and_for_an_operator(
+    files: int, tmp_path: Path
+) -> None:
+    port = free_port()
+    with place_in(tmp_path) as place, contextlib.ExitStack() as stack:
+        place.open_files = (files, files)
+        syncer, address = place.syncer("crowded", f"cluster.syncer.metrics={port}")
+        place.open_files = None
+        place.site("crowded", address, "site-a", "site.num_sites=1")
+
+        def merged(count: int) -> bool:
+            return len(place.seen("crowded", "syncer", "published")) >= count
+
+        wait_for(lambda: merged(2), "the first versions", syncer.text)
+        for target, dial in ((address, http2.hello), (f"127.0.0.1:{port}", http2.dial)):
+            peers = [stack.enter_context(dial(target)) for _ in range(PEERS)]
+            known = len(place.seen("crowded", "syncer", "published"))
+            wait_for(lambda known=known: merged(known + ROUNDS), "merges go on", syncer.text)
+
+            def few(peers: list[socket.socket] = peers) -> bool:
+                return sum(not http2.is_over(each) for each in peers) <= files * 3 // 8
+
+            wait_for(few, "the others are hung up on", syncer.text)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            assert b"diloco_connections_hung_up_total" in page.read()
+        code, text = place.run("status", address)
+        assert code == 0, text
+
+        def said() -> list[str]:
+            notes = [event for event in place.seen("crowded", "syncer", "note") if event["note"] == "crowded"]
+            return [str(event["why"]).partition(" so far")[0] for event in notes]
+
+        told = ["connections hung up on", "cluster.syncer.metrics: connections hung up on"]
+        wait_for(lambda: set(told) <= set(said()), "it is said", lambda: str(said()))
+        assert len(said()) <= 4, "once a minute for each port"
+
+
+@pytest.mark.slow
+def test_four_thousand_joins_at_once_are_all_answered(tmp_path: Path) -> None:
+    """Each on a connection of its own: by a status where there is a place for it, else by its end."""
+    toy, over = Toy(folder=str(tmp_path)), threading.Semaphore(0)
+    codes: Counter[str] = Counter()
+
+    def answered(call: grpc.Future) -> None:
+        codes[call.code().name] += 1
+        over.release()
+
+    with Process("syncer", toy, files=1024) as syncer, contextlib.ExitStack() as stack:
+        address = str(syncer.log.wait_for("listening", 1, DESCRIPTORS_BOUND_S)[0]["address"])
+        site = stack.enter_context(Process("site", toy, site="a", address=address, step_s=0.02))
+        site.log.wait_for("adopted", 2, DESCRIPTORS_BOUND_S)
+        for number in range(JOINS):
+            channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+            stack.callback(channel.close)
+            call = channel.unary_unary(f"/{SYNC_SERVICE}/Join")
+            call.future(join(site_id=f"s{number}"), timeout=DESCRIPTORS_BOUND_S).add_done_callback(answered)
+        assert all(over.acquire(timeout=DESCRIPTORS_BOUND_S) for _ in range(JOINS)), codes
+        assert set(codes) <= {"OK", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED"}, codes
+        site.log.wait_for("adopted", len(site.log.of("adopted")) + 3, DESCRIPTORS_BOUND_S)

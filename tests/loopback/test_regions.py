@@ -31,8 +31,8 @@ from diloco.wire.client import AdminClient
 from tests.loopback.audit import History, audit, history, one_run
 from tests.loopback.cluster import Log, Process, SiteThread, eventually, files_under, free_port
 from tests.loopback.speaker import speaker
+from tests.loopback.test_again import CLOCK_S, restore_without
 from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
-from tests.loopback.test_restore import CLOCK_S, restore_without
 from tests.loopback.toy import Toy
 from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
 

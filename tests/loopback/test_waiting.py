@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from diloco.learner.agent import Agent
 from diloco.learner.seal import Sealer, SealJob
 from diloco.observe.eventlog import EventLog, read_events
+from diloco.outer.merge import Correction
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import UpdateArrived
 from diloco.sync.syncer import replay
@@ -23,6 +25,7 @@ from diloco.wire.client import SyncClient
 from tests.loopback.audit import all_records, version_zero
 from tests.loopback.cluster import SiteThread, eventually, serving, shares
 from tests.loopback.guard import Guard, Waited, guarding
+from tests.loopback.test_kill import long_enough, the_syncer_dies
 from tests.loopback.toy import RUN, Toy, Twin
 from tests.sooner import sooner
 
@@ -207,3 +210,45 @@ def waits(toy: Toy) -> list[int]:
                 found.append(record.at_ns - first_ns)
                 first_ns = None
     return found
+
+
+# --- Every kind of correction, merge and outer optimizer, over real gRPC, killed in the middle and taken up again ----
+
+RULES: dict[str, dict[str, object]] = {
+    "delayed_nesterov, one by one": {
+        "optimizer": {"kind": "delayed_nesterov", "lr": 0.5, "momentum": 0.5, "window": 2},
+        "rules": {"quorum": 1, "round_updates": 1, "weights": "uniform", "staleness_max": 20},
+    },
+    "adamw on rda": {"optimizer": {"kind": "adamw", "lr": 0.05, "momentum": 0.9}, "merge": "rda"},
+    "schedule_free on the median": {
+        "optimizer": {"kind": "schedule_free", "lr": 0.7, "momentum": 0.9},
+        "merge": "geometric_median",
+    },
+    "gpa on what is clipped, a buffer of three, eager": {
+        "optimizer": {"kind": "gpa", "lr": 0.7, "momentum": 0.5},
+        "merge": "clip",
+        "adopt": "eager",
+        "rules": {"quorum": 1, "round_updates": 3, "staleness_power": 0.5},
+    },
+    "a buffer of three, update by update": {
+        "optimizer": {"kind": "sgd", "lr": 0.7, "momentum": 0.0},
+        "rules": {"quorum": 1, "round_updates": 3, "merge_by": "update", "weights": "uniform"},
+    },
+    "nesterov_ema on what is trimmed": {
+        "optimizer": {"kind": "nesterov_ema", "lr": 0.5, "momentum": 0.5},
+        "merge": "trimmed_mean",
+    },
+    "heloco, one by one": {
+        "optimizer": {"kind": "nesterov_ema", "lr": 0.25, "momentum": 0.9},
+        "correction": Correction(kind="heloco"),
+        "rules": {"quorum": 1, "round_updates": 1, "weights": "uniform", "staleness_max": 20},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_invariant_11_a_syncer_that_dies_goes_on_to_the_bits_of_its_journal_whatever_the_rule(
+    tmp_path: Path, rule: str
+) -> None:
+    long_enough(tmp_path, partial(the_syncer_dies, "merging", **RULES[rule]))
