@@ -54,6 +54,7 @@ docs-serve: .venv/.docs
 
 bench: .venv/.ready
 	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=. $(BIN)/python $$file --quick $(ARGS); done
+	@$(BIN)/python -m benchmarks.ages
 
 bench-codec: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_codec $(ARGS)
