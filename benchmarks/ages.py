@@ -25,7 +25,7 @@ HUNTED = ("sync", *EXCHANGE)
 
 
 def changes_since(commit: str, at: str, packages: tuple[str, ...]) -> int:
-    """Return how many commits since ``commit`` (since ``at``, where git does not know it) changed one of ``packages``."""
+    """Return how many commits changed ``packages`` since ``commit``, or since ``at`` where git does not know it."""
     known = _git("cat-file", "-e", f"{commit}^{{commit}}").returncode == 0
     since = [f"{commit}..HEAD"] if known else [f"--since={at}", "HEAD"]
     found = _git("rev-list", "--count", *since, "--", *(f"diloco/{name}" for name in packages))
