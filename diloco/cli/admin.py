@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 WHERE = """
 
-The syncer is named by HOST:PORT or by a run folder; of several all are told, one after the other.
-Where it authenticates callers:
-site.token_file=... site.tls_ca=...  The word is in its journal; said twice, it is carried out once."""
+Name the syncer by HOST:PORT or by a run folder; with several syncers, all are told, one after the other.  Where it
+authenticates callers: site.token_file=... site.tls_ca=...  The journal records the command; repeating it changes
+nothing."""
 
 
 def operate(
@@ -110,7 +110,7 @@ def _admit(client: AdminClient, words: list[str]) -> str:
 
 # --- ``diloco drain`` ------------------------------------------------------------------------------------------------
 
-DRAIN = """Begin the last round: every site sends what it has, leaves and can come back.
+DRAIN = """Begin the last round: every site sends what it has and leaves.  The run can be resumed.
 
   diloco drain runs/nimble-otter"""
 
@@ -128,7 +128,7 @@ def _drain(client: AdminClient, words: list[str]) -> str:
 
 # --- ``diloco evict`` ------------------------------------------------------------------------------------------------
 
-EVICT = """Put a site out of the run: nothing of it that is not being merged yet is merged any more.
+EVICT = """Remove a site from the run: its updates that are not being merged yet are refused.
 
   diloco evict runs/nimble-otter site-b"""
 
@@ -146,7 +146,7 @@ def _evict(client: AdminClient, words: list[str]) -> str:
 
 # --- ``diloco readmit`` ----------------------------------------------------------------------------------------------
 
-READMIT = """Let a site that was put out join again.
+READMIT = """Let an evicted site join again.
 
   diloco readmit runs/nimble-otter site-b"""
 
@@ -164,7 +164,7 @@ def _readmit(client: AdminClient, words: list[str]) -> str:
 
 # --- ``diloco refuse`` -----------------------------------------------------------------------------------------------
 
-REFUSE = """Never merge an update that was accepted and is held or waits; its site throws the progress away.
+REFUSE = """Refuse an accepted update that is held or waits; its site discards the progress.
 
   diloco refuse runs/nimble-otter site-b 0 17"""
 

@@ -24,17 +24,17 @@ from diloco.durable import write_file
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DOES = """Certificates for mutual TLS, from an authority of your own.
+DOES = """Make certificates for mutual TLS, from an authority of your own.
 
   diloco certs init certs
   diloco certs issue certs --syncer --host syncer.example.org --host 10.0.0.1
   diloco certs issue certs --site site-a          (also --observer, --admin, --standby [--host NAME])
   diloco certs show certs/sites/site-a.pem
-  diloco certs revoke certs --site site-a         (all that were issued to it; issue it a new one to let it in again)
+  diloco certs revoke certs --site site-a         (every certificate of it; issue a new one to let it in again)
 
-A syncer asks who was revoked; sites ask it of no syncer.  One whose key is lost needs a new authority.
-Nothing that is there is overwritten without --force.  Keys are written for their owner alone (mode 0600); carry a
-site its own .pem and .key and ca.pem, and nothing else."""
+The syncer checks revocations; sites do not.  A syncer whose key is lost needs a new authority.  Existing files are
+overwritten only with --force.  Keys are readable by their owner alone (mode 0600).  Copy a site its own .pem and .key
+and ca.pem, and nothing else."""
 ROLES = ("syncer", "observer", "admin", "standby")
 OWN_FILES = ("ca.pem", "ca.key", "revoked.json", "issued.jsonl")
 DAYS_MAX = 825

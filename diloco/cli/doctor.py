@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from diloco.wire.options import SecurityOptions
 
 
-DOES = """What is wrong between this machine and a syncer, and what to change.
+DOES = """Check this machine and the path to a syncer, and say what to change.
 
-  diloco doctor                                         this machine alone
-  diloco doctor syncer.example.org:7077                 and the way to a syncer, or to it and its standby
-  diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts by the same words
-  diloco doctor a:7077/b:7077                           and the way to each of several syncers
+  diloco doctor                                         this machine
+  diloco doctor syncer.example.org:7077                 and the path to a syncer, or to it and its standby
+  diloco doctor site.syncer=... site.id=fra ...         as the site that `diloco site` starts with the same settings
+  diloco doctor a:7077/b:7077                           and the path to each of several syncers
   diloco doctor --config site.yaml                      as the site of this file
 
-Nothing of the run is touched; bandwidth is measured with filler, at most 64 MiB each way.
+It changes nothing of the run, and measures bandwidth with filler, at most 64 MiB each way.
 Exit code 1: a check failed; 3: no address could be reached."""
 SECONDS_MAX = 10
 CHECK_S = 60.0

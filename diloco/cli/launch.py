@@ -41,6 +41,8 @@ class Launch:
 
     files: list[File]
     calls: list[list[str]]
+    wheel: Path | None = None
+    """To be copied beside the files."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -67,6 +69,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
         return ExitCode.OK
     folder = given.to or run_dir_of(config).root / "launch" / kind
     write(folder, launch.files)
+    if launch.wheel is not None:
+        shutil.copy(launch.wheel, folder)
     print(f"{folder}: {', '.join(file.name for file in launch.files)}")
     return ExitCode.OK if given.dry_run else _call(launch.calls, folder, asks=not given.yes)
 
@@ -75,18 +79,19 @@ def prepared(kind: str, config: RunConfig) -> Launch:
     """Return the files and commands that launch ``config``'s run; ConfigError where it cannot be launched."""
     from diloco.config import build_syncer
     from diloco.deploy import docker, kubernetes, skypilot, slurm
-    from diloco.deploy.rendering import has_syncer
+    from diloco.deploy.rendering import has_syncer, package
 
     build_syncer.check(config)
     enough_sites(config)
     if kind == "docker":
-        return Launch(docker.files(config), [docker.call(config)])
+        return Launch(docker.files(config), [docker.call(config)], package(config).wheel)
     way = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot}[kind]
     found = way.prepared(config)
     if kind != "kubernetes" and not has_syncer(config):
         listens = f"cluster.syncer.listen is {config.cluster.syncer.listen!r}"
         print(f"note: no files for the syncer, which other machines do not reach: {listens}", file=sys.stderr)
-    return Launch([file for each in found for file in way.files(each)], [way.call(each) for each in found])
+    files = list(dict.fromkeys(file for each in found for file in way.files(each)))
+    return Launch(files, [way.call(each) for each in found], package(config).wheel if kind == "skypilot" else None)
 
 
 def write(folder: Path, files: Sequence[File]) -> None:

@@ -231,16 +231,16 @@ def taken_from(given: argparse.Namespace, sources: Sequence[str], settings: Sequ
 
 # --- ``diloco eval`` -------------------------------------------------------------------------------------------------
 
-DOES = """The loss of a model on the validation text, in nats per token and bits per byte of it; or its scores in tasks.
+DOES = """Evaluate a model on the validation text, in nats per token and bits per byte, or in benchmark tasks.
 
   diloco eval runs/nimble-otter [--follow]                the published model
-  diloco eval 127.0.0.1:7077                              what it publishes now; --follow needs the run's settings
-  diloco eval runs/nimble-otter --version 120             an earlier one
-  diloco eval runs/warm/train/checkpoints                 what `diloco train`, or a site, has trained
-  diloco eval otter data=text data.path=essays            a folder in Hugging Face's form, with its own tokenizer
+  diloco eval 127.0.0.1:7077 [--follow]                   what a syncer publishes now, and from now on
+  diloco eval runs/nimble-otter --version 120             an earlier version
+  diloco eval runs/warm/train/checkpoints                 a checkpoint of `diloco train` or of a site
+  diloco eval otter data=text data.path=essays            a Hugging Face folder, with its own tokenizer
   diloco eval otter --tasks hellaswag,piqa                by lm-evaluation-harness (pip install 'diloco[harness]')
 
-Writes `eval` events into the run's events.jsonl when it is given a run folder, and no version."""
+With a run folder and no version it writes `eval` events into the run's events.jsonl."""
 POLL_S = 0.2
 GIVE_UP_S = 60.0
 
@@ -269,14 +269,12 @@ def main(arguments: Sequence[str]) -> ExitCode:
         )
     run_dir = existing_run(folders[0]) if folders else None
     file = given.config or (run_dir.config if run_dir else None)
-    if file is None and not given.follow:
+    if file is None:
         from diloco.config.syncer_settings import of_client
 
-        config = of_client(given.syncer, settings)
+        config = of_client(given.syncer, settings, GIVE_UP_S if given.follow else 0.0)
     else:
-        config = configs.read(file, settings) if file else configs.compose(settings)
-    if config.run.name is None:
-        raise ConfigError("run.name is null: say which run is meant")
+        config = configs.read(file, settings)
     limit_threads(config.site.threads)
     with ExitStack() as stack:
         evaluation = _Evaluation(config, run_dir, stack, as_json=given.json)

@@ -21,18 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 EXPERIMENT = "experiment"
-DOES = """Answers, before any machine is rented: the bytes of a round and site, the links that a share of the time spent
-training needs, the rhythm that the links you have allow, the syncer's memory, the price, the goodput, and how all of it
-grows with the model and with the sites.  Bytes are the codecs' own; each figure that follows is found by a formula and
-by a simulation.
+DOES = """Estimate a run before any machine is rented: the bytes of a round, the links that a share of the time spent
+training needs, the rhythm that your links allow, the syncer's memory, the price, the goodput, and how all of it grows
+with the model and the sites.  Bytes are the codecs' own; a formula and a simulation give every other figure.
 
   diloco plan +experiment=100t_20dc
   diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
   diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
   diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json
 
-Links are stated, or measured: each FILE of --link is what `diloco doctor HOST:PORT --json` printed at one site
-(at the syncer's own site: towards another machine far away), or one FILE for all.
+Links are stated or measured: each FILE of --link is what `diloco doctor HOST:PORT --json` printed at one site (at the
+syncer's own site, towards another machine far away), or one FILE for all.
 """
 WANTED: Mapping[object, str] = MappingProxyType(
     {float: "a number", int: "a whole number", tuple[float, ...]: "numbers with commas between"}

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 SCENARIO = "+scenario="
 SEEDS_MAX = 1000
-DOES = """Simulates the sites, links and rules of a run, with the machines that a run has and without tensors: who
-trains, who waits, who is away, and what crosses the links.  Hours pass in seconds.
+DOES = """Simulate the sites, links and rules of a run without tensors, by the state machines of a real run: which site
+trains, waits or is away, and what crosses the links.  Hours pass in seconds.
 
   diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
   diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
@@ -31,14 +31,14 @@ trains, who waits, who is away, and what crosses the links.  Hours pass in secon
   diloco sim --hours 168 --chips 20000 --interruptions-per-chip-year 1 --away-s 900 --seeds 3
   diloco sim experiment=halos --above outer=halos_global --above codec=fp32 --above network=transatlantic --hours 24
   diloco sim scenario=demo                        with the faults that diloco up plays
-  diloco sim --like runs/latest                   a run that was made and the same simulated, side by side
-  diloco sim +scenario=goodput_decoupled          a published table, and the same found here
+  diloco sim --like runs/latest                   a finished run and its simulation, side by side
+  diloco sim +scenario=goodput_decoupled          a published table, and the same table simulated
   diloco sim +scenario=bandwidth_streaming --json
 
-Sites, their slowdown and their links are those of cluster.sites and network, sizes those of model and codec.  With
---hours the run lasts so long; without, until it ends by run.seconds or run.tokens.  Each --above is a setting of a
-syncer above: its cluster.sites are then regions over its network, and each has all the sites of this one.  Model, text,
-fragments, seed and, unless --above says another, the run's length are the same for both."""
+Sites, slowdowns and links come from cluster.sites and network, sizes from model and codec.  The run ends after --hours,
+or else by run.seconds or run.tokens.  Each --above is a setting of a syncer above: its cluster.sites are then regions
+over its network, and each has all the sites of this one.  Model, text, fragments, seed and, unless --above says
+otherwise, the run's length are the same for both."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from diloco.config.run_dir import SiteDir
     from diloco.config.schema import RunConfig
 
-DOES = """One site of a run: trains on the text here and exchanges updates with the syncer, which tells it the rest.
+DOES = """Train at one site on the text here, and exchange updates with the syncer.
 
   diloco site site.id=fra site.syncer=127.0.0.1:7077
   diloco site ... site.nodes=2 site.node_rank=K site.rendezvous=HOST:PORT     (on each of its machines, K from 0)
   torchrun --nproc-per-node 8 -m diloco site --config site.yaml      (a rank reads a resolved file: --print-config)
 
-What the run shares (model, outer rules, codecs, length) may be left out; said otherwise than the run has it, it is
-refused.  The same command again goes on from the newest checkpoint.
+Settings that the run shares (model, outer rule, codecs, length) come from the syncer; one that contradicts the run is
+refused.  The same command resumes from the newest checkpoint.
 
-Ctrl-C once: sends what is unsent and leaves (exit 75, or 0 when the run had finished); twice: at once.  Under your own
-torchrun it is 0 for both, because torchrun takes 75 for a failure."""
+Ctrl-C once sends what is unsent and leaves (exit 75, or 0 when the run had finished); twice stops at once.  Under your
+own torchrun both exit with 0, because torchrun takes 75 for a failure."""
 RANKS_END_S = 30.0
 """How long the other ranks may take to end after rank 0 has recorded its end; a hanging one would take much longer.
 If one of them is lost meanwhile, torchrun starts all ranks again, and the new rank 0 withdraws the record in time."""

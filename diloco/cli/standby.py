@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from diloco.syncer.standby import StandingBy, Warm
     from diloco.wire.client import AdminClient
 
-DOES = """A second syncer that follows the first, and takes its place when it is told to.
+DOES = """Follow a syncer as its standby, and take over from it.
 
   diloco syncer         run.name=otter ... cluster.replication.mode=sync
   diloco standby follow run.name=otter ... cluster.standby.primary=fra:7077 cluster.syncer.listen=iad:7077
   diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
-  diloco standby status  iad:7077        how it stands: whether it follows, and how far it is
-  diloco standby promote iad:7077        when the first one is gone for good, or cut off: this one goes on
-  diloco standby detach  fra:7077        said to the syncer: go on without a standby until one has caught up
+  diloco standby status  iad:7077        whether it follows, and how far it is
+  diloco standby promote iad:7077        the first syncer is gone for good, or cut off: this one takes over
+  diloco standby detach  fra:7077        tell the syncer to go on without a standby until one has caught up
 
-With cluster.replication.mode=sync nothing is acknowledged before the standby has it, and nothing at all while the
-standby is away, in words, until it is back or detached.  With async acknowledgements do not wait, and while the standby
-is away nothing does: then a loss of the syncer's disk costs what came since.
+With cluster.replication.mode=sync the syncer acknowledges nothing before the standby has it.  While the standby is away
+it acknowledges nothing at all, and says so, until the standby is back or detached.  With async, acknowledgements do not
+wait for the standby, and while it is away nothing waits: then losing the syncer's disk loses what came since.
 
-promote refuses, in words, while the syncer is still heard, and where the standby may lack what was told: mode async, or
-a standby that was detached.  --lossy promotes it all the same: it begins a new lineage with what it has, sites go over
-to that, and what only the other one has is given up.  With cluster.lease the lease says who has everything.
+promote is refused while the syncer is still heard, and where the standby may lack what a site was told (mode async, or
+a detached standby).  --lossy promotes it all the same: it begins a new lineage with what it has, sites move to it, and
+what only the other syncer has is given up.  With cluster.lease the lease says which process has everything.
 
-follow takes the settings of `diloco syncer`.  Promoted, it is that syncer, on the same address, with the same exit
-codes; its first own act is a larger epoch, and sites that have joined it never go back to the old one.  It needs
-cluster.replication itself, for the next standby, which begins with an empty folder.  Ctrl-C while it follows: exit 75,
-the same command goes on.  When the run has finished and the syncer has stopped it ends as well, with exit 0.  Where
-they authenticate callers: site.token_file=... site.tls_ca=..."""
+follow takes the settings of `diloco syncer`.  A promoted standby is that syncer, at the same address, with the same
+exit codes.  Its epoch is larger, so sites that have joined it never go back to the old one.  It needs cluster.replication
+itself, for the next standby, which begins with an empty folder.  Ctrl-C while it follows: exit 75, and the same command
+resumes.  When the run has finished and the syncer has stopped it exits with 0.  Where they authenticate callers:
+site.token_file=... site.tls_ca=..."""
 WORDS = ("follow", "promote", "detach", "status")
 WAIT_S = 0.1
 

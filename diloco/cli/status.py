@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Status = Mapping[str, Any]
 
 
-DOES = """How a running syncer stands: versions, sites, staleness, tokens, bytes, loss.
+DOES = """Show how a running syncer stands: versions, sites, staleness, tokens, bytes, loss.
 
   diloco status 127.0.0.1:7077
   diloco status runs/nimble-otter --watch

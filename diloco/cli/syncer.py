@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from diloco.syncer.server import Syncer
     from diloco.syncer.standby import Warm
 
-DOES = """The syncer of a run: holds the fragments, merges what the sites send, publishes versions.
+DOES = """Start the syncer of a run: it holds the model, merges the sites' updates and publishes versions.
 
   diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
 
-Prints the run's name and the line with which a site joins.  The same command with run.name=NAME goes on.
-Ctrl-C once: a last round, then exit 75; twice: at once.  SIGHUP: stops at once and in order, exit 75, so that another
-process, of a newer release as well, takes its place with the same command; the sites train on meanwhile.
+It prints the run's name and the line with which a site joins.  The same command with run.name=NAME resumes.
+Ctrl-C once: a last round, then exit 75; twice: stop at once.  SIGHUP: stop in order without a last round, exit 75, so
+that another process, also of a newer release, takes its place with the same command; the sites train on meanwhile.
 Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
 STOP_S = 2.0

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from diloco.models.evaluate import Score
     from diloco.runs.process import Stopping
 
-DOES = """The inner trainer alone, on all the text, for run.tokens or run.seconds: the baseline of several sites.
+DOES = """Train on all the text, for run.tokens or run.seconds, without a syncer: the baseline of several sites.
 
   diloco train run.tokens=5e6 run.name=baseline
   torchrun --nproc-per-node 8 -m diloco train --config train.yaml
 
-The same command (with run.name) goes on from the newest checkpoint; run.init_from takes one as version 0 of a run.
-Ctrl-C once: stops with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: at once."""
+The same command (with run.name) resumes from the newest checkpoint; run.init_from takes one as version 0 of a run.
+Ctrl-C once: stop with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: stop at once."""
 WHO = "train"
 TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
 """Settings that a checkpoint was trained with: going on with other values would mix two trainings."""

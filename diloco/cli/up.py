@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from diloco.config.schema import DataSection, RunConfig
 
 
-DOES = """A whole run on this machine: a syncer, sites, emulated WAN links between them, and faults by a scenario.
+DOES = """Run everything on this machine: a syncer, sites, emulated WAN links, and the faults of a scenario.
 
   diloco up
   diloco up run.seconds=60 scenario=none cluster=local4 network=transatlantic
 
-The same command goes on with the latest run if that was drained.  Ctrl-C once: a last round, then everything ends
-(exit 75); twice: at once."""
+The same command resumes the latest run if that was drained.  Ctrl-C once: a last round, then everything ends (exit 75);
+twice: stop at once."""
 Keys = frozenset[str] | None
 
 

@@ -609,6 +609,9 @@ class LaunchSection:
     """The container image that docker builds and Kubernetes runs."""
     base: str | None = None
     """The image that it is built on, one with apt; null: a slim Python, or a CUDA runtime where site.device=cuda."""
+    package: str | None = None
+    """What images and SkyPilot's machines install: a wheel's file, or a requirement as pip takes it ("diloco==1.2").
+    null: the source tree that this program runs from."""
     gpus: int | None = None
     """Accelerators of each machine of a site; null: site.nproc where site.device=cuda, else none."""
     accelerator: str = "H100"

@@ -137,15 +137,16 @@ def _as_told(settings: Sequence[str], told: Told, only: str | tuple[str, ...] = 
     return config
 
 
-def of_client(address: str, settings: Sequence[str]) -> RunConfig:
+def of_client(address: str, settings: Sequence[str], timeout_s: float = 0.0) -> RunConfig:
     """Return the configuration of ``settings`` for a client of the run at ``address``, with the run's own model.
 
-    VerbError where the syncer cannot be asked, or ``settings`` contradict the run.
+    It tries for ``timeout_s``, at least once.  VerbError where the syncer cannot be asked, or ``settings`` contradict
+    the run.
     """
     given = configs.compose(settings)
     security = connecting.site_security(replace(given, site=replace(given.site, syncer=address)))
     try:
-        told = ask(address, security, 0.0)
+        told = ask(address, security, timeout_s)
     except EarlierRelease:
         if given.run.name is None:
             raise ConfigError("run.name is null: say which run is meant") from None

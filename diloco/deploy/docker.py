@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.deploy.rendering import File, check, filled, package, source_tree, uses_cuda
+from diloco.deploy.rendering import File, check, filled, package, uses_cuda
 
 if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
@@ -25,25 +25,29 @@ LEFT_OUT = (
     "!LICENSE",
     "**/__pycache__",
 )
+ALL_BUT_PACKAGE = ("*", "!constraints.txt", "!*.whl")
 
 
 def call(config: RunConfig) -> list[str]:
-    """Return the command that builds the image."""
-    return ["docker", "build", "--tag", config.launch.image, "--file", "Dockerfile", str(source_tree())]
+    """Return the command that builds the image, to be called in the folder of the files."""
+    where = package(config).tree or "."
+    return ["docker", "build", "--tag", config.launch.image, "--file", "Dockerfile", str(where)]
 
 
 def files(config: RunConfig) -> list[File]:
-    """Return the Dockerfile, and the patterns of files that the builder leaves out of the source tree."""
+    """Return the Dockerfile, the patterns of files that the builder leaves out, and what it installs beside a wheel."""
     check(config)
-    launch = config.launch
+    launch, installed = config.launch, package(config)
     values = {
         "image": launch.image,
         "base": launch.base or (CUDA_BASE if uses_cuda(launch, config) else CPU_BASE),
-        "package": package(config),
+        "package": installed.pip,
+        "source": "SOURCE_TREE" if installed.tree else ".",
         "user": USER,
         "state": STATE,
     }
     return [
         File("Dockerfile", filled("Dockerfile", values)),
-        File("Dockerfile.dockerignore", "\n".join(LEFT_OUT) + "\n"),
+        File("Dockerfile.dockerignore", "\n".join(LEFT_OUT if installed.tree else ALL_BUT_PACKAGE) + "\n"),
+        *installed.files,
     ]

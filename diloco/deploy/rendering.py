@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from importlib import resources
+from importlib import metadata, resources
 from math import ceil
 from pathlib import Path
 from string import Template
@@ -34,6 +34,7 @@ TEXTS: Mapping[str, str] = {
     "account": r"[A-Za-z0-9._-]*",
     "namespace": r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
     "storage_class": r"[a-z0-9.-]*",
+    "package": r"[^\s'\"`$\\]+",
 }
 """The pattern of each text setting: the texts stand in files that other programs read."""
 
@@ -235,17 +236,43 @@ def documents(*told: Mapping[str, object], head: str = "") -> str:
     return comment + str(made)
 
 
-def source_tree() -> Path:
-    """Return this program's source tree, which images and machines are made from; ConfigError if there is none."""
-    tree = Path(__file__).resolve().parents[2]
-    if not (tree / "pyproject.toml").is_file():
-        raise ConfigError(f"{tree} is no source tree of diloco: images are made from one, and this is an installed one")
-    return tree
+@dataclass(frozen=True, slots=True)
+class Package:
+    """What the machines install.  Exactly one of ``tree`` and ``files`` tells where it lies."""
+
+    pip: str
+    """The argument of ``pip install``, beside a constraints.txt."""
+    tree: Path | None = None
+    """The source tree of this program, with its constraints.txt."""
+    files: tuple[File, ...] = ()
+    """Of an installed program: what is to lie beside the files of the launch."""
+    wheel: Path | None = None
 
 
-def package(config: RunConfig) -> str:
-    """Return what pip installs from the source tree."""
-    return ".[gpu]" if uses_cuda(config.launch, config) else "."
+def package(config: RunConfig) -> Package:
+    """Return what ``launch.package`` says; ConfigError where there is nothing to install."""
+    given, extra = config.launch.package, "[gpu]" if uses_cuda(config.launch, config) else ""
+    if given is None:
+        tree = Path(__file__).resolve().parents[2]
+        if not (tree / "pyproject.toml").is_file():
+            raise ConfigError(
+                "launch.package is null, and this program was installed without its source tree: "
+                "give a wheel of it (diloco-...whl), or the requirement by which pip finds it"
+            )
+        return Package(f".{extra}", tree)
+    constraints = File("constraints.txt", _versions_here())
+    if not given.endswith(".whl"):
+        return Package(re.sub(r"^diloco(?!\[)", f"diloco{extra}", given), files=(constraints,))
+    wheel = Path(given)
+    if not wheel.is_file():
+        raise ConfigError(f"launch.package is {given!r}: there is no such file")
+    return Package(f"./{wheel.name}{extra}", files=(constraints,), wheel=wheel)
+
+
+def _versions_here() -> str:
+    """Return the version of each package of this environment, as constraints: the machines install the same ones."""
+    found = {each.name.lower(): each.version.partition("+")[0] for each in metadata.distributions() if each.name}
+    return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()) if name != "diloco")
 
 
 def uses_cuda(launch: LaunchSection, config: RunConfig) -> bool:

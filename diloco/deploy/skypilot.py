@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from diloco.deploy.rendering import File, Process, check_reachable, documents, package, processes, source_tree
+from diloco.deploy.rendering import File, Process, check_reachable, documents, package, processes
 
 if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
@@ -14,7 +14,9 @@ HOME = "~/diloco"
 """The working folder of a process on its machine."""
 ENVIRONMENT = "~/diloco-env"
 RENDEZVOUS_PORT = 29500
-HEAD = """{what} of run {run}: sky launch --cluster {name} {file}    (from the folder of this file)
+PACKAGE = "~/diloco-package"
+"""Where the wheel and its constraints lie, when no source tree is installed."""
+HEAD = """{what} of run {run}: sky launch --cluster {name} {more}{file}    (from the folder of this file)
 What settings name by a relative path lies in that folder, and comes along: certificates, keys and tokens."""
 
 
@@ -25,13 +27,15 @@ def prepared(config: RunConfig) -> list[Process]:
 
 
 def files(process: Process) -> list[File]:
-    """Return the task and its settings."""
-    return [process.file(), File(task(process), _task(process))]
+    """Return the task, its settings, and what it installs beside a wheel."""
+    return [process.file(), File(task(process), _task(process)), *package(process.config).files]
 
 
 def call(process: Process) -> list[str]:
     """Return the command that finds a machine for the task and starts it."""
-    return ["sky", "launch", "--yes", "--detach-run", "--cluster", process.label, task(process)]
+    tree = package(process.config).tree
+    source = ["--workdir", str(tree)] if tree else []
+    return ["sky", "launch", "--yes", "--detach-run", "--cluster", process.label, *source, task(process)]
 
 
 def task(process: Process) -> str:
@@ -40,7 +44,11 @@ def task(process: Process) -> str:
 
 
 def _task(process: Process) -> str:
-    launch, needs = process.config.launch, process.needs
+    launch, needs, installed = process.config.launch, process.needs, package(process.config)
+    mounts = {f"{HOME}/{name}": name for name in [process.settings, *_own_files(process)]}
+    if installed.tree is None:
+        beside = [file.name for file in installed.files] + ([installed.wheel.name] if installed.wheel else [])
+        mounts |= {f"{PACKAGE}/{name}": name for name in beside}
     resources: dict[str, Any] = {
         "cpus": f"{needs.cpus}+",
         "memory": f"{needs.memory_gib}+",
@@ -60,13 +68,15 @@ def _task(process: Process) -> str:
         "name": process.label,
         "num_nodes": process.nodes,
         "resources": resources,
-        "workdir": str(source_tree()),
-        "file_mounts": {f"{HOME}/{name}": name for name in [process.settings, *_own_files(process)]},
-        "setup": f"python3 -m venv {ENVIRONMENT}\n"
-        f"{ENVIRONMENT}/bin/pip install --constraint constraints.txt {shlex.quote(package(process.config))}\n",
+        "file_mounts": mounts,
+        "setup": ("" if installed.tree else f"cd {PACKAGE}\n") + f"python3 -m venv {ENVIRONMENT}\n"
+        f"{ENVIRONMENT}/bin/pip install --constraint constraints.txt {shlex.quote(installed.pip)}\n",
         "run": f"export PATH={ENVIRONMENT.replace('~', '$HOME')}/bin:$PATH\ncd {HOME}\n{command}\n",
     }
-    head = HEAD.format(what=process.what, run=process.config.run.name, name=process.label, file=task(process))
+    more = "--workdir SOURCE_TREE " if installed.tree else ""
+    head = HEAD.format(
+        what=process.what, run=process.config.run.name, name=process.label, more=more, file=task(process)
+    )
     if process.nodes > 1:
         head += f"\nIts {process.nodes} machines share a folder that this task does not make: run.dir is to lie in one."
     return documents(made, head=head)

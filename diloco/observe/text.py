@@ -22,17 +22,17 @@ CAUSED: Mapping[str, str] = {
     "leave": "is asked to leave (SIGTERM)",
 }
 ENDED: Mapping[str, str] = {
-    "kill": "is started again",
-    "stop": "is thawed (SIGCONT)",
-    "partition": "is whole again",
-    "half_open": "is whole again",
-    "set": "is as it was",
+    "kill": "restarted",
+    "stop": "thawed (SIGCONT)",
+    "partition": "connected",
+    "half_open": "connected",
+    "set": "as before",
 }
 _STANDING: Mapping[str, str] = {
     "site_silent": "is silent",
     "site_back": "is back",
     "site_left": "left",
-    "site_evicted": "was put out",
+    "site_evicted": "was evicted",
 }
 
 
@@ -47,14 +47,14 @@ def sentence(event: Event) -> str | None:
         case "site_silent" | "site_back" | "site_left" | "site_evicted":
             return f"{site} {_STANDING[what]}: {why}"
         case "connected":
-            return f"{site} reaches the syncer"
+            return f"{site} connected to the syncer"
         case "disconnected":
             return f"{site} lost the syncer and trains on: {why}"
         case "resumed" if "step" not in event:
-            return f"the run goes on: {why}"  # The syncer's event; a site's own has a step.
+            return f"the run resumed: {why}"  # The syncer's event; a site's own has a step.
         case "resumed":
             lost = _whole(event, "tokens_lost")
-            return f"{site} goes on from step {_whole(event, 'step')}; {lost:,} tokens were lost"
+            return f"{site} resumed from step {_whole(event, 'step')}; {lost:,} tokens lost"
         case "site_done":
             return f"{site} is done: {why or 'the run ended'}"
         case "refused":
@@ -96,7 +96,7 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
             lasting = f", for {seconds:g} s" if isinstance(seconds, int | float) else ""
             return f"FAULT {target} {CAUSED.get(fault, fault)}{lasting}"
         case "healed":
-            return f"HEALED {target} {ENDED.get(fault, 'is well again')}"
+            return f"RECOVERED {target}: {ENDED.get(fault, 'as before')}"
         case "skipped":
             return f"scenario: {fault} {target} skipped: {why}"
         case "process" if event.get("state") == "ended" and event.get("unasked"):

@@ -57,7 +57,7 @@ STATE_STYLES: Mapping[str, str] = {
     "frozen": "bold red",
     "done": "dim",
 }
-LINE_STYLES: Sequence[tuple[str, str]] = (("FAULT", "bold red"), ("HEALED", "bold green"), ("validation", "cyan"))
+LINE_STYLES: Sequence[tuple[str, str]] = (("FAULT", "bold red"), ("RECOVERED", "bold green"), ("validation", "cyan"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
