@@ -45,10 +45,11 @@ promote is refused while the syncer is still heard, and where the standby may la
 a detached standby).  --lossy promotes it all the same: it begins a new lineage with what it has, sites move to it, and
 what only the other syncer has is given up.  With cluster.lease the lease says which process has everything.
 
-follow takes the settings of `diloco syncer`.  A promoted standby is that syncer, at the same address, with the same
-exit codes.  Its epoch is larger, so sites that have joined it never go back to the old one.  It needs cluster.replication
-itself, for the next standby, which begins with an empty folder.  Ctrl-C while it follows: exit 75, and the same command
-resumes.  When the run has finished and the syncer has stopped it exits with 0.  Where they authenticate callers:
+follow takes the settings of `diloco syncer`. A promoted standby is that syncer, at the same address, with the same
+exit codes. Its epoch is larger, so sites that have joined it never go back to the old one. It needs
+cluster.replication itself, for the next standby, which begins with an empty folder. Ctrl-C while it follows: exit
+75, and the same command resumes. When the run has finished and the syncer has stopped it exits with 0. Where they
+authenticate callers:
 site.token_file=... site.tls_ca=..."""
 WORDS = ("follow", "promote", "detach", "status")
 WAIT_S = 0.1
