@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from diloco.codec.base import bytes_of, digest
+from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import follow, publish
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, OuterState
 from diloco.outer.pseudo_gradient import blend
-from diloco.sync.effects import Fetch, RegionEffect, Release, Seal, Send
+from diloco.sync.effects import Fetch, RegionEffect, Release, Seal, Send, TakeVersion
 from diloco.sync.events import (
     Fate,
     FateTold,
@@ -33,16 +36,18 @@ from diloco.sync.state import Part
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.options import memory_bytes_max
+from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.replaying import Replayer, ReplayerWithout
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer, UpstreamRefusedError
-from diloco.syncer.snapshots import Lineages, Snapshots
-from diloco.syncer.spool import Spool
+from diloco.syncer.snapshots import FragmentValues, Lineages, Snapshots
+from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.standby import Standby, begun_anew
 from diloco.syncer.store import StoreError
 from diloco.wire.client import AdminClient, FollowClient
 from tests.syncer.building import NUMEL, Events, dice, eventually, join, new_syncer, push, update
 
+RULE = OuterRule(OuterOptimizerOptions(kind="heavy_ball", lr=1.0, momentum=0.5))
 SGD = {"kind": "sgd", "lr": 1.0, "momentum": 0.0}
 
 
@@ -146,9 +151,12 @@ def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_pa
         eventually(lambda: syncer.holdings.values[effect.fragment].version == 3, "the next version")
         assert torch.allclose(syncer.holdings.values[effect.fragment].theta, 0.75 * before)
         assert [event["sites"] for event in events.of("outer_step")][-1] == {}
+        syncer.linger()
+        assert above.life == ["start", "finish"], "the end waits for the one above"
     finally:
         syncer.stop()
-    assert above.life == ["start", "close"]
+    assert above.life == ["start", "finish", "close"]
+    assert above.below.standing() is None, "nothing is decided any more"
 
 
 def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> None:
@@ -341,12 +349,6 @@ def test_one_that_is_put_out_above_ends_in_words(tmp_path: Path) -> None:
         syncer.stop()
 
 
-def test_who_asks_while_nothing_is_decided_hears_nothing(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path)
-    syncer.stop()
-    assert above.below.standing() is None
-
-
 def test_a_run_stays_what_it_is(tmp_path: Path) -> None:
     syncer, _, _ = based(tmp_path / "region")
     syncer.stop()
@@ -365,10 +367,45 @@ def test_a_run_stays_what_it_is(tmp_path: Path) -> None:
         syncer.start()
 
 
-def test_the_end_waits_for_the_one_above(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path)
-    try:
-        syncer.linger()
-        assert above.life == ["start", "finish"]
-    finally:
-        syncer.stop()
+# --- A version that is made of one of the syncer above: the blend, the down-link, and what stays ---------------------
+
+
+def take(folder: Path, above: Tensor, share: float, codec: str, values: FragmentValues) -> OuterResult | None:
+    spool = Spool(folder / "spool")
+    payload = spool.put_above(0, bytes_of(above), digest(above))
+    command = TakeVersion(0, values.version + 1, share, payload, digest(above))
+    found = run_outer_step(command, values, spool, RULE, codec)
+    (folder / "spool" / payload).write_bytes(bytes_of(-above))
+    with pytest.raises(SpoolError, match="damaged"):
+        run_outer_step(command, values, spool, RULE, codec)
+    return found
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
+def test_it_is_the_blend_and_all_who_follow_hold_what_is_published(tmp_path: Path, codec: str) -> None:
+    theta, published, momentum, reference, above = (dice(name, 0) for name in ("t", "p", "m", "r", "above"))
+    values = FragmentValues(
+        7, theta, published, OuterState(3, {"momentum": momentum}), digest(published), reference=reference
+    )
+    found = take(tmp_path, above, 0.25, codec, values)
+    assert found is not None
+    made = found.values
+    assert torch.equal(made.theta, blend(theta, above, 0.75))
+    assert torch.allclose(made.theta, 0.75 * theta + 0.25 * above)
+    assert torch.equal(made.published, publish(made.theta, published, make_codec(codec))[1])
+    assert torch.equal(follow(published, found.downlink, make_codec(codec)), made.published)
+    assert made.digest == digest(made.published)
+    assert found.downlink_digest.startswith(made.digest.partition(":")[0])
+    assert made.version == 8
+    assert made.optimizer is values.optimizer, "the momentum is kept"
+    assert made.reference is made.theta
+    whole = take(tmp_path, above, 1.0, codec, values)
+    assert whole is not None
+    assert torch.equal(whole.values.theta, above), "all of it is taken to the bit"
+
+
+def test_what_would_not_be_finite_is_not_taken(tmp_path: Path) -> None:
+    far = torch.full((NUMEL[0],), 3e38)
+    values = FragmentValues(0, -far, -far, OuterState(), "")
+    assert take(tmp_path, far, 0.25, "fp32", values) is None
+    assert take(tmp_path, far, 1.0, "int8", values) is None, "too far from what was published"
