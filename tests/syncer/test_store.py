@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,15 @@ from torch import Tensor
 
 from diloco.outer.optimizer import OuterRule
 from diloco.sync.events import JoinRequested, SiteEvicted, UpdateArrived
-from diloco.sync.journal import Record, digest_effects
+from diloco.sync.journal import JournalError, Record, digest_effects
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer import snapshots as snapshots_module
 from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.restoring import begin_lineage
-from diloco.syncer.snapshots import Retention
-from diloco.syncer.store import Store, StoreError, begun, payloads_in
-from tests.loopback.cluster import Log
-from tests.loopback.toy import Toy
+from diloco.syncer.snapshots import Retention, SnapshotError
+from diloco.syncer.spool import SpoolError
+from diloco.syncer.store import Store, StoreError, payloads_in, verify
 from tests.sooner import sooner
 from tests.syncer.building import NO_WAIT, files, stored, update
 from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
@@ -137,6 +137,19 @@ def told(folder: Path, snapshots: int = 3, seed: int = 8) -> Desk:
     return desk
 
 
+def harm(path: Path, how: str) -> bytes:
+    """Do to a file what a disk may do; returns what it held."""
+    whole, middle = path.read_bytes(), path.stat().st_size // 2
+    path.unlink()
+    if how == "flipped":
+        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 0x80]) + whole[middle + 1 :])
+    elif how == "cut":
+        path.write_bytes(whole[:-3])
+    elif how == "unreadable":
+        path.mkdir()
+    return whole
+
+
 @pytest.mark.parametrize(
     ("how", "name"),
     [
@@ -152,12 +165,7 @@ def test_a_damaged_newest_snapshot_is_named_set_aside_and_the_one_before_it_used
 ) -> None:
     desk = told(tmp_path)
     newest = max(desk.store.snapshots.numbers())
-    path = tmp_path / "snapshots" / f"{newest:08d}" / name
-    whole = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(whole[:-3] if how == "cut" else whole[:40] + bytes([whole[40] ^ 0x80]) + whole[41:])
+    harm(tmp_path / "snapshots" / f"{newest:08d}" / name, how)
     again = Desk(tmp_path)
     assert_same(again, desk, (name, how))
     assert again.recovered is not None
@@ -176,101 +184,67 @@ def test_a_damaged_newest_snapshot_is_named_set_aside_and_the_one_before_it_used
     third.close()
 
 
-def test_a_damaged_older_snapshot_stops_nobody_and_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["snapshots/*/state.json", "journal/journal-*.log"])
+def test_what_only_an_older_snapshot_needs_stops_no_start_and_is_said(tmp_path: Path, where: str) -> None:
     desk = told(tmp_path)
-    oldest = min(desk.store.snapshots.numbers())
-    (tmp_path / "snapshots" / f"{oldest:08d}" / "state.json").write_bytes(b"{}")
-    again = Desk(tmp_path)
-    assert_same(again, desk, "the newest was whole")
-    assert again.recovered is not None
-    assert f"{oldest:08d}" in again.notes[0]
-    again.close()
-
-
-def test_a_journal_that_only_an_older_snapshot_needs_stops_nobody_and_is_said(tmp_path: Path) -> None:
-    desk = told(tmp_path)
-    first = min(desk.store.journal.segments())
-    path = tmp_path / "journal" / f"journal-{first:06d}.log"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:30] + b"?" + whole[31:])
+    path = min(tmp_path.glob(where))
+    harm(path, "flipped")
     again = Desk(tmp_path)
     assert_same(again, desk, "what is needed was whole")
     assert again.recovered is not None
-    assert str(path) in again.notes[0]
+    assert str(path if path.suffix == ".log" else path.parent) in again.notes[0]
     again.close()
 
 
-def test_no_whole_snapshot_is_said_with_every_reason(tmp_path: Path) -> None:
+def test_no_whole_snapshot_is_said_with_every_reason_and_is_no_new_folder(tmp_path: Path) -> None:
     told(tmp_path)
     for path in (tmp_path / "snapshots").glob("*/state.json"):
         path.unlink()
     with pytest.raises(StoreError, match=r"no whole snapshot: .*state\.json.*state\.json"):
         Desk(tmp_path)
-
-
-def flip_payload(folder: Path) -> str:
-    for path in (folder / "spool").glob("*/*.update"):
-        path.write_bytes(b"changed" + path.read_bytes()[7:])
-    return r"\.update is damaged"
-
-
-def lose_payload(folder: Path) -> str:
-    for path in (folder / "spool").glob("*/*.update"):
-        path.unlink()
-    return r"\.update is missing: the journal names it"
-
-
-def damage_journal(folder: Path) -> str:
-    path = max((folder / "journal").glob("journal-*.log"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:50] + b"?" + whole[51:])
-    return f"{path}: unit at byte 0 is damaged"
-
-
-def lose_segment(folder: Path) -> str:
-    path = max((folder / "journal").glob("journal-*.log"))
-    path.unlink()
-    return f"{path} is missing"
-
-
-@pytest.mark.parametrize("harm", [flip_payload, lose_payload, damage_journal, lose_segment])
-def test_a_folder_that_was_changed_is_refused_in_words(tmp_path: Path, harm: Callable[[Path], str]) -> None:
-    told(tmp_path, snapshots=1)
-    with pytest.raises(StoreError, match=harm(tmp_path)):
+    shutil.rmtree(tmp_path / "snapshots")
+    with pytest.raises(StoreError, match="no whole snapshot: it is empty"):
         Desk(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "outer",
+    ("where", "how", "words"),
     [
-        {"weights": "uniform"},
-        {"staleness_max": 0},
-        {"quorum": 3},
-        {"updates_in_flight_max": 1},
-        {"grace_ns": 1},
+        ("spool/*/*.update", "flipped", r"\.update is damaged"),
+        ("spool/*/*.update", "missing", r"\.update is missing: the journal names it"),
+        ("journal/journal-*.log", "flipped", r"\.log: unit at byte \d+ is damaged"),
+        ("journal/journal-*.log", "missing", r"\.log is missing"),
+    ],
+)
+def test_a_folder_that_was_changed_is_refused_in_words(tmp_path: Path, where: str, how: str, words: str) -> None:
+    told(tmp_path, snapshots=1)
+    found = sorted(tmp_path.glob(where))
+    for path in found[-1:] if "journal" in where else found:
+        harm(path, how)
+    with pytest.raises(StoreError, match=words):
+        Desk(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"outer": OuterOptions(**NO_WAIT, weights="uniform")},  # type: ignore[arg-type]
+        {"outer": OuterOptions(**NO_WAIT, staleness_max=0)},  # type: ignore[arg-type]
+        {"outer": OuterOptions(**{**NO_WAIT, "quorum": 3})},  # type: ignore[arg-type]
+        {"rule": OuterRule(replace(OPTIMIZER, lr=0.5))},
+        {"down_codec": "int4"},
     ],
 )
 def test_other_options_than_the_journal_was_written_with_are_noticed_in_words(
-    tmp_path: Path, outer: dict[str, object]
+    tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    desk = told(tmp_path, snapshots=1)
-    other = OuterOptions(**{**NO_WAIT, **outer})  # type: ignore[arg-type]
-    try:
-        again = Desk(tmp_path, outer=other)
-    except StoreError as error:
-        assert "other options" in str(error) or "the options" in str(error), error  # noqa: PT017
-    else:
-        assert_same(again, desk, "an option that made no difference")
-        again.close()
-
-
-def test_another_optimizer_or_codec_is_noticed_in_words(tmp_path: Path) -> None:
     told(tmp_path, snapshots=1)
     store = Store(tmp_path, CARD)
-    for optimizer, codec in ((replace(OPTIMIZER, lr=0.5), "int8"), (OPTIMIZER, "int4")):
-        with pytest.raises(StoreError, match="the options or the arithmetic changed"):
-            store.recover(Rules(OUTER, OuterRule(optimizer), codec))
-    store.journal.close()
+    with (
+        closing(store.journal),
+        pytest.raises(StoreError, match=r"other options|the options or the arithmetic changed"),
+    ):
+        store.recover(replace(Rules(OUTER, OuterRule(OPTIMIZER), "int8"), **changed))
 
 
 @pytest.mark.parametrize(
@@ -293,14 +267,6 @@ def test_a_damaged_run_card_is_said(tmp_path: Path, content: bytes) -> None:
         Store(tmp_path, CARD)
 
 
-def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
-    Desk(tmp_path).close()
-    card = json.loads((tmp_path / "run.json").read_bytes())
-    (tmp_path / "run.json").write_text(json.dumps({**card, "format": 3}))
-    with pytest.raises(StoreError, match=r"run\.json has format 3, and this version reads up to 2"):
-        Store(tmp_path, CARD)
-
-
 def test_a_process_that_died_before_version_0_was_kept_left_a_new_folder(tmp_path: Path) -> None:
     store = Store(tmp_path, CARD)
     store.journal.rotate()
@@ -316,13 +282,6 @@ def test_a_process_that_died_before_version_0_was_kept_left_a_new_folder(tmp_pat
     again = Desk(tmp_path)
     assert_same(again, desk, "begun at the second attempt")
     again.close()
-
-
-def test_lost_snapshots_are_not_taken_for_a_new_folder(tmp_path: Path) -> None:
-    told(tmp_path, snapshots=1)
-    shutil.rmtree(tmp_path / "snapshots")
-    with pytest.raises(StoreError, match="no whole snapshot: it is empty"):
-        Desk(tmp_path)
 
 
 # --- the life of a payload -------------------------------------------------------------------------------------------
@@ -506,32 +465,6 @@ def test_what_processes_that_died_left_beside_their_files_goes_with_the_next_sta
     assert list(tmp_path.rglob(".*.tmp")) == []
 
 
-# --- Coming to a data folder -----------------------------------------------------------------------------------------
-
-
-def test_what_was_begun_is_what_is_recovered(tmp_path: Path) -> None:
-    toy, log = Toy(folder=str(tmp_path)), Log()
-    rules, card = toy.plan().rules(toy.options()), toy.plan().card
-    store = Store(tmp_path / "syncer", card, emit=log.emit)
-    with closing(store.journal):
-        assert store.is_new()
-        first = begun(store, rules, toy.version_zero())
-    store = Store(tmp_path / "syncer", card, emit=log.emit)
-    with closing(store.journal):
-        assert not store.is_new()
-        again = store.recover(rules)
-    assert again.machine.state == first.machine.state
-    assert [each.digest for each in again.holdings.values] == [each.digest for each in first.holdings.values]
-    assert log.events == []
-
-
-def test_a_run_does_not_begin_with_a_nan(tmp_path: Path) -> None:
-    toy = Toy(folder=str(tmp_path))
-    store = Store(tmp_path / "syncer", toy.plan().card)
-    with closing(store.journal), pytest.raises(StoreError, match="version 0 of fragment 0 holds a NaN"):
-        begun(store, toy.plan().rules(toy.options()), [torch.full_like(each, torch.nan) for each in toy.version_zero()])
-
-
 # --- ``run.json`` ----------------------------------------------------------------------------------------------------
 
 
@@ -584,15 +517,6 @@ def test_a_run_card_of_an_earlier_release_is_accepted_and_written_anew(tmp_path:
     Desk(tmp_path).close()
 
 
-@pytest.mark.parametrize("field", ["run_id", "layout_fingerprint", "shared_digest"])
-def test_a_card_of_another_run_is_known_by_a_field(field: str) -> None:
-    card = replace(CARD, earlier_digest="earlier")
-    assert card.difference(card.facts()) is None
-    assert (card.difference({**card.facts(), field: "earlier"}) is None) == (field == "shared_digest")
-    for wrong in ("other", None, 7, ["earlier"]):
-        assert card.difference({**card.facts(), field: wrong}) == field
-
-
 def what_a_start_says(folder: Path) -> str:
     try:
         desk = Desk(folder)
@@ -619,27 +543,27 @@ def waits(desk: Desk) -> str:
 
 
 @pytest.mark.parametrize("with_snapshot", [False, True])
-@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("flipped", "damaged"), ("cut", "damaged"), ("missing", "missing"), ("unreadable", "cannot be read")],
+)
 def test_a_payload_that_waits_is_looked_at_on_start_and_its_update_named(
-    tmp_path: Path, how: str, with_snapshot: bool
+    tmp_path: Path, how: str, words: str, with_snapshot: bool
 ) -> None:
     """It had started without a word, and had ended for ever at the outer step of that update."""
-    payload = waits(Desk(tmp_path))
+    path = tmp_path / "spool" / waits(Desk(tmp_path))
     if with_snapshot:
         desk = Desk(tmp_path)
         desk.snapshot()
         desk.close()
-    path = tmp_path / "spool" / payload
-    whole = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(whole[:-1] if how == "cut" else whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    whole = harm(path, how)
     before = files(tmp_path)
-    words = "missing" if how == "missing" else "damaged"
-    with pytest.raises(StoreError, match=rf"{path} is {words}.*it is update 1 of fragment 1 from site b, .*restore"):
+    words = f"is {words}" if how != "unreadable" else words
+    with pytest.raises(StoreError, match=rf"{path} {words}.*it is update 1 of fragment 1 from site b, .*restore"):
         Desk(tmp_path)
     assert files(tmp_path) == before
+    if how == "unreadable":
+        path.rmdir()
     path.write_bytes(whole)
     again = Desk(tmp_path)
     again.begin()
@@ -649,9 +573,51 @@ def test_a_payload_that_waits_is_looked_at_on_start_and_its_update_named(
     again.close()
 
 
-def test_a_disk_that_cannot_read_a_payload_is_said_in_words(tmp_path: Path) -> None:
-    path = tmp_path / "spool" / waits(Desk(tmp_path))
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(StoreError, match=rf"{path} cannot be read: .*it is update 1 of fragment 1 from site b"):
-        Desk(tmp_path)
+# --- Whatever is damaged in a data folder is named, also what a start would not look at; and nothing is touched ------
+
+
+def test_a_whole_folder_is_whole_and_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="holds no journal"):
+        verify(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    told(tmp_path)
+    (tmp_path / "snapshots" / ".00000009.tmp").mkdir()  # Beside a syncer that is writing one.
+    before = files(tmp_path)
+    found = verify(tmp_path)
+    assert files(tmp_path) == before
+    assert (tmp_path / "snapshots" / ".00000009.tmp").is_dir()
+    assert found.segments == len(list((tmp_path / "journal").glob("journal-*.log")))
+    assert (found.snapshots, found.torn_bytes) == (2, 0)
+    assert found.payloads > 5
+    assert found.records > 20
+
+
+def test_a_flipped_bit_anywhere_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    told(tmp_path)
+    seed = random.randrange(1 << 30)
+    dice = random.Random(seed)
+    last = max((tmp_path / "journal").glob("journal-*.log"))
+    for path in sorted(tmp_path.rglob("*")):
+        if not path.is_file() or path.name in ("run.json", "lock", "journal.end"):
+            continue
+        whole = path.read_bytes()
+        at = dice.randrange(len(whole) - 44 if path == last else len(whole))
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << dice.randrange(8))]) + whole[at + 1 :])
+        with pytest.raises((JournalError, SnapshotError, SpoolError), match=path.name) as raised:
+            verify(tmp_path)
+        assert str(path) in str(raised.value), (seed, at)
+        path.unlink()
+        with pytest.raises((JournalError, SnapshotError, SpoolError), match=path.name):
+            verify(tmp_path)
+        path.write_bytes(whole)
+    assert verify(tmp_path).torn_bytes == 0
+
+
+def test_a_snapshot_of_another_chain_is_named(tmp_path: Path) -> None:
+    told(tmp_path / "run")
+    told(tmp_path / "other", seed=9)
+    for path in (tmp_path / "run" / "journal").glob("journal-*.log"):
+        path.write_bytes((tmp_path / "other" / "journal" / path.name).read_bytes())
+    (tmp_path / "run" / "journal" / "journal.end").unlink()
+    with pytest.raises(JournalError, match="is of another chain: snapshot"):
+        verify(tmp_path / "run")
