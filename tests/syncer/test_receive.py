@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import threading
 from dataclasses import replace
@@ -14,17 +15,18 @@ import pytest
 import torch
 
 from diloco.codec.base import Buffers, digest
+from diloco.codec.merging import sums_of
 from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError, Step
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import PROTOCOL
 from diloco.syncer import api
-from diloco.syncer.api import Reception
+from diloco.syncer.api import LARGEST, Measuring, Reception, Vitals
 from diloco.syncer.server import Syncer
 from diloco.syncer.status import Tally
 from diloco.syncer.store import verify
 from diloco.wire.messages import PushHeader, PushResult, Refusal, Status
-from tests.syncer.building import Events, dice, eventually, files, join, push, serving, stored, update
+from tests.syncer.building import Events, dice, eventually, files, join, push, serving, update
 
 QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
 """No round closes while one site pushes."""
@@ -58,7 +60,20 @@ def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
         assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
 
 
-def test_a_push_that_broke_off_goes_on_where_its_bytes_end(tmp_path: Path) -> None:
+def open_below(folder: Path) -> list[str]:
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(each))
+    return [name for name in found if name.startswith(f"{folder}/")]
+
+
+def bytes_up(syncer: Syncer) -> object:
+    sites: Any = syncer.api.status()["sites"]
+    return sites["a"]["payload_bytes_up"]
+
+
+def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is_counted(tmp_path: Path) -> None:
     header, payload = update()
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
@@ -66,76 +81,57 @@ def test_a_push_that_broke_off_goes_on_where_its_bytes_end(tmp_path: Path) -> No
             session = syncer.api.open_push(header)
             assert isinstance(session, Reception)
             session.write(session.offset, memoryview(payload)[session.offset : end])
+            assert open_below(tmp_path / "spool")
             session.close()
+            assert open_below(tmp_path / "spool") == []
+        assert bytes_up(syncer) == 60
     with serving(tmp_path, **QUIET) as syncer:
         session = syncer.api.open_push(header)
         assert isinstance(session, Reception)
         assert session.offset == 60
         session.close()
         assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
+        assert open_below(tmp_path / "spool") == []
+        assert bytes_up(syncer) == len(payload) - 60
 
 
-def test_bytes_that_are_not_the_declared_ones_are_thrown_away(tmp_path: Path) -> None:
+def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_path: Path) -> None:
     header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        with pytest.raises(Refusal, match="digest of the payload is not the declared one; send it again") as raised:
-            push(syncer, header, payload[:-1] + b"!")
-        assert raised.value.status is Status.DATA_LOSS
-        assert spooled(tmp_path) == []
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_not_finite_are_refused_with_that_reason(tmp_path: Path, bad: float) -> None:
-    values = dice("bad", 0)
-    values[7] = bad
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        before = files(tmp_path)
-        result = push(syncer, *update(values=values))
-        assert result == PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1)
-        assert files(tmp_path) == before, "neither a payload nor a record is left of it"
-        assert push(syncer, *update()).outcome is Outcome.ACCEPTED, "its number is free"
-
-
-@pytest.mark.parametrize("encoding", ["fp32", "int8"])
-def test_values_that_are_not_those_that_the_site_decoded_are_refused_counted_and_said(
-    tmp_path: Path, encoding: str
-) -> None:
-    header, payload = update(encoding=encoding)
-    meant = digest(make_codec(encoding).decode(payload, header.numel))
+    small, encoded = update(encoding="int8")
+    broken = bytes([0xFF, 0xFF]) + encoded[2:]  # The first scale becomes a NaN.
+    others = digest(dice("other", 0))
     events = Events()
     with serving(tmp_path, events, up_codecs=["fp32", "int8"], **QUIET) as syncer:
         join(syncer)
-        before = files(tmp_path)
-        result = push(syncer, replace(header, values_digest=digest(dice("other", 0))), payload)
-        assert result == PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1)
-        assert files(tmp_path) == before, "neither a payload nor a record is left of it"
-        (note,) = events.of("note")
-        assert (note["note"], note["site"]) == ("update_corrupt", "a")
-        assert "update 1 of fragment 0 decodes to other values here than there" in note["why"]
-        status: Any = syncer.api.status()
-        assert status["refused_at_the_door"] == {"corrupt": 1}
-        assert status["sites"]["a"]["updates_corrupt"] == 1
-        assert push(syncer, replace(header, values_digest=meant), payload).outcome is Outcome.ACCEPTED
-
-
-def test_invariant_15_a_payload_that_is_no_encoding_changes_nothing_but_a_counter(tmp_path: Path) -> None:
-    header, payload = update(encoding="int8")
-    broken = bytes([0xFF, 0xFF]) + payload[2:]  # The first scale becomes a NaN.
-    header = replace(header, digest=hashlib.sha256(broken).hexdigest())
-    with serving(tmp_path, up_codecs=["int8"], **QUIET) as syncer:
-        join(syncer)
         before, state = files(tmp_path), syncer.core.ask(lambda machine: machine.snapshot())
+        with pytest.raises(Refusal, match="digest of the payload is not the declared one; send it again") as raised:
+            push(syncer, header, payload[:-1] + b"!")
+        assert raised.value.status is Status.DATA_LOSS
         with pytest.raises(Refusal, match="payload is no int8") as raised:
-            push(syncer, header, broken)
+            push(syncer, replace(small, digest=hashlib.sha256(broken).hexdigest()), broken)
         assert raised.value.status is Status.INVALID_ARGUMENT
+        for bad in ("nan", "inf", "-inf"):
+            values = dice("bad", 0)
+            values[7] = float(bad)
+            refused = push(syncer, *update(values=values))
+            assert refused == PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1), bad
+        for whole, sent in ((header, payload), (small, encoded)):
+            refused = push(syncer, replace(whole, values_digest=others), sent)
+            assert refused == PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1)
         assert files(tmp_path) == before
         after = syncer.core.ask(lambda machine: machine.snapshot())
         assert isinstance(state, dict)
         assert isinstance(after, dict)
         assert {**state, "now_ns": 0} == {**after, "now_ns": 0}
+        note, _ = events.of("note")
+        assert (note["note"], note["site"]) == ("update_corrupt", "a")
+        assert "update 1 of fragment 0 decodes to other values here than there" in note["why"]
+        status: Any = syncer.api.status()
+        assert status["refused_at_the_door"] == {"non_finite": 3, "corrupt": 2}
+        assert status["sites"]["a"]["updates_corrupt"] == 2
+        meant = digest(make_codec("int8").decode(encoded, header.numel))
+        assert push(syncer, replace(small, values_digest=meant), encoded).outcome is Outcome.ACCEPTED
 
 
 def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> None:
@@ -219,57 +215,6 @@ def test_the_payload_is_durable_before_the_machine_hears_of_it(tmp_path: Path, m
         monkeypatch.undo()
     assert steps.index("payload") < steps.index("record")
     assert steps[steps.index("record") - 1] == "folder"
-
-
-def open_below(folder: Path) -> list[str]:
-    found = []
-    for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(each))
-    return [name for name in found if name.startswith(f"{folder}/")]
-
-
-def test_no_payload_stays_open_when_its_push_has_ended(tmp_path: Path) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        session = syncer.api.open_push(header)
-        session.write(0, memoryview(payload)[: len(payload) // 2])
-        assert open_below(tmp_path / "spool")
-        session.close()
-        assert open_below(tmp_path / "spool") == []
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-        assert open_below(tmp_path / "spool") == []
-
-
-def test_only_what_came_is_counted(tmp_path: Path) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        session = syncer.api.open_push(header)
-        assert isinstance(session, Reception)
-        session.write(0, memoryview(payload)[:20])
-        session.close()
-        assert sites(syncer.api.status())["a"]["payload_bytes_up"] == 20
-        push(syncer, header, payload)
-        push(syncer, header, payload)
-        assert sites(syncer.api.status())["a"]["payload_bytes_up"] == len(payload)
-
-
-def sites(status: dict[str, object]) -> dict[str, dict[str, object]]:
-    found = status["sites"]
-    assert isinstance(found, dict)
-    return found
-
-
-def test_torch_reads_what_was_sent(tmp_path: Path) -> None:
-    values = dice("sent", 1)
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        header, payload = update(fragment=1, values=values)
-        push(syncer, header, payload)
-        kept = stored(syncer.store.spool, syncer.store.spool.reference("a", 1, 1, header.digest), header.digest)
-    assert torch.equal(torch.frombuffer(bytearray(kept), dtype=torch.float32), values)
 
 
 def test_values_are_in_memory_only_where_there_is_room_for_them(tmp_path: Path) -> None:
@@ -371,3 +316,50 @@ def test_an_update_like_no_other_is_refused_and_counted_or_held_and_shown(tmp_pa
         assert push(syncer, *update("a", 6, **large)).reason is Reason.OUTLIER, "judged once, also after a crash"
         status = syncer.api.status()
         assert (status["payloads_decoded"], status["sites"]["a"]["updates_refused"]) == (0, {"outlier": 1})
+
+
+# --- What is measured of an update -----------------------------------------------------------------------------------
+
+
+def measured(values: torch.Tensor, momentum: torch.Tensor | None, block: int = 8) -> Vitals:
+    measuring = Measuring()
+    for start in range(0, values.numel(), block):
+        against = momentum[start : start + block] if momentum is not None else None
+        measuring.add(sums_of(values[start : start + block], against))
+    return measuring.vitals()
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
+def test_a_norm_and_a_cosine_are_the_same_whatever_the_blocks(count: int) -> None:
+    dice = torch.Generator().manual_seed(count)
+    values, momentum = torch.randn(count, generator=dice), torch.randn(count, generator=dice)
+    found = measured(values, momentum)
+    assert found.finite
+    assert found.norm == pytest.approx(float(torch.linalg.vector_norm(values)), rel=1e-6)
+    assert found.cosine == pytest.approx(float(torch.cosine_similarity(values, momentum, dim=0)), abs=1e-6)
+
+
+def test_the_largest_values_have_a_norm() -> None:
+    found = measured(torch.full((1000,), LARGEST), torch.full((1000,), -LARGEST))
+    assert found.norm == pytest.approx(LARGEST * math.sqrt(1000))
+    assert found.cosine == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST * 1.01, -LARGEST * 1.01])
+def test_of_what_is_not_finite_nothing_else_is_said(bad: float) -> None:
+    for place in (0, 11, 19):
+        values = torch.ones(20)
+        values[place] = bad
+        assert measured(values, torch.ones(20)) == Vitals(False, 0.0, None)
+
+
+def test_nothing_has_no_direction() -> None:
+    assert measured(torch.zeros(5), torch.ones(5)) == Vitals(True, 0.0, None)
+    assert measured(torch.ones(5), torch.zeros(5)).cosine is None
+    assert measured(torch.ones(5), None).cosine is None
+    measuring = Measuring()  # Blocks that came before there was a momentum have no part in the cosine.
+    measuring.add(sums_of(torch.tensor([0.0, 0.0, 3.0]), None))
+    measuring.add(sums_of(torch.tensor([4.0]), torch.tensor([0.5])))
+    found = measuring.vitals()
+    assert found.norm == 5.0
+    assert found.cosine == pytest.approx(0.8)
