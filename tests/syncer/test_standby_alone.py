@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from diloco.durable import LockedError, locked
+from diloco.durable import Disk, LockedError, Step, locked
 from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.standby import PAUSE_S, StandbyError, StandingBy
-from diloco.syncer.store import Store
+from diloco.syncer.store import Store, verify
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused
 from diloco.wire.options import SecurityOptions
@@ -110,13 +114,16 @@ def test_it_ends_with_the_run_once_the_syncer_has_said_that_it_stops(
         assert standby.ready
 
 
-def test_why_a_standby_is_not_let_in_is_said_once(tmp_path: Path) -> None:
+def test_why_a_standby_is_not_let_in_is_said_once_and_it_does_not_take_over(tmp_path: Path) -> None:
     toy = a_toy(tmp_path)
     other = a_toy(tmp_path / "other", shapes=(("w", (40, 30)), ("v", (7,))))
     with serving(toy) as (_, address, _log), following(other, address) as (standby, log):
         (note,) = log.wait_for("note", 1, BOUND_S)
         assert (note["note"], "another run" in str(note["why"])) == ("not_following", True)
         assert "another run" in str(standby.status()["trouble"])
+        eventually(lambda: not standby.connected, BOUND_S, "it does not follow")
+        with pytest.raises(StandbyError, match="no state to go on from"):
+            standby.promote()
 
 
 def test_a_syncer_of_an_earlier_release_is_followed_by_the_digest_that_it_knows(tmp_path: Path) -> None:
@@ -273,3 +280,104 @@ def test_what_cannot_be_served_is_not_followed_either(tmp_path: Path) -> None:
         standing.stop()
         with locked(tmp_path / "standby"), pytest.raises(LockedError):
             standing_by(toy, first, 0).start()
+
+
+# --- Its disk is full: it says so, acknowledges nothing, ends nothing, and goes on when there is room ----------------
+
+
+class FullAt(Disk):
+    """Has no room for what ``step`` writes while it is ``full``."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.full, self.met = step, False, 0
+
+    def _check(self, step: Step) -> None:
+        if self.full and step is self.step:
+            self.met += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
+        self._check(step)
+        super().write(file, data, step)
+
+    def make(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
+        self._check(step)
+        super().make(path, write, step)
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.syncer.standby.LOOK_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize(
+    "step",
+    sooner([Step.STANDBY_FILE, Step.JOURNAL_WRITE, Step.JOURNAL_MARK, Step.JOURNAL_BEGIN], Step.JOURNAL_WRITE),
+)
+def test_a_full_disk_stops_acknowledgements_and_heals(tmp_path: Path, step: Step) -> None:
+    toy, log, disk = a_toy(tmp_path), Log(), FullAt(step)
+    toy.replication["timeout_s"] = 0.5
+    with serving(toy) as (_, address, said), SiteThread(toy, "a", address, step_s=STEP_S) as site:
+        standby = toy.standby("standby", address, log.emit, disk)
+        standby.start()
+        try:
+            site.log.wait_for("pushed", 3, BOUND_S)
+            disk.full = True
+            (note,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "disk_full")
+            assert "disk full: No space left on device; the standby does not follow" in str(note["why"])
+            before = len(said.events)
+            said.wait_for("note", 1, BOUND_S, before, lambda note: note["note"] == "held")
+            pushed, steps = len(site.log.of("pushed")), site.toy_site.trained
+            eventually(lambda: site.toy_site.trained > steps + 20, BOUND_S, "the site trains on")
+            assert len(site.log.of("pushed")) <= pushed + 2
+            disk.full = False
+            site.log.wait_for("pushed", pushed + 6, BOUND_S)
+            assert standby.failed is None
+            assert not list((tmp_path / "standby" / "spool").glob("*/.*.tmp"))
+            site.toy_site.halt.set()
+            acknowledged = {(int(str(e["fragment"])), int(str(e["sequence"]))) for e in site.log.of("pushed")}
+        finally:
+            warm = standby.promote()
+        with warm.taken:
+            lines = warm.machine.state.sites["a"].lines
+            assert all(lines[fragment].watermark >= sequence for fragment, sequence in acknowledged)
+    verify(tmp_path / "standby")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("looks_often")
+def test_a_snapshot_that_finds_no_room_is_put_off_and_the_standby_follows_on(tmp_path: Path) -> None:
+    toy, log, disk = a_toy(tmp_path), Log(), FullAt(Step.SNAPSHOT_FILE)
+    with serving(toy) as (_, address, _said), SiteThread(toy, "a", address, step_s=STEP_S) as site:
+        standby = toy.standby("standby", address, log.emit, disk)
+        standby.start()
+        try:
+            site.log.wait_for("pushed", 3, BOUND_S)
+            disk.full = True
+            (note,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "snapshot_put_off")
+            assert "disk full" in str(note["why"])
+            site.log.wait_for("pushed", len(site.log.of("pushed")) + 4, BOUND_S)
+            snapshots, disk.full = len(log.of("snapshot")), False
+            log.wait_for("snapshot", snapshots + 1, BOUND_S)
+            assert standby.failed is None
+        finally:
+            standby.close()
+    verify(tmp_path / "standby")
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_one_that_begins_on_a_full_disk_begins_when_there_is_room(tmp_path: Path) -> None:
+    toy, log, disk = a_toy(tmp_path), Log(), FullAt(Step.STANDBY_FILE)
+    disk.full = True
+    with serving(toy) as (_, address, _said):
+        standby = toy.standby("standby", address, log.emit, disk)
+        standby.start()
+        try:
+            eventually(lambda: disk.met > 2, BOUND_S, "it tries again and again")
+            assert "disk full" in str(standby.status()["trouble"]) or standby.connected
+            assert not standby.ready
+            disk.full = False
+            eventually(lambda: standby.ready, BOUND_S, "it has a state")
+        finally:
+            standby.close()
