@@ -156,13 +156,27 @@ def standing_by(toy: Toy, primary: str, port: int) -> StandingBy:
     return StandingBy(standby, primary, toy.network(port), SecurityOptions())
 
 
-def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(tmp_path: Path) -> None:
+def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     toy, port = a_toy(tmp_path), free_port()
     with serving(toy) as (_, first, _log):
         standing = standing_by(toy, first, port)
         address = standing.start()
         assert address == f"127.0.0.1:{port}"
-        with AdminClient(address) as operator, grpc.insecure_channel(address) as channel:
+        promote = standing.promote
+
+        def answered_late(*, lossy: bool) -> None:
+            """The answer is on its way when the address is given up."""
+            promote(lossy=lossy)
+            time.sleep(0.2)
+
+        monkeypatch.setattr(standing, "promote", answered_late)
+        with (
+            ThreadPoolExecutor(1) as operators,
+            AdminClient(address) as operator,
+            grpc.insecure_channel(address) as channel,
+        ):
             assert operator.status()["primary"] == first
             assert operator.status()["identity_complaints"] == []
             health = health_pb2_grpc.HealthStub(channel)
@@ -170,13 +184,12 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(tmp_
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
             eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
             assert standing.wait(0.0) is None
-            operator.promote(lossy=True)
-        began = time.monotonic()
-        warm = standing.wait(1.0)
+            said = operators.submit(operator.promote, lossy=True)
+            warm = standing.wait(BOUND_S)
+            said.result(BOUND_S)
         assert warm is not None
         promoted = toy.syncer(Log().emit, folder="standby", port=port)
         assert promoted.start(warm) == address
-        assert time.monotonic() - began < 10.0, "two seconds on a machine that has nothing else to do"
         standing.stop()
         try:
             with SiteThread(toy, "a", f"{first},{address}", step_s=STEP_S) as site, AdminClient(address) as operator:
@@ -188,48 +201,8 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(tmp_
             promoted.stop()
 
 
-def test_whoever_promotes_it_hears_that_it_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is on its way when the address is given up."""
-    toy = a_toy(tmp_path)
-    with serving(toy) as (_, first, _log):
-        standing = standing_by(toy, first, 0)
-        promote = standing.promote
-
-        def answered_late(*, lossy: bool) -> None:
-            promote(lossy=lossy)
-            time.sleep(0.2)
-
-        monkeypatch.setattr(standing, "promote", answered_late)
-        with ThreadPoolExecutor(1) as operators, AdminClient(standing.start()) as operator:
-            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
-            said = operators.submit(operator.promote, lossy=True)
-            warm = standing.wait(BOUND_S)
-            assert warm is not None
-            warm.taken.close()
-            said.result(BOUND_S)
-
-
-def test_without_a_lease_it_is_not_promoted_beside_a_syncer_that_is_heard(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path)
-    with ExitStack() as ending:
-        _, first, _log = ending.enter_context(serving(toy))
-        standing = standing_by(toy, first, 0)
-        with AdminClient(standing.start()) as operator:
-            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
-            with pytest.raises(Refused, match="still heard: stop that first"):
-                operator.promote()
-            assert standing.wait(0.0) is None
-            ending.close()
-            eventually(lambda: not standing.standby.connected, BOUND_S, "it has stopped")
-            operator.promote()
-        warm = standing.wait(BOUND_S)
-        assert warm is not None
-        with warm.taken:
-            assert warm.machine.state.lineage == 1
-
-
-@pytest.mark.parametrize("stale", ["async", "detached"])
-def test_without_a_lease_one_that_may_lack_something_begins_a_new_lineage_or_nothing(
+@pytest.mark.parametrize("stale", ["", "async", "detached"])
+def test_without_a_lease_an_operator_hears_why_it_is_not_promoted_or_gives_up_what_it_may_lack(
     tmp_path: Path, stale: str
 ) -> None:
     toy = a_toy(tmp_path, mode="async" if stale == "async" else "sync", snapshot_every=1000)
@@ -243,17 +216,23 @@ def test_without_a_lease_one_that_may_lack_something_begins_a_new_lineage_or_not
         standing = standing_by(toy, first, 0)
         with AdminClient(standing.start()) as operator:
             eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
+            with pytest.raises(Refused, match="still heard: stop that first"):
+                operator.promote()
+            assert standing.wait(0.0) is None
             if stale == "detached":
                 eventually(lambda: bool(standing.standby.may_lack()), BOUND_S, "it has heard of it")
             ending.close()
             eventually(lambda: not standing.standby.connected, BOUND_S, "it has stopped")
-            with pytest.raises(Refused, match=r"may lack what was told: start that one again; or promote .* --lossy"):
-                operator.promote()
-            operator.promote(lossy=True)
+            if stale:
+                with pytest.raises(
+                    Refused, match=r"may lack what was told: start that one again; or promote .* --lossy"
+                ):
+                    operator.promote()
+            operator.promote(lossy=bool(stale))
         warm = standing.wait(BOUND_S)
         assert warm is not None
         with warm.taken:
-            assert warm.machine.state.lineage > 1
+            assert (warm.machine.state.lineage > 1) is bool(stale)
 
 
 def test_it_is_not_promoted_before_it_has_followed(tmp_path: Path) -> None:
