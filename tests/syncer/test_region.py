@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -43,7 +44,6 @@ from diloco.syncer.server import Syncer, UpstreamRefusedError
 from diloco.syncer.snapshots import FragmentValues, Lineages, Snapshots
 from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.standby import Standby, begun_anew
-from diloco.syncer.store import StoreError
 from diloco.wire.client import AdminClient, FollowClient
 from tests.syncer.building import NUMEL, Events, dice, eventually, join, new_syncer, push, update
 
@@ -98,6 +98,14 @@ class SomebodyAbove:
         self.below.tell(UpstreamFetched(fragment, version, payload, digest(values), 1, 1))
         return payload
 
+    def takes(self, sequence: int, version: int) -> None:
+        """It has merged the region's update for fragment 0 into ``version``, which is nothing but zeros."""
+        digest = f"d{sequence}"
+        self.below.tell(PushAnswered(0, sequence, Outcome.ACCEPTED, None, digest, 1))
+        self.below.tell(FateTold(Fate(0, sequence, version, 50, digest)))
+        self.bring(0, version, torch.zeros(NUMEL[0]))
+        eventually(lambda: self.of(Release), "what was sent is let go")
+
 
 def a_region(folder: Path, above: SomebodyAbove | None, **options: Any) -> tuple[Syncer, Events]:
     events = Events()
@@ -105,21 +113,24 @@ def a_region(folder: Path, above: SomebodyAbove | None, **options: Any) -> tuple
     return new_syncer(folder, events.emit, {"round_updates": 1}, SGD, above=make, **options), events
 
 
-def based(folder: Path, **options: Any) -> tuple[Syncer, SomebodyAbove, Events]:
+@contextmanager
+def based(folder: Path, **options: Any) -> Iterator[tuple[Syncer, SomebodyAbove, Events]]:
     above = SomebodyAbove()
     syncer, events = a_region(folder, above, **options)
     syncer.start()
-    above.answer()
-    eventually(lambda: len(above.of(Fetch)) == len(NUMEL), "fetches")
-    for fragment in range(len(NUMEL)):
-        above.bring(fragment, 4, dice("above", fragment))
-    events.wait_for("published", len(NUMEL))
-    return syncer, above, events
+    try:
+        above.answer()
+        eventually(lambda: len(above.of(Fetch)) == len(NUMEL), "fetches")
+        for fragment in range(len(NUMEL)):
+            above.bring(fragment, 4, dice("above", fragment))
+        events.wait_for("published", len(NUMEL))
+        yield syncer, above, events
+    finally:
+        syncer.stop()
 
 
 def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_path: Path) -> None:
-    syncer, above, events = based(tmp_path)
-    try:
+    with based(tmp_path, retain_steps=256) as (syncer, above, events):
         assert above.life == ["start"]
         bound = memory_bytes_max(syncer.options, syncer.plan, syncer.network, 2)
         assert events.of("syncer_started")[0]["memory_bytes_max"] == bound
@@ -141,34 +152,43 @@ def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_pa
         assert isinstance(told, dict)
         assert (told["site"], told["base_versions"]) == ("region-a", [4, 4])
         assert (told["tokens_processed"], told["tokens_in_flight"]) == (header.tokens // 2, header.tokens // 2)
-        above.below.tell(Sealed(effect.fragment, effect.sequence, "d"))
-        eventually(lambda: above.of(Send), "the order to send")
-        above.below.tell(PushAnswered(effect.fragment, 1, Outcome.ACCEPTED, None, "d", 1))
-        above.below.tell(FateTold(Fate(effect.fragment, 1, 5, effect.tokens, "d")))
-        before = syncer.holdings.values[effect.fragment].theta
-        above.bring(effect.fragment, 5, torch.zeros(NUMEL[effect.fragment]))
-        eventually(lambda: above.of(Release), "what was sent is let go")
-        eventually(lambda: syncer.holdings.values[effect.fragment].version == 3, "the next version")
-        assert torch.allclose(syncer.holdings.values[effect.fragment].theta, 0.75 * before)
+        sealed(tmp_path, above, 1)
+        before = syncer.holdings.values[0].theta
+        above.takes(1, 5)
+        eventually(lambda: syncer.holdings.values[0].version == 3, "the next version")
+        held = syncer.holdings.values[0].theta
+        assert torch.allclose(held, 0.75 * before)
         assert [event["sites"] for event in events.of("outer_step")][-1] == {}
         syncer.linger()
         assert above.life == ["start", "finish"], "the end waits for the one above"
-    finally:
-        syncer.stop()
     assert above.life == ["start", "finish", "close"]
     assert above.below.standing() is None, "nothing is decided any more"
+    # Without the update what came from above is taken all the same: that holds what the update has brought it.
+    first, journal = Snapshots(tmp_path / "snapshots").load(1), JournalFiles(tmp_path / "journal")
+    journal.close()
+    machine = OuterSync.restore(syncer.plan.outer, first.state)
+    rules, lineages = syncer.plan.rules(syncer.options), Lineages(tmp_path / "lineages")
+    spool, chosen = Spool(tmp_path / "spool"), [Selection("a", "sequences", 1, 1)]
+    with_all = Replayer(machine, first.fragments, spool, rules, lineages)
+    machine = OuterSync.restore(syncer.plan.outer, first.state)
+    without = ReplayerWithout(machine, first.fragments, spool, rules, lineages, chosen)
+    for record in journal.read(first.journal_segment):
+        with_all.apply(record)
+        without.apply(record)
+    assert torch.equal(with_all.values[0].theta, held)
+    assert torch.equal(without.values[0].theta, blend(dice("above", 0), torch.zeros(NUMEL[0]), 0.75))
+    assert not torch.equal(without.values[0].theta, held)
 
 
 def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path)
-    join(syncer)
-    push(syncer, *update(base_version=1))
-    eventually(lambda: above.sealed, "an update for the one above")
-    waits = above.bring(1, 5, dice("later", 1))
-    eventually(lambda: syncer.holdings.values[1].version == 2, "fragment 1 has nothing to lose by it")
-    held = list(syncer.holdings.values)
-    syncer.keeper.last = lambda: None  # type: ignore[method-assign]  # As after kill -9: no snapshot.
-    syncer.stop()
+    with based(tmp_path) as (syncer, above, _):
+        join(syncer)
+        push(syncer, *update(base_version=1))
+        eventually(lambda: above.sealed, "an update for the one above")
+        waits = above.bring(1, 5, dice("later", 1))
+        eventually(lambda: syncer.holdings.values[1].version == 2, "fragment 1 has nothing to lose by it")
+        held = list(syncer.holdings.values)
+        syncer.keeper.last = lambda: None  # type: ignore[method-assign]  # As after kill -9: no snapshot.
     for _ in range(2):  # From the journal, and then from the snapshot that the first stop has left.
         again = SomebodyAbove()
         syncer, _ = a_region(tmp_path, again)
@@ -187,48 +207,6 @@ def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> N
             assert torch.equal(again.sealed[0][1] - again.sealed[0][2], above.sealed[0][1] - above.sealed[0][2])
         finally:
             syncer.stop()
-
-
-def test_without_an_update_what_came_from_above_is_taken_all_the_same(tmp_path: Path) -> None:
-    """The version above holds what the update has brought it: that is another run's to take out."""
-    syncer, above, _ = based(tmp_path, retain_steps=256)
-    join(syncer)
-    push(syncer, *update(base_version=1))
-    eventually(lambda: above.sealed, "an update for the one above")
-    above.below.tell(Sealed(0, 1, "d"))
-    above.below.tell(PushAnswered(0, 1, Outcome.ACCEPTED, None, "d", 1))
-    above.below.tell(FateTold(Fate(0, 1, 5, 50, "d")))
-    above.bring(0, 5, torch.zeros(NUMEL[0]))
-    eventually(lambda: syncer.holdings.values[0].version == 3, "the next version")
-    held = syncer.holdings.values[0].theta
-    syncer.stop()
-    first, journal = Snapshots(tmp_path / "snapshots").load(1), JournalFiles(tmp_path / "journal")
-    journal.close()
-    machine = OuterSync.restore(syncer.plan.outer, first.state)
-    rules, lineages = syncer.plan.rules(syncer.options), Lineages(tmp_path / "lineages")
-    spool, chosen = Spool(tmp_path / "spool"), [Selection("a", "sequences", 1, 1)]
-    with_all = Replayer(machine, first.fragments, spool, rules, lineages)
-    machine = OuterSync.restore(syncer.plan.outer, first.state)
-    without = ReplayerWithout(machine, first.fragments, spool, rules, lineages, chosen)
-    for record in journal.read(first.journal_segment):
-        with_all.apply(record)
-        without.apply(record)
-    assert torch.equal(with_all.values[0].theta, held)
-    assert torch.equal(without.values[0].theta, blend(dice("above", 0), torch.zeros(NUMEL[0]), 0.75))
-    assert not torch.equal(without.values[0].theta, held)
-
-
-def test_versions_above_that_are_done_with_leave_the_disk(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path, snapshot_every=1)
-    try:
-        for version in range(5, 12):
-            above.bring(1, version, dice(version, 1))
-            eventually(lambda wanted=version - 3: syncer.holdings.values[1].version == wanted, "it is taken")  # type: ignore[misc]
-        syncer.api.snapshot()
-        spool = tmp_path / "spool" / ".above"
-        eventually(lambda: 1 <= len(list(spool.glob("1-*"))) <= 3, "those that no snapshot needs are removed")
-    finally:
-        syncer.stop()
 
 
 def sealed(folder: Path, above: SomebodyAbove, sequence: int) -> Path:
@@ -256,47 +234,28 @@ def alike(syncer: Syncer, standby: Standby) -> bool:
     return replayer is not None and [each.digest for each in replayer.values] == [each.digest for each in held]
 
 
-def test_what_an_earlier_lineage_had_from_above_leaves_the_disk(tmp_path: Path) -> None:
-    syncer, _, _ = based(tmp_path / "region", replication=ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2))
-    standby, _ = a_standby(tmp_path / "standby", syncer)
-    eventually(lambda: alike(syncer, standby), "the same values")
-    syncer.stop()
-    warm, above = begun_anew(standby.promote(), "an operator's word", 7), SomebodyAbove()
-    promoted, _ = a_region(tmp_path / "standby", above)
-    promoted.start(warm)
-    try:
-        assert [each.progress.base_version for each in above.known] == [-1, -1]
-        for _ in range(2):
-            promoted.api.snapshot()
-        assert not list((tmp_path / "standby" / "spool" / ".above").iterdir())
-    finally:
-        promoted.stop()
-
-
 def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(tmp_path: Path) -> None:
-    """Those of before it came, and those that come after."""
+    """Those of before it came, and those that come after; what an earlier lineage had from above leaves its disk."""
     ours, theirs = tmp_path / "region", tmp_path / "standby"
-    syncer, above, _ = based(ours, replication=ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2))
-    join(syncer)
-    push(syncer, *update(base_version=1))
-    eventually(lambda: above.sealed, "an update for the one above")
-    first = sealed(ours, above, 1)
-    syncer.api.snapshot()
-    standby, events = a_standby(theirs, syncer)
 
     def both(pattern: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
         return tuple({path.name: path.read_bytes() for path in each.glob(pattern)} for each in (ours, theirs))  # type: ignore[return-value]
 
-    try:
+    replication = ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2)
+    with ExitStack() as ending, based(ours, replication=replication) as (syncer, above, _):
+        join(syncer)
+        push(syncer, *update(base_version=1))
+        eventually(lambda: above.sealed, "an update for the one above")
+        first = sealed(ours, above, 1)
+        syncer.api.snapshot()
+        standby, events = a_standby(theirs, syncer)
+        ending.callback(standby.close)
         eventually(lambda: alike(syncer, standby), "the values of a snapshot, and what came since")
         assert (theirs / outbox_file(0, 1)).read_bytes() == first.read_bytes()
         here, there = both("spool/.above/*")
         assert here == there
         assert len(there) == len(NUMEL)
-        above.below.tell(PushAnswered(0, 1, Outcome.ACCEPTED, None, "d1", 1))
-        above.below.tell(FateTold(Fate(0, 1, 5, 50, "d1")))
-        above.bring(0, 5, torch.zeros(NUMEL[0]))
-        eventually(lambda: above.of(Release), "what was sent is let go")
+        above.takes(1, 5)
         first.unlink()
         eventually(lambda: syncer.holdings.values[0].version == 3, "the version above is blended")
         assert push(syncer, *update(sequence=2, base_version=3)).outcome is Outcome.ACCEPTED
@@ -316,16 +275,22 @@ def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(
         def go_with_the_next() -> bool:
             above.bring(1, version := next(newer), dice(version, 1))
             syncer.api.snapshot()
-            return not old & both("spool/.above/1-*")[1].keys()
+            return not old & (both("spool/.above/1-*")[0].keys() | both("spool/.above/1-*")[1].keys())
 
         eventually(go_with_the_next, "none stays for ever")
         assert not events.of("failed")
-    finally:
-        standby.close()
         syncer.stop()
+        warm, later = begun_anew(standby.promote(), "an operator's word", 7), SomebodyAbove()
+        promoted, _ = a_region(theirs, later)
+        promoted.start(warm)
+        ending.callback(promoted.stop)
+        assert [each.progress.base_version for each in later.known] == [-1, -1]
+        for _ in range(2):
+            promoted.api.snapshot()
+        assert not both("spool/.above/*")[1]
 
 
-def test_while_it_may_tell_nobody_anything_it_does_not_speak_above(tmp_path: Path) -> None:
+def test_it_speaks_above_when_it_may_tell_its_sites_and_ends_in_words_where_it_is_put_out(tmp_path: Path) -> None:
     """As the old syncer that is started again when its standby has taken over: it would put that one out above."""
     above = SomebodyAbove()
     syncer, _ = a_region(tmp_path, above, replication=ReplicationOptions(mode="sync"))
@@ -335,36 +300,11 @@ def test_while_it_may_tell_nobody_anything_it_does_not_speak_above(tmp_path: Pat
         with AdminClient(address) as operator:
             operator.detach()
         eventually(lambda: above.life == ["start"], "it speaks above")
-    finally:
-        syncer.stop()
-
-
-def test_one_that_is_put_out_above_ends_in_words(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path)
-    try:
         above.below.give_up("evicted")
         with pytest.raises(UpstreamRefusedError, match="evicted"):
             syncer.wait(10.0)
     finally:
         syncer.stop()
-
-
-def test_a_run_stays_what_it_is(tmp_path: Path) -> None:
-    syncer, _, _ = based(tmp_path / "region")
-    syncer.stop()
-    for above, words in ((None, "upstream.endpoint is null"), (SomebodyAbove("region-b"), "'region-b'")):
-        syncer, _ = a_region(tmp_path / "region", above)
-        with pytest.raises(StoreError, match=f"{words}, and this run is the region 'region-a'"):
-            syncer.start()
-    syncer, _ = a_region(tmp_path / "plain", None)
-    syncer.start()
-    join(syncer)
-    push(syncer, *update())
-    eventually(lambda: syncer.holdings.values[0].version, "a version")
-    syncer.stop()
-    syncer, _ = a_region(tmp_path / "plain", SomebodyAbove())
-    with pytest.raises(StoreError, match="has begun without a syncer above"):
-        syncer.start()
 
 
 # --- A version that is made of one of the syncer above: the blend, the down-link, and what stays ---------------------
