@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,24 @@ class Story:
         for site in SITES:
             desk.handle(JoinRequested(1, site, "0123abcd"))
 
-    def tell(self) -> None:
+    def restart(self, **options: Any) -> None:
+        """As a new process that takes the folder over."""
+        self.desk.close()
+        self.desk = Desk(self.desk.store.folder, **options)
+        self.desk.begin()
+
+    def settle(self) -> None:
+        """Nothing is under way, and the snapshots are past everything."""
+        while self.desk.under_way:
+            self.desk.finish(min(self.desk.under_way))
+        for _ in range(3):
+            self.desk.snapshot()
+
+    def tell(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._tell()
+
+    def _tell(self) -> None:
         desk, dice = self.desk, self.dice
         if desk.under_way and dice.random() < 0.4:
             desk.finish(dice.choice(sorted(desk.under_way)))
@@ -62,6 +79,15 @@ class Story:
         desk.push(header, payload)
 
 
+@contextmanager
+def telling(folder: Path, seed: int, **options: Any) -> Iterator[Story]:
+    desk = Desk(folder, **options)
+    desk.begin()
+    story = Story(desk, seed)
+    yield story
+    story.desk.close()
+
+
 def assert_same(recovered: Desk, desk: Desk, why: object) -> None:
     """Invariant 11a: memory and every tensor, bit for bit."""
     mine, theirs = recovered.machine.snapshot(), desk.machine.snapshot()
@@ -79,62 +105,46 @@ def assert_same(recovered: Desk, desk: Desk, why: object) -> None:
             assert torch.equal(tensor.view(torch.int32), right.optimizer.tensors[name].view(torch.int32)), (why, name)
 
 
+def assert_copied(desk: Desk, why: object, *, harmed: bool = False) -> None:
+    """A process that takes a copy of the folder over has the same; ``harmed``: also when the newest snapshot is not."""
+    folder = desk.store.folder.with_name("copy")
+    shutil.copytree(desk.store.folder, folder)
+    kept = sorted(path for path in (folder / "snapshots").iterdir() if path.name.isdigit())
+    if harmed and len(kept) > 1:
+        (kept[-1] / "state.json").unlink()
+    again = Desk(folder, desk.codec)
+    assert_same(again, desk, why)
+    again.begin()
+    assert again.under_way == desk.under_way, why
+    again.close()
+    shutil.rmtree(folder)
+
+
 @pytest.mark.parametrize(
     ("codec", "seed"),
     sooner([("fp32", 1), ("int4:32+zstd1", 2), ("int4:32+zstd1", 3)], ("fp32", 1), ("int4:32+zstd1", 2)),
 )
 def test_invariant_11a_recovery_is_the_uninterrupted_syncer_bit_for_bit(tmp_path: Path, codec: str, seed: int) -> None:
     """Killed after any event, in the middle of merges too, and then going on as if nothing had been."""
-    desk = Desk(tmp_path / "run", codec)
-    desk.begin()
-    story = Story(desk, seed)
     merging = 0
-    for number in range(60):
-        story.tell()
-        if number % 13 == 12:
-            desk.snapshot()
-        if number % 4 == 0:
-            merging += bool(desk.under_way)
-            shutil.copytree(tmp_path / "run", tmp_path / "copy")
-            again = Desk(tmp_path / "copy", codec)
-            assert_same(again, desk, (seed, number))
-            again.close()
-            shutil.rmtree(tmp_path / "copy")
+    with telling(tmp_path / "run", seed, codec=codec) as story:
+        for number in range(60):
+            story.tell()
+            if number % 13 == 12:
+                story.desk.snapshot()
+            if number % 4 == 0:
+                merging += bool(story.desk.under_way)
+                assert_copied(story.desk, (seed, number))
     assert merging > 3, "no kill was in the middle of a merge: the dice prove nothing"
-    desk.close()
-
-
-def test_a_recovered_syncer_finishes_the_merges_that_were_under_way_to_the_same_bits(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "run")
-    desk.begin()
-    story = Story(desk, 5)
-    while len(desk.under_way) < 2:
-        story.tell()
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    again = Desk(tmp_path / "copy")
-    again.begin()
-    assert again.under_way == desk.under_way
-    desk.begin()
-    for fragment in (1, 0):
-        assert desk.finish(fragment)
-        assert again.finish(fragment)
-    assert_same(again, desk, "merged after the restart")
-    desk.close()
-    again.close()
 
 
 def told(folder: Path, snapshots: int = 3, seed: int = 8) -> Desk:
-    desk = Desk(folder)
-    desk.begin()
-    story = Story(desk, seed)
-    for _ in range(snapshots):
-        for _ in range(15):
-            story.tell()
-        desk.snapshot()
-    for _ in range(9):
-        story.tell()
-    desk.close()
-    return desk
+    with telling(folder, seed) as story:
+        for _ in range(snapshots):
+            story.tell(15)
+            story.desk.snapshot()
+        story.tell(9)
+    return story.desk
 
 
 def harm(path: Path, how: str) -> bytes:
@@ -272,15 +282,11 @@ def test_a_process_that_died_before_version_0_was_kept_left_a_new_folder(tmp_pat
     store.journal.rotate()
     store.journal.close()
     (tmp_path / "snapshots" / ".00000001.tmp").mkdir()
-    desk = Desk(tmp_path)
-    assert desk.recovered is None
-    desk.begin()
-    story = Story(desk, 1)
-    for _ in range(8):
-        story.tell()
-    desk.close()
+    with telling(tmp_path, 1) as story:
+        assert story.desk.recovered is None
+        story.tell(8)
     again = Desk(tmp_path)
-    assert_same(again, desk, "begun at the second attempt")
+    assert_same(again, story.desk, "begun at the second attempt")
     again.close()
 
 
@@ -289,92 +295,59 @@ def test_a_process_that_died_before_version_0_was_kept_left_a_new_folder(tmp_pat
 
 def test_payloads_do_not_gather_over_many_snapshots_and_restarts(tmp_path: Path) -> None:
     """Bound: what is undecided, what the journal behind the older of two snapshots names, and nothing else."""
-    desk = Desk(tmp_path)
-    desk.begin()
-    story, most = Story(desk, 21), 0
-    for cycle in range(12):
-        for _ in range(12):
-            story.tell()
-        desk.snapshot()
-        if cycle % 3 == 2:
-            desk.close()
-            desk = Desk(tmp_path)
-            desk.begin()
-            story.desk = desk
-        most = max(most, len(list((tmp_path / "spool").glob("*/*.update"))))
+    most = 0
+    with telling(tmp_path, 21) as story:
+        for cycle in range(12):
+            story.tell(12)
+            story.desk.snapshot()
+            if cycle % 3 == 2:
+                story.restart()
+            most = max(most, len(list((tmp_path / "spool").glob("*/*.update"))))
+        story.settle()
     assert most <= 2 * 12 + 2 * len(SITES) * OUTER.updates_in_flight_max, most
-    while desk.under_way:
-        desk.finish(min(desk.under_way))
-    for _ in range(3):
-        desk.snapshot()
     assert list((tmp_path / "spool").glob("*/*.update")) == [], "everything is decided and snapshots are past it"
-    desk.close()
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_payload_goes_while_a_snapshot_that_is_kept_may_need_it(tmp_path: Path, seed: int) -> None:
     """At any point the newest snapshot may turn out damaged: the one before it and its journal must still do."""
-    desk = Desk(tmp_path / "run")
-    desk.begin()
-    story = Story(desk, seed)
     writer: Callable[[], int] | None = None
-    for number in range(70):
-        story.tell()
-        if number % 9 == 3:
-            writer = desk.snapshot_writer()  # Cut here ...
-        if number % 9 == 6 and writer is not None:
-            writer()  # ... and written and pruned while the run has gone on.
-        if number % 7 == 0:
-            shutil.copytree(tmp_path / "run", tmp_path / "copy")
-            kept = sorted(path for path in (tmp_path / "copy" / "snapshots").iterdir() if path.name.isdigit())
-            if len(kept) > 1:
-                (kept[-1] / "state.json").unlink()
-            again = Desk(tmp_path / "copy")
-            assert_same(again, desk, (seed, number))
-            again.close()
-            shutil.rmtree(tmp_path / "copy")
-    desk.close()
+    with telling(tmp_path / "run", seed) as story:
+        for number in range(70):
+            story.tell()
+            if number % 9 == 3:
+                writer = story.desk.snapshot_writer()  # Cut here ...
+            if number % 9 == 6 and writer is not None:
+                writer()  # ... and written and pruned while the run has gone on.
+            if number % 7 == 0:
+                assert_copied(story.desk, (seed, number), harmed=True)
 
 
 def test_a_record_without_a_payload_takes_no_payload_along(tmp_path: Path) -> None:
     """Seen: its empty name was dropped with the other decided ones, and that is the folder of all of them."""
-    desk = Desk(tmp_path)
-    desk.begin()
-    story = Story(desk, 3)
-    for _ in range(6):
-        story.tell()
-    refused = UpdateArrived(1, SITES[0], 1, 0, 1, 0, 1, 1, 1, 1, "0" * 64, "", "fp32", finite=False, final=False)
-    effects = desk.machine.handle(refused, desk.now_ns)
-    desk.store.journal.append([Record(desk.now_ns, refused, digest_effects(effects))])
-    desk.store.journal.flush()
-    desk.close()
-    desk = Desk(tmp_path)
-    desk.begin()
-    story.desk = desk
-    for _ in range(3):
-        story.tell()
-        desk.snapshot()
-    waiting = payloads_in(desk.machine.snapshot())
+    with telling(tmp_path, 3) as story:
+        story.tell(6)
+        refused = UpdateArrived(1, SITES[0], 1, 0, 1, 0, 1, 1, 1, 1, "0" * 64, "", "fp32", finite=False, final=False)
+        effects = story.desk.machine.handle(refused, story.desk.now_ns)
+        story.desk.store.journal.append([Record(story.desk.now_ns, refused, digest_effects(effects))])
+        story.desk.store.journal.flush()
+        story.restart()
+        for _ in range(3):
+            story.tell()
+            story.desk.snapshot()
+        waiting = payloads_in(story.desk.machine.snapshot())
     assert waiting, "something is undecided"
     for reference, digest in waiting.items():
-        stored(desk.store.spool, reference, digest)
-    desk.close()
+        stored(story.desk.store.spool, reference, digest)
 
 
 def test_the_payloads_of_an_evicted_site_go_too(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, outer=replace(OUTER, quorum=3))
-    desk.begin()
-    story = Story(desk, 2)
-    for _ in range(6):
-        story.tell()
-    for site in SITES:
-        desk.handle(SiteEvicted(1, site))
-    while desk.under_way:
-        desk.finish(min(desk.under_way))
-    for _ in range(3):
-        desk.snapshot()
+    with telling(tmp_path, 2, outer=replace(OUTER, quorum=3)) as story:
+        story.tell(6)
+        for site in SITES:
+            story.desk.handle(SiteEvicted(1, site))
+        story.settle()
     assert list((tmp_path / "spool").glob("*/*.update")) == []
-    desk.close()
 
 
 def test_nothing_that_is_not_needed_is_read_at_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,65 +365,51 @@ def test_nothing_that_is_not_needed_is_read_at_a_start(tmp_path: Path, monkeypat
     assert [name for name in read if name != "state.json"] == ["fragment-0.safetensors", "fragment-1.safetensors"]
 
 
-@pytest.mark.parametrize("restarts", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(tmp_path: Path, restarts: bool) -> None:
+def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(tmp_path: Path) -> None:
     """From the oldest snapshot that is kept: the same bits as the run has now, with every payload on the way."""
     retention, bound = Retention(12, 1 << 30), 0
-    desk = Desk(tmp_path, retention=retention)
-    desk.begin()
-    story = Story(desk, 31)
-    for cycle in range(14):
-        for _ in range(12):
-            story.tell()
-        desk.snapshot()
-        if restarts and cycle % 4 == 3:
-            desk.close()
-            desk = Desk(tmp_path, retention=retention)
-            desk.begin()
-            story.desk = desk
-        kept = [desk.store.snapshots.point(number) for number in desk.store.snapshots.numbers()]
-        assert kept[0].number == 1 or kept[-1].steps - kept[0].steps >= 12
-        bound = max(bound, len(kept))
-        oldest = desk.store.snapshots.load(kept[0].number)
-        machine = OuterSync.restore(OUTER, oldest.state)
-        replayer = Replayer(machine, oldest.fragments, desk.store.spool, desk.rules, desk.store.lineages)
-        for record in desk.store.journal.read(oldest.journal_segment, oldest.journal_chain):
-            replayer.apply(record)
-        assert [each.digest for each in replayer.values] == [each.digest for each in desk.values], cycle
-        assert min(desk.store.journal.segments()) == oldest.journal_segment
+    with telling(tmp_path, 31, retention=retention) as story:
+        for cycle in range(14):
+            story.tell(12)
+            story.desk.snapshot()
+            if cycle % 4 == 3:
+                story.restart(retention=retention)
+            desk, store = story.desk, story.desk.store
+            kept = [store.snapshots.point(number) for number in store.snapshots.numbers()]
+            assert kept[0].number == 1 or kept[-1].steps - kept[0].steps >= 12
+            bound = max(bound, len(kept))
+            oldest = store.snapshots.load(kept[0].number)
+            machine = OuterSync.restore(OUTER, oldest.state)
+            replayer = Replayer(machine, oldest.fragments, store.spool, desk.rules, store.lineages)
+            for record in store.journal.read(oldest.journal_segment, oldest.journal_chain):
+                replayer.apply(record)
+            assert [each.digest for each in replayer.values] == [each.digest for each in desk.values], cycle
+            assert min(store.journal.segments()) == oldest.journal_segment
     assert kept[0].number > 1, "something went"
     assert bound <= 6
-    desk.close()
 
 
 def test_a_bound_on_the_past_is_kept_and_said_and_a_full_disk_takes_all_of_it(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, retention=Retention(1000, 20_000))
-    desk.begin()
-    story = Story(desk, 32)
-    for _ in range(20):
-        for _ in range(10):
-            story.tell()
-        desk.snapshot()
-    (note,) = desk.notes
-    assert note == "less than the last 1000 outer steps can be replayed: 20000 bytes do not hold them"
-    kept = [desk.store.snapshots.point(number) for number in desk.store.snapshots.numbers()]
-    past = sum(point.size for point in kept[:-2]) + desk.store._bytes_in(range(kept[0].segment, kept[-2].segment))
-    assert past <= 20_000
-    desk.close()
-    desk = Desk(tmp_path, retention=Retention(1000, 1 << 30))
-    desk.begin()
-    story.desk = desk
-    for _ in range(3):
-        for _ in range(10):
-            story.tell()
-        desk.snapshot()
-    assert len(desk.store.snapshots.numbers()) > 2
-    desk.store.let_go_of_the_past()
-    assert len(desk.store.snapshots.numbers()) == 2
-    assert desk.notes[-1].endswith("what is behind them went: the disk is full")
-    desk.close()
+    with telling(tmp_path, 32, retention=Retention(1000, 20_000)) as story:
+        store = story.desk.store
+        for _ in range(20):
+            story.tell(10)
+            story.desk.snapshot()
+        (note,) = story.desk.notes
+        assert note == "less than the last 1000 outer steps can be replayed: 20000 bytes do not hold them"
+        kept = [store.snapshots.point(number) for number in store.snapshots.numbers()]
+        past = sum(point.size for point in kept[:-2]) + store._bytes_in(range(kept[0].segment, kept[-2].segment))
+        assert past <= 20_000
+        story.restart(retention=Retention(1000, 1 << 30))
+        for _ in range(3):
+            story.tell(10)
+            story.desk.snapshot()
+        assert len(story.desk.store.snapshots.numbers()) > 2
+        story.desk.store.let_go_of_the_past()
+        assert len(story.desk.store.snapshots.numbers()) == 2
+        assert story.desk.notes[-1].endswith("what is behind them went: the disk is full")
     again = Desk(tmp_path)
-    assert_same(again, desk, "what recovery needs is there")
+    assert_same(again, story.desk, "what recovery needs is there")
     again.close()
 
 
