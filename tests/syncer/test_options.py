@@ -37,11 +37,6 @@ def test_an_option_that_cannot_work_is_refused_with_its_value(field: str, value:
         SyncerOptions(folder="x", **{field: value})  # type: ignore[arg-type]
 
 
-def test_no_number_of_threads_is_as_many_as_there_are_cores_for() -> None:
-    assert 1 <= SyncerOptions(folder="x").threads_used <= 4
-    assert SyncerOptions(folder="x", threads=7).threads_used == 7
-
-
 # --- The bound of a syncer's memory ----------------------------------------------------------------------------------
 
 NUMEL = LAYOUT.numel

@@ -206,6 +206,11 @@ def test_a_site_that_speaks_2_joins_pushes_watches_and_pulls(tmp_path: Path) -> 
         header, payload = update()
         values = dice(("a", 0, 1), 0)
         header = replace(header, digest=digest_of(payload, LIKE_2), values_digest=digest(values, LIKE_2))
+        others = replace(header, values_digest=digest(dice("other", 0), LIKE_2))
+        assert push(syncer, others, payload).reason is Reason.CORRUPT
+        with pytest.raises(Refusal) as raised:
+            push(syncer, replace(header, digest=LIKE_2), payload)
+        assert raised.value.status is Status.DATA_LOSS
         assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
         eventually(lambda: syncer.holdings.values[0].version == 1, "the first version")
         held = syncer.holdings.values[0].published
@@ -215,17 +220,6 @@ def test_a_site_that_speaks_2_joins_pushes_watches_and_pulls(tmp_path: Path) -> 
         assert (source.header.payload_crc32 != 0, of_3.header.payload_crc32) == (True, 0)
         start = make_codec("fp32").decode(pulled(syncer, "a", -1).parts[0], held.numel())
         assert digest(start) == digest(held)
-
-
-def test_other_values_than_a_site_of_protocol_2_says_are_refused(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        joined(syncer)
-        header, payload = update()
-        header = replace(header, digest=digest_of(payload, LIKE_2), values_digest=digest(dice("other", 0), LIKE_2))
-        assert push(syncer, header, payload).reason is Reason.CORRUPT
-        with pytest.raises(Refusal) as raised:
-            push(syncer, replace(header, digest="0" * 64), payload)
-        assert raised.value.status is Status.DATA_LOSS
 
 
 def test_what_a_site_of_protocol_2_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:

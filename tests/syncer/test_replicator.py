@@ -270,27 +270,6 @@ def test_a_standby_of_another_run_or_with_another_journal_is_refused(
     assert len(log.of("standby_follows")) == 1, "one of an earlier release follows by its digest"
 
 
-def test_one_that_has_nothing_begins_with_a_snapshot_and_one_that_has_all_with_nothing(
-    replicating: Replicating,
-) -> None:
-    replicator, _ = replicating()
-    parts = replicator.follow(start()).parts()
-    follows = next(parts)
-    assert isinstance(follows, Follows)
-    assert (follows.anew, follows.segment, follows.chain) == (True, 1, "0" * 64)
-    names = []
-    for part in parts:
-        if getattr(part, "segment", 0):
-            break
-        names.append(getattr(part, "name", ""))
-    assert [name for name in names if name] == [
-        f"snapshots/00000001/{name}" for name in ("fragment-0.safetensors", "manifest.json", "state.json")
-    ]
-    follower = replicator.follow(start(segment=1, chain=replicator.store.journal.chain.hex()))
-    assert follower.place == replicator.machine.durable or follower.place[1] <= replicator.machine.durable[1]
-    assert next(follower.parts()) == Follows(False, 1, replicator.store.journal.chain.hex(), 1, waits=True)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +25,6 @@ from diloco.syncer.snapshots import (
     FragmentValues,
     NewerSnapshotError,
     NotAsWritten,
-    Retention,
     Snapshot,
     SnapshotError,
     Snapshots,
@@ -145,27 +143,6 @@ def nothing_behind(segments: range) -> int:
 
 def pruned(snapshots: Snapshots) -> list[int]:
     return [point.segment for point in snapshots.prune(RECOVERY_ONLY, nothing_behind).kept]
-
-
-def test_the_newest_are_kept_and_the_journal_that_they_need(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
-    needed = []
-    for number in range(1, 6):
-        snapshots.write(snapshot(number))
-        needed.append(pruned(snapshots)[0])
-    assert snapshots.numbers() == [4, 5]
-    assert needed == [11, 11, 12, 13, 14]
-    assert pruned(Snapshots(tmp_path)) == [14, 15], "known again from what lies there"
-
-
-def test_retention_keeps_older_ones_that_are_not_too_many(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
-    for number in range(1, 12):
-        state = {"sites": {}, "fragments": [{"version": 3 * number}, {"version": 2 * number}]}
-        snapshots.write(replace(snapshot(number), state=state))
-        kept = snapshots.prune(Retention(20, 1 << 30), nothing_behind)
-        assert [point.number for point in kept.kept] == snapshots.numbers()
-    assert [point.steps for point in kept.kept] == [35, 45, 50, 55]
 
 
 def test_a_crash_while_one_is_written_or_dropped_leaves_no_half_of_it(

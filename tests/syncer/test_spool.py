@@ -73,17 +73,6 @@ def test_a_kept_update_is_read_by_its_reference_and_any_change_is_named(tmp_path
         spool.check(reference, header.digest)
 
 
-def test_what_was_not_taken_yet_is_there_for_the_next_attempt(tmp_path: Path) -> None:
-    header, payload = update()
-    spool = Spool(tmp_path)
-    reference, partial = kept(spool, header, payload)
-    spool.settle(reference, Settled.GIVEN_BACK, partial)
-    again = spool.open_partial(header)
-    assert again.offset == len(payload)
-    assert again.digest() == header.digest
-    again.close()
-
-
 def test_a_site_and_fragment_leaves_at_most_one_update_half_way(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     for sequence in range(1, 6):

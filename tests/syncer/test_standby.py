@@ -196,13 +196,6 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path, name: str, path: s
     assert [each.name for each in (tmp_path / path).parent.iterdir()] == [(tmp_path / path).name]
 
 
-def test_a_unit_is_handed_over(tmp_path: Path) -> None:
-    found = incoming(tmp_path, an_item(""))
-    bring(found)
-    assert found.finish() == DATA
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_is_not_what_was_declared_gets_no_name(tmp_path: Path) -> None:
     found, damaged = incoming(tmp_path, an_item(NAME, "0" * 64)), incoming(tmp_path, an_item(f"{NAME}.update"))
     bring(found)
