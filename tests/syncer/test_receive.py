@@ -7,6 +7,8 @@ import hashlib
 import math
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,14 @@ def reception(
     checks = checks or threading.BoundedSemaphore()
     emit = Events().emit
     return Reception(syncer.core, syncer.holdings, header, tally or Tally(), emit, PROTOCOL, 0, checks, Buffers(1))
+
+
+def finish(session: Reception, header: PushHeader, payload: bytes) -> PushResult:
+    session.write(session.offset, memoryview(payload)[session.offset :])
+    try:
+        return session.commit(header.digest)
+    finally:
+        session.close()
 
 
 def spooled(folder: Path) -> list[str]:
@@ -136,22 +146,16 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
 
 def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> None:
     """The machine may change its mind between the first look and the commit."""
-    header, payload = update(sequence=1)
+    first, (header, payload) = update(sequence=1), update(sequence=2)
     with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "updates_in_flight_max": 1}) as syncer:
         join(syncer)
-        second = update(sequence=2)
-        session = syncer.api.open_push(header)
+        session = syncer.api.open_push(first[0])
         assert isinstance(session, Reception)
-        assert syncer.api.open_push(second[0]) == PushResult(Outcome.RETRY, 0, Reason.GAP, epoch=1)
-        session.write(0, memoryview(payload))
-        assert session.commit(header.digest).outcome is Outcome.ACCEPTED
-        session.close()
-        late = reception(syncer, second[0])
-        late.write(0, memoryview(second[1]))
-        assert late.commit(second[0].digest) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
-        late.close()
-        again = reception(syncer, second[0])
-        assert again.offset == len(second[1])
+        assert syncer.api.open_push(header) == PushResult(Outcome.RETRY, 0, Reason.GAP, epoch=1)
+        assert finish(session, *first).outcome is Outcome.ACCEPTED
+        assert finish(reception(syncer, header), header, payload) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
+        again = reception(syncer, header)
+        assert again.offset == len(payload)
         again.close()
 
 
@@ -161,17 +165,10 @@ def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Pat
         header, payload = update()
         twin = reception(syncer, header)
         twin.write(0, memoryview(payload))
-        direct = reception(syncer, header)
-        assert direct.offset == 0 or direct.offset == len(payload)
-        direct.write(direct.offset, memoryview(payload)[direct.offset :])
-        assert direct.commit(header.digest).outcome is Outcome.ACCEPTED
-        direct.close()
+        assert finish(reception(syncer, header), header, payload).outcome is Outcome.ACCEPTED
         eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
         twin.close()
-        again = reception(syncer, header)
-        again.write(again.offset, memoryview(payload)[again.offset :])
-        assert again.commit(header.digest).outcome is Outcome.DUPLICATE
-        again.close()
+        assert finish(reception(syncer, header), header, payload).outcome is Outcome.DUPLICATE
         assert len(spooled(tmp_path)) == 1
         for _ in range(3):
             syncer.api.snapshot()
@@ -222,22 +219,14 @@ def test_values_are_in_memory_only_where_there_is_room_for_them(tmp_path: Path) 
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         tally, checks = Tally(), threading.BoundedSemaphore(1)
-        session = reception(syncer, header, tally, checks)
         checks.acquire()
-        done: list[PushResult] = []
-
-        def push_it() -> None:
-            session.write(0, memoryview(payload))
-            done.append(session.commit(header.digest))
-
-        thread = threading.Thread(target=push_it)
-        thread.start()
-        thread.join(0.3)
-        assert done == []
-        checks.release()
-        thread.join(30.0)
-        assert (done, tally.payloads_decoded) == ([PushResult(Outcome.ACCEPTED, 0)], 1)
-        session.close()
+        with ThreadPoolExecutor(1) as pushing:
+            done = pushing.submit(finish, reception(syncer, header, tally, checks), header, payload)
+            time.sleep(0.3)
+            assert not done.done()
+            checks.release()
+            assert done.result(30.0) == PushResult(Outcome.ACCEPTED, 0)
+        assert tally.payloads_decoded == 1
         assert checks.acquire(blocking=False), "there is room again"
 
 
@@ -276,11 +265,8 @@ def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
             with pytest.raises(Refusal, match="disk full: No space left on device"):
                 push(syncer, header, payload)
             eventually(lambda: syncer.core.held, "the loop waits")
-            twin = reception(syncer, header)
-            twin.write(0, memoryview(payload))
             with pytest.raises(Refusal, match="disk full: No space left on device"):
-                twin.commit(header.digest)
-            twin.close()
+                finish(reception(syncer, header), header, payload)
         assert syncer.store.journal.append == append
         eventually(lambda: syncer.core.held is None, "there is room again")
         assert push(syncer, header, payload).outcome is Outcome.DUPLICATE

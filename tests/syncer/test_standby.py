@@ -21,7 +21,7 @@ from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.state import FragmentState, OuterState
 from diloco.syncer.lease import FileLease, Lease, LeaseHolder, remembered
 from diloco.syncer.options import RunPlan
-from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy, Succession, Warm, begun_anew, try_to_lead
+from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy, Succession, Warm, try_to_lead
 from diloco.wire.chunks import cut
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Chunk, Item, ProbeAsk, Refusal, Refused, Status, Unreachable
@@ -396,29 +396,3 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
         scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "disk full: No space left" in str(note["why"]))
         scene.taken.wait_for("taken", 1, BOUND_S)
     assert left == [0]
-
-
-def test_what_an_operator_gives_up_begins_a_new_lineage_that_sites_start_over_in(tmp_path: Path) -> None:
-    """The standby lacks what was told after it had gone: sites that know it start over from what there is."""
-    toy = a_toy(tmp_path, mode="async")
-    second = free_port()
-    with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):
-        with serving(toy) as (syncer, address, first), SiteThread(toy, "a", address, step_s=STEP_S):
-            first.wait_for("published", 8, BOUND_S)
-            eventually(lambda: standby.ready, BOUND_S, "it has a state")
-            warm = standby.promote()
-            had = [fragment.version for fragment in warm.machine.state.fragments]
-            first.wait_for("published", len(first.of("published")) + 6, BOUND_S)
-            there = [fragment.version for fragment in syncer.core.ask(lambda machine: machine.state.fragments)]
-        assert max(there) > max(had)
-        log = Log()
-        promoted = toy.syncer(log.emit, folder="standby", port=second)
-        address = promoted.start(begun_anew(warm, "a test gave it up", 1_795_000_000))
-        try:
-            lineage, fragments = promoted.core.ask(lambda machine: (machine.state.lineage, machine.state.fragments))
-            assert lineage == 1_795_000_000
-            assert [fragment.version for fragment in fragments] == [version + 1 for version in had]
-            with SiteThread(toy, "a", address, step_s=STEP_S) as site:
-                site.log.wait_for("adopted", 6, BOUND_S, where=lambda event: event["merged"])
-        finally:
-            promoted.stop()
