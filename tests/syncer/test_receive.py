@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,16 @@ QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
 """No round closes while one site pushes."""
 
 
+HEADER, PAYLOAD = update()
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        yield syncer
+
+
 def reception(
     syncer: Syncer, header: PushHeader, tally: Tally | None = None, checks: threading.BoundedSemaphore | None = None
 ) -> Reception:
@@ -56,18 +67,17 @@ def spooled(folder: Path) -> list[str]:
 
 
 def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
-    header, payload = update()
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
-        assert push(syncer, header, payload) == PushResult(Outcome.ACCEPTED, 0, epoch=1)
+        assert push(syncer, HEADER, PAYLOAD) == PushResult(Outcome.ACCEPTED, 0, epoch=1)
         (name,) = spooled(tmp_path)
-        assert (tmp_path / "spool" / name).read_bytes() == payload
-        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
+        assert (tmp_path / "spool" / name).read_bytes() == PAYLOAD
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
         other, other_payload = update(values=dice("other", 0))
         assert push(syncer, other, other_payload) == PushResult(Outcome.REFUSED, 0, Reason.CONFLICT, epoch=1)
         assert spooled(tmp_path) == [name]
     with serving(tmp_path, **QUIET) as syncer:  # And it is known to the next process.
-        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
 
 
 def open_below(folder: Path) -> list[str]:
@@ -84,30 +94,28 @@ def bytes_up(syncer: Syncer) -> object:
 
 
 def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is_counted(tmp_path: Path) -> None:
-    header, payload = update()
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         for end in (10, 11, 60):
-            session = syncer.api.open_push(header)
+            session = syncer.api.open_push(HEADER)
             assert isinstance(session, Reception)
-            session.write(session.offset, memoryview(payload)[session.offset : end])
+            session.write(session.offset, memoryview(PAYLOAD)[session.offset : end])
             assert open_below(tmp_path / "spool")
             session.close()
             assert open_below(tmp_path / "spool") == []
         assert bytes_up(syncer) == 60
     with serving(tmp_path, **QUIET) as syncer:
-        session = syncer.api.open_push(header)
+        session = syncer.api.open_push(HEADER)
         assert isinstance(session, Reception)
         assert session.offset == 60
         session.close()
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
         assert open_below(tmp_path / "spool") == []
-        assert bytes_up(syncer) == len(payload) - 60
+        assert bytes_up(syncer) == len(PAYLOAD) - 60
 
 
 def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_path: Path) -> None:
-    header, payload = update()
     small, encoded = update(encoding="int8")
     broken = bytes([0xFF, 0xFF]) + encoded[2:]  # The first scale becomes a NaN.
     others = digest(dice("other", 0))
@@ -116,7 +124,7 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
         join(syncer)
         before, state = files(tmp_path), syncer.core.ask(lambda machine: machine.snapshot())
         with pytest.raises(Refusal, match="digest of the payload is not the declared one; send it again") as raised:
-            push(syncer, header, payload[:-1] + b"!")
+            push(syncer, HEADER, PAYLOAD[:-1] + b"!")
         assert raised.value.status is Status.DATA_LOSS
         with pytest.raises(Refusal, match="payload is no int8") as raised:
             push(syncer, replace(small, digest=hashlib.sha256(broken).hexdigest()), broken)
@@ -126,7 +134,7 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
             values[7] = float(bad)
             refused = push(syncer, *update(values=values))
             assert refused == PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1), bad
-        for whole, sent in ((header, payload), (small, encoded)):
+        for whole, sent in ((HEADER, PAYLOAD), (small, encoded)):
             refused = push(syncer, replace(whole, values_digest=others), sent)
             assert refused == PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1)
         assert files(tmp_path) == before
@@ -140,7 +148,7 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
         status: Any = syncer.api.status()
         assert status["refused_at_the_door"] == {"non_finite": 3, "corrupt": 2}
         assert status["sites"]["a"]["updates_corrupt"] == 2
-        meant = digest(make_codec("int8").decode(encoded, header.numel))
+        meant = digest(make_codec("int8").decode(encoded, HEADER.numel))
         assert push(syncer, replace(small, values_digest=meant), encoded).outcome is Outcome.ACCEPTED
 
 
@@ -162,116 +170,102 @@ def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> N
 def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Path) -> None:
     with serving(tmp_path) as syncer:
         join(syncer)
-        header, payload = update()
-        twin = reception(syncer, header)
-        twin.write(0, memoryview(payload))
-        assert finish(reception(syncer, header), header, payload).outcome is Outcome.ACCEPTED
+        twin = reception(syncer, HEADER)
+        twin.write(0, memoryview(PAYLOAD))
+        assert finish(reception(syncer, HEADER), HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
         eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
         twin.close()
-        assert finish(reception(syncer, header), header, payload).outcome is Outcome.DUPLICATE
+        assert finish(reception(syncer, HEADER), HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
         assert len(spooled(tmp_path)) == 1
         for _ in range(3):
             syncer.api.snapshot()
         assert spooled(tmp_path) == []
 
 
-def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        with monkeypatch.context() as patch:
+def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(
+    syncer: Syncer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
 
-            def full(path: Path, step: Step) -> None:
-                raise OSError(28, "No space left on device")
+        def full(path: Path, step: Step) -> None:
+            raise OSError(28, "No space left on device")
 
-            patch.setattr(syncer.store.disk, "sync_file", full)
-            with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
-                push(syncer, header, payload)
-            assert raised.value.status is Status.UNAVAILABLE
-        assert spooled(tmp_path) == [], "pages whose fsync failed count as written: every byte is sent again"
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-        assert syncer.failed is None
+        patch.setattr(syncer.store.disk, "sync_file", full)
+        with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
+            push(syncer, HEADER, PAYLOAD)
+        assert raised.value.status is Status.UNAVAILABLE
+    assert spooled(tmp_path) == [], "pages whose fsync failed count as written: every byte is sent again"
+    assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
+    assert syncer.failed is None
 
 
-def test_the_payload_is_durable_before_the_machine_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        steps: list[str] = []
-        real = os.fsync
+def test_the_payload_is_durable_before_the_machine_hears_of_it(syncer: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    real = os.fsync
 
-        def noted(handle: int) -> None:
-            name = os.readlink(f"/proc/self/fd/{handle}")
-            steps.append("folder" if os.path.isdir(name) else "payload")
-            real(handle)
+    def noted(handle: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{handle}")
+        steps.append("folder" if os.path.isdir(name) else "payload")
+        real(handle)
 
-        append = syncer.store.journal.append
-        monkeypatch.setattr(os, "fsync", noted)
-        monkeypatch.setattr(syncer.store.journal, "append", lambda turn: (steps.append("record"), append(turn))[1])
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-        monkeypatch.undo()
+    append = syncer.store.journal.append
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(syncer.store.journal, "append", lambda turn: (steps.append("record"), append(turn))[1])
+    assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
+    monkeypatch.undo()
     assert steps.index("payload") < steps.index("record")
     assert steps[steps.index("record") - 1] == "folder"
 
 
-def test_values_are_in_memory_only_where_there_is_room_for_them(tmp_path: Path) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        tally, checks = Tally(), threading.BoundedSemaphore(1)
-        checks.acquire()
-        with ThreadPoolExecutor(1) as pushing:
-            done = pushing.submit(finish, reception(syncer, header, tally, checks), header, payload)
-            time.sleep(0.3)
-            assert not done.done()
-            checks.release()
-            assert done.result(30.0) == PushResult(Outcome.ACCEPTED, 0)
-        assert tally.payloads_decoded == 1
-        assert checks.acquire(blocking=False), "there is room again"
+def test_values_are_in_memory_only_where_there_is_room_for_them(syncer: Syncer) -> None:
+    tally, checks = Tally(), threading.BoundedSemaphore(1)
+    checks.acquire()
+    with ThreadPoolExecutor(1) as pushing:
+        done = pushing.submit(finish, reception(syncer, HEADER, tally, checks), HEADER, PAYLOAD)
+        time.sleep(0.3)
+        assert not done.done()
+        checks.release()
+        assert done.result(30.0) == PushResult(Outcome.ACCEPTED, 0)
+    assert tally.payloads_decoded == 1
+    assert checks.acquire(blocking=False), "there is room again"
 
 
 @pytest.mark.parametrize(("every_s", "wanted"), [(0.0, 4), (1e9, 1)])
 def test_a_push_that_moves_is_a_sign_of_life_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: int
+    syncer: Syncer, monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: int
 ) -> None:
-    header, payload = update()
     monkeypatch.setattr(api, "HEARD_EVERY_S", every_s)
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        heard: list[str] = []
-        monkeypatch.setattr(syncer.core, "heard", heard.append)
-        session = reception(syncer, header)
-        for at in range(0, len(payload), -(-len(payload) // 4)):
-            session.write(at, memoryview(payload)[at : at + -(-len(payload) // 4)])
-        assert session.commit(header.digest).outcome is Outcome.ACCEPTED
-        session.close()
-    assert heard == [header.site_id] * wanted
+    heard: list[str] = []
+    monkeypatch.setattr(syncer.core, "heard", heard.append)
+    session = reception(syncer, HEADER)
+    for at in range(0, len(PAYLOAD), -(-len(PAYLOAD) // 4)):
+        session.write(at, memoryview(PAYLOAD)[at : at + -(-len(PAYLOAD) // 4)])
+    assert session.commit(HEADER.digest).outcome is Outcome.ACCEPTED
+    session.close()
+    assert heard == [HEADER.site_id] * wanted
 
 
 def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    syncer: Syncer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site hears of the full disk, and sends it again while the first attempt is still to be written."""
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        append = syncer.store.journal.append
-        with monkeypatch.context() as patch:
+    append = syncer.store.journal.append
+    with monkeypatch.context() as patch:
 
-            def full(records: object) -> None:
-                raise DiskFullError(28, "No space left on device")
+        def full(records: object) -> None:
+            raise DiskFullError(28, "No space left on device")
 
-            patch.setattr(syncer.store.journal, "append", full)
-            with pytest.raises(Refusal, match="disk full: No space left on device"):
-                push(syncer, header, payload)
-            eventually(lambda: syncer.core.held, "the loop waits")
-            with pytest.raises(Refusal, match="disk full: No space left on device"):
-                finish(reception(syncer, header), header, payload)
-        assert syncer.store.journal.append == append
-        eventually(lambda: syncer.core.held is None, "there is room again")
-        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
-        eventually(lambda: not syncer.store.spool._claims, "every attempt is over")
-        assert len(spooled(tmp_path)) == 1
+        patch.setattr(syncer.store.journal, "append", full)
+        with pytest.raises(Refusal, match="disk full: No space left on device"):
+            push(syncer, HEADER, PAYLOAD)
+        eventually(lambda: syncer.core.held, "the loop waits")
+        with pytest.raises(Refusal, match="disk full: No space left on device"):
+            finish(reception(syncer, HEADER), HEADER, PAYLOAD)
+    assert syncer.store.journal.append == append
+    eventually(lambda: syncer.core.held is None, "there is room again")
+    assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
+    eventually(lambda: not syncer.store.spool._claims, "every attempt is over")
+    assert len(spooled(tmp_path)) == 1
     verify(tmp_path)
 
 

@@ -70,6 +70,21 @@ def stopped(folder: Path, seed: int = 6) -> Desk:
     return desk
 
 
+def backed_up(folder: Path) -> tuple[Desk, Callable[[Path], object]]:
+    """A run in the folder ``lost``, and what fetches its backup; the folder ``run`` is empty."""
+    desk = stopped(folder / "lost")
+    vault = Vault(str(folder / "vault"))
+    one, _ = back_up(folder / "lost", vault)
+    (folder / "run").mkdir()
+    return desk, lambda to: vault.fetch(RUN, one, to)
+
+
+def assert_versions(folder: Path, wanted: list[int]) -> None:
+    desk = Desk(folder)
+    assert versions(desk) == wanted
+    desk.close()
+
+
 def image_of(folder: Path) -> Image:
     kept = Kept(folder)
     rebuilt = kept.replay(RULES, CHOSEN)
@@ -200,13 +215,12 @@ def test_a_restore_in_place_that_is_cut_short_has_happened_or_has_not(tmp_path: 
 
 @LEFT_OPEN
 def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "lost")
-    vault = Vault(str(tmp_path / "vault"))
-    one, _ = back_up(tmp_path / "lost", vault)
+    desk, fetch = backed_up(tmp_path)
+    wanted = [version + 1 for version in versions(desk)]
     refused = 0
 
     def restore(disk: Disk) -> None:
-        restore_backup(tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, one, to), "lost", KNOWN, disk)
+        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN, disk)
 
     def attempt(disk: Disk) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -215,7 +229,6 @@ def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -
 
     def after(done: bool) -> None:
         nonlocal refused
-        wanted = [version + 1 for version in versions(desk)]
         if any((tmp_path / "run").iterdir()):
             try:
                 again = Desk(tmp_path / "run")
@@ -229,13 +242,11 @@ def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -
                 return
         assert not done
         restore(Disk())
-        again = Desk(tmp_path / "run")
-        assert versions(again) == wanted
-        again.close()
+        assert_versions(tmp_path / "run", wanted)
 
     assert crash_everywhere(attempt, after, 17) > 60
     assert refused > 2
-    assert_goes_on(tmp_path / "run", tuple(desk.values), [version + 1 for version in versions(desk)]).close()
+    assert_goes_on(tmp_path / "run", tuple(desk.values), wanted).close()
 
 
 def from_a_site(
@@ -282,29 +293,21 @@ def test_a_region_from_a_site_is_the_site_that_it_was_above(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_restored_is_refused_and_the_run_stays_as_it_is(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "run")
-    image = image_of(tmp_path / "run")
-    vault = Vault(str(tmp_path / "vault"))
-    one, _ = back_up(tmp_path / "run", vault)
+    desk, fetch = backed_up(tmp_path)
+    image = image_of(tmp_path / "lost")
     with pytest.raises(RestoreError, match=r"is not empty .* move it away first"):
-        restore_backup(tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, one, to), "lost", KNOWN)
+        restore_backup(tmp_path / "lost", CARD, RULES, fetch, "lost", KNOWN)
     other = Image({**image.card, "run_id": "other"}, image.fragments, image.held)
     with pytest.raises(RestoreError, match="of another run: its run_id is 'other', and here it is 'small'"):
-        restore_in_place(tmp_path / "run", CARD, RULES, other, "why", KNOWN)
+        restore_in_place(tmp_path / "lost", CARD, RULES, other, "why", KNOWN)
     with pytest.raises(RestoreError, match="holds no run"):
         restore_in_place(tmp_path / "none", CARD, RULES, image, "why", KNOWN)
-    again = Desk(tmp_path / "run")
-    assert versions(again) == versions(desk)
-    again.close()
+    assert_versions(tmp_path / "lost", versions(desk))
 
 
 @LEFT_OPEN
 def test_a_restore_that_was_cut_short_behind_its_last_move_says_that_it_has_happened(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "lost")
-    vault = Vault(str(tmp_path / "vault"))
-    one, _ = back_up(tmp_path / "lost", vault)
-    (tmp_path / "run").mkdir()
-    fetch = lambda to: vault.fetch(RUN, one, to)  # noqa: E731
+    desk, fetch = backed_up(tmp_path)
 
     class TidyingDisk(Disk):
         def reached(self, step: Step) -> None:
@@ -315,6 +318,4 @@ def test_a_restore_that_was_cut_short_behind_its_last_move_says_that_it_has_happ
         restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN, TidyingDisk())
     with pytest.raises(RestoreError, match="is restored, and only what tidies up after it was cut short: start the"):
         restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN)
-    again = Desk(tmp_path / "run")
-    assert versions(again) == [version + 1 for version in versions(desk)]
-    again.close()
+    assert_versions(tmp_path / "run", [version + 1 for version in versions(desk)])
