@@ -49,9 +49,11 @@ def a_toy(folder: Path, mode: str = "sync", **changes: object) -> Toy:
 
 
 @contextmanager
-def following(toy: Toy, address: str, folder: str = "standby") -> Iterator[tuple[Standby, Log]]:
+def following(
+    toy: Toy, address: str, folder: str = "standby", disk: Disk = PLAIN_DISK
+) -> Iterator[tuple[Standby, Log]]:
     log = Log()
-    standby = toy.standby(folder, address, log.emit)
+    standby = toy.standby(folder, address, log.emit, disk)
     standby.start()
     try:
         yield standby, log

@@ -56,13 +56,24 @@ def restored(toy: Toy, lineage: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_with_or_asks_for_them(
+    tmp_path: Path, kept: bool
+) -> None:
     """They are in no journal; and it takes over in that lineage."""
     toy = a_toy(tmp_path, snapshot_every=1000, retain_steps=1000)
     with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):
         with serving(toy) as (_, address, log), SiteThread(toy, "a", address, step_s=STEP_S):
             log.wait_for("published", 6, BOUND_S)
+            eventually(lambda: standby.ready, BOUND_S, "it has a state")
         restored(toy, 5)
+        if not kept:
+            shutil.rmtree(tmp_path / "syncer" / "lineages" / "5")
+            with serving(toy):
+                eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
+            gone = "lineage 5 began with values that are not kept any more: give the standby an empty folder"
+            assert gone in str(standby.failed)
+            return
         with serving(toy) as (syncer, address, log):
             log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "goes_on")
             with SiteThread(toy, "a", address, step_s=STEP_S):
@@ -76,21 +87,6 @@ def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_
     again = Store(Path(toy.options("standby").folder), toy.plan().card)
     assert again.recover(toy.plan().rules(toy.options("standby"))).machine.state.lineage == 5
     again.journal.close()
-
-
-@pytest.mark.slow
-def test_values_of_a_lineages_beginning_that_are_gone_are_asked_for_in_words(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path, snapshot_every=1000, retain_steps=1000)
-    with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):
-        with serving(toy):
-            eventually(lambda: standby.ready, BOUND_S, "it has a state")
-        restored(toy, 5)
-        shutil.rmtree(tmp_path / "syncer" / "lineages" / "5")
-        with serving(toy):
-            eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
-        assert "lineage 5 began with values that are not kept any more: give the standby an empty folder" in str(
-            standby.failed
-        )
 
 
 def test_it_does_not_end_with_a_run_whose_syncer_has_not_said_that_it_stops(
@@ -291,30 +287,29 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     sooner([Step.STANDBY_FILE, Step.JOURNAL_WRITE, Step.JOURNAL_MARK, Step.JOURNAL_BEGIN], Step.JOURNAL_WRITE),
 )
 def test_a_full_disk_stops_acknowledgements_and_heals(tmp_path: Path, step: Step) -> None:
-    toy, log, disk = a_toy(tmp_path), Log(), FullAt(step)
+    toy, disk = a_toy(tmp_path), FullAt(step)
     toy.replication["timeout_s"] = 0.5
-    with serving(toy) as (_, address, said), SiteThread(toy, "a", address, step_s=STEP_S) as site:
-        standby = toy.standby("standby", address, log.emit, disk)
-        standby.start()
-        try:
-            site.log.wait_for("pushed", 3, BOUND_S)
-            disk.full = True
-            (note,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "disk_full")
-            assert "disk full: No space left on device; the standby does not follow" in str(note["why"])
-            before = len(said.events)
-            said.wait_for("note", 1, BOUND_S, before, lambda note: note["note"] == "held")
-            pushed, steps = len(site.log.of("pushed")), site.toy_site.trained
-            eventually(lambda: site.toy_site.trained > steps + 20, BOUND_S, "the site trains on")
-            assert len(site.log.of("pushed")) <= pushed + 2
-            disk.full = False
-            site.log.wait_for("pushed", pushed + 6, BOUND_S)
-            assert standby.failed is None
-            assert not list((tmp_path / "standby" / "spool").glob("*/.*.tmp"))
-            site.toy_site.halt.set()
-            acknowledged = {(int(str(e["fragment"])), int(str(e["sequence"]))) for e in site.log.of("pushed")}
-        finally:
-            warm = standby.promote()
-        with warm.taken:
+    with (
+        serving(toy) as (_, address, said),
+        SiteThread(toy, "a", address, step_s=STEP_S) as site,
+        following(toy, address, disk=disk) as (standby, log),
+    ):
+        site.log.wait_for("pushed", 3, BOUND_S)
+        disk.full = True
+        (note,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "disk_full")
+        assert "disk full: No space left on device; the standby does not follow" in str(note["why"])
+        before = len(said.events)
+        said.wait_for("note", 1, BOUND_S, before, lambda note: note["note"] == "held")
+        pushed, steps = len(site.log.of("pushed")), site.toy_site.trained
+        eventually(lambda: site.toy_site.trained > steps + 20, BOUND_S, "the site trains on")
+        assert len(site.log.of("pushed")) <= pushed + 2
+        disk.full = False
+        site.log.wait_for("pushed", pushed + 6, BOUND_S)
+        assert standby.failed is None
+        assert not list((tmp_path / "standby" / "spool").glob("*/.*.tmp"))
+        site.toy_site.halt.set()
+        acknowledged = {(int(str(e["fragment"])), int(str(e["sequence"]))) for e in site.log.of("pushed")}
+        with (warm := standby.promote()).taken:
             lines = warm.machine.state.sites["a"].lines
             assert all(lines[fragment].watermark >= sequence for fragment, sequence in acknowledged)
     verify(tmp_path / "standby")
@@ -323,36 +318,30 @@ def test_a_full_disk_stops_acknowledgements_and_heals(tmp_path: Path, step: Step
 @pytest.mark.slow
 @pytest.mark.usefixtures("looks_often")
 def test_a_snapshot_that_finds_no_room_is_put_off_and_the_standby_follows_on(tmp_path: Path) -> None:
-    toy, log, disk = a_toy(tmp_path), Log(), FullAt(Step.SNAPSHOT_FILE)
-    with serving(toy) as (_, address, _said), SiteThread(toy, "a", address, step_s=STEP_S) as site:
-        standby = toy.standby("standby", address, log.emit, disk)
-        standby.start()
-        try:
-            site.log.wait_for("pushed", 3, BOUND_S)
-            disk.full = True
-            (note,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "snapshot_put_off")
-            assert "disk full" in str(note["why"])
-            site.log.wait_for("pushed", len(site.log.of("pushed")) + 4, BOUND_S)
-            snapshots, disk.full = len(log.of("snapshot")), False
-            log.wait_for("snapshot", snapshots + 1, BOUND_S)
-            assert standby.failed is None
-        finally:
-            standby.close()
+    toy, disk = a_toy(tmp_path), FullAt(Step.SNAPSHOT_FILE)
+    with (
+        serving(toy) as (_, address, _said),
+        SiteThread(toy, "a", address, step_s=STEP_S) as site,
+        following(toy, address, disk=disk) as (standby, log),
+    ):
+        site.log.wait_for("pushed", 3, BOUND_S)
+        disk.full = True
+        (note,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "snapshot_put_off")
+        assert "disk full" in str(note["why"])
+        site.log.wait_for("pushed", len(site.log.of("pushed")) + 4, BOUND_S)
+        snapshots, disk.full = len(log.of("snapshot")), False
+        log.wait_for("snapshot", snapshots + 1, BOUND_S)
+        assert standby.failed is None
     verify(tmp_path / "standby")
 
 
 @pytest.mark.usefixtures("looks_often")
 def test_one_that_begins_on_a_full_disk_begins_when_there_is_room(tmp_path: Path) -> None:
-    toy, log, disk = a_toy(tmp_path), Log(), FullAt(Step.STANDBY_FILE)
+    toy, disk = a_toy(tmp_path), FullAt(Step.STANDBY_FILE)
     disk.full = True
-    with serving(toy) as (_, address, _said):
-        standby = toy.standby("standby", address, log.emit, disk)
-        standby.start()
-        try:
-            eventually(lambda: disk.met > 2, BOUND_S, "it tries again and again")
-            assert "disk full" in str(standby.status()["trouble"]) or standby.connected
-            assert not standby.ready
-            disk.full = False
-            eventually(lambda: standby.ready, BOUND_S, "it has a state")
-        finally:
-            standby.close()
+    with serving(toy) as (_, address, _said), following(toy, address, disk=disk) as (standby, _):
+        eventually(lambda: disk.met > 2, BOUND_S, "it tries again and again")
+        assert "disk full" in str(standby.status()["trouble"]) or standby.connected
+        assert not standby.ready
+        disk.full = False
+        eventually(lambda: standby.ready, BOUND_S, "it has a state")
