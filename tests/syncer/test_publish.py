@@ -31,7 +31,6 @@ from diloco.wire.messages import (
     PullAsk,
     PushResult,
     Refusal,
-    ReportReply,
     Status,
     short_digest,
 )
@@ -220,6 +219,14 @@ def test_a_site_that_speaks_2_joins_pushes_watches_and_pulls(tmp_path: Path) -> 
         assert (source.header.payload_crc32 != 0, of_3.header.payload_crc32) == (True, 0)
         start = make_codec("fp32").decode(pulled(syncer, "a", -1).parts[0], held.numel())
         assert digest(start) == digest(held)
+        push(syncer, *update(sequence=2, base_version=1))
+        eventually(lambda: syncer.holdings.values[0].version == 2, "the second version")
+        again = pulled(syncer, "a", 0, want_version=1, offset=1)
+        assert (again.header.version, again.header.digest) == (1, source.header.digest), "one that broke off goes on"
+        syncer.api._earlier = EarlierDigests(2)
+        with pytest.raises(Refusal, match="cannot be sent any more"):
+            pulled(syncer, "a", 0, want_version=1, offset=1)
+        assert pulled(syncer, "a", 1).header.digest == digest(syncer.holdings.values[0].published, LIKE_2)
 
 
 def test_what_a_site_of_protocol_2_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:
@@ -227,32 +234,9 @@ def test_what_a_site_of_protocol_2_holds_is_compared_with_what_was_published(tmp
         with serving(tmp_path) as syncer:
             joined(syncer)
             right = [short_digest(digest(values.published, LIKE_2)) for values in syncer.holdings.values]
-
-            def said(syncer: Syncer, *digests: int) -> ReportReply:
-                incarnation = syncer.core.ask(lambda machine: machine.state.sites["a"].incarnation)
-                return syncer.api.report(report("a", incarnation, digests=digests))
-
-            assert said(syncer, *right).retake == ()
-            assert said(syncer, right[1], right[1]).retake == (0,)
-            assert said(syncer, *right).retake == ()
-            assert said(syncer).retake == ()
-
-
-def test_a_pull_of_protocol_2_that_broke_off_goes_on_where_its_digest_is_known(tmp_path: Path) -> None:
-    with serving(tmp_path, down_codec="int8") as syncer:
-        joined(syncer)
-        for sequence in (1, 2):
-            if sequence == 2:
-                began = pulled(syncer, "a", 0)
-            push(syncer, *update(sequence=sequence, base_version=sequence - 1))
-            eventually(lambda want=sequence: syncer.holdings.values[0].version == want, "a version")
-        again = pulled(syncer, "a", 0, want_version=1, offset=1)
-        assert (again.header.version, again.header.digest) == (1, began.header.digest)
-        syncer.api._earlier = EarlierDigests(2)
-        with pytest.raises(Refusal, match="cannot be sent any more"):
-            pulled(syncer, "a", 0, want_version=1, offset=1)
-        newest = pulled(syncer, "a", 1)
-        assert newest.header.digest == digest(syncer.holdings.values[0].published, LIKE_2)
+            incarnation = syncer.core.ask(lambda machine: machine.state.sites["a"].incarnation)
+            for said, retake in ((right, ()), ([right[1], right[1]], (0,)), (right, ()), ([], ())):
+                assert syncer.api.report(report("a", incarnation, digests=said)).retake == retake
 
 
 def test_a_site_that_has_not_joined_this_process_yet_is_taken_for_one_of_this_protocol(tmp_path: Path) -> None:
