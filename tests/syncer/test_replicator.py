@@ -170,19 +170,10 @@ def test_a_segment_that_no_turn_has_come_to_yet_is_followed_into(replicating: Re
     journal.prune(2)
     assert units_of(parts) == []
     assert replicator.status()["behind_bytes"] == 0
-
-
-def test_a_standby_goes_on_where_the_next_segment_begins_although_its_own_last_one_is_not_kept(
-    replicating: Replicating,
-) -> None:
-    replicator, _ = replicating()
-    journal = replicator.store.journal
-    chain = journal.chain.hex()
-    journal.rotate()
-    journal.prune(2)
-    follower = replicator.follow(start(segment=1, chain=chain))
-    assert follower.place == (2, 0)
-    parts = follower.parts()
+    follower.close()
+    again = replicator.follow(start(segment=1, chain=chain))
+    assert again.place == (2, 0), "it goes on where the next segment begins, although its own last one is not kept"
+    parts = again.parts()
     assert next(parts) == Follows(False, 2, chain, 1, waits=True)
     assert units_of(parts) == [(2, 0)]
 
@@ -229,25 +220,22 @@ def an_update(payload: str) -> UpdateArrived:
     return UpdateArrived(1, "a", 1, 0, 1, 0, 10, 1, 1, 1, "d" * 64, payload, "fp32", finite=True, final=False)
 
 
-@pytest.mark.parametrize("waits", [False, True])
 def test_a_payload_that_is_gone_is_needed_only_while_its_update_has_no_fate(
-    replicating: Replicating, monkeypatch: pytest.MonkeyPatch, waits: bool
+    replicating: Replicating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update that was refused is in the journal where something else came of it too; its payload is dropped."""
     replicator, _ = replicating()
     journal, payload = replicator.store.journal, "a/0-1-dddddddddddddddd.update"
-    follower = replicator.follow(start(segment=1, chain=journal.chain.hex()))
-    begin = replicator.end()
+    from_here = start(segment=1, chain=journal.chain.hex())
+    follower, begin = replicator.follow(from_here), replicator.end()
     end = journal.append([Record(5, an_update(payload), "e" * 16)])
     journal.flush()
     replicator.replicated(end)
-    if waits:
-        monkeypatch.setattr(replicator, "waiting", lambda: {payload})
-        with pytest.raises(Refusal, match=f"spool/{payload} is missing on the syncer's disk"):
-            units_of(follower.parts())
-    else:
-        assert replicator.waiting() == set()
-        assert units_of(follower.parts()) == [begin]
+    assert replicator.waiting() == set()
+    assert units_of(follower.parts()) == [begin]
+    monkeypatch.setattr(replicator, "waiting", lambda: {payload})
+    with pytest.raises(Refusal, match=f"spool/{payload} is missing on the syncer's disk"):
+        units_of(replicator.follow(from_here).parts())
 
 
 @pytest.mark.parametrize(

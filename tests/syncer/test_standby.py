@@ -274,13 +274,15 @@ TTL_S = 0.6
 
 
 class Scene:
-    """A lease that "first" holds, and a standby's succession; the standby itself is a few values."""
+    """A lease that "first" holds, and a standby's succession; the standby itself is a few values.  It looks at the
+    lease as long as it is entered."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, heir: bool) -> None:
         self.path, self.log, self.taken = folder / "lease.json", Log(), Log()
         self.held = taken(self.lease())
         state = OuterState([FragmentState()], epoch=1)
         self.name = remembered(folder, PLAIN_DISK, "second").name
+        assert not heir or self.held.mark(self.name)
         standby = SimpleNamespace(
             identity=self.name,
             folder=folder,
@@ -294,20 +296,17 @@ class Scene:
     def lease(self) -> FileLease:
         return FileLease(self.path, "run", TTL_S)
 
+    def __enter__(self) -> Succession:
+        self.succession.start()
+        return self.succession
 
-@contextmanager
-def looking(scene: Scene) -> Iterator[Succession]:
-    scene.succession.start()
-    try:
-        yield scene.succession
-    finally:
-        scene.succession.stop()
+    def __exit__(self, *_: object) -> None:
+        self.succession.stop()
 
 
 def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_lease_over(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    assert scene.held.mark(scene.name)
-    with looking(scene) as succession:
+    scene = Scene(tmp_path, heir=True)
+    with scene as succession:
         scene.taken.wait_for("taken", 1, BOUND_S)
         warm = succession.hand_over(Warm(None, None, None, None), lossy=False)  # type: ignore[arg-type]
         assert warm.leadership is not None
@@ -318,8 +317,8 @@ def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_le
 
 
 def test_who_is_not_the_heir_never_does_and_an_operator_hears_why(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    with looking(scene) as succession:
+    scene = Scene(tmp_path, heir=False)
+    with scene as succession:
         eventually(lambda: "holds the lease" in str(succession.refusal(lossy=True)), BOUND_S, "it was read")
         eventually(lambda: succession.refusal(lossy=True) is None, BOUND_S, "it has run out")
         assert "not the heir of first" in str(succession.refusal(lossy=False))
@@ -336,27 +335,25 @@ def test_who_is_not_the_heir_never_does_and_an_operator_hears_why(tmp_path: Path
 
 
 def test_a_syncer_that_stopped_in_order_is_followed_by_an_operators_word_only(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    assert scene.held.mark(scene.name)
+    scene = Scene(tmp_path, heir=True)
     scene.held.release()
-    with looking(scene) as succession:
+    with scene as succession:
         eventually(lambda: succession.refusal(lossy=False) is None, BOUND_S, "the heir may, at once")
         assert scene.taken.of("taken") == []
 
 
 def test_a_lease_that_cannot_be_read_lets_nobody_take_over_and_is_said(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, heir=False)
     scene.path.write_text("{")
-    with looking(scene) as succession:
+    with scene as succession:
         scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "no lease that can be trusted" in str(note["why"]))
         assert "is not known" in str(succession.refusal(lossy=True))
 
 
 def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    assert scene.held.mark(scene.name)
+    scene = Scene(tmp_path, heir=True)
     (tmp_path / "leadership.json").write_text("{")
-    with looking(scene) as succession:
+    with scene as succession:
         scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "cannot be read: remove it" in str(note["why"]))
         assert "cannot be read" in str(succession.status()["trouble"])  # type: ignore[index]
 
@@ -364,14 +361,13 @@ def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
 def test_whatever_else_goes_wrong_while_it_looks_ends_the_standby_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene = Scene(tmp_path)
-    assert scene.held.mark(scene.name)
+    scene = Scene(tmp_path, heir=True)
 
     def broken(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("diloco.syncer.standby.try_to_lead", broken)
-    with looking(scene):
+    with scene:
         (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
     assert isinstance(failed["error"], StandbyError)
     assert "nobody looks at the lease" in str(failed["error"])
@@ -381,8 +377,7 @@ def test_whatever_else_goes_wrong_while_it_looks_ends_the_standby_in_words(
 def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene, lead, left = Scene(tmp_path), try_to_lead, [2]
-    assert scene.held.mark(scene.name)
+    scene, lead, left = Scene(tmp_path, heir=True), try_to_lead, [2]
 
     def full(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> LeaseHolder | None:
         """The lease is taken by then; what the folder remembers of it finds no room."""
@@ -394,7 +389,7 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
         return leadership
 
     monkeypatch.setattr("diloco.syncer.standby.try_to_lead", full)
-    with looking(scene):
+    with scene:
         scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "disk full: No space left" in str(note["why"]))
         scene.taken.wait_for("taken", 1, BOUND_S)
     assert left == [0]
