@@ -317,12 +317,9 @@ def test_a_norm_and_a_cosine_are_the_same_whatever_the_blocks(count: int) -> Non
     assert found.finite
     assert found.norm == pytest.approx(float(torch.linalg.vector_norm(values)), rel=1e-6)
     assert found.cosine == pytest.approx(float(torch.cosine_similarity(values, momentum, dim=0)), abs=1e-6)
-
-
-def test_the_largest_values_have_a_norm() -> None:
-    found = measured(torch.full((1000,), LARGEST), torch.full((1000,), -LARGEST))
-    assert found.norm == pytest.approx(LARGEST * math.sqrt(1000))
-    assert found.cosine == pytest.approx(-1.0)
+    largest = measured(torch.full((count,), LARGEST), torch.full((count,), -LARGEST))
+    assert largest.norm == pytest.approx(LARGEST * math.sqrt(count))
+    assert largest.cosine == pytest.approx(-1.0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST * 1.01, -LARGEST * 1.01])
@@ -333,11 +330,11 @@ def test_of_what_is_not_finite_nothing_else_is_said(bad: float) -> None:
         assert measured(values, torch.ones(20)) == Vitals(False, 0.0, None)
 
 
-def test_nothing_has_no_direction() -> None:
+def test_nothing_has_no_direction_and_what_came_before_there_was_a_momentum_no_part_in_the_cosine() -> None:
     assert measured(torch.zeros(5), torch.ones(5)) == Vitals(True, 0.0, None)
     assert measured(torch.ones(5), torch.zeros(5)).cosine is None
     assert measured(torch.ones(5), None).cosine is None
-    measuring = Measuring()  # Blocks that came before there was a momentum have no part in the cosine.
+    measuring = Measuring()
     measuring.add(sums_of(torch.tensor([0.0, 0.0, 3.0]), None))
     measuring.add(sums_of(torch.tensor([4.0]), torch.tensor([0.5])))
     found = measuring.vitals()

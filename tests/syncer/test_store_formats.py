@@ -51,11 +51,6 @@ def left(folder: Path, fixture: Path) -> Toy:
     return toy_of(folder / "run")
 
 
-@pytest.fixture
-def toy(tmp_path: Path) -> Toy:
-    return left(tmp_path, FIXTURE)
-
-
 def card_of(toy: Toy) -> RunCard:
     return RunCard("toy", toy.layout().fingerprint, "shared")
 
@@ -176,18 +171,10 @@ def test_a_checkpoint_of_format_1_is_read_and_one_of_a_later_format_refused(tmp_
         checkpoint.load(tmp_path / "00000001")
 
 
-def test_a_folder_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> None:
-    path = Path(toy.folder) / "syncer" / "run.json"
-    card = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**card, "format": FORMAT + 1}))
-    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}, and this version reads up to {FORMAT}"):
-        Store(Path(toy.folder) / "syncer", card_of(toy))
-    assert json.loads(path.read_bytes())["format"] == FORMAT + 1
-
-
-def test_a_snapshot_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> None:
-    snapshots = Path(toy.folder) / "syncer" / "snapshots"
-    newest = max(snapshots.iterdir())
+def test_what_a_later_version_has_left_is_refused_and_left_alone(tmp_path: Path) -> None:
+    toy = left(tmp_path, FIXTURE)
+    folder = Path(toy.folder) / "syncer"
+    newest = max((folder / "snapshots").iterdir())
     manifest = json.loads((newest / "manifest.json").read_bytes())
     later = {**manifest, "format": 3}
     later["sha256"] = hashlib.sha256(canonical(later)).hexdigest()
@@ -195,3 +182,9 @@ def test_a_snapshot_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> Non
     with pytest.raises(StoreError, match=f"{newest} has format 3, and this version reads up to 2"):
         recovered(toy)
     assert newest.is_dir(), "it is not damaged"
+    path = folder / "run.json"
+    card = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**card, "format": FORMAT + 1}))
+    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}, and this version reads up to {FORMAT}"):
+        Store(folder, card_of(toy))
+    assert json.loads(path.read_bytes())["format"] == FORMAT + 1
