@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,11 +64,14 @@ def files(folder: Path, pattern: str) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.glob(pattern))}
 
 
-def test_the_standby_has_the_journal_byte_for_byte_and_the_same_versions(tmp_path: Path) -> None:
+def test_the_standby_has_the_journal_byte_for_byte_the_same_versions_and_all_that_was_acknowledged(
+    tmp_path: Path,
+) -> None:
     toy = a_toy(tmp_path, snapshot_every=8)
     with serving(toy) as (syncer, address, log), following(toy, address) as (standby, _):
-        with SiteThread(toy, "a", address, step_s=STEP_S):
+        with SiteThread(toy, "a", address, step_s=STEP_S) as site:
             log.wait_for("published", 12, BOUND_S)
+        acknowledged = [(int(str(e["fragment"])), int(str(e["sequence"]))) for e in site.log.of("pushed")]
 
         def alike() -> bool:  # Asked again: a last version may still be on its way when the site has gone.
             held = syncer.core.ask(lambda machine: [fragment.digest for fragment in machine.state.fragments])
@@ -84,6 +86,11 @@ def test_the_standby_has_the_journal_byte_for_byte_and_the_same_versions(tmp_pat
             assert ours[name][:shorter] == theirs[name][:shorter], name
             assert shorter > 100 or name == common[-1], "a header, a frame"
         assert files(tmp_path / "standby", "snapshots/*/manifest.json"), "it keeps snapshots of its own"
+        warm = standby.promote()
+    with warm.taken:
+        lines = warm.machine.state.sites["a"].lines
+        assert acknowledged
+        assert all(lines[fragment].watermark >= sequence for fragment, sequence in acknowledged)
 
 
 def test_nothing_is_acknowledged_before_there_is_a_standby_and_it_is_said(tmp_path: Path) -> None:
@@ -123,37 +130,6 @@ def test_one_that_has_caught_up_is_waited_for_again_also_after_a_restart(tmp_pat
         assert "no standby has followed" in str(held["why"])
         with following(toy, address):
             log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "goes_on")
-
-
-def test_a_promoted_standby_goes_on_with_everything_that_was_acknowledged(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path)
-    toy.outer["sites_max"] = 1
-    other = replace(toy, outer={**toy.outer, "sites_max": 2}, port=free_port())
-    with following(other, f"127.0.0.1:{toy.port}") as (standby, _):
-        with serving(toy) as (syncer, address, first_log):
-            with SiteThread(toy, "a", address, step_s=STEP_S) as site:
-                first_log.wait_for("published", 12, BOUND_S)
-            acknowledged = {(e["fragment"], e["sequence"]) for e in site.log.of("pushed")}
-            epoch = syncer.core.machine.state.epoch
-        warm = standby.promote()
-        log = Log()
-        promoted = other.syncer(log.emit, folder="standby")
-        address = promoted.start(warm)
-        try:
-            assert promoted.core.machine.state.epoch > epoch
-            (changed,) = log.of("settings_changed")
-            assert changed["why"] == "outer.sites_max is 2 and was 1", "it may have room for more than the one before"
-            lines = promoted.core.ask(lambda machine: machine.state.sites["a"].lines)
-            for fragment, sequence in acknowledged:
-                assert lines[int(str(fragment))].watermark >= int(str(sequence))
-            with SiteThread(toy, "a", address, step_s=STEP_S) as site:
-                site.log.wait_for("adopted", 6, BOUND_S, where=lambda event: event["merged"])
-                with AdminClient(address) as operator:
-                    operator.drain()
-                done = site.join(BOUND_S)
-        finally:
-            promoted.stop()
-    assert done.ending == "drained"
 
 
 # --- What comes of the syncer's files is whole under its name, or not there ------------------------------------------
