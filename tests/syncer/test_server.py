@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -335,14 +336,12 @@ def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path)
                 accepted.append((site, sequence))
                 sequence += 1
 
-    threads = [threading.Thread(target=pushing, args=(site,)) for site in sites]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: len(accepted) > 30, "pushes are under way")
-    syncer.stop(0.1)
-    for thread in threads:
-        thread.join(10.0)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(3) as pushes:
+        ended = [pushes.submit(pushing, site) for site in sites]
+        eventually(lambda: len(accepted) > 30, "pushes are under way")
+        syncer.stop(0.1)
+        for each in ended:
+            each.result(10.0)
     assert ours() == []
     with serving(tmp_path) as again:
         standing = again.core.ask(lambda machine: {s: machine.state.sites[s].lines[0].watermark for s in sites})
