@@ -125,19 +125,18 @@ def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_
         before, state = files(tmp_path), syncer.core.ask(lambda machine: machine.snapshot())
         with pytest.raises(Refusal, match="digest of the payload is not the declared one; send it again") as raised:
             push(syncer, HEADER, PAYLOAD[:-1] + b"!")
-        assert raised.value.status is Status.DATA_LOSS
+        assert (raised.value.status, files(tmp_path)) == (Status.DATA_LOSS, before)
         with pytest.raises(Refusal, match="payload is no int8") as raised:
             push(syncer, replace(small, digest=hashlib.sha256(broken).hexdigest()), broken)
-        assert raised.value.status is Status.INVALID_ARGUMENT
+        assert (raised.value.status, files(tmp_path)) == (Status.INVALID_ARGUMENT, before)
         for bad in ("nan", "inf", "-inf"):
             values = dice("bad", 0)
             values[7] = float(bad)
             refused = push(syncer, *update(values=values))
-            assert refused == PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1), bad
+            assert (refused, files(tmp_path)) == (PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1), before)
         for whole, sent in ((HEADER, PAYLOAD), (small, encoded)):
             refused = push(syncer, replace(whole, values_digest=others), sent)
-            assert refused == PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1)
-        assert files(tmp_path) == before
+            assert (refused, files(tmp_path)) == (PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1), before)
         after = syncer.core.ask(lambda machine: machine.snapshot())
         assert isinstance(state, dict)
         assert isinstance(after, dict)
