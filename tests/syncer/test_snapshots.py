@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -204,19 +203,6 @@ def test_a_parameter_in_one_piece_is_no_copy_and_one_in_several_is_put_together(
     assert found["v"].data_ptr() == flats[1].data_ptr()
 
 
-class Refusing(Disk):
-    """Fails at every file that is made."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def make(self, path: Path, write: object, step: Step) -> None:
-        raise self.error
-
-    def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
-        raise self.error
-
-
 @pytest.mark.parametrize(
     ("error", "full"),
     [
@@ -227,8 +213,13 @@ class Refusing(Disk):
     ],
 )
 def test_no_room_is_said_as_such_and_any_other_failure_is_one(tmp_path: Path, error: Exception, full: bool) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    disk = Disk()
+    disk.write_parts = fails  # type: ignore[method-assign]
     with pytest.raises(type(error)) as raised:
-        export(Refusing(error), tmp_path / "final", LAYOUT, values(), [3, 3])
+        export(disk, tmp_path / "final", LAYOUT, values(), [3, 3])
     assert isinstance(raised.value, DiskFullError) is full
 
 

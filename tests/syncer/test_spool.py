@@ -55,24 +55,6 @@ def test_a_push_is_resumed_at_every_offset(tmp_path: Path) -> None:
     again.discard()
 
 
-def test_a_kept_update_is_read_by_its_reference_and_any_change_is_named(tmp_path: Path) -> None:
-    header, payload = update(site="site.a")
-    spool = Spool(tmp_path)
-    reference, _ = kept(spool, header, payload)
-    assert reference == spool.reference("site.a", 0, 1, header.digest)
-    path = tmp_path / reference
-    assert path.read_bytes() == payload
-    spool.check(reference, header.digest)
-    flipped = [payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :] for at in range(0, len(payload), 7)]
-    for harmed in (*flipped, payload[:-1]):
-        path.write_bytes(harmed)
-        with pytest.raises(SpoolError, match=f"{path} is damaged"):
-            spool.check(reference, header.digest)
-    path.unlink()
-    with pytest.raises(SpoolError, match=f"{path} is missing"):
-        spool.check(reference, header.digest)
-
-
 def test_a_site_and_fragment_leaves_at_most_one_update_half_way(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     for sequence in range(1, 6):
