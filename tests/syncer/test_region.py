@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -61,7 +60,6 @@ class SomebodyAbove:
         self.orders: list[RegionEffect] = []
         self.sealed: list[tuple[Seal, Tensor, Tensor]] = []
         self.life: list[str] = []
-        self._lock = threading.Lock()
 
     def begin(self, below: Below, known: Sequence[Part]) -> UpstreamStarted:
         self.below, self.known = below, known
@@ -71,12 +69,10 @@ class SomebodyAbove:
         self.life.append("start")
 
     def seal(self, effect: Seal, reference: Tensor, values: Tensor) -> None:
-        with self._lock:
-            self.sealed.append((effect, reference.clone(), values.clone()))
+        self.sealed.append((effect, reference.clone(), values.clone()))
 
     def order(self, effect: RegionEffect) -> None:
-        with self._lock:
-            self.orders.append(effect)
+        self.orders.append(effect)
 
     def finish(self) -> None:
         self.life.append("finish")
@@ -85,8 +81,7 @@ class SomebodyAbove:
         self.life.append("close")
 
     def of(self, kind: type) -> list[RegionEffect]:
-        with self._lock:
-            return [order for order in self.orders if isinstance(order, kind)]
+        return [order for order in list(self.orders) if isinstance(order, kind)]
 
     def answer(self) -> None:
         """It is taken in; version 4 of everything is there."""

@@ -45,6 +45,8 @@ from tests.syncer.building import (
     version_zero,
 )
 
+Threads = Callable[[], list[threading.Thread]]
+
 
 def versions(syncer: Syncer) -> list[int]:
     return syncer.core.ask(lambda machine: [fragment.version for fragment in machine.state.fragments])
@@ -62,18 +64,11 @@ def merged(syncer: Syncer, count: int, fragment: int = 0, begin: int = 1) -> Non
         reach(syncer, fragment, base + 1)
 
 
-@pytest.fixture(autouse=True)
-def _others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests of this process have left behind is not counted here."""
-    monkeypatch.setitem(globals(), "BEFORE", frozenset(threading.enumerate()))
-
-
-BEFORE: frozenset[threading.Thread] = frozenset()
-
-
-def ours() -> list[threading.Thread]:
-    names = ("syncer-", "outer-step", "snapshot", "stalls-")
-    return [t for t in threading.enumerate() if t.name.startswith(names) and t not in BEFORE]
+@pytest.fixture
+def threads() -> Threads:
+    """Those of syncers that the test has started and that still run."""
+    names, before = ("syncer-", "outer-step", "snapshot", "stalls-"), set(threading.enumerate())
+    return lambda: [each for each in threading.enumerate() if each.name.startswith(names) and each not in before]
 
 
 # --- start -----------------------------------------------------------------------------------------------------------
@@ -133,7 +128,7 @@ def test_the_time_without_a_syncer_is_time_in_which_the_sites_train(
     assert away_ns / 1e9 == pytest.approx(away_s, abs=60)
 
 
-def test_a_start_that_fails_gives_everything_back(tmp_path: Path) -> None:
+def test_a_start_that_fails_gives_everything_back(tmp_path: Path, threads: Threads) -> None:
     """Also the lock: the same process may try again once the cause is mended."""
 
     def zero() -> list[Tensor]:
@@ -153,12 +148,12 @@ def test_a_start_that_fails_gives_everything_back(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(StoreError, match="has format None"):
         new_syncer(tmp_path / "run", Events().emit).start()
-    assert ours() == []
+    assert threads() == []
     (tmp_path / "card").rename(tmp_path / "run" / "run.json")
     with serving(tmp_path / "run") as syncer:
         join(syncer)
         merged(syncer, 1)
-    assert ours() == []
+    assert threads() == []
 
 
 # --- going on --------------------------------------------------------------------------------------------------------
@@ -219,6 +214,7 @@ def test_a_snapshot_that_is_due_in_the_middle_of_a_turn_holds_values_and_memory_
 )
 def test_what_could_not_be_written_ends_the_process_and_is_not_answered_as_if_it_were(
     tmp_path: Path,
+    threads: Threads,
     monkeypatch: pytest.MonkeyPatch,
     place: tuple[Any, str],
     failure: type[Exception],
@@ -244,12 +240,12 @@ def test_what_could_not_be_written_ends_the_process_and_is_not_answered_as_if_it
             assert raised.value.status is Status.UNAVAILABLE
         syncer.stop(0.1)
         syncer.stop(0.1)
-        assert ours() == []
+        assert threads() == []
     with serving(tmp_path) as again:  # And the next process has the folder, and may find the record or not.
         assert push(again, *update()).outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE)
 
 
-def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path) -> None:
+def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path, threads: Threads) -> None:
     syncer = new_syncer(tmp_path, Events().emit, outer={"quorum": 2})
     syncer.start()
     join(syncer, "a")
@@ -261,13 +257,13 @@ def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path
     with pytest.raises(ValueError, match="is damaged: its digest is not the one that was acknowledged"):
         syncer.wait(20.0)
     syncer.stop(0.1)
-    assert ours() == []
+    assert threads() == []
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_leaves_no_thread_and_a_snapshot_of_the_last_state(tmp_path: Path) -> None:
+def test_a_stop_leaves_no_thread_and_a_snapshot_of_the_last_state(tmp_path: Path, threads: Threads) -> None:
     syncer = new_syncer(tmp_path, Events().emit, snapshot_every=1000)
     syncer.start()
     join(syncer)
@@ -277,7 +273,7 @@ def test_a_stop_leaves_no_thread_and_a_snapshot_of_the_last_state(tmp_path: Path
     assert snapshots.load(max(snapshots.numbers())).fragments[0].version == 2, "durable when it is answered"
     merged(syncer, 1, begin=3)
     syncer.stop(0.1)
-    assert ours() == []
+    assert threads() == []
     events = Events()
     again = new_syncer(tmp_path, events.emit)
     again.start()
@@ -287,7 +283,9 @@ def test_a_stop_leaves_no_thread_and_a_snapshot_of_the_last_state(tmp_path: Path
     again.stop(0.1)
 
 
-def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_finds_no_snapshot_that_has_not_begun(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = threading.Thread.start
 
     def slow(thread: threading.Thread) -> None:
@@ -299,10 +297,10 @@ def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch
         monkeypatch.setattr(threading.Thread, "start", slow)
         syncer.core.do_soon(syncer.keeper.begin)
         time.sleep(0.05)
-    assert ours() == []
+    assert threads() == []
 
 
-def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path) -> None:
+def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path, threads: Threads) -> None:
     accepted: list[tuple[str, int]] = []
     syncer = new_syncer(tmp_path, Events().emit, snapshot_every=2)
     syncer.start()
@@ -328,7 +326,7 @@ def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path)
         syncer.stop(0.1)
         for each in ended:
             each.result(10.0)
-    assert ours() == []
+    assert threads() == []
     with serving(tmp_path) as again:
         standing = again.core.ask(lambda machine: {s: machine.state.sites[s].lines[0].watermark for s in sites})
     for site in sites:
