@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from diloco.wire.messages import (
     PullAsk,
     PushResult,
     Refusal,
-    ReportReply,
     Status,
     short_digest,
 )
@@ -59,17 +58,6 @@ def test_everybody_hears_everything_in_order_and_a_site_what_is_its_own() -> Non
     assert a.get(0.0) is None
 
 
-def test_who_had_no_stream_for_a_fate_is_known_until_it_has_one() -> None:
-    feeds = Feeds()
-    feeds.open("a", 1)
-    for site in ("a", "b"):
-        feeds.tell(FateTold(Fate(0, 1, 1, 10, "0" * 64)), site)
-    feeds.tell(FinalAnnounced(Ending.FINISHED))
-    assert feeds.standing() == (1, {"b"})
-    feeds.open("b", 1)
-    assert feeds.standing() == (2, frozenset())
-
-
 def owing(feeds: Feeds) -> Feed:
     feed = feeds.open("a", 1)
     feeds.tell(published(1))
@@ -82,6 +70,10 @@ def owing(feeds: Feeds) -> Feed:
 def test_a_fate_that_was_not_written_when_its_stream_ended_is_unheard_until_there_is_another(taken: int) -> None:
     feeds = Feeds()
     feed = owing(feeds)
+    feeds.tell(FateTold(Fate(0, 1, 1, 10, "0" * 64)), "b")
+    assert feeds.standing() == (1, {"b"}), "it has no stream"
+    feeds.open("b", 1).close()
+    assert feeds.standing() == (1, frozenset())
     for _ in range(taken):
         feed.get(1.0)
     feed.close()
@@ -94,17 +86,11 @@ def test_a_fate_that_was_not_written_when_its_stream_ended_is_unheard_until_ther
     assert feeds.standing() == (0, {"a"}), "what a stream begins with may not arrive either"
 
 
-def test_a_stream_that_another_has_replaced_leaves_nobody_without_a_fate() -> None:
-    feeds = Feeds()
-    feed = owing(feeds)
-    feeds.open("a", 1)
-    feed.close()
-    assert feeds.standing() == (1, frozenset())
-
-
 def test_a_site_says_itself_whether_it_lacks_a_fate() -> None:
     feeds = Feeds()
-    feed = owing(feeds)
+    replaced, feed = owing(feeds), owing(feeds)
+    replaced.close()
+    assert feeds.standing() == (1, frozenset()), "another stream has what this one had still to say"
     feeds.says("a", lacks=True)
     assert feeds.standing() == (1, {"a"}), "what was written may have been lost on the way"
     feeds.says("a", lacks=False)
@@ -118,7 +104,11 @@ def test_a_site_says_itself_whether_it_lacks_a_fate() -> None:
 
 def test_a_stream_that_is_read_too_slowly_is_told_so_and_not_left_in_silence() -> None:
     feeds = Feeds()
-    slow, quick = feeds.open("a", 1), feeds.open("b", 1)
+    slow, quick, begun = feeds.open("a", 1), feeds.open("b", 1), feeds.open("c", 1)
+    for version in range(2 * EVENTS_MAX):
+        begun.put(published(version))
+    assert all(begun.get(0.0) == published(version) for version in range(2 * EVENTS_MAX)), "it may begin with more"
+    begun.close()
     for version in range(EVENTS_MAX + 3):
         feeds.tell(published(version))
         assert quick.get(0.0) == published(version)
@@ -127,15 +117,6 @@ def test_a_stream_that_is_read_too_slowly_is_told_so_and_not_left_in_silence() -
         slow.get(0.0)
     assert raised.value.status is Status.UNAVAILABLE, "its site comes back and hears how everything stands"
     slow.close()
-
-
-def test_a_stream_may_begin_with_more_than_it_may_fall_behind() -> None:
-    feeds = Feeds()
-    feed = feeds.open("a", 1)
-    for version in range(2 * EVENTS_MAX):
-        feed.put(published(version))
-    for version in range(2 * EVENTS_MAX):
-        assert feed.get(0.0) == published(version)
 
 
 def test_a_dropped_site_is_told_why_and_its_newer_process_is_not() -> None:
@@ -148,23 +129,13 @@ def test_a_dropped_site_is_told_why_and_its_newer_process_is_not() -> None:
 
 
 def test_closing_wakes_who_waits() -> None:
-    feeds = Feeds()
-    feed = feeds.open("a", 1)
-    woken: list[float] = []
-    began = time.monotonic()
-
-    def wait() -> None:
-        assert feed.get(20.0) is None
-        woken.append(time.monotonic() - began)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    time.sleep(0.05)
-    feed.close()
-    waiting.join(10.0)
-    assert woken
-    assert woken[0] < 10
-    assert feed.get(5.0) is None, "and it does not wait again"
+    feed = Feeds().open("a", 1)
+    with ThreadPoolExecutor(1) as readers:
+        waiting = readers.submit(feed.get, 600.0)
+        time.sleep(0.05)
+        feed.close()
+        assert waiting.result(10.0) is None
+    assert feed.get(600.0) is None, "and it does not wait again"
 
 
 # --- Protocol 3 serves protocol 2 ------------------------------------------------------------------------------------
@@ -176,36 +147,28 @@ IN_2 = re.compile("[0-9a-f]{64}")
 LIKE_2 = "0" * 64
 
 
-def fate(told: str, reason: Reason | None = None) -> Fate:
-    return Fate(0, 1, 2, 100, told, reason)
-
-
 def test_every_digest_that_a_site_of_protocol_2_is_told_is_one_that_it_can_read() -> None:
-    standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(DIGEST), fate(SHA256)))
-    reply = publish.as_known(JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS, protocol=2), 2)
-    told = [reply.standings[0].digest, *(each.digest for each in reply.standings[0].fates)]
-    event = publish.as_known(Published(2, 3, 4, DIGEST, 5, 6, 7), 2)
-    assert isinstance(event, Published)
-    result = publish.as_known(PushResult(Outcome.REFUSED, 1, Reason.CORRUPT, fate(DIGEST, Reason.CORRUPT)), 2)
-    assert result.fate is not None
-    told += [event.digest, result.fate.digest, *(each.digest for each in publish.as_known((fate(DIGEST),), 2))]
+    fates = tuple(Fate(0, 1, 2, 100, told, Reason.CORRUPT) for told in (DIGEST, SHA256))
+    standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), fates)
+    said = (
+        JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS, protocol=2),
+        Published(2, 3, 4, DIGEST, 5, 6, 7),
+        PushResult(Outcome.REFUSED, 1, Reason.CORRUPT, fates[0]),
+        fates,
+        FateTold(fates[1]),
+        Dropped(Reason.EVICTED),
+        Alive(),
+    )
+    reply, event, result, own, *unchanged = (publish.as_known(each, 2) for each in said)
+    told = [reply.standings[0].digest, event.digest, result.fate.digest]
+    told += [each.digest for each in (*reply.standings[0].fates, *own)]
     assert all(IN_2.fullmatch(each) for each in told)
-    assert told[2] == SHA256, "that of its own update is the one that it knows"
+    assert own[1] == fates[1], "that of its own update is the one that it knows"
     assert (reply.protocol, reply.settings.keep_until_decided) == (2, True)
     assert result.reason is Reason.CORRUPT
-    assert publish.as_known(FateTold(fate(SHA256)), 2) == FateTold(fate(SHA256))
-    for other in (Alive(), Dropped(Reason.EVICTED)):
-        assert publish.as_known(other, 2) == other
-
-
-def test_a_site_of_this_protocol_is_told_everything_as_it_is() -> None:
-    standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(DIGEST), fate(SHA256)))
-    reply = JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS)
-    assert publish.as_known(reply, PROTOCOL) == reply
-    for event in (Published(2, 3, 4, DIGEST, 5, 6, 7), FateTold(fate(DIGEST)), Dropped(Reason.EVICTED)):
-        assert publish.as_known(event, PROTOCOL) == event
-    result = PushResult(Outcome.DUPLICATE, 1, None, fate(DIGEST))
-    assert publish.as_known(result, PROTOCOL) == result
+    assert tuple(unchanged) == said[4:]
+    assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply
+    assert all(publish.as_known(each, PROTOCOL) == each for each in said)
 
 
 def test_the_earlier_digest_of_a_version_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +205,11 @@ def test_a_site_that_speaks_2_joins_pushes_watches_and_pulls(tmp_path: Path) -> 
         header, payload = update()
         values = dice(("a", 0, 1), 0)
         header = replace(header, digest=digest_of(payload, LIKE_2), values_digest=digest(values, LIKE_2))
+        others = replace(header, values_digest=digest(dice("other", 0), LIKE_2))
+        assert push(syncer, others, payload).reason is Reason.CORRUPT
+        with pytest.raises(Refusal) as raised:
+            push(syncer, replace(header, digest=LIKE_2), payload)
+        assert raised.value.status is Status.DATA_LOSS
         assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
         eventually(lambda: syncer.holdings.values[0].version == 1, "the first version")
         held = syncer.holdings.values[0].published
@@ -251,17 +219,14 @@ def test_a_site_that_speaks_2_joins_pushes_watches_and_pulls(tmp_path: Path) -> 
         assert (source.header.payload_crc32 != 0, of_3.header.payload_crc32) == (True, 0)
         start = make_codec("fp32").decode(pulled(syncer, "a", -1).parts[0], held.numel())
         assert digest(start) == digest(held)
-
-
-def test_other_values_than_a_site_of_protocol_2_says_are_refused(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        joined(syncer)
-        header, payload = update()
-        header = replace(header, digest=digest_of(payload, LIKE_2), values_digest=digest(dice("other", 0), LIKE_2))
-        assert push(syncer, header, payload).reason is Reason.CORRUPT
-        with pytest.raises(Refusal) as raised:
-            push(syncer, replace(header, digest="0" * 64), payload)
-        assert raised.value.status is Status.DATA_LOSS
+        push(syncer, *update(sequence=2, base_version=1))
+        eventually(lambda: syncer.holdings.values[0].version == 2, "the second version")
+        again = pulled(syncer, "a", 0, want_version=1, offset=1)
+        assert (again.header.version, again.header.digest) == (1, source.header.digest), "one that broke off goes on"
+        syncer.api._earlier = EarlierDigests(2)
+        with pytest.raises(Refusal, match="cannot be sent any more"):
+            pulled(syncer, "a", 0, want_version=1, offset=1)
+        assert pulled(syncer, "a", 1).header.digest == digest(syncer.holdings.values[0].published, LIKE_2)
 
 
 def test_what_a_site_of_protocol_2_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:
@@ -269,37 +234,9 @@ def test_what_a_site_of_protocol_2_holds_is_compared_with_what_was_published(tmp
         with serving(tmp_path) as syncer:
             joined(syncer)
             right = [short_digest(digest(values.published, LIKE_2)) for values in syncer.holdings.values]
-
-            def said(syncer: Syncer, *digests: int) -> ReportReply:
-                incarnation = syncer.core.ask(lambda machine: machine.state.sites["a"].incarnation)
-                return syncer.api.report(report("a", incarnation, digests=digests))
-
-            assert said(syncer, *right).retake == ()
-            assert said(syncer, right[1], right[1]).retake == (0,)
-            assert said(syncer, *right).retake == ()
-            assert said(syncer).retake == ()
-
-
-def test_a_pull_of_protocol_2_that_broke_off_goes_on_where_its_digest_is_known(tmp_path: Path) -> None:
-    with serving(tmp_path, down_codec="int8") as syncer:
-        joined(syncer)
-        for sequence in (1, 2):
-            if sequence == 2:
-                began = pulled(syncer, "a", 0)
-            push(syncer, *update(sequence=sequence, base_version=sequence - 1))
-            eventually(lambda want=sequence: syncer.holdings.values[0].version == want, "a version")
-        again = pulled(syncer, "a", 0, want_version=1, offset=1)
-        assert (again.header.version, again.header.digest) == (1, began.header.digest)
-        syncer.api._earlier = EarlierDigests(2)
-        with pytest.raises(Refusal, match="cannot be sent any more"):
-            pulled(syncer, "a", 0, want_version=1, offset=1)
-        newest = pulled(syncer, "a", 1)
-        assert newest.header.digest == digest(syncer.holdings.values[0].published, LIKE_2)
-
-
-def test_the_answer_to_a_join_is_one_that_protocol_2_unpacks() -> None:
-    reply = publish.as_known(JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS, protocol=2), 2)
-    assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply
+            incarnation = syncer.core.ask(lambda machine: machine.state.sites["a"].incarnation)
+            for said, retake in ((right, ()), ([right[1], right[1]], (0,)), (right, ()), ([], ())):
+                assert syncer.api.report(report("a", incarnation, digests=said)).retake == retake
 
 
 def test_a_site_that_has_not_joined_this_process_yet_is_taken_for_one_of_this_protocol(tmp_path: Path) -> None:

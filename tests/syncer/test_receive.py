@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +18,31 @@ import pytest
 import torch
 
 from diloco.codec.base import Buffers, digest
+from diloco.codec.merging import sums_of
 from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError, Step
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import PROTOCOL
 from diloco.syncer import api
-from diloco.syncer.api import Reception
+from diloco.syncer.api import LARGEST, Measuring, Reception, Vitals
 from diloco.syncer.server import Syncer
 from diloco.syncer.status import Tally
 from diloco.syncer.store import verify
 from diloco.wire.messages import PushHeader, PushResult, Refusal, Status
-from tests.syncer.building import Events, dice, eventually, files, join, push, serving, stored, update
+from tests.syncer.building import Events, dice, eventually, files, join, push, serving, update
 
 QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
 """No round closes while one site pushes."""
+
+
+HEADER, PAYLOAD = update()
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        yield syncer
 
 
 def reception(
@@ -39,186 +54,30 @@ def reception(
     return Reception(syncer.core, syncer.holdings, header, tally or Tally(), emit, PROTOCOL, 0, checks, Buffers(1))
 
 
+def finish(session: Reception, header: PushHeader, payload: bytes) -> PushResult:
+    session.write(session.offset, memoryview(payload)[session.offset :])
+    try:
+        return session.commit(header.digest)
+    finally:
+        session.close()
+
+
 def spooled(folder: Path) -> list[str]:
     return sorted(files(folder / "spool"))
 
 
 def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
-    header, payload = update()
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
-        assert push(syncer, header, payload) == PushResult(Outcome.ACCEPTED, 0, epoch=1)
+        assert push(syncer, HEADER, PAYLOAD) == PushResult(Outcome.ACCEPTED, 0, epoch=1)
         (name,) = spooled(tmp_path)
-        assert (tmp_path / "spool" / name).read_bytes() == payload
-        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
+        assert (tmp_path / "spool" / name).read_bytes() == PAYLOAD
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
         other, other_payload = update(values=dice("other", 0))
         assert push(syncer, other, other_payload) == PushResult(Outcome.REFUSED, 0, Reason.CONFLICT, epoch=1)
         assert spooled(tmp_path) == [name]
     with serving(tmp_path, **QUIET) as syncer:  # And it is known to the next process.
-        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
-
-
-def test_a_push_that_broke_off_goes_on_where_its_bytes_end(tmp_path: Path) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        for end in (10, 11, 60):
-            session = syncer.api.open_push(header)
-            assert isinstance(session, Reception)
-            session.write(session.offset, memoryview(payload)[session.offset : end])
-            session.close()
-    with serving(tmp_path, **QUIET) as syncer:
-        session = syncer.api.open_push(header)
-        assert isinstance(session, Reception)
-        assert session.offset == 60
-        session.close()
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-
-
-def test_bytes_that_are_not_the_declared_ones_are_thrown_away(tmp_path: Path) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        with pytest.raises(Refusal, match="digest of the payload is not the declared one; send it again") as raised:
-            push(syncer, header, payload[:-1] + b"!")
-        assert raised.value.status is Status.DATA_LOSS
-        assert spooled(tmp_path) == []
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_not_finite_are_refused_with_that_reason(tmp_path: Path, bad: float) -> None:
-    values = dice("bad", 0)
-    values[7] = bad
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        before = files(tmp_path)
-        result = push(syncer, *update(values=values))
-        assert result == PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1)
-        assert files(tmp_path) == before, "neither a payload nor a record is left of it"
-        assert push(syncer, *update()).outcome is Outcome.ACCEPTED, "its number is free"
-
-
-@pytest.mark.parametrize("encoding", ["fp32", "int8"])
-def test_values_that_are_not_those_that_the_site_decoded_are_refused_counted_and_said(
-    tmp_path: Path, encoding: str
-) -> None:
-    header, payload = update(encoding=encoding)
-    meant = digest(make_codec(encoding).decode(payload, header.numel))
-    events = Events()
-    with serving(tmp_path, events, up_codecs=["fp32", "int8"], **QUIET) as syncer:
-        join(syncer)
-        before = files(tmp_path)
-        result = push(syncer, replace(header, values_digest=digest(dice("other", 0))), payload)
-        assert result == PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1)
-        assert files(tmp_path) == before, "neither a payload nor a record is left of it"
-        (note,) = events.of("note")
-        assert (note["note"], note["site"]) == ("update_corrupt", "a")
-        assert "update 1 of fragment 0 decodes to other values here than there" in note["why"]
-        status: Any = syncer.api.status()
-        assert status["refused_at_the_door"] == {"corrupt": 1}
-        assert status["sites"]["a"]["updates_corrupt"] == 1
-        assert push(syncer, replace(header, values_digest=meant), payload).outcome is Outcome.ACCEPTED
-
-
-def test_invariant_15_a_payload_that_is_no_encoding_changes_nothing_but_a_counter(tmp_path: Path) -> None:
-    header, payload = update(encoding="int8")
-    broken = bytes([0xFF, 0xFF]) + payload[2:]  # The first scale becomes a NaN.
-    header = replace(header, digest=hashlib.sha256(broken).hexdigest())
-    with serving(tmp_path, up_codecs=["int8"], **QUIET) as syncer:
-        join(syncer)
-        before, state = files(tmp_path), syncer.core.ask(lambda machine: machine.snapshot())
-        with pytest.raises(Refusal, match="payload is no int8") as raised:
-            push(syncer, header, broken)
-        assert raised.value.status is Status.INVALID_ARGUMENT
-        assert files(tmp_path) == before
-        after = syncer.core.ask(lambda machine: machine.snapshot())
-        assert isinstance(state, dict)
-        assert isinstance(after, dict)
-        assert {**state, "now_ns": 0} == {**after, "now_ns": 0}
-
-
-def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> None:
-    """The machine may change its mind between the first look and the commit."""
-    header, payload = update(sequence=1)
-    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "updates_in_flight_max": 1}) as syncer:
-        join(syncer)
-        second = update(sequence=2)
-        session = syncer.api.open_push(header)
-        assert isinstance(session, Reception)
-        assert syncer.api.open_push(second[0]) == PushResult(Outcome.RETRY, 0, Reason.GAP, epoch=1)
-        session.write(0, memoryview(payload))
-        assert session.commit(header.digest).outcome is Outcome.ACCEPTED
-        session.close()
-        late = reception(syncer, second[0])
-        late.write(0, memoryview(second[1]))
-        assert late.commit(second[0].digest) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
-        late.close()
-        again = reception(syncer, second[0])
-        assert again.offset == len(second[1])
-        again.close()
-
-
-def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
-        header, payload = update()
-        twin = reception(syncer, header)
-        twin.write(0, memoryview(payload))
-        direct = reception(syncer, header)
-        assert direct.offset == 0 or direct.offset == len(payload)
-        direct.write(direct.offset, memoryview(payload)[direct.offset :])
-        assert direct.commit(header.digest).outcome is Outcome.ACCEPTED
-        direct.close()
-        eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
-        twin.close()
-        again = reception(syncer, header)
-        again.write(again.offset, memoryview(payload)[again.offset :])
-        assert again.commit(header.digest).outcome is Outcome.DUPLICATE
-        again.close()
-        assert len(spooled(tmp_path)) == 1
-        for _ in range(3):
-            syncer.api.snapshot()
-        assert spooled(tmp_path) == []
-
-
-def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        with monkeypatch.context() as patch:
-
-            def full(path: Path, step: Step) -> None:
-                raise OSError(28, "No space left on device")
-
-            patch.setattr(syncer.store.disk, "sync_file", full)
-            with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
-                push(syncer, header, payload)
-            assert raised.value.status is Status.UNAVAILABLE
-        assert spooled(tmp_path) == [], "pages whose fsync failed count as written: every byte is sent again"
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-        assert syncer.failed is None
-
-
-def test_the_payload_is_durable_before_the_machine_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        steps: list[str] = []
-        real = os.fsync
-
-        def noted(handle: int) -> None:
-            name = os.readlink(f"/proc/self/fd/{handle}")
-            steps.append("folder" if os.path.isdir(name) else "payload")
-            real(handle)
-
-        append = syncer.store.journal.append
-        monkeypatch.setattr(os, "fsync", noted)
-        monkeypatch.setattr(syncer.store.journal, "append", lambda turn: (steps.append("record"), append(turn))[1])
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-        monkeypatch.undo()
-    assert steps.index("payload") < steps.index("record")
-    assert steps[steps.index("record") - 1] == "folder"
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
 
 
 def open_below(folder: Path) -> list[str]:
@@ -229,118 +88,183 @@ def open_below(folder: Path) -> list[str]:
     return [name for name in found if name.startswith(f"{folder}/")]
 
 
-def test_no_payload_stays_open_when_its_push_has_ended(tmp_path: Path) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        session = syncer.api.open_push(header)
-        session.write(0, memoryview(payload)[: len(payload) // 2])
-        assert open_below(tmp_path / "spool")
-        session.close()
-        assert open_below(tmp_path / "spool") == []
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
-        assert open_below(tmp_path / "spool") == []
+def bytes_up(syncer: Syncer) -> object:
+    sites: Any = syncer.api.status()["sites"]
+    return sites["a"]["payload_bytes_up"]
 
 
-def test_only_what_came_is_counted(tmp_path: Path) -> None:
-    header, payload = update()
+def test_a_push_that_broke_off_goes_on_where_its_bytes_end_and_only_what_came_is_counted(tmp_path: Path) -> None:
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
-        session = syncer.api.open_push(header)
+        for end in (10, 11, 60):
+            session = syncer.api.open_push(HEADER)
+            assert isinstance(session, Reception)
+            session.write(session.offset, memoryview(PAYLOAD)[session.offset : end])
+            assert open_below(tmp_path / "spool")
+            session.close()
+            assert open_below(tmp_path / "spool") == []
+        assert bytes_up(syncer) == 60
+    with serving(tmp_path, **QUIET) as syncer:
+        session = syncer.api.open_push(HEADER)
         assert isinstance(session, Reception)
-        session.write(0, memoryview(payload)[:20])
+        assert session.offset == 60
         session.close()
-        assert sites(syncer.api.status())["a"]["payload_bytes_up"] == 20
-        push(syncer, header, payload)
-        push(syncer, header, payload)
-        assert sites(syncer.api.status())["a"]["payload_bytes_up"] == len(payload)
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
+        assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
+        assert open_below(tmp_path / "spool") == []
+        assert bytes_up(syncer) == len(PAYLOAD) - 60
 
 
-def sites(status: dict[str, object]) -> dict[str, dict[str, object]]:
-    found = status["sites"]
-    assert isinstance(found, dict)
-    return found
-
-
-def test_torch_reads_what_was_sent(tmp_path: Path) -> None:
-    values = dice("sent", 1)
-    with serving(tmp_path, **QUIET) as syncer:
+def test_invariant_15_what_is_refused_leaves_nothing_and_its_number_is_free(tmp_path: Path) -> None:
+    small, encoded = update(encoding="int8")
+    broken = bytes([0xFF, 0xFF]) + encoded[2:]  # The first scale becomes a NaN.
+    others = digest(dice("other", 0))
+    events = Events()
+    with serving(tmp_path, events, up_codecs=["fp32", "int8"], **QUIET) as syncer:
         join(syncer)
-        header, payload = update(fragment=1, values=values)
-        push(syncer, header, payload)
-        kept = stored(syncer.store.spool, syncer.store.spool.reference("a", 1, 1, header.digest), header.digest)
-    assert torch.equal(torch.frombuffer(bytearray(kept), dtype=torch.float32), values)
+        before, state = files(tmp_path), syncer.core.ask(lambda machine: machine.snapshot())
+        with pytest.raises(Refusal, match="digest of the payload is not the declared one; send it again") as raised:
+            push(syncer, HEADER, PAYLOAD[:-1] + b"!")
+        assert (raised.value.status, files(tmp_path)) == (Status.DATA_LOSS, before)
+        with pytest.raises(Refusal, match="payload is no int8") as raised:
+            push(syncer, replace(small, digest=hashlib.sha256(broken).hexdigest()), broken)
+        assert (raised.value.status, files(tmp_path)) == (Status.INVALID_ARGUMENT, before)
+        for bad in ("nan", "inf", "-inf"):
+            values = dice("bad", 0)
+            values[7] = float(bad)
+            refused = push(syncer, *update(values=values))
+            assert (refused, files(tmp_path)) == (PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1), before)
+        for whole, sent in ((HEADER, PAYLOAD), (small, encoded)):
+            refused = push(syncer, replace(whole, values_digest=others), sent)
+            assert (refused, files(tmp_path)) == (PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1), before)
+        after = syncer.core.ask(lambda machine: machine.snapshot())
+        assert isinstance(state, dict)
+        assert isinstance(after, dict)
+        assert {**state, "now_ns": 0} == {**after, "now_ns": 0}
+        note, _ = events.of("note")
+        assert (note["note"], note["site"]) == ("update_corrupt", "a")
+        assert "update 1 of fragment 0 decodes to other values here than there" in note["why"]
+        status: Any = syncer.api.status()
+        assert status["refused_at_the_door"] == {"non_finite": 3, "corrupt": 2}
+        assert status["sites"]["a"]["updates_corrupt"] == 2
+        meant = digest(make_codec("int8").decode(encoded, HEADER.numel))
+        assert push(syncer, replace(small, values_digest=meant), encoded).outcome is Outcome.ACCEPTED
 
 
-def test_values_are_in_memory_only_where_there_is_room_for_them(tmp_path: Path) -> None:
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
+def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> None:
+    """The machine may change its mind between the first look and the commit."""
+    first, (header, payload) = update(sequence=1), update(sequence=2)
+    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "updates_in_flight_max": 1}) as syncer:
         join(syncer)
-        tally, checks = Tally(), threading.BoundedSemaphore(1)
-        session = reception(syncer, header, tally, checks)
-        checks.acquire()
-        done: list[PushResult] = []
+        session = syncer.api.open_push(first[0])
+        assert isinstance(session, Reception)
+        assert syncer.api.open_push(header) == PushResult(Outcome.RETRY, 0, Reason.GAP, epoch=1)
+        assert finish(session, *first).outcome is Outcome.ACCEPTED
+        assert finish(reception(syncer, header), header, payload) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
+        again = reception(syncer, header)
+        assert again.offset == len(payload)
+        again.close()
 
-        def push_it() -> None:
-            session.write(0, memoryview(payload))
-            done.append(session.commit(header.digest))
 
-        thread = threading.Thread(target=push_it)
-        thread.start()
-        thread.join(0.3)
-        assert done == []
+def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer)
+        twin = reception(syncer, HEADER)
+        twin.write(0, memoryview(PAYLOAD))
+        assert finish(reception(syncer, HEADER), HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
+        eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
+        twin.close()
+        assert finish(reception(syncer, HEADER), HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
+        assert len(spooled(tmp_path)) == 1
+        for _ in range(3):
+            syncer.api.snapshot()
+        assert spooled(tmp_path) == []
+
+
+def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(
+    syncer: Syncer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, step: Step) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(syncer.store.disk, "sync_file", full)
+        with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
+            push(syncer, HEADER, PAYLOAD)
+        assert raised.value.status is Status.UNAVAILABLE
+    assert spooled(tmp_path) == [], "pages whose fsync failed count as written: every byte is sent again"
+    assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
+    assert syncer.failed is None
+
+
+def test_the_payload_is_durable_before_the_machine_hears_of_it(syncer: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    real = os.fsync
+
+    def noted(handle: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{handle}")
+        steps.append("folder" if os.path.isdir(name) else "payload")
+        real(handle)
+
+    append = syncer.store.journal.append
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(syncer.store.journal, "append", lambda turn: (steps.append("record"), append(turn))[1])
+    assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.ACCEPTED
+    monkeypatch.undo()
+    assert steps.index("payload") < steps.index("record")
+    assert steps[steps.index("record") - 1] == "folder"
+
+
+def test_values_are_in_memory_only_where_there_is_room_for_them(syncer: Syncer) -> None:
+    tally, checks = Tally(), threading.BoundedSemaphore(1)
+    checks.acquire()
+    with ThreadPoolExecutor(1) as pushing:
+        done = pushing.submit(finish, reception(syncer, HEADER, tally, checks), HEADER, PAYLOAD)
+        time.sleep(0.3)
+        assert not done.done()
         checks.release()
-        thread.join(30.0)
-        assert (done, tally.payloads_decoded) == ([PushResult(Outcome.ACCEPTED, 0)], 1)
-        session.close()
-        assert checks.acquire(blocking=False), "there is room again"
+        assert done.result(30.0) == PushResult(Outcome.ACCEPTED, 0)
+    assert tally.payloads_decoded == 1
+    assert checks.acquire(blocking=False), "there is room again"
 
 
 @pytest.mark.parametrize(("every_s", "wanted"), [(0.0, 4), (1e9, 1)])
 def test_a_push_that_moves_is_a_sign_of_life_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: int
+    syncer: Syncer, monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: int
 ) -> None:
-    header, payload = update()
     monkeypatch.setattr(api, "HEARD_EVERY_S", every_s)
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        heard: list[str] = []
-        monkeypatch.setattr(syncer.core, "heard", heard.append)
-        session = reception(syncer, header)
-        for at in range(0, len(payload), -(-len(payload) // 4)):
-            session.write(at, memoryview(payload)[at : at + -(-len(payload) // 4)])
-        assert session.commit(header.digest).outcome is Outcome.ACCEPTED
-        session.close()
-    assert heard == [header.site_id] * wanted
+    heard: list[str] = []
+    monkeypatch.setattr(syncer.core, "heard", heard.append)
+    session = reception(syncer, HEADER)
+    for at in range(0, len(PAYLOAD), -(-len(PAYLOAD) // 4)):
+        session.write(at, memoryview(PAYLOAD)[at : at + -(-len(PAYLOAD) // 4)])
+    assert session.commit(HEADER.digest).outcome is Outcome.ACCEPTED
+    session.close()
+    assert heard == [HEADER.site_id] * wanted
 
 
 def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    syncer: Syncer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site hears of the full disk, and sends it again while the first attempt is still to be written."""
-    header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        append = syncer.store.journal.append
-        with monkeypatch.context() as patch:
+    append = syncer.store.journal.append
+    with monkeypatch.context() as patch:
 
-            def full(records: object) -> None:
-                raise DiskFullError(28, "No space left on device")
+        def full(records: object) -> None:
+            raise DiskFullError(28, "No space left on device")
 
-            patch.setattr(syncer.store.journal, "append", full)
-            with pytest.raises(Refusal, match="disk full: No space left on device"):
-                push(syncer, header, payload)
-            eventually(lambda: syncer.core.held, "the loop waits")
-            twin = reception(syncer, header)
-            twin.write(0, memoryview(payload))
-            with pytest.raises(Refusal, match="disk full: No space left on device"):
-                twin.commit(header.digest)
-            twin.close()
-        assert syncer.store.journal.append == append
-        eventually(lambda: syncer.core.held is None, "there is room again")
-        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
-        eventually(lambda: not syncer.store.spool._claims, "every attempt is over")
-        assert len(spooled(tmp_path)) == 1
+        patch.setattr(syncer.store.journal, "append", full)
+        with pytest.raises(Refusal, match="disk full: No space left on device"):
+            push(syncer, HEADER, PAYLOAD)
+        eventually(lambda: syncer.core.held, "the loop waits")
+        with pytest.raises(Refusal, match="disk full: No space left on device"):
+            finish(reception(syncer, HEADER), HEADER, PAYLOAD)
+    assert syncer.store.journal.append == append
+    eventually(lambda: syncer.core.held is None, "there is room again")
+    assert push(syncer, HEADER, PAYLOAD).outcome is Outcome.DUPLICATE
+    eventually(lambda: not syncer.store.spool._claims, "every attempt is over")
+    assert len(spooled(tmp_path)) == 1
     verify(tmp_path)
 
 
@@ -371,3 +295,47 @@ def test_an_update_like_no_other_is_refused_and_counted_or_held_and_shown(tmp_pa
         assert push(syncer, *update("a", 6, **large)).reason is Reason.OUTLIER, "judged once, also after a crash"
         status = syncer.api.status()
         assert (status["payloads_decoded"], status["sites"]["a"]["updates_refused"]) == (0, {"outlier": 1})
+
+
+# --- What is measured of an update -----------------------------------------------------------------------------------
+
+
+def measured(values: torch.Tensor, momentum: torch.Tensor | None, block: int = 8) -> Vitals:
+    measuring = Measuring()
+    for start in range(0, values.numel(), block):
+        against = momentum[start : start + block] if momentum is not None else None
+        measuring.add(sums_of(values[start : start + block], against))
+    return measuring.vitals()
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
+def test_a_norm_and_a_cosine_are_the_same_whatever_the_blocks(count: int) -> None:
+    dice = torch.Generator().manual_seed(count)
+    values, momentum = torch.randn(count, generator=dice), torch.randn(count, generator=dice)
+    found = measured(values, momentum)
+    assert found.finite
+    assert found.norm == pytest.approx(float(torch.linalg.vector_norm(values)), rel=1e-6)
+    assert found.cosine == pytest.approx(float(torch.cosine_similarity(values, momentum, dim=0)), abs=1e-6)
+    largest = measured(torch.full((count,), LARGEST), torch.full((count,), -LARGEST))
+    assert largest.norm == pytest.approx(LARGEST * math.sqrt(count))
+    assert largest.cosine == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST * 1.01, -LARGEST * 1.01])
+def test_of_what_is_not_finite_nothing_else_is_said(bad: float) -> None:
+    for place in (0, 11, 19):
+        values = torch.ones(20)
+        values[place] = bad
+        assert measured(values, torch.ones(20)) == Vitals(False, 0.0, None)
+
+
+def test_nothing_has_no_direction_and_what_came_before_there_was_a_momentum_no_part_in_the_cosine() -> None:
+    assert measured(torch.zeros(5), torch.ones(5)) == Vitals(True, 0.0, None)
+    assert measured(torch.ones(5), torch.zeros(5)).cosine is None
+    assert measured(torch.ones(5), None).cosine is None
+    measuring = Measuring()
+    measuring.add(sums_of(torch.tensor([0.0, 0.0, 3.0]), None))
+    measuring.add(sums_of(torch.tensor([4.0]), torch.tensor([0.5])))
+    found = measuring.vitals()
+    assert found.norm == 5.0
+    assert found.cosine == pytest.approx(0.8)

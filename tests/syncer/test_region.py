@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from diloco.codec.base import bytes_of, digest
+from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import follow, publish
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, OuterState
 from diloco.outer.pseudo_gradient import blend
-from diloco.sync.effects import Fetch, RegionEffect, Release, Seal, Send
+from diloco.sync.effects import Fetch, RegionEffect, Release, Seal, Send, TakeVersion
 from diloco.sync.events import (
     Fate,
     FateTold,
@@ -33,16 +36,17 @@ from diloco.sync.state import Part
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.options import memory_bytes_max
+from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.replaying import Replayer, ReplayerWithout
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer, UpstreamRefusedError
-from diloco.syncer.snapshots import Lineages, Snapshots
-from diloco.syncer.spool import Spool
+from diloco.syncer.snapshots import FragmentValues, Lineages, Snapshots
+from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.standby import Standby, begun_anew
-from diloco.syncer.store import StoreError
 from diloco.wire.client import AdminClient, FollowClient
 from tests.syncer.building import NUMEL, Events, dice, eventually, join, new_syncer, push, update
 
+RULE = OuterRule(OuterOptimizerOptions(kind="heavy_ball", lr=1.0, momentum=0.5))
 SGD = {"kind": "sgd", "lr": 1.0, "momentum": 0.0}
 
 
@@ -56,7 +60,6 @@ class SomebodyAbove:
         self.orders: list[RegionEffect] = []
         self.sealed: list[tuple[Seal, Tensor, Tensor]] = []
         self.life: list[str] = []
-        self._lock = threading.Lock()
 
     def begin(self, below: Below, known: Sequence[Part]) -> UpstreamStarted:
         self.below, self.known = below, known
@@ -66,12 +69,10 @@ class SomebodyAbove:
         self.life.append("start")
 
     def seal(self, effect: Seal, reference: Tensor, values: Tensor) -> None:
-        with self._lock:
-            self.sealed.append((effect, reference.clone(), values.clone()))
+        self.sealed.append((effect, reference.clone(), values.clone()))
 
     def order(self, effect: RegionEffect) -> None:
-        with self._lock:
-            self.orders.append(effect)
+        self.orders.append(effect)
 
     def finish(self) -> None:
         self.life.append("finish")
@@ -80,8 +81,7 @@ class SomebodyAbove:
         self.life.append("close")
 
     def of(self, kind: type) -> list[RegionEffect]:
-        with self._lock:
-            return [order for order in self.orders if isinstance(order, kind)]
+        return [order for order in list(self.orders) if isinstance(order, kind)]
 
     def answer(self) -> None:
         """It is taken in; version 4 of everything is there."""
@@ -93,6 +93,14 @@ class SomebodyAbove:
         self.below.tell(UpstreamFetched(fragment, version, payload, digest(values), 1, 1))
         return payload
 
+    def takes(self, sequence: int, version: int) -> None:
+        """It has merged the region's update for fragment 0 into ``version``, which is nothing but zeros."""
+        digest = f"d{sequence}"
+        self.below.tell(PushAnswered(0, sequence, Outcome.ACCEPTED, None, digest, 1))
+        self.below.tell(FateTold(Fate(0, sequence, version, 50, digest)))
+        self.bring(0, version, torch.zeros(NUMEL[0]))
+        eventually(lambda: self.of(Release), "what was sent is let go")
+
 
 def a_region(folder: Path, above: SomebodyAbove | None, **options: Any) -> tuple[Syncer, Events]:
     events = Events()
@@ -100,21 +108,24 @@ def a_region(folder: Path, above: SomebodyAbove | None, **options: Any) -> tuple
     return new_syncer(folder, events.emit, {"round_updates": 1}, SGD, above=make, **options), events
 
 
-def based(folder: Path, **options: Any) -> tuple[Syncer, SomebodyAbove, Events]:
+@contextmanager
+def based(folder: Path, **options: Any) -> Iterator[tuple[Syncer, SomebodyAbove, Events]]:
     above = SomebodyAbove()
     syncer, events = a_region(folder, above, **options)
     syncer.start()
-    above.answer()
-    eventually(lambda: len(above.of(Fetch)) == len(NUMEL), "fetches")
-    for fragment in range(len(NUMEL)):
-        above.bring(fragment, 4, dice("above", fragment))
-    events.wait_for("published", len(NUMEL))
-    return syncer, above, events
+    try:
+        above.answer()
+        eventually(lambda: len(above.of(Fetch)) == len(NUMEL), "fetches")
+        for fragment in range(len(NUMEL)):
+            above.bring(fragment, 4, dice("above", fragment))
+        events.wait_for("published", len(NUMEL))
+        yield syncer, above, events
+    finally:
+        syncer.stop()
 
 
 def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_path: Path) -> None:
-    syncer, above, events = based(tmp_path)
-    try:
+    with based(tmp_path, retain_steps=256) as (syncer, above, events):
         assert above.life == ["start"]
         bound = memory_bytes_max(syncer.options, syncer.plan, syncer.network, 2)
         assert events.of("syncer_started")[0]["memory_bytes_max"] == bound
@@ -136,31 +147,43 @@ def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_pa
         assert isinstance(told, dict)
         assert (told["site"], told["base_versions"]) == ("region-a", [4, 4])
         assert (told["tokens_processed"], told["tokens_in_flight"]) == (header.tokens // 2, header.tokens // 2)
-        above.below.tell(Sealed(effect.fragment, effect.sequence, "d"))
-        eventually(lambda: above.of(Send), "the order to send")
-        above.below.tell(PushAnswered(effect.fragment, 1, Outcome.ACCEPTED, None, "d", 1))
-        above.below.tell(FateTold(Fate(effect.fragment, 1, 5, effect.tokens, "d")))
-        before = syncer.holdings.values[effect.fragment].theta
-        above.bring(effect.fragment, 5, torch.zeros(NUMEL[effect.fragment]))
-        eventually(lambda: above.of(Release), "what was sent is let go")
-        eventually(lambda: syncer.holdings.values[effect.fragment].version == 3, "the next version")
-        assert torch.allclose(syncer.holdings.values[effect.fragment].theta, 0.75 * before)
+        sealed(tmp_path, above, 1)
+        before = syncer.holdings.values[0].theta
+        above.takes(1, 5)
+        eventually(lambda: syncer.holdings.values[0].version == 3, "the next version")
+        held = syncer.holdings.values[0].theta
+        assert torch.allclose(held, 0.75 * before)
         assert [event["sites"] for event in events.of("outer_step")][-1] == {}
-    finally:
-        syncer.stop()
-    assert above.life == ["start", "close"]
+        syncer.linger()
+        assert above.life == ["start", "finish"], "the end waits for the one above"
+    assert above.life == ["start", "finish", "close"]
+    assert above.below.standing() is None, "nothing is decided any more"
+    # Without the update what came from above is taken all the same: that holds what the update has brought it.
+    first, journal = Snapshots(tmp_path / "snapshots").load(1), JournalFiles(tmp_path / "journal")
+    journal.close()
+    machine = OuterSync.restore(syncer.plan.outer, first.state)
+    rules, lineages = syncer.plan.rules(syncer.options), Lineages(tmp_path / "lineages")
+    spool, chosen = Spool(tmp_path / "spool"), [Selection("a", "sequences", 1, 1)]
+    with_all = Replayer(machine, first.fragments, spool, rules, lineages)
+    machine = OuterSync.restore(syncer.plan.outer, first.state)
+    without = ReplayerWithout(machine, first.fragments, spool, rules, lineages, chosen)
+    for record in journal.read(first.journal_segment):
+        with_all.apply(record)
+        without.apply(record)
+    assert torch.equal(with_all.values[0].theta, held)
+    assert torch.equal(without.values[0].theta, blend(dice("above", 0), torch.zeros(NUMEL[0]), 0.75))
+    assert not torch.equal(without.values[0].theta, held)
 
 
 def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path)
-    join(syncer)
-    push(syncer, *update(base_version=1))
-    eventually(lambda: above.sealed, "an update for the one above")
-    waits = above.bring(1, 5, dice("later", 1))
-    eventually(lambda: syncer.holdings.values[1].version == 2, "fragment 1 has nothing to lose by it")
-    held = list(syncer.holdings.values)
-    syncer.keeper.last = lambda: None  # type: ignore[method-assign]  # As after kill -9: no snapshot.
-    syncer.stop()
+    with based(tmp_path) as (syncer, above, _):
+        join(syncer)
+        push(syncer, *update(base_version=1))
+        eventually(lambda: above.sealed, "an update for the one above")
+        waits = above.bring(1, 5, dice("later", 1))
+        eventually(lambda: syncer.holdings.values[1].version == 2, "fragment 1 has nothing to lose by it")
+        held = list(syncer.holdings.values)
+        syncer.keeper.last = lambda: None  # type: ignore[method-assign]  # As after kill -9: no snapshot.
     for _ in range(2):  # From the journal, and then from the snapshot that the first stop has left.
         again = SomebodyAbove()
         syncer, _ = a_region(tmp_path, again)
@@ -179,48 +202,6 @@ def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> N
             assert torch.equal(again.sealed[0][1] - again.sealed[0][2], above.sealed[0][1] - above.sealed[0][2])
         finally:
             syncer.stop()
-
-
-def test_without_an_update_what_came_from_above_is_taken_all_the_same(tmp_path: Path) -> None:
-    """The version above holds what the update has brought it: that is another run's to take out."""
-    syncer, above, _ = based(tmp_path, retain_steps=256)
-    join(syncer)
-    push(syncer, *update(base_version=1))
-    eventually(lambda: above.sealed, "an update for the one above")
-    above.below.tell(Sealed(0, 1, "d"))
-    above.below.tell(PushAnswered(0, 1, Outcome.ACCEPTED, None, "d", 1))
-    above.below.tell(FateTold(Fate(0, 1, 5, 50, "d")))
-    above.bring(0, 5, torch.zeros(NUMEL[0]))
-    eventually(lambda: syncer.holdings.values[0].version == 3, "the next version")
-    held = syncer.holdings.values[0].theta
-    syncer.stop()
-    first, journal = Snapshots(tmp_path / "snapshots").load(1), JournalFiles(tmp_path / "journal")
-    journal.close()
-    machine = OuterSync.restore(syncer.plan.outer, first.state)
-    rules, lineages = syncer.plan.rules(syncer.options), Lineages(tmp_path / "lineages")
-    spool, chosen = Spool(tmp_path / "spool"), [Selection("a", "sequences", 1, 1)]
-    with_all = Replayer(machine, first.fragments, spool, rules, lineages)
-    machine = OuterSync.restore(syncer.plan.outer, first.state)
-    without = ReplayerWithout(machine, first.fragments, spool, rules, lineages, chosen)
-    for record in journal.read(first.journal_segment):
-        with_all.apply(record)
-        without.apply(record)
-    assert torch.equal(with_all.values[0].theta, held)
-    assert torch.equal(without.values[0].theta, blend(dice("above", 0), torch.zeros(NUMEL[0]), 0.75))
-    assert not torch.equal(without.values[0].theta, held)
-
-
-def test_versions_above_that_are_done_with_leave_the_disk(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path, snapshot_every=1)
-    try:
-        for version in range(5, 12):
-            above.bring(1, version, dice(version, 1))
-            eventually(lambda wanted=version - 3: syncer.holdings.values[1].version == wanted, "it is taken")  # type: ignore[misc]
-        syncer.api.snapshot()
-        spool = tmp_path / "spool" / ".above"
-        eventually(lambda: 1 <= len(list(spool.glob("1-*"))) <= 3, "those that no snapshot needs are removed")
-    finally:
-        syncer.stop()
 
 
 def sealed(folder: Path, above: SomebodyAbove, sequence: int) -> Path:
@@ -248,47 +229,28 @@ def alike(syncer: Syncer, standby: Standby) -> bool:
     return replayer is not None and [each.digest for each in replayer.values] == [each.digest for each in held]
 
 
-def test_what_an_earlier_lineage_had_from_above_leaves_the_disk(tmp_path: Path) -> None:
-    syncer, _, _ = based(tmp_path / "region", replication=ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2))
-    standby, _ = a_standby(tmp_path / "standby", syncer)
-    eventually(lambda: alike(syncer, standby), "the same values")
-    syncer.stop()
-    warm, above = begun_anew(standby.promote(), "an operator's word", 7), SomebodyAbove()
-    promoted, _ = a_region(tmp_path / "standby", above)
-    promoted.start(warm)
-    try:
-        assert [each.progress.base_version for each in above.known] == [-1, -1]
-        for _ in range(2):
-            promoted.api.snapshot()
-        assert not list((tmp_path / "standby" / "spool" / ".above").iterdir())
-    finally:
-        promoted.stop()
-
-
 def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(tmp_path: Path) -> None:
-    """Those of before it came, and those that come after."""
+    """Those of before it came, and those that come after; what an earlier lineage had from above leaves its disk."""
     ours, theirs = tmp_path / "region", tmp_path / "standby"
-    syncer, above, _ = based(ours, replication=ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2))
-    join(syncer)
-    push(syncer, *update(base_version=1))
-    eventually(lambda: above.sealed, "an update for the one above")
-    first = sealed(ours, above, 1)
-    syncer.api.snapshot()
-    standby, events = a_standby(theirs, syncer)
 
     def both(pattern: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
         return tuple({path.name: path.read_bytes() for path in each.glob(pattern)} for each in (ours, theirs))  # type: ignore[return-value]
 
-    try:
+    replication = ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2)
+    with ExitStack() as ending, based(ours, replication=replication) as (syncer, above, _):
+        join(syncer)
+        push(syncer, *update(base_version=1))
+        eventually(lambda: above.sealed, "an update for the one above")
+        first = sealed(ours, above, 1)
+        syncer.api.snapshot()
+        standby, events = a_standby(theirs, syncer)
+        ending.callback(standby.close)
         eventually(lambda: alike(syncer, standby), "the values of a snapshot, and what came since")
         assert (theirs / outbox_file(0, 1)).read_bytes() == first.read_bytes()
         here, there = both("spool/.above/*")
         assert here == there
         assert len(there) == len(NUMEL)
-        above.below.tell(PushAnswered(0, 1, Outcome.ACCEPTED, None, "d1", 1))
-        above.below.tell(FateTold(Fate(0, 1, 5, 50, "d1")))
-        above.bring(0, 5, torch.zeros(NUMEL[0]))
-        eventually(lambda: above.of(Release), "what was sent is let go")
+        above.takes(1, 5)
         first.unlink()
         eventually(lambda: syncer.holdings.values[0].version == 3, "the version above is blended")
         assert push(syncer, *update(sequence=2, base_version=3)).outcome is Outcome.ACCEPTED
@@ -308,16 +270,22 @@ def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(
         def go_with_the_next() -> bool:
             above.bring(1, version := next(newer), dice(version, 1))
             syncer.api.snapshot()
-            return not old & both("spool/.above/1-*")[1].keys()
+            return not old & (both("spool/.above/1-*")[0].keys() | both("spool/.above/1-*")[1].keys())
 
         eventually(go_with_the_next, "none stays for ever")
         assert not events.of("failed")
-    finally:
-        standby.close()
         syncer.stop()
+        warm, later = begun_anew(standby.promote(), "an operator's word", 7), SomebodyAbove()
+        promoted, _ = a_region(theirs, later)
+        promoted.start(warm)
+        ending.callback(promoted.stop)
+        assert [each.progress.base_version for each in later.known] == [-1, -1]
+        for _ in range(2):
+            promoted.api.snapshot()
+        assert not both("spool/.above/*")[1]
 
 
-def test_while_it_may_tell_nobody_anything_it_does_not_speak_above(tmp_path: Path) -> None:
+def test_it_speaks_above_when_it_may_tell_its_sites_and_ends_in_words_where_it_is_put_out(tmp_path: Path) -> None:
     """As the old syncer that is started again when its standby has taken over: it would put that one out above."""
     above = SomebodyAbove()
     syncer, _ = a_region(tmp_path, above, replication=ReplicationOptions(mode="sync"))
@@ -327,13 +295,6 @@ def test_while_it_may_tell_nobody_anything_it_does_not_speak_above(tmp_path: Pat
         with AdminClient(address) as operator:
             operator.detach()
         eventually(lambda: above.life == ["start"], "it speaks above")
-    finally:
-        syncer.stop()
-
-
-def test_one_that_is_put_out_above_ends_in_words(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path)
-    try:
         above.below.give_up("evicted")
         with pytest.raises(UpstreamRefusedError, match="evicted"):
             syncer.wait(10.0)
@@ -341,34 +302,45 @@ def test_one_that_is_put_out_above_ends_in_words(tmp_path: Path) -> None:
         syncer.stop()
 
 
-def test_who_asks_while_nothing_is_decided_hears_nothing(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path)
-    syncer.stop()
-    assert above.below.standing() is None
+# --- A version that is made of one of the syncer above: the blend, the down-link, and what stays ---------------------
 
 
-def test_a_run_stays_what_it_is(tmp_path: Path) -> None:
-    syncer, _, _ = based(tmp_path / "region")
-    syncer.stop()
-    for above, words in ((None, "upstream.endpoint is null"), (SomebodyAbove("region-b"), "'region-b'")):
-        syncer, _ = a_region(tmp_path / "region", above)
-        with pytest.raises(StoreError, match=f"{words}, and this run is the region 'region-a'"):
-            syncer.start()
-    syncer, _ = a_region(tmp_path / "plain", None)
-    syncer.start()
-    join(syncer)
-    push(syncer, *update())
-    eventually(lambda: syncer.holdings.values[0].version, "a version")
-    syncer.stop()
-    syncer, _ = a_region(tmp_path / "plain", SomebodyAbove())
-    with pytest.raises(StoreError, match="has begun without a syncer above"):
-        syncer.start()
+def take(folder: Path, above: Tensor, share: float, codec: str, values: FragmentValues) -> OuterResult | None:
+    spool = Spool(folder / "spool")
+    payload = spool.put_above(0, bytes_of(above), digest(above))
+    command = TakeVersion(0, values.version + 1, share, payload, digest(above))
+    found = run_outer_step(command, values, spool, RULE, codec)
+    (folder / "spool" / payload).write_bytes(bytes_of(-above))
+    with pytest.raises(SpoolError, match="damaged"):
+        run_outer_step(command, values, spool, RULE, codec)
+    return found
 
 
-def test_the_end_waits_for_the_one_above(tmp_path: Path) -> None:
-    syncer, above, _ = based(tmp_path)
-    try:
-        syncer.linger()
-        assert above.life == ["start", "finish"]
-    finally:
-        syncer.stop()
+@pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
+def test_it_is_the_blend_and_all_who_follow_hold_what_is_published(tmp_path: Path, codec: str) -> None:
+    theta, published, momentum, reference, above = (dice(name, 0) for name in ("t", "p", "m", "r", "above"))
+    values = FragmentValues(
+        7, theta, published, OuterState(3, {"momentum": momentum}), digest(published), reference=reference
+    )
+    found = take(tmp_path, above, 0.25, codec, values)
+    assert found is not None
+    made = found.values
+    assert torch.equal(made.theta, blend(theta, above, 0.75))
+    assert torch.allclose(made.theta, 0.75 * theta + 0.25 * above)
+    assert torch.equal(made.published, publish(made.theta, published, make_codec(codec))[1])
+    assert torch.equal(follow(published, found.downlink, make_codec(codec)), made.published)
+    assert made.digest == digest(made.published)
+    assert found.downlink_digest.startswith(made.digest.partition(":")[0])
+    assert made.version == 8
+    assert made.optimizer is values.optimizer, "the momentum is kept"
+    assert made.reference is made.theta
+    whole = take(tmp_path, above, 1.0, codec, values)
+    assert whole is not None
+    assert torch.equal(whole.values.theta, above), "all of it is taken to the bit"
+
+
+def test_what_would_not_be_finite_is_not_taken(tmp_path: Path) -> None:
+    far = torch.full((NUMEL[0],), 3e38)
+    values = FragmentValues(0, -far, -far, OuterState(), "")
+    assert take(tmp_path, far, 0.25, "fp32", values) is None
+    assert take(tmp_path, far, 1.0, "int8", values) is None, "too far from what was published"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,32 +22,32 @@ from tests.loopback.audit import version_zero
 from tests.loopback.cluster import Log
 from tests.loopback.toy import Toy
 
+Replicating = Callable[..., tuple[Replicator, Log]]
 PRINT, SHARED, EARLIER = "a" * 64, "b" * 64, "e" * 64
 
 
 @pytest.fixture
-def closing() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+def replicating(tmp_path: Path) -> Iterator[Replicating]:
+    with ExitStack() as closing:
 
+        def a_replicator(mode: str = "sync", retention: Retention = RECOVERY_ONLY) -> tuple[Replicator, Log]:
+            toy, log = Toy(folder=str(tmp_path)), Log()
+            store = Store(tmp_path / mode, RunCard("toy", PRINT, SHARED, EARLIER), PLAIN_DISK, retention)
+            machine, values = version_zero(toy)
+            store.begin(machine, values)
+            closing.callback(store.journal.close)
+            replicator = Replicator(ReplicationOptions(mode=mode), store, log.emit)
+            replicator.options.alive_s = 0.01
+            core = SimpleNamespace(
+                machine=machine,
+                nudge=lambda: None,
+                post=lambda event: log.emit("attach", {"standby": event.standby}),
+                ask=lambda question, early: question(machine),
+            )
+            replicator.begin(core, detached=False)  # type: ignore[arg-type]
+            return replicator, log
 
-def a_replicator(
-    folder: Path, closing: ExitStack, mode: str = "sync", retention: Retention = RECOVERY_ONLY
-) -> tuple[Replicator, Log]:
-    toy, log = Toy(folder=str(folder)), Log()
-    store = Store(folder / "syncer", RunCard("toy", PRINT, SHARED, EARLIER), PLAIN_DISK, retention)
-    machine, values = version_zero(toy)
-    store.begin(machine, values)
-    closing.callback(store.journal.close)
-    replicator = Replicator(ReplicationOptions(mode=mode), store, log.emit)
-    core = SimpleNamespace(
-        machine=machine,
-        nudge=lambda: None,
-        post=lambda event: log.emit("attach", {"standby": event.standby}),
-        ask=lambda question, early: question(machine),
-    )
-    replicator.begin(core, detached=False)  # type: ignore[arg-type]
-    return replicator, log
+        yield a_replicator
 
 
 def start(**changes: Any) -> FollowStart:
@@ -60,8 +60,8 @@ def a_turn(replicator: Replicator) -> Place:
     return segment, end + 10
 
 
-def test_sync_waits_for_the_standby_and_says_for_whom(tmp_path: Path, closing: ExitStack) -> None:
-    replicator, _ = a_replicator(tmp_path, closing)
+def test_sync_waits_for_the_standby_and_says_for_whom(replicating: Replicating) -> None:
+    replicator, _ = replicating()
     turn = a_turn(replicator)
     assert "no standby has followed" in str(replicator.replicated(turn))
     follower = replicator.follow(start())
@@ -72,10 +72,12 @@ def test_sync_waits_for_the_standby_and_says_for_whom(tmp_path: Path, closing: E
     assert replicator.replicated(turn) is None
     follower.close()
     assert "the standby is away: nothing" in str(replicator.replicated(a_turn(replicator)))
+    replicator, _ = replicating("off")
+    assert replicator.replicated(a_turn(replicator)) is None, "it waits for none"
 
 
-def test_async_waits_only_for_one_that_follows(tmp_path: Path, closing: ExitStack) -> None:
-    replicator, _ = a_replicator(tmp_path, closing, "async")
+def test_async_waits_only_for_one_that_follows(replicating: Replicating) -> None:
+    replicator, _ = replicating("async")
     assert replicator.acks_first
     turn = a_turn(replicator)
     assert replicator.replicated(turn) is None
@@ -86,11 +88,11 @@ def test_async_waits_only_for_one_that_follows(tmp_path: Path, closing: ExitStac
 
 
 def test_async_stops_waiting_for_one_that_is_too_slow_until_it_is_near_again(
-    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+    replicating: Replicating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]
     monkeypatch.setattr("diloco.syncer.replicator.time", SimpleNamespace(monotonic_ns=lambda: round(now_s[0] * 1e9)))
-    replicator, log = a_replicator(tmp_path, closing, "async")
+    replicator, log = replicating("async")
     follower = replicator.follow(start())
     first = a_turn(replicator)
     for _ in range(11):  # It is heard all the time, and has never got what the turn waits for.
@@ -108,30 +110,11 @@ def test_async_stops_waiting_for_one_that_is_too_slow_until_it_is_near_again(
     assert replicator.replicated(third) == "the standby s is behind"
 
 
-def test_off_waits_for_nobody(tmp_path: Path, closing: ExitStack) -> None:
-    replicator, _ = a_replicator(tmp_path, closing, "off")
-    assert replicator.replicated(a_turn(replicator)) is None
-
-
-def test_a_detached_standby_is_told_of_once_when_it_has_caught_up(tmp_path: Path, closing: ExitStack) -> None:
-    replicator, log = a_replicator(tmp_path, closing)
-    turn = a_turn(replicator)
-    replicator.detach()
-    assert replicator.replicated(turn) is None
-    follower = replicator.follow(start())
-    assert replicator.replicated(turn) is None, "until it is attached again nobody waits for it"
-    for _ in range(3):
-        follower.acknowledged(FollowAck(*replicator.machine.durable))
-    assert len(log.of("attach")) == 1
-    replicator.attached()
-    assert replicator.replicated(a_turn(replicator)) == "the standby s is behind"
-
-
 @pytest.mark.parametrize("near", [True, False])
 def test_a_detached_standby_is_attached_although_there_is_always_a_turn_on_its_way_to_it(
-    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch, near: bool
+    replicating: Replicating, monkeypatch: pytest.MonkeyPatch, near: bool
 ) -> None:
-    replicator, log = a_replicator(tmp_path, closing)
+    replicator, log = replicating()
     monkeypatch.setattr("diloco.sync.leadership.NEAR_NS", 60 * 10**9 if near else -1)
     replicator.detach()
     follower = replicator.follow(start())
@@ -140,14 +123,17 @@ def test_a_detached_standby_is_attached_although_there_is_always_a_turn_on_its_w
         assert replicator.replicated(a_turn(replicator)) is None
         follower.acknowledged(FollowAck(*before))
     assert len(log.of("attach")) == int(near), "one that is far behind would be waited for too long"
-    follower.acknowledged(FollowAck(*replicator.machine.durable))
+    for _ in range(3):
+        follower.acknowledged(FollowAck(*replicator.machine.durable))
     assert len(log.of("attach")) == 1
+    replicator.attached()
+    assert replicator.replicated(a_turn(replicator)) == "the standby s is behind"
 
 
 def test_an_acknowledgement_of_what_was_never_written_is_refused_and_believed_nothing_more(
-    tmp_path: Path, closing: ExitStack
+    replicating: Replicating,
 ) -> None:
-    replicator, log = a_replicator(tmp_path, closing)
+    replicator, log = replicating()
     follower = replicator.follow(start())
     segment, end = replicator.machine.durable
     follower.acknowledged(FollowAck(segment, end + 1))
@@ -170,10 +156,9 @@ def units_of(parts: Iterator[Any]) -> list[tuple[int, int]]:
     raise AssertionError("it ended")
 
 
-def test_a_segment_that_no_turn_has_come_to_yet_is_followed_into(tmp_path: Path, closing: ExitStack) -> None:
+def test_a_segment_that_no_turn_has_come_to_yet_is_followed_into(replicating: Replicating) -> None:
     """A snapshot of an idle run: the segment that the standby has whole may go at once."""
-    replicator, _ = a_replicator(tmp_path, closing)
-    replicator.options.alive_s = 0.01
+    replicator, _ = replicating()
     journal = replicator.store.journal
     chain = journal.chain.hex()
     follower = replicator.follow(start(segment=1, chain=chain))
@@ -185,20 +170,10 @@ def test_a_segment_that_no_turn_has_come_to_yet_is_followed_into(tmp_path: Path,
     journal.prune(2)
     assert units_of(parts) == []
     assert replicator.status()["behind_bytes"] == 0
-
-
-def test_a_standby_goes_on_where_the_next_segment_begins_although_its_own_last_one_is_not_kept(
-    tmp_path: Path, closing: ExitStack
-) -> None:
-    replicator, _ = a_replicator(tmp_path, closing)
-    replicator.options.alive_s = 0.01
-    journal = replicator.store.journal
-    chain = journal.chain.hex()
-    journal.rotate()
-    journal.prune(2)
-    follower = replicator.follow(start(segment=1, chain=chain))
-    assert follower.place == (2, 0)
-    parts = follower.parts()
+    follower.close()
+    again = replicator.follow(start(segment=1, chain=chain))
+    assert again.place == (2, 0), "it goes on where the next segment begins, although its own last one is not kept"
+    parts = again.parts()
     assert next(parts) == Follows(False, 2, chain, 1, waits=True)
     assert units_of(parts) == [(2, 0)]
 
@@ -213,9 +188,8 @@ def three_snapshots(replicator: Replicator) -> None:
         store.snapshot_writer(machine, values)()
 
 
-def test_what_a_slow_standby_is_being_sent_is_kept_until_it_has_it(tmp_path: Path, closing: ExitStack) -> None:
-    replicator, _ = a_replicator(tmp_path, closing, retention=Retention(0, 1 << 30))
-    replicator.options.alive_s = 0.01
+def test_what_a_slow_standby_is_being_sent_is_kept_until_it_has_it(replicating: Replicating) -> None:
+    replicator, _ = replicating(retention=Retention(0, 1 << 30))
     store = replicator.store
     parts = replicator.follow(start()).parts()
     next(parts)
@@ -229,9 +203,9 @@ def test_what_a_slow_standby_is_being_sent_is_kept_until_it_has_it(tmp_path: Pat
 
 @pytest.mark.parametrize("sent", [1, 2, 20])
 def test_a_copy_that_is_too_slow_for_what_may_be_kept_begins_again_in_words(
-    tmp_path: Path, closing: ExitStack, sent: int
+    replicating: Replicating, sent: int
 ) -> None:
-    replicator, _ = a_replicator(tmp_path, closing, retention=Retention(0, 10))
+    replicator, _ = replicating(retention=Retention(0, 10))
     parts = replicator.follow(start()).parts()
     for _ in range(sent):
         if isinstance(next(parts), Alive):
@@ -246,70 +220,42 @@ def an_update(payload: str) -> UpdateArrived:
     return UpdateArrived(1, "a", 1, 0, 1, 0, 10, 1, 1, 1, "d" * 64, payload, "fp32", finite=True, final=False)
 
 
-@pytest.mark.parametrize("waits", [False, True])
 def test_a_payload_that_is_gone_is_needed_only_while_its_update_has_no_fate(
-    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch, waits: bool
+    replicating: Replicating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update that was refused is in the journal where something else came of it too; its payload is dropped."""
-    replicator, _ = a_replicator(tmp_path, closing)
-    replicator.options.alive_s = 0.01
+    replicator, _ = replicating()
     journal, payload = replicator.store.journal, "a/0-1-dddddddddddddddd.update"
-    follower = replicator.follow(start(segment=1, chain=journal.chain.hex()))
-    begin = replicator.end()
+    from_here = start(segment=1, chain=journal.chain.hex())
+    follower, begin = replicator.follow(from_here), replicator.end()
     end = journal.append([Record(5, an_update(payload), "e" * 16)])
     journal.flush()
     replicator.replicated(end)
-    if waits:
-        monkeypatch.setattr(replicator, "waiting", lambda: {payload})
-        with pytest.raises(Refusal, match=f"spool/{payload} is missing on the syncer's disk"):
-            units_of(follower.parts())
-    else:
-        assert replicator.waiting() == set()
-        assert units_of(follower.parts()) == [begin]
+    assert replicator.waiting() == set()
+    assert units_of(follower.parts()) == [begin]
+    monkeypatch.setattr(replicator, "waiting", lambda: {payload})
+    with pytest.raises(Refusal, match=f"spool/{payload} is missing on the syncer's disk"):
+        units_of(replicator.follow(from_here).parts())
 
 
-@pytest.mark.parametrize("field", ["layout_fingerprint", "shared_digest"])
-def test_a_standby_of_another_run_is_refused(tmp_path: Path, closing: ExitStack, field: str) -> None:
-    replicator, _ = a_replicator(tmp_path, closing)
-    with pytest.raises(Refusal, match=f"{field} is cccccccccccc at the standby") as refused:
-        replicator.follow(start(**{field: "c" * 64}))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layout_fingerprint": "c" * 64}, "layout_fingerprint is cccccccccccc at the standby"),
+        ({"shared_digest": "c" * 64}, "shared_digest is cccccccccccc at the standby"),
+        ({"segment": 1, "chain": "c" * 64}, "give it an empty folder"),
+        ({"segment": 7, "chain": "c" * 64}, "give it an empty folder"),
+    ],
+)
+def test_a_standby_of_another_run_or_with_another_journal_is_refused(
+    replicating: Replicating, changes: dict[str, Any], words: str
+) -> None:
+    replicator, log = replicating()
+    with pytest.raises(Refusal, match=words) as refused:
+        replicator.follow(start(**changes))
     assert refused.value.status is Status.FAILED_PRECONDITION
-
-
-def test_a_standby_of_an_earlier_release_follows_by_its_digest(tmp_path: Path, closing: ExitStack) -> None:
-    replicator, log = a_replicator(tmp_path, closing)
     replicator.follow(start(shared_digest=EARLIER))
-    assert len(log.of("standby_follows")) == 1
-
-
-@pytest.mark.parametrize("segment", [1, 7])
-def test_a_journal_that_is_not_a_beginning_of_this_one_is_refused(
-    tmp_path: Path, closing: ExitStack, segment: int
-) -> None:
-    replicator, _ = a_replicator(tmp_path, closing)
-    with pytest.raises(Refusal, match="give it an empty folder"):
-        replicator.follow(start(segment=segment, chain="c" * 64))
-
-
-def test_one_that_has_nothing_begins_with_a_snapshot_and_one_that_has_all_with_nothing(
-    tmp_path: Path, closing: ExitStack
-) -> None:
-    replicator, _ = a_replicator(tmp_path, closing)
-    parts = replicator.follow(start()).parts()
-    follows = next(parts)
-    assert isinstance(follows, Follows)
-    assert (follows.anew, follows.segment, follows.chain) == (True, 1, "0" * 64)
-    names = []
-    for part in parts:
-        if getattr(part, "segment", 0):
-            break
-        names.append(getattr(part, "name", ""))
-    assert [name for name in names if name] == [
-        f"snapshots/00000001/{name}" for name in ("fragment-0.safetensors", "manifest.json", "state.json")
-    ]
-    follower = replicator.follow(start(segment=1, chain=replicator.store.journal.chain.hex()))
-    assert follower.place == replicator.machine.durable or follower.place[1] <= replicator.machine.durable[1]
-    assert next(follower.parts()) == Follows(False, 1, replicator.store.journal.chain.hex(), 1, waits=True)
+    assert len(log.of("standby_follows")) == 1, "one of an earlier release follows by its digest"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,12 @@ from diloco.sync.fates import columns_of
 from diloco.sync.rounds import Selection
 from diloco.sync.state import Line, Part, Upstream
 from diloco.syncer.backups import Vault, back_up
-from diloco.syncer.replaying import held_of
+from diloco.syncer.replaying import Rules, held_of
 from diloco.syncer.restoring import (
     Kept,
     KeptError,
     Known,
+    Restored,
     RestoreError,
     restore_backup,
     restore_in_place,
@@ -36,6 +38,7 @@ from tests.syncer.test_kept import RULES, run, versions
 from tests.syncer.test_store import Story
 
 CLOCK_S = 1_800_000_000
+KNOWN = Known(CLOCK_S)
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 """A process that ends closes nothing."""
 CHOSEN = [Selection("b", "versions", 1, 3)]
@@ -67,6 +70,21 @@ def stopped(folder: Path, seed: int = 6) -> Desk:
     return desk
 
 
+def backed_up(folder: Path) -> tuple[Desk, Callable[[Path], object]]:
+    """A run in the folder ``lost``, and what fetches its backup; the folder ``run`` is empty."""
+    desk = stopped(folder / "lost")
+    vault = Vault(str(folder / "vault"))
+    one, _ = back_up(folder / "lost", vault)
+    (folder / "run").mkdir()
+    return desk, lambda to: vault.fetch(RUN, one, to)
+
+
+def assert_versions(folder: Path, wanted: list[int]) -> None:
+    desk = Desk(folder)
+    assert versions(desk) == wanted
+    desk.close()
+
+
 def image_of(folder: Path) -> Image:
     kept = Kept(folder)
     rebuilt = kept.replay(RULES, CHOSEN)
@@ -85,7 +103,7 @@ def assert_goes_on(folder: Path, wanted: tuple[FragmentValues, ...], expected: l
     assert [fragment.digest for fragment in desk.machine.state.fragments] == [values.digest for values in wanted]
     assert desk.machine.state.lineage >= CLOCK_S
     desk.begin()
-    story = Story(desk, 5)
+    Story(desk, 5)  # The sites join.
     for site in desk.machine.state.sites.values():
         site.process = "0123abcd"
     before = versions(desk)
@@ -96,7 +114,6 @@ def assert_goes_on(folder: Path, wanted: tuple[FragmentValues, ...], expected: l
         elif not line.undecided:
             site = desk.machine.state.sites["a"]
             desk.push(*update("a", line.watermark + 1, 0, incarnation=site.incarnation, base_version=versions(desk)[0]))
-    assert story.desk is desk
     assert versions(desk)[0] > before[0], "no version came of it"
     return desk
 
@@ -105,7 +122,7 @@ def test_an_image_becomes_the_next_version_of_every_fragment(tmp_path: Path) -> 
     desk = stopped(tmp_path / "run")
     image = image_of(tmp_path / "run")
     undecided = sum(len(line.undecided) for site in desk.machine.state.sites.values() for line in site.lines)
-    restored = restore_in_place(tmp_path / "run", CARD, RULES, image, "b was poisoned", Known(CLOCK_S))
+    restored = restore_in_place(tmp_path / "run", CARD, RULES, image, "b was poisoned", KNOWN)
     assert (restored.lineage, restored.refused) == (CLOCK_S, undecided)
     assert restored.refused > 0, "nothing was in flight: the dice prove nothing"
     assert restored.versions == tuple(version + 1 for version in versions(desk))
@@ -117,6 +134,19 @@ def test_an_image_becomes_the_next_version_of_every_fragment(tmp_path: Path) -> 
             later = sum(fate.tokens for fate in line.fates if fate.version > restored.versions[index] and fate.merged)
             assert line.tokens_merged == image.held[name, index][0] + later
     assert Reason.RESTORED in reasons
+    again.close()
+    kept = Kept(tmp_path / "run")
+    assert kept.points()[0].state.lineage == 1, "the oldest snapshot is of the time before"
+    rebuilt = kept.replay(RULES, verify=True)
+    assert rebuilt.machine.state.lineage == CLOCK_S, "a replay goes across the beginning of a lineage"
+    assert all(same_values(one, other) for one, other in zip(rebuilt.values, again.values, strict=True))
+    assert rebuilt.held == held_of(again.machine.state)
+    with pytest.raises(KeptError, match=f"lineage {CLOCK_S} began after what is left out"):
+        kept.replay(RULES, [Selection("a", "versions", kept.points()[0].state.fragments[0].version + 1, 10**6)])
+    again = Desk(tmp_path / "run")
+    assert again.store.lineages.numbers() == [CLOCK_S], "a snapshot is older"
+    again.snapshot()
+    assert again.store.lineages.numbers() == []
     again.close()
 
 
@@ -131,35 +161,9 @@ def test_a_run_whose_waiting_payloads_are_damaged_gets_out_by_a_replay_and_a_res
         Desk(folder)
     rebuilt = Kept(folder).replay(RULES)
     image = Image(asdict(CARD), tuple(rebuilt.values), rebuilt.held, {})
-    restored = restore_in_place(folder, CARD, RULES, image, "a payload was damaged", Known(CLOCK_S))
+    restored = restore_in_place(folder, CARD, RULES, image, "a payload was damaged", KNOWN)
     assert restored.refused == len(waiting) > 0
     assert_goes_on(folder, tuple(desk.values), list(restored.versions)).close()
-
-
-def test_a_replay_goes_across_the_beginning_of_a_lineage(tmp_path: Path) -> None:
-    stopped(tmp_path / "run")
-    image = image_of(tmp_path / "run")
-    restored = restore_in_place(tmp_path / "run", CARD, RULES, image, "b was poisoned", Known(CLOCK_S))
-    again = assert_goes_on(tmp_path / "run", image.fragments, list(restored.versions))
-    again.close()
-    kept = Kept(tmp_path / "run")
-    assert kept.points()[0].state.lineage == 1, "the oldest snapshot is of the time before"
-    rebuilt = kept.replay(RULES, verify=True)
-    assert rebuilt.machine.state.lineage == CLOCK_S
-    assert all(same_values(one, other) for one, other in zip(rebuilt.values, again.values, strict=True))
-    assert rebuilt.held == held_of(again.machine.state)
-    with pytest.raises(KeptError, match=f"lineage {CLOCK_S} began after what is left out"):
-        kept.replay(RULES, [Selection("a", "versions", kept.points()[0].state.fragments[0].version + 1, 10**6)])
-
-
-def test_what_a_lineage_began_with_is_kept_as_long_as_a_snapshot_is_older(tmp_path: Path) -> None:
-    stopped(tmp_path / "run")
-    restore_in_place(tmp_path / "run", CARD, RULES, image_of(tmp_path / "run"), "why", Known(CLOCK_S))
-    again = Desk(tmp_path / "run")
-    assert again.store.lineages.numbers() == [CLOCK_S]
-    again.snapshot()
-    assert again.store.lineages.numbers() == []
-    again.close()
 
 
 def crash_everywhere(attempt: Callable[[Disk], object], after: Callable[[bool], None], stride: int) -> int:
@@ -186,7 +190,7 @@ def test_a_restore_in_place_that_is_cut_short_has_happened_or_has_not(tmp_path: 
     def attempt(disk: Disk) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(tmp_path / "first", tmp_path / "run")
-        restore_in_place(tmp_path / "run", CARD, RULES, image, "why", Known(CLOCK_S), disk)
+        restore_in_place(tmp_path / "run", CARD, RULES, image, "why", KNOWN, disk)
 
     def after(done: bool) -> None:
         again = Desk(tmp_path / "run")
@@ -211,15 +215,12 @@ def test_a_restore_in_place_that_is_cut_short_has_happened_or_has_not(tmp_path: 
 
 @LEFT_OPEN
 def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "lost")
-    vault = Vault(str(tmp_path / "vault"))
-    one, _ = back_up(tmp_path / "lost", vault)
+    desk, fetch = backed_up(tmp_path)
+    wanted = [version + 1 for version in versions(desk)]
     refused = 0
 
     def restore(disk: Disk) -> None:
-        restore_backup(
-            tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, one, to), "lost", Known(CLOCK_S), disk
-        )
+        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN, disk)
 
     def attempt(disk: Disk) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -228,7 +229,6 @@ def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -
 
     def after(done: bool) -> None:
         nonlocal refused
-        wanted = [version + 1 for version in versions(desk)]
         if any((tmp_path / "run").iterdir()):
             try:
                 again = Desk(tmp_path / "run")
@@ -242,58 +242,43 @@ def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -
                 return
         assert not done
         restore(Disk())
-        again = Desk(tmp_path / "run")
-        assert versions(again) == wanted
-        again.close()
+        assert_versions(tmp_path / "run", wanted)
 
     assert crash_everywhere(attempt, after, 17) > 60
     assert refused > 2
-    assert_goes_on(tmp_path / "run", tuple(desk.values), [version + 1 for version in versions(desk)]).close()
+    assert_goes_on(tmp_path / "run", tuple(desk.values), wanted).close()
 
 
-def test_a_folder_that_holds_anything_is_not_overwritten(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "run")
-    vault = Vault(str(tmp_path / "vault"))
-    one, _ = back_up(tmp_path / "run", vault)
-    with pytest.raises(RestoreError, match=r"is not empty .* move it away first"):
-        restore_backup(tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, one, to), "lost", Known(CLOCK_S))
-    again = Desk(tmp_path / "run")
-    assert versions(again) == versions(desk)
-    again.close()
+def from_a_site(
+    folder: Path, rules: Rules = RULES, known: Known = KNOWN, **more: Any
+) -> tuple[tuple[FragmentValues, ...], Restored]:
+    """A run in the folder ``run`` of what a site had of a lost one."""
+    values = tuple(
+        FragmentValues(each.version, each.published, each.published.clone(), NOTHING, each.digest)
+        for each in stopped(folder / "lost").values
+    )
+    lines = {"a": [Line(watermark=9, tokens_merged=300, updates_merged=3), Line(watermark=8)]}
+    (folder / "run").mkdir()
+    return values, restore_values(folder / "run", CARD, rules, values, lines, "from site a", known, **more)
 
 
 def test_values_of_a_site_become_a_run(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "lost")
-    values = tuple(
-        FragmentValues(each.version, each.published, each.published.clone(), NOTHING, each.digest)
-        for each in desk.values
-    )
-    (tmp_path / "run").mkdir()
-    lines = {"a": [Line(watermark=9, tokens_merged=300, updates_merged=3), Line(watermark=8)]}
-    restored = restore_values(
-        tmp_path / "run", CARD, RULES, values, lines, "from site a", Known(CLOCK_S, lineage=CLOCK_S + 5, epoch=41)
-    )
+    values, restored = from_a_site(tmp_path, known=Known(CLOCK_S, lineage=CLOCK_S + 5, epoch=41))
     assert restored.lineage == CLOCK_S + 6, "above what is known, whatever the clock says"
     assert restored.versions == tuple(each.version + 1 for each in values)
     again = Desk(tmp_path / "run")
     assert again.machine.state.epoch == 41
-    assert again.machine.state.sites["a"].lines[0].watermark == 9
-    assert again.machine.state.sites["a"].lines[0].tokens_merged == 300
+    line = again.machine.state.sites["a"].lines[0]
+    assert (line.watermark, line.tokens_merged) == (9, 300)
     again.close()
     assert_goes_on(tmp_path / "run", values, list(restored.versions)).close()
 
 
 def test_a_run_from_a_site_leases_no_unit_again_that_the_site_knows_of(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "lost")
-    values = [
-        FragmentValues(each.version, each.published, each.published, NOTHING, each.digest) for each in desk.values
-    ]
     rules = replace(RULES, outer=replace(RULES.outer, unit_sequences=8))
-    (tmp_path / "run").mkdir()
-    lines = {"a": [Line(watermark=9), Line(watermark=8)]}
-    restore_values(tmp_path / "run", CARD, rules, values, lines, "from site a", Known(CLOCK_S), units_begun=70)
+    from_a_site(tmp_path, rules, units_begun=70)
     machine = Kept(tmp_path / "run").replay(rules).machine
-    assert columns_of(rules.outer, machine.state) == Columns(70, 0, 70, 0, 0, 0, 0), "nobody knows what was merged"
+    assert columns_of(rules.outer, machine.state) == Columns(70, 0, 70, 0, 0, 0, 0), "what was merged is not known"
     machine.handle(JoinRequested(1, "a", "p", ticket=None), machine.state.now_ns)
     (told,) = machine.handle(UnitsAsked(2, "a", machine.state.sites["a"].incarnation, 0, 0, 3, 0, 0), 0)
     assert isinstance(told, AnswerUnits)
@@ -301,38 +286,28 @@ def test_a_run_from_a_site_leases_no_unit_again_that_the_site_knows_of(tmp_path:
 
 
 def test_a_region_from_a_site_is_the_site_that_it_was_above(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "lost")
-    values = [
-        FragmentValues(each.version, each.published, each.published, NOTHING, each.digest) for each in desk.values
-    ]
-    (tmp_path / "run").mkdir()
-    lines = {"a": [Line(watermark=9), Line(watermark=8)]}
-    restore_values(tmp_path / "run", CARD, RULES, values, lines, "from site a", Known(CLOCK_S), site_above="region-a")
+    from_a_site(tmp_path, site_above="region-a")
     again = Desk(tmp_path / "run")
     assert again.machine.state.upstream == Upstream([Part(), Part()], "region-a")
     again.close()
 
 
-def test_an_image_of_another_run_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "run")
-    image = image_of(tmp_path / "run")
+def test_what_cannot_be_restored_is_refused_and_the_run_stays_as_it_is(tmp_path: Path) -> None:
+    desk, fetch = backed_up(tmp_path)
+    image = image_of(tmp_path / "lost")
+    with pytest.raises(RestoreError, match=r"is not empty .* move it away first"):
+        restore_backup(tmp_path / "lost", CARD, RULES, fetch, "lost", KNOWN)
     other = Image({**image.card, "run_id": "other"}, image.fragments, image.held)
     with pytest.raises(RestoreError, match="of another run: its run_id is 'other', and here it is 'small'"):
-        restore_in_place(tmp_path / "run", CARD, RULES, other, "why", Known(CLOCK_S))
+        restore_in_place(tmp_path / "lost", CARD, RULES, other, "why", KNOWN)
     with pytest.raises(RestoreError, match="holds no run"):
-        restore_in_place(tmp_path / "none", CARD, RULES, image, "why", Known(CLOCK_S))
-    again = Desk(tmp_path / "run")
-    assert versions(again) == versions(desk)
-    again.close()
+        restore_in_place(tmp_path / "none", CARD, RULES, image, "why", KNOWN)
+    assert_versions(tmp_path / "lost", versions(desk))
 
 
 @LEFT_OPEN
 def test_a_restore_that_was_cut_short_behind_its_last_move_says_that_it_has_happened(tmp_path: Path) -> None:
-    desk = stopped(tmp_path / "lost")
-    vault = Vault(str(tmp_path / "vault"))
-    one, _ = back_up(tmp_path / "lost", vault)
-    (tmp_path / "run").mkdir()
-    fetch = lambda to: vault.fetch(RUN, one, to)  # noqa: E731
+    desk, fetch = backed_up(tmp_path)
 
     class TidyingDisk(Disk):
         def reached(self, step: Step) -> None:
@@ -340,9 +315,7 @@ def test_a_restore_that_was_cut_short_behind_its_last_move_says_that_it_has_happ
                 raise Crash(step.value)
 
     with pytest.raises(Crash):
-        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", Known(CLOCK_S), TidyingDisk())
+        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN, TidyingDisk())
     with pytest.raises(RestoreError, match="is restored, and only what tidies up after it was cut short: start the"):
-        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", Known(CLOCK_S))
-    again = Desk(tmp_path / "run")
-    assert versions(again) == [version + 1 for version in versions(desk)]
-    again.close()
+        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", KNOWN)
+    assert_versions(tmp_path / "run", [version + 1 for version in versions(desk)])

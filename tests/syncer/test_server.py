@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,23 +24,28 @@ from diloco.codec import native
 from diloco.durable import LockedError
 from diloco.sync.admission import AWAY_UNKNOWN_NS
 from diloco.sync.events import Ending, Outcome, OuterStepDone
+from diloco.syncer import server
 from diloco.syncer.core import CoreStopped
 from diloco.syncer.options import VERSIONS_MAX
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import Snapshots, full_parameters
-from diloco.syncer.store import StoreError
-from diloco.wire.messages import Refusal, Status
+from diloco.syncer.status import Tally
+from diloco.syncer.store import StoreError, verify
+from diloco.wire.messages import LinkInfo, Refusal, Status
 from tests.syncer.building import (
+    RUN,
     Events,
     eventually,
-    files,
     join,
     new_syncer,
     push,
+    report,
     serving,
     update,
     version_zero,
 )
+
+Threads = Callable[[], list[threading.Thread]]
 
 
 def versions(syncer: Syncer) -> list[int]:
@@ -53,18 +64,11 @@ def merged(syncer: Syncer, count: int, fragment: int = 0, begin: int = 1) -> Non
         reach(syncer, fragment, base + 1)
 
 
-@pytest.fixture(autouse=True)
-def _others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests of this process have left behind is not counted here."""
-    monkeypatch.setitem(globals(), "BEFORE", frozenset(threading.enumerate()))
-
-
-BEFORE: frozenset[threading.Thread] = frozenset()
-
-
-def ours() -> list[threading.Thread]:
-    names = ("syncer-", "outer-step", "snapshot", "stalls-")
-    return [t for t in threading.enumerate() if t.name.startswith(names) and t not in BEFORE]
+@pytest.fixture
+def threads() -> Threads:
+    """Those of syncers that the test has started and that still run."""
+    names, before = ("syncer-", "outer-step", "snapshot", "stalls-"), set(threading.enumerate())
+    return lambda: [each for each in threading.enumerate() if each.name.startswith(names) and each not in before]
 
 
 # --- start -----------------------------------------------------------------------------------------------------------
@@ -90,14 +94,23 @@ def test_no_more_versions_are_made_than_there_is_room_for(tmp_path: Path) -> Non
     assert len(events.of("outer_step")) == 2, "the stop does not wait for room"
 
 
-def test_the_epoch_is_larger_with_every_start_and_durable_before_it_is_said(tmp_path: Path) -> None:
+def test_the_epoch_is_larger_with_every_start_and_version_0_is_made_once(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def zero() -> list[Tensor]:
+        made.append(1)
+        return version_zero()
+
     for epoch in (1, 2, 3):
         events = Events()
-        syncer = new_syncer(tmp_path, events.emit)
-        syncer.start()
-        assert events.of("syncer_started")[0]["epoch"] == epoch
-        assert events.of("syncer_started")[0]["kernels"] == native.description() == syncer.status()["kernels"]
-        syncer.stop(0.1)
+        with serving(tmp_path, events, zero=zero) as syncer:
+            assert events.of("syncer_started")[0]["epoch"] == epoch
+            assert events.of("syncer_started")[0]["kernels"] == native.description() == syncer.status()["kernels"]
+            with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"):
+                new_syncer(tmp_path, Events().emit).start()
+            join(syncer)
+            merged(syncer, 1, begin=epoch)
+    assert made == [1]
 
 
 @pytest.mark.parametrize(("moved_s", "away_s"), [(-3600, 3600), (3600, AWAY_UNKNOWN_NS / 1e9)])
@@ -115,16 +128,16 @@ def test_the_time_without_a_syncer_is_time_in_which_the_sites_train(
     assert away_ns / 1e9 == pytest.approx(away_s, abs=60)
 
 
-def test_a_second_process_on_the_folder_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
-        with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"):
-            new_syncer(tmp_path, Events().emit).start()
-        merged(syncer, 1)
-
-
-def test_a_start_that_fails_gives_everything_back(tmp_path: Path) -> None:
+def test_a_start_that_fails_gives_everything_back(tmp_path: Path, threads: Threads) -> None:
     """Also the lock: the same process may try again once the cause is mended."""
+
+    def zero() -> list[Tensor]:
+        values = version_zero()
+        values[1][3] = float("nan")
+        return values
+
+    with pytest.raises(StoreError, match="version 0 of fragment 1 holds a NaN"):
+        new_syncer(tmp_path / "run", Events().emit, zero=zero).start()
     with serving(tmp_path / "other") as other:
         taken = other._server
         assert taken is not None
@@ -135,58 +148,15 @@ def test_a_start_that_fails_gives_everything_back(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(StoreError, match="has format None"):
         new_syncer(tmp_path / "run", Events().emit).start()
-    assert ours() == []
+    assert threads() == []
     (tmp_path / "card").rename(tmp_path / "run" / "run.json")
     with serving(tmp_path / "run") as syncer:
         join(syncer)
         merged(syncer, 1)
-    assert ours() == []
-
-
-def test_a_version_0_that_is_not_finite_is_refused_before_a_site_gets_it(tmp_path: Path) -> None:
-    def zero() -> list[Tensor]:
-        values = version_zero()
-        values[1][3] = float("nan")
-        return values
-
-    with pytest.raises(StoreError, match="version 0 of fragment 1 holds a NaN"):
-        new_syncer(tmp_path, Events().emit, zero=zero).start()
-    with serving(tmp_path) as syncer:
-        assert versions(syncer) == [0, 0]
-
-
-def test_version_0_is_made_once(tmp_path: Path) -> None:
-    made: list[int] = []
-
-    def zero() -> list[Tensor]:
-        made.append(1)
-        return version_zero()
-
-    for _ in range(2):
-        syncer = new_syncer(tmp_path, Events().emit, zero=zero)
-        syncer.start()
-        syncer.stop(0.1)
-    assert made == [1]
+    assert threads() == []
 
 
 # --- going on --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
-def test_a_restart_goes_on_with_the_same_bits(tmp_path: Path, codec: str) -> None:
-    with serving(tmp_path, down_codec=codec, snapshot_every=3) as syncer:
-        join(syncer)
-        for fragment in (0, 1):
-            merged(syncer, 4, fragment)
-        before = syncer.holdings.values
-    with serving(tmp_path, down_codec=codec) as syncer:
-        for old, new in zip(before, syncer.holdings.values, strict=True):
-            assert (old.version, old.digest) == (new.version, new.digest)
-            assert torch.equal(old.theta, new.theta)
-            assert torch.equal(old.published, new.published)
-            assert old.optimizer.steps == new.optimizer.steps
-            assert torch.equal(old.optimizer.tensors["momentum"], new.optimizer.tensors["momentum"])
-        merged(syncer, 1, begin=5)
 
 
 def test_a_snapshot_that_is_due_in_the_middle_of_a_turn_holds_values_and_memory_of_one_instant(
@@ -230,109 +200,52 @@ def test_a_snapshot_that_is_due_in_the_middle_of_a_turn_holds_values_and_memory_
         merged(syncer, 1, begin=2)
 
 
-def test_the_disk_does_not_fill_while_a_run_goes_on(tmp_path: Path) -> None:
-    events = Events()
-    with serving(tmp_path, events, snapshot_every=4) as syncer:
-        join(syncer)
-        most = {"spool": 0, "journal": 0, "snapshots": 0}
-        for sequence in range(1, 41):
-            merged(syncer, 1, begin=sequence)
-            events.wait_for("snapshot", sequence // 4)
-            for name in most:
-                most[name] = max(most[name], len(files(tmp_path / name)))
-    assert most["spool"] <= 3 * 4 + 2, most
-    assert most["journal"] <= 4, most
-    assert most["snapshots"] <= 3 * 4 + 4, most
-
-
-def test_a_snapshot_asked_for_is_durable_when_it_is_answered(tmp_path: Path) -> None:
-    with serving(tmp_path, snapshot_every=1000) as syncer:
-        join(syncer)
-        merged(syncer, 2)
-        syncer.api.snapshot()
-        snapshots = Snapshots(tmp_path / "snapshots")
-        assert snapshots.load(max(snapshots.numbers())).fragments[0].version == 2
-
-
 # --- failing ---------------------------------------------------------------------------------------------------------
 
 
-def assert_fails(syncer: Syncer, words: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(OSError, match=words):
-        syncer.wait(20.0)
-    assert time.monotonic() - began < 10, "wait must not sit out its time"
-    syncer.stop(0.1)
-    syncer.stop(0.1)
-    assert ours() == []
-
-
-def broken(*_: object) -> None:
-    raise OSError(5, "Input/output error")
-
-
-def test_a_failed_fsync_of_the_journal_ends_the_process_without_an_ack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "failure", "asks", "error", "words"),
+    [
+        ((os, "fdatasync"), OSError, lambda syncer: push(syncer, *update()), CoreStopped, None),
+        ((os, "fdatasync"), OSError, lambda syncer: syncer.api.snapshot(), OSError, "it broke"),
+        ((Snapshots, "write"), OSError, lambda syncer: syncer.api.snapshot(), Refusal, "not be kept: .*it broke"),
+        ((Snapshots, "write"), MemoryError, lambda syncer: syncer.api.snapshot(), Refusal, "not be kept: .*it broke"),
+    ],
+)
+def test_what_could_not_be_written_ends_the_process_and_is_not_answered_as_if_it_were(
+    tmp_path: Path,
+    threads: Threads,
+    monkeypatch: pytest.MonkeyPatch,
+    place: tuple[Any, str],
+    failure: type[Exception],
+    asks: Callable[[Syncer], object],
+    error: type[Exception],
+    words: str | None,
 ) -> None:
+    def broken(*_: object) -> None:
+        raise failure("it broke")
+
     syncer = new_syncer(tmp_path, Events().emit)
     syncer.start()
     join(syncer)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", broken)
-        with pytest.raises(CoreStopped):
-            push(syncer, *update())
-        with pytest.raises(Refusal) as raised:
-            syncer.api.status()
-        assert raised.value.status is Status.UNAVAILABLE
-        assert_fails(syncer, "Input/output error")
+        patch.setattr(*place, broken)
+        with pytest.raises(error, match=words):
+            asks(syncer)
+        with pytest.raises(failure, match="it broke"):
+            syncer.wait(600.0)
+        if place[0] is os:
+            with pytest.raises(Refusal) as raised:
+                syncer.api.status()
+            assert raised.value.status is Status.UNAVAILABLE
+        syncer.stop(0.1)
+        syncer.stop(0.1)
+        assert threads() == []
     with serving(tmp_path) as again:  # And the next process has the folder, and may find the record or not.
         assert push(again, *update()).outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE)
 
 
-def test_a_failed_fsync_while_the_journal_is_cut_ends_the_process_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    syncer = new_syncer(tmp_path, Events().emit)
-    syncer.start()
-    join(syncer)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", broken)
-        with pytest.raises(OSError, match="Input/output error"):
-            syncer.api.snapshot()
-        assert_fails(syncer, "Input/output error")
-
-
-def test_a_snapshot_that_cannot_be_written_is_not_answered_as_if_it_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    syncer = new_syncer(tmp_path, Events().emit)
-    syncer.start()
-    with monkeypatch.context() as patch:
-        patch.setattr(Snapshots, "write", broken)
-        with pytest.raises(Refusal, match=r"could not be kept: .*Input/output error"):
-            syncer.api.snapshot()
-        assert_fails(syncer, "Input/output error")
-
-
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
-def test_a_snapshot_thread_never_dies_unseen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def fails(*_: object) -> None:
-        raise error
-
-    syncer = new_syncer(tmp_path, Events().emit, snapshot_every=1)
-    syncer.start()
-    join(syncer)
-    with monkeypatch.context() as patch:
-        patch.setattr(Snapshots, "write", fails)
-        push(syncer, *update())
-        with pytest.raises(type(error)):
-            syncer.wait(20.0)
-        syncer.stop(0.1)
-
-
-def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path) -> None:
+def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path, threads: Threads) -> None:
     syncer = new_syncer(tmp_path, Events().emit, outer={"quorum": 2})
     syncer.start()
     join(syncer, "a")
@@ -344,27 +257,35 @@ def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path
     with pytest.raises(ValueError, match="is damaged: its digest is not the one that was acknowledged"):
         syncer.wait(20.0)
     syncer.stop(0.1)
-    assert ours() == []
+    assert threads() == []
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_leaves_no_thread_and_a_snapshot_of_the_last_state(tmp_path: Path) -> None:
+def test_a_stop_leaves_no_thread_and_a_snapshot_of_the_last_state(tmp_path: Path, threads: Threads) -> None:
     syncer = new_syncer(tmp_path, Events().emit, snapshot_every=1000)
     syncer.start()
     join(syncer)
-    merged(syncer, 3)
+    merged(syncer, 2)
+    syncer.api.snapshot()
+    snapshots = Snapshots(tmp_path / "snapshots")
+    assert snapshots.load(max(snapshots.numbers())).fragments[0].version == 2, "durable when it is answered"
+    merged(syncer, 1, begin=3)
     syncer.stop(0.1)
-    assert ours() == []
+    assert threads() == []
     events = Events()
     again = new_syncer(tmp_path, events.emit)
     again.start()
     assert events.of("syncer_started")[0]["recovered"] == 0, "nothing had to be replayed"
+    assert [each.digest for each in again.holdings.values] == [each.digest for each in syncer.holdings.values]
+    merged(again, 1, begin=4)
     again.stop(0.1)
 
 
-def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_finds_no_snapshot_that_has_not_begun(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = threading.Thread.start
 
     def slow(thread: threading.Thread) -> None:
@@ -376,10 +297,10 @@ def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch
         monkeypatch.setattr(threading.Thread, "start", slow)
         syncer.core.do_soon(syncer.keeper.begin)
         time.sleep(0.05)
-    assert ours() == []
+    assert threads() == []
 
 
-def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path) -> None:
+def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path, threads: Threads) -> None:
     accepted: list[tuple[str, int]] = []
     syncer = new_syncer(tmp_path, Events().emit, snapshot_every=2)
     syncer.start()
@@ -399,15 +320,13 @@ def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path)
                 accepted.append((site, sequence))
                 sequence += 1
 
-    threads = [threading.Thread(target=pushing, args=(site,)) for site in sites]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: len(accepted) > 30, "pushes are under way")
-    syncer.stop(0.1)
-    for thread in threads:
-        thread.join(10.0)
-        assert not thread.is_alive()
-    assert ours() == []
+    with ThreadPoolExecutor(3) as pushes:
+        ended = [pushes.submit(pushing, site) for site in sites]
+        eventually(lambda: len(accepted) > 30, "pushes are under way")
+        syncer.stop(0.1)
+        for each in ended:
+            each.result(10.0)
+    assert threads() == []
     with serving(tmp_path) as again:
         standing = again.core.ask(lambda machine: {s: machine.state.sites[s].lines[0].watermark for s in sites})
     for site in sites:
@@ -486,3 +405,193 @@ def test_a_start_with_less_room_serves_the_sites_that_are_there(tmp_path: Path) 
         assert push(syncer, *update("c")).outcome is Outcome.ACCEPTED
         with pytest.raises(Refusal, match="until a site leaves or is evicted, or the syncer starts again with a large"):
             join(syncer, "d")
+
+
+# --- A disk that is really full: acknowledgements stop, the process does not, and it heals when there is room ------
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = os.geteuid() == 0 and (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=False).returncode == 0
+    )
+    if not mounted:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    """Take what room there is, to the last byte."""
+    with ballast.open("ab", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                continue
+
+
+def health(address: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=RUN), timeout=10)
+        return int(answer.status)
+
+
+def join_until_refused(syncer: Syncer) -> tuple[int, Refusal]:
+    """Sites join until the journal has no room: the last ones of its page still fit."""
+    for number in range(200):
+        try:
+            join(syncer, f"more-{number}")
+        except Refusal as refusal:
+            return number, refusal
+    raise AssertionError("200 sites joined on a full disk")
+
+
+def test_a_full_disk_stops_acknowledgements_and_not_the_process_and_heals(small_disk: Path) -> None:
+    events, ballast = Events(), small_disk / "ballast"
+    with serving(small_disk / "run", events, disk_reserve_mb=0, snapshot_every=1000) as syncer:
+        assert syncer._server is not None
+        address = syncer._server.address
+        join(syncer)
+        merged(syncer, 3)
+        assert health(address) == SERVING
+        fill(ballast)
+        with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
+            push(syncer, *update(fragment=1))
+        assert raised.value.status is Status.UNAVAILABLE
+        joined, refusal = join_until_refused(syncer)
+        assert (refusal.status, refusal.text) == (Status.UNAVAILABLE, "disk full: No space left on device")
+        status = syncer.api.status()
+        assert status["wanting"] == "disk full: No space left on device"
+        assert health(address) == NOT_SERVING
+        with pytest.raises(Refusal, match="disk full") as raised:
+            push(syncer, *update(sequence=4, base_version=3))
+        assert raised.value.status is Status.UNAVAILABLE
+        with pytest.raises(Refusal, match="disk full"):
+            syncer.api.snapshot()
+        assert syncer.drain() is False, "it can be asked again"
+        (note,) = [each for each in events.of("note") if each["note"] == "disk_full"]
+        assert note["why"] == "disk full: No space left on device"
+        ballast.unlink()
+        eventually(lambda: syncer.core.held is None, "the loop goes on")
+        eventually(lambda: health(address) == SERVING, "it says so")
+        assert [each["note"] for each in events.of("note") if "disk" in each["note"]] == ["disk_full", "disk_has_room"]
+        result = push(syncer, *update(sequence=4, base_version=3))
+        assert result.outcome is Outcome.ACCEPTED
+        assert push(syncer, *update(fragment=1)).outcome is Outcome.ACCEPTED
+        eventually(lambda: syncer.holdings.values[0].version == 4, "it is merged")
+        state = syncer.core.ask(lambda machine: machine.snapshot())
+        assert isinstance(state, dict)
+        assert len(state["sites"]) >= joined + 1
+        digest = syncer.holdings.values[0].digest
+    assert verify(small_disk / "run").torn_bytes == 0
+    with serving(small_disk / "run", disk_reserve_mb=0) as again:
+        assert again.holdings.values[0].digest == digest
+        known = again.core.ask(lambda machine: set(machine.state.sites))
+        assert known == set(state["sites"])
+
+
+def test_below_the_reserve_nothing_is_taken_in_before_its_first_byte(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events) as syncer:
+        join(syncer)
+        syncer.room._reserve_bytes = 1 << 60
+        with pytest.raises(Refusal, match="MB in reserve are wanted") as raised:
+            push(syncer, *update())
+        assert raised.value.status is Status.UNAVAILABLE
+        assert list((tmp_path / "spool" / ".partial").iterdir()) == []
+        events.wait_for("note")
+        join(syncer, "b")
+        syncer.room._reserve_bytes = 64_000_000
+        assert push(syncer, *update()).outcome is Outcome.ACCEPTED
+
+
+def test_a_start_on_a_full_disk_ends_in_words_and_goes_on_when_there_is_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "START_WAIT_S", 0.5)
+    ballast, folder = small_disk / "ballast", small_disk / "run"
+    with serving(folder, disk_reserve_mb=0) as syncer:
+        join(syncer)
+        merged(syncer, 2)
+    for path in (folder / "journal").glob("journal-*.log"):
+        assert path.stat().st_size > 0
+    fill(ballast)
+    for _ in range(40):  # What is left of the journal's last page may do for some starts.
+        again = new_syncer(folder, Events().emit, disk_reserve_mb=0)
+        try:
+            again.start()
+        except OSError as error:
+            full = error
+            break
+        again.stop(0.1)
+    assert full.errno == errno.ENOSPC, full
+    ballast.unlink()
+    with serving(folder, disk_reserve_mb=0) as healed:
+        assert healed.holdings.values[0].version == 2
+
+
+# --- The status is complete, and made of what JSON can carry ---------------------------------------------------------
+
+TOP = """kernels run_id held units upstream lineage up_seconds refused_at_the_door not_ready backup calls
+payloads_decoded memory_bytes_max identity_complaints wanting standstill replication lease epoch phase ending
+run_tokens progress fragments sites"""
+SITE = """status incarnation tokens_merged updates_merged updates_refused undecided held heard_seconds_ago step loss
+tokens_per_s tokens_processed tokens_in_flight tokens_unsent base_versions staleness bytes_up bytes_down stall_share
+payload_bytes_up payload_bytes_down updates_corrupt bases_differed link"""
+LINK = LinkInfo(80_000_000, 12_500_000, 25_000_000, "int4:32")
+
+
+def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> None:
+    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "token_budget": 1000}) as syncer:
+        join(syncer, "a")
+        join(syncer, "b")
+        push(syncer, *update("a"))
+        syncer.api.report(
+            report("b", step=12, loss=None, train_ns=200, stall_ns=50, versions=(), link=LINK, units=None)
+        )
+        status = syncer.api.status()
+        assert json.loads(json.dumps(status, allow_nan=False)) == status
+    found: Any = status
+    assert set(found) == set(TOP.split())
+    assert [set(site) for site in found["sites"].values()] == [set(SITE.split())] * 2
+    assert found["sites"]["a"]["heard_seconds_ago"] is None
+    assert found["sites"]["a"]["step"] is None
+    assert found["sites"]["a"]["undecided"] == 1
+    assert (found["sites"]["b"]["step"], found["sites"]["b"]["stall_share"]) == (12, 0.25)
+    assert (found["sites"]["a"]["link"], found["sites"]["b"]["link"]["rtt_ns"]) == (None, 80_000_000)
+    assert found["fragments"][0]["arrived"] == ["a"]
+    assert found["fragments"][0]["members"] == ["a", "b"]
+    assert found["held"] == [], "this syncer has the whole model"
+    assert (found["phase"], found["epoch"], found["ending"], found["progress"]) == ("running", 1, None, 0.0)
+
+
+def test_what_a_site_that_left_has_in_flight_is_what_is_undecided_here(tmp_path: Path) -> None:
+    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2}) as syncer:
+        for site in "ab":
+            join(syncer, site)
+            syncer.api.report(report(site, tokens_processed=900, tokens_in_flight=700))
+        header, payload = update("a")
+        push(syncer, header, payload)
+        sites: Any = syncer.api.status()["sites"]
+        assert sites["a"]["tokens_in_flight"] == 700, "a live site knows better"
+        syncer.api.leave("a", 1)
+        sites = syncer.api.status()["sites"]
+        assert (sites["a"]["status"], sites["b"]["tokens_in_flight"]) == ("left", 700)
+        assert sites["a"]["tokens_in_flight"] == header.tokens // 2, "the mean over its fragments, as all its tokens"
+
+
+def test_a_difference_is_new_once_for_each_version() -> None:
+    tally = Tally()
+    assert tally.differing("a", {}) == {}
+    assert tally.sites() == {}, "a site that says nothing wrong takes no room"
+    assert tally.differing("a", {0: 3, 1: 4}) == {0: 3, 1: 4}
+    assert tally.differing("a", {0: 3, 1: 5}) == {1: 5}
+    assert tally.differing("a", {}) == {}
+    assert tally.differing("a", {0: 3}) == {0: 3}, "it was right in between"
+    assert tally.sites()["a"].bases_differed == 4

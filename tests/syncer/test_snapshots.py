@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
 import shutil
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save
 
 from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step
 from diloco.outer.fragments import Fragment, Layout, Piece
 from diloco.outer.optimizer import NOTHING, OuterState
+from diloco.syncer import snapshots as snapshots_module
 from diloco.syncer.snapshots import (
     RECOVERY_ONLY,
     FragmentValues,
     NewerSnapshotError,
-    Retention,
+    NotAsWritten,
     Snapshot,
     SnapshotError,
     Snapshots,
+    Written,
     digest_of,
     export,
     full_parameters,
+    read_verified,
+    tensor_file,
 )
 from tests.syncer.building import LAYOUT, dice
+
+PIECE = 64
 
 
 def snapshot(number: int, momentum: bool = True) -> Snapshot:
@@ -54,20 +61,18 @@ def assert_equal(found: Snapshot, wanted: Snapshot) -> None:
             assert torch.equal(tensor, theirs.optimizer.tensors[name]), name
 
 
-def loaded(snapshots: Snapshots, number: int) -> Snapshot | SnapshotError:
-    try:
-        return snapshots.load(number)
-    except SnapshotError as error:
-        return error
+def three(folder: Path, momentum: bool = True) -> Snapshots:
+    snapshots = Snapshots(folder)
+    for number in (1, 2, 3):
+        size = snapshots.write(snapshot(number, momentum))
+        stored = [path for path in (folder / f"{number:08d}").iterdir() if path.name != "manifest.json"]
+        assert size == sum(path.stat().st_size for path in stored)
+    return snapshots
 
 
 @pytest.mark.parametrize("momentum", [False, True])
 def test_what_is_read_is_what_was_written(tmp_path: Path, momentum: bool) -> None:
-    snapshots = Snapshots(tmp_path)
-    for number in (1, 2, 3):
-        size = snapshots.write(snapshot(number, momentum))
-        stored = [path for path in (tmp_path / f"{number:08d}").iterdir() if path.name != "manifest.json"]
-        assert size == sum(path.stat().st_size for path in stored)
+    three(tmp_path, momentum)
     again = Snapshots(tmp_path)
     assert again.numbers() == [1, 2, 3]
     for number in (1, 2, 3):
@@ -75,23 +80,26 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, momentum: bool) -> Non
         assert again.peek(number) == (snapshot(number).state, 10 + number)
 
 
-def test_every_flipped_byte_every_cut_and_every_missing_file_is_named(tmp_path: Path) -> None:
+def test_every_flipped_byte_every_cut_and_every_missing_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "PIECE_BYTES", PIECE)
     snapshots = Snapshots(tmp_path)
     snapshots.write(snapshot(1))
     folder = tmp_path / "00000001"
     seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
     dice_of = random.Random(seed)
     for path in sorted(folder.iterdir()):
         whole = path.read_bytes()
         for _ in range(60):
             at, bit = dice_of.randrange(len(whole)), dice_of.randrange(8)
             path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
-            found = loaded(snapshots, 1)
-            assert isinstance(found, SnapshotError), (seed, path, at, bit)
-            assert not isinstance(found, NewerSnapshotError), (seed, path, at, bit)
-            assert str(folder) in str(found), (seed, path, at, bit)
-        for length in {0, 1, len(whole) // 2, len(whole) - 1}:
-            path.write_bytes(whole[:length])
+            with pytest.raises(SnapshotError, match=str(folder)) as raised:
+                snapshots.load(1)
+            assert not isinstance(raised.value, NewerSnapshotError), (path, at, bit)
+        for harmed in (b"", whole[:1], whole[:PIECE], whole[: len(whole) // 2], whole[:-1], whole + b"!"):
+            path.write_bytes(harmed)
             with pytest.raises(SnapshotError, match=str(folder)):
                 snapshots.load(1)
         path.unlink()
@@ -101,63 +109,44 @@ def test_every_flipped_byte_every_cut_and_every_missing_file_is_named(tmp_path: 
     assert_equal(snapshots.load(1), snapshot(1))
 
 
+def without_a_fragment(manifest: bytes) -> bytes:
+    told = json.loads(manifest)
+    del told["files"]["fragment-1.safetensors"], told["sha256"]
+    return json.dumps({**told, "sha256": digest_of(told)}, sort_keys=True, indent=1).encode()
+
+
 @pytest.mark.parametrize(
-    "manifest", [b"[]", b"{}", b'"x"', b"\xff{}", b'{"format": 1, "files": [1]}', b'{"format": 9}']
+    ("manifest", "words"),
+    [
+        (b"[]", ""),
+        (b"{}", ""),
+        (b"\xff{}", ""),
+        (b'{"format": 1, "files": [1]}', ""),
+        (b'{"format": 9}', ""),
+        (b"[" * 50_000, "nested too deeply"),
+        (without_a_fragment, r"differ in fragment-1\.safetensors"),
+    ],
 )
-def test_a_manifest_of_another_kind_is_named(tmp_path: Path, manifest: bytes) -> None:
+def test_a_manifest_of_another_kind_is_named(
+    tmp_path: Path, manifest: bytes | Callable[[bytes], bytes], words: str
+) -> None:
     snapshots = Snapshots(tmp_path)
     snapshots.write(snapshot(1))
-    (tmp_path / "00000001" / "manifest.json").write_bytes(manifest)
-    for read in (snapshots.load, snapshots.peek):
-        with pytest.raises(SnapshotError, match="00000001"):
+    path = tmp_path / "00000001" / "manifest.json"
+    path.write_bytes(manifest(path.read_bytes()) if callable(manifest) else manifest)
+    for read in (snapshots.load, snapshots.peek) if manifest is not without_a_fragment else (snapshots.load,):
+        with pytest.raises(SnapshotError, match=f"00000001.*{words}"):
             read(1)
 
 
-def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
-    Snapshots(tmp_path).write(snapshot(1))
-    (tmp_path / ".00000002.tmp").mkdir()
-    (tmp_path / ".00000002.tmp" / "fragment-0.safetensors").write_bytes(b"half")
-    again = Snapshots(tmp_path)
-    PLAIN_DISK.sweep(tmp_path, Step.SNAPSHOT_PRUNE)
-    assert again.numbers() == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
-    again.write(snapshot(2))
-    assert_equal(again.load(2), snapshot(2))
-
-
-def nothing_behind(segments: range) -> int:
-    return 0
-
-
 def pruned(snapshots: Snapshots) -> list[int]:
-    return [point.segment for point in snapshots.prune(RECOVERY_ONLY, nothing_behind).kept]
+    return [point.segment for point in snapshots.prune(RECOVERY_ONLY, lambda segments: 0).kept]
 
 
-def test_the_newest_are_kept_and_the_journal_that_they_need(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
-    needed = []
-    for number in range(1, 6):
-        snapshots.write(snapshot(number))
-        needed.append(pruned(snapshots)[0])
-    assert snapshots.numbers() == [4, 5]
-    assert needed == [11, 11, 12, 13, 14]
-    assert pruned(Snapshots(tmp_path)) == [14, 15], "known again from what lies there"
-
-
-def test_retention_keeps_older_ones_that_are_not_too_many(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
-    for number in range(1, 12):
-        state = {"sites": {}, "fragments": [{"version": 3 * number}, {"version": 2 * number}]}
-        snapshots.write(replace(snapshot(number), state=state))
-        kept = snapshots.prune(Retention(20, 1 << 30), nothing_behind)
-        assert [point.number for point in kept.kept] == snapshots.numbers()
-    assert [point.steps for point in kept.kept] == [35, 45, 50, 55]
-
-
-def test_a_crash_while_dropping_one_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshots = Snapshots(tmp_path)
-    for number in (1, 2, 3):
-        snapshots.write(snapshot(number))
+def test_a_crash_while_one_is_written_or_dropped_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = three(tmp_path)
 
     def dies(folder: Path) -> None:
         (folder / "state.json").unlink()
@@ -167,16 +156,18 @@ def test_a_crash_while_dropping_one_leaves_no_half_of_it(tmp_path: Path, monkeyp
         patch.setattr(shutil, "rmtree", dies)
         with pytest.raises(KeyboardInterrupt):
             pruned(snapshots)
+    (tmp_path / ".00000004.tmp").mkdir()
+    (tmp_path / ".00000004.tmp" / "fragment-0.safetensors").write_bytes(b"half")
     again = Snapshots(tmp_path)
     PLAIN_DISK.sweep(tmp_path, Step.SNAPSHOT_PRUNE)
     assert again.numbers() == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
+    again.write(snapshot(4))
+    assert_equal(again.load(4), snapshot(4))
 
 
 def test_one_that_is_damaged_where_it_lies_lets_nothing_be_dropped_on_its_word(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
-    for number in (1, 2, 3):
-        snapshots.write(snapshot(number))
+    snapshots = three(tmp_path)
     state = tmp_path / "00000001" / "state.json"
     state.write_bytes(json.dumps({"state": {}, "journal_segment": 99}).encode())
     assert pruned(Snapshots(tmp_path)) == []
@@ -185,9 +176,7 @@ def test_one_that_is_damaged_where_it_lies_lets_nothing_be_dropped_on_its_word(t
 
 
 def test_a_damaged_one_is_set_aside_and_its_number_not_given_again(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
-    for number in (1, 2, 3):
-        snapshots.write(snapshot(number))
+    snapshots = three(tmp_path)
     snapshots.set_aside(2)
     snapshots.set_aside(3)
     assert snapshots.numbers() == [1]
@@ -196,35 +185,12 @@ def test_a_damaged_one_is_set_aside_and_its_number_not_given_again(tmp_path: Pat
     assert snapshots.numbers() == [1, 4]
 
 
-def test_a_manifest_that_leaves_a_fragment_out_is_damaged(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
-    snapshots.write(snapshot(1))
-    path = tmp_path / "00000001" / "manifest.json"
-    manifest = json.loads(path.read_bytes())
-    del manifest["files"]["fragment-1.safetensors"], manifest["sha256"]
-    manifest["sha256"] = digest_of(manifest)
-    path.write_text(json.dumps(manifest, sort_keys=True, indent=1))
-    with pytest.raises(SnapshotError, match=r"differ in fragment-1\.safetensors"):
-        snapshots.load(1)
-    path.write_text("[" * 50_000)
-    with pytest.raises(SnapshotError, match="nested too deeply"):
-        snapshots.load(1)
-
-
 # --- The final version as a file -------------------------------------------------------------------------------------
 
 
 def values() -> list[FragmentValues]:
     published = [dice("full", index) for index in (0, 1)]
     return [FragmentValues(3, each, each, NOTHING, digest(each)) for each in published]
-
-
-def test_full_parameters_are_the_fragments_in_place() -> None:
-    flats = [each.published for each in values()]
-    found = full_parameters(LAYOUT, flats)
-    for fragment, flat in zip(LAYOUT.fragments, flats, strict=True):
-        pieces = [found[piece.name].reshape(-1)[piece.start : piece.stop] for piece in fragment.pieces]
-        assert torch.equal(torch.cat(pieces), flat)
 
 
 def test_a_parameter_in_one_piece_is_no_copy_and_one_in_several_is_put_together() -> None:
@@ -237,42 +203,82 @@ def test_a_parameter_in_one_piece_is_no_copy_and_one_in_several_is_put_together(
     assert found["v"].data_ptr() == flats[1].data_ptr()
 
 
-def test_what_is_exported_is_whole_and_says_what_it_is(tmp_path: Path) -> None:
-    for _ in range(2):
-        export(Disk(), tmp_path / "final", LAYOUT, values(), [3, 3])
-        found = load_file(tmp_path / "final" / "model.safetensors")
-        wanted = full_parameters(LAYOUT, [each.published for each in values()])
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        facts = json.loads((tmp_path / "final" / "final.json").read_bytes())
-        assert facts == {"versions": [3, 3], "digests": [each.digest for each in values()]}
-        (tmp_path / "final" / ".model.safetensors.1.tmp").touch()  # Of a process that died over it.
-    assert len(list((tmp_path / "final").iterdir())) == 3
-
-
-class Refusing(Disk):
-    """Fails at every file that is made."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def make(self, path: Path, write: object, step: Step) -> None:
-        raise self.error
-
-    def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
-        raise self.error
-
-
 @pytest.mark.parametrize(
-    "error",
-    [OSError(28, "No space left on device"), OSError(122, "Disk quota exceeded")],
+    ("error", "full"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (OSError(122, "Disk quota exceeded"), True),
+        (OSError(5, "Input/output error"), False),
+        (ValueError("of another kind"), False),
+    ],
 )
-def test_no_room_is_said_as_such(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(DiskFullError):
-        export(Refusing(error), tmp_path / "final", LAYOUT, values(), [3, 3])
+def test_no_room_is_said_as_such_and_any_other_failure_is_one(tmp_path: Path, error: Exception, full: bool) -> None:
+    def fails(*_: object) -> None:
+        raise error
 
-
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("of another kind")])
-def test_any_other_failure_is_one(tmp_path: Path, error: Exception) -> None:
+    disk = Disk()
+    disk.write_parts = fails  # type: ignore[method-assign]
     with pytest.raises(type(error)) as raised:
-        export(Refusing(error), tmp_path / "final", LAYOUT, values(), [3, 3])
-    assert not isinstance(raised.value, DiskFullError)
+        export(disk, tmp_path / "final", LAYOUT, values(), [3, 3])
+    assert isinstance(raised.value, DiskFullError) is full
+
+
+# --- Files come as they were written, or are named, whatever their length against the pieces that they are read in ---
+
+
+def told(path: Path, content: bytes) -> tuple[Path, int, str]:
+    path.write_bytes(content)
+    return path, len(content), hashlib.sha256(content).hexdigest()
+
+
+def test_many_files_of_any_length_come_as_they_were_written_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "PIECE_BYTES", PIECE)
+    sizes = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE, 10 * PIECE + 5, *range(0, 1000, 50)]
+    contents = [random.Random(size).randbytes(size) for size in sizes]
+    files = [told(tmp_path / str(number), content) for number, content in enumerate(contents)]
+    assert [found.numpy().tobytes() for found in read_verified(files)] == contents
+    assert read_verified([]) == []
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots_module, "PIECE_BYTES", PIECE)
+    wanted = told(tmp_path / "a", random.Random(1).randbytes(6 * PIECE))
+    empty = torch.empty
+
+    def cut(size: int, dtype: torch.dtype) -> torch.Tensor:
+        os.truncate(tmp_path / "a", 2 * PIECE + 5)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", cut)
+    with pytest.raises(NotAsWritten, match="a is damaged"):
+        read_verified([wanted])
+
+
+# --- What is written piece by piece is the file that the library would have written, and is no copy of the values ----
+
+TENSORS = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(5), "c": torch.tensor(2.5)}
+
+
+@pytest.mark.parametrize("piece_bytes", [7, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_what_the_library_writes(piece_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots_module, "PIECE_BYTES", piece_bytes)
+    tensors = {name: values.to(dtype) for name, values in TENSORS.items()}
+    tensors["shares the memory of"] = tensors["b"]
+    whole = {**tensors, "shares the memory of": tensors["b"].clone()}
+    assert b"".join(tensor_file(tensors)) == save(whole)
+    written = Written(tensor_file(tensors, {"version": "7"}))
+    data = b"".join(written)
+    assert data == save(whole, metadata={"version": "7"})
+    assert written.facts() == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def test_the_pieces_are_views_of_tensors_of_a_known_kind() -> None:
+    values = torch.zeros(4)
+    _, piece = tensor_file({"w": values})
+    values[0] = 1.0
+    assert bytes(piece[:4]) == b"\0\0\x80?"
+    with pytest.raises(AssertionError, match=r"w is torch\.int8"):
+        list(tensor_file({"w": torch.ones(1, dtype=torch.int8)}))

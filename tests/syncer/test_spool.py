@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,19 @@ import torch
 
 from diloco.codec.base import Buffers
 from diloco.codec.registry import make_codec
-from diloco.syncer.spool import CutShortError, Mapped, Settled, Spool, SpoolError, opened, read_part
+from diloco.syncer.spool import CutShortError, Mapped, PartialUpdate, Settled, Spool, SpoolError, read_part
+from diloco.wire.messages import PushHeader
 from tests.syncer.building import files, stored, update
+
+
+def kept(spool: Spool, header: PushHeader, payload: bytes) -> tuple[str, PartialUpdate]:
+    """The reference of an update that came whole, and how it came."""
+    partial = spool.open_partial(header)
+    partial.write(memoryview(payload)[partial.offset :])
+    partial.digest()
+    reference = spool.keep(partial)
+    partial.close()
+    return reference, partial
 
 
 def test_a_push_is_resumed_at_every_offset(tmp_path: Path) -> None:
@@ -33,12 +45,7 @@ def test_a_push_is_resumed_at_every_offset(tmp_path: Path) -> None:
         assert again.path.read_bytes() == payload
         again.discard()
     assert files(tmp_path) == {}
-
-
-def test_what_is_longer_than_declared_is_begun_anew(tmp_path: Path) -> None:
-    header, payload = update()
-    spool = Spool(tmp_path)
-    partial = spool.open_partial(header)
+    partial = spool.open_partial(header)  # What is longer than declared is begun anew.
     partial.write(memoryview(payload + b"more"))
     partial.close()
     again = spool.open_partial(header)
@@ -46,46 +53,6 @@ def test_what_is_longer_than_declared_is_begun_anew(tmp_path: Path) -> None:
     again.write(memoryview(payload))
     assert again.digest() == header.digest
     again.discard()
-
-
-def test_a_kept_update_is_read_by_its_reference_and_any_change_is_named(tmp_path: Path) -> None:
-    header, payload = update(site="site.a")
-    spool = Spool(tmp_path)
-    partial = spool.open_partial(header)
-    partial.write(memoryview(payload))
-    partial.digest()
-    reference = spool.keep(partial)
-    partial.close()
-    assert reference == spool.reference("site.a", 0, 1, header.digest)
-    assert stored(spool, reference, header.digest) == payload
-    spool.check(reference, header.digest)
-    path = tmp_path / reference
-    for at in range(0, len(payload), 7):
-        path.write_bytes(payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :])
-        with pytest.raises(SpoolError, match=f"{path} is damaged"):
-            stored(spool, reference, header.digest)
-        with pytest.raises(SpoolError, match=f"{path} is damaged"):
-            spool.check(reference, header.digest)
-    path.write_bytes(payload[:-1])
-    with pytest.raises(SpoolError, match=f"{path} is damaged"):
-        stored(spool, reference, header.digest)
-    path.unlink()
-    with pytest.raises(SpoolError, match=f"{path} is missing"):
-        stored(spool, reference, header.digest)
-
-
-def test_what_was_not_taken_yet_is_there_for_the_next_attempt(tmp_path: Path) -> None:
-    header, payload = update()
-    spool = Spool(tmp_path)
-    partial = spool.open_partial(header)
-    partial.write(memoryview(payload))
-    partial.digest()
-    spool.settle(spool.keep(partial), Settled.GIVEN_BACK, partial)
-    partial.close()
-    again = spool.open_partial(header)
-    assert again.offset == len(payload)
-    assert again.digest() == header.digest
-    again.close()
 
 
 def test_a_site_and_fragment_leaves_at_most_one_update_half_way(tmp_path: Path) -> None:
@@ -106,55 +73,38 @@ def test_a_site_may_have_any_name_that_the_wire_permits(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     for site in ("partial", "spool", "lock", "x.update"):
         header, payload = update(site=site)
-        partial = spool.open_partial(header)
-        partial.write(memoryview(payload))
-        partial.digest()
-        reference = spool.keep(partial)
-        partial.close()
+        reference, _ = kept(spool, header, payload)
         assert stored(spool, reference, header.digest) == payload
     assert spool.sweep(set()) == 4
     assert files(tmp_path) == {}
 
 
 def test_fragments_of_one_new_site_may_come_at_the_same_instant(tmp_path: Path) -> None:
-    spool, failures = Spool(tmp_path), []
+    spool, gate = Spool(tmp_path), threading.Barrier(4)
 
-    def keep(sequence: int, gate: threading.Barrier) -> None:
-        header, payload = update(site=f"s{sequence // 4}")
-        header = replace(header, fragment=sequence % 4)
-        partial = spool.open_partial(header)
+    def keep(site: str, fragment: int) -> None:
+        header, payload = update(site=site)
+        partial = spool.open_partial(replace(header, fragment=fragment))
         partial.write(memoryview(payload))
         partial.digest()
         gate.wait(10.0)
-        try:
-            spool.keep(partial)
-        except OSError as error:
-            failures.append(error)
+        spool.keep(partial)
         partial.close()
 
-    for group in range(8):
-        gate = threading.Barrier(4)
-        threads = [threading.Thread(target=keep, args=(4 * group + each, gate)) for each in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10.0)
-    assert failures == []
+    with ThreadPoolExecutor(4) as pushing:
+        for group in range(8):
+            list(pushing.map(keep, [f"s{group}"] * 4, range(4)))
 
 
 def test_a_sweep_keeps_what_is_needed_and_what_is_on_its_way(tmp_path: Path) -> None:
-    spool, references = Spool(tmp_path), []
-    for sequence in (1, 2, 3):
-        header, payload = update(sequence=sequence)
-        partial = spool.open_partial(header)
-        partial.write(memoryview(payload))
-        partial.digest()
-        references.append(spool.keep(partial))
-        partial.close()
+    spool = Spool(tmp_path)
+    references = [kept(spool, *update(sequence=sequence))[0] for sequence in (1, 2, 3)]
     header, payload = update(sequence=4)
     partial = spool.open_partial(header)
     partial.write(memoryview(payload)[:5])
     partial.close()
+    half = tmp_path / "a" / ".0-1-0123456789abcdef.update.tmp"  # Of a standby that died while it copied.
+    half.write_bytes(b"half")
     assert spool.sweep({references[1], "", "b/gone.update"}) == 2
     assert sorted(files(tmp_path)) == sorted([references[1], str(partial.path.relative_to(tmp_path))])
 
@@ -165,11 +115,8 @@ def test_an_attempt_that_comes_to_nothing_takes_no_payload_of_an_earlier_one(tmp
     header, payload = update()
     spool = Spool(tmp_path)
     for settled in (Settled.KEPT, second):
-        partial = spool.open_partial(header)
-        partial.write(memoryview(payload))
-        reference = spool.keep(partial)
+        reference, partial = kept(spool, header, payload)
         spool.settle(reference, settled, partial)
-        partial.close()
         assert stored(spool, reference, header.digest) == payload
 
 
@@ -181,30 +128,14 @@ def test_of_two_attempts_at_an_update_neither_takes_the_others_payload(
     """A site that gave a push up sends it again, and the first is decided while the second is being so."""
     header, payload = update()
     spool = Spool(tmp_path)
-    attempts = []
-    for _ in range(2):
-        partial = spool.open_partial(header)
-        partial.write(memoryview(payload)[partial.offset :])
-        partial.digest()
-        attempts.append((spool.keep(partial), partial))
-        partial.close()
-    (reference, partial), (again, later) = attempts
+    (reference, partial), (again, later) = kept(spool, header, payload), kept(spool, header, payload)
     assert reference == again
     spool.settle(reference, first, partial)
     assert stored(spool, reference, header.digest) == payload, "the second attempt may be the one that is accepted"
     spool.settle(reference, second, later)
-    kept = Settled.KEPT in (first, second)
-    assert (tmp_path / reference).exists() == kept
-    assert later.path.exists() == (not kept and second is Settled.GIVEN_BACK)
-
-
-def test_a_sweep_drops_what_a_standby_that_died_had_half_copied(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
-    half = tmp_path / "a" / ".0-1-0123456789abcdef.update.tmp"
-    half.parent.mkdir()
-    half.write_bytes(b"half")
-    assert spool.sweep(set()) == 0
-    assert not half.exists()
+    accepted = Settled.KEPT in (first, second)
+    assert (tmp_path / reference).exists() == accepted
+    assert later.path.exists() == (not accepted and second is Settled.GIVEN_BACK)
 
 
 @pytest.mark.parametrize("there_is_room", [True, False])
@@ -214,10 +145,7 @@ def test_a_payload_is_opened_also_where_there_is_no_room_to_unpack_it(
     values, codec = torch.zeros(5000), make_codec("int4+zstd")
     header, payload = update(values=values, encoding="int4+zstd")
     spool = Spool(tmp_path)
-    partial = spool.open_partial(header)
-    partial.write(memoryview(payload))
-    reference = spool.keep(partial)
-    partial.close()
+    reference, _ = kept(spool, header, payload)
 
     def full(**_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -227,6 +155,9 @@ def test_a_payload_is_opened_also_where_there_is_no_room_to_unpack_it(
     reads, mapped = spool.opened(reference, header.digest, codec, 5000)
     assert (reads is codec.plain) == there_is_room
     assert torch.equal(reads.decode(mapped.payload, 5000), values)
+    mapped.let_go()
+    assert torch.equal(reads.decode(mapped.payload, 5000), values)
+    assert [*files(tmp_path)] == [reference], "what was unpacked beside it leaves nothing"
     with pytest.raises(SpoolError, match="damaged"):
         spool.opened(reference, "xxh3:" + "0" * 32, codec, 5000)
 
@@ -239,32 +170,19 @@ VALUES = torch.randn(1000, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4:64"])
 @pytest.mark.parametrize("begin", [0, 1])
 def test_a_part_is_the_payload_of_its_values(tmp_path: Path, name: str, begin: int) -> None:
-    codec = make_codec(name)
+    codec, buffers, seen = make_codec(name), Buffers(1), []
     (tmp_path / "file").write_bytes(b"x" * begin + codec.encode(VALUES))
     with (tmp_path / "file").open("rb") as file:
-        part = read_part(file.fileno(), codec, 1000, 128, 768, begin, Buffers(0))
-        rest = read_part(file.fileno(), codec, 1000, 768, 1000, begin, Buffers(0))
-    assert bytes(part) == codec.encode(VALUES[128:768])
-    assert bytes(rest) == codec.encode(VALUES[768:])
-
-
-def test_a_part_lies_in_memory_that_is_used_again(tmp_path: Path) -> None:
-    codec, buffers, seen = make_codec("int8"), Buffers(1), set()
-    (tmp_path / "file").write_bytes(codec.encode(VALUES))
-    with (tmp_path / "file").open("rb") as file:
-        for start in (0, 256, 512):
-            part = read_part(file.fileno(), codec, 1000, start, start + 256, 0, buffers)
-            assert bytes(part) == codec.encode(VALUES[start : start + 256])
-            seen.add(np.frombuffer(part, dtype=np.uint8).ctypes.data)
+        for start, stop in ((128, 384), (384, 640), (640, 896), (896, 1000)):
+            part = read_part(file.fileno(), codec, 1000, start, stop, begin, buffers)
+            assert bytes(part) == codec.encode(VALUES[start:stop])
+            seen.append(np.frombuffer(part, dtype=np.uint8).ctypes.data)
             del part
-    assert len(seen) == 1
-
-
-def test_a_file_that_ends_too_early_is_said_to(tmp_path: Path) -> None:
-    codec = make_codec("int8")
-    (tmp_path / "file").write_bytes(codec.encode(VALUES)[:-1])
-    with (tmp_path / "file").open("rb") as file, pytest.raises(CutShortError, match="ends at byte 1015"):
-        read_part(file.fileno(), codec, 1000, 896, 1000, 0, Buffers(0))
+        end = begin + len(codec.encode(VALUES)) - 1
+        os.truncate(file.name, end)
+        with pytest.raises(CutShortError, match=f"ends at byte {end}"):
+            read_part(file.fileno(), codec, 1000, 896, 1000, begin, buffers)
+    assert len(set(seen[:3])) == 1, "it lies in memory that is used again"
 
 
 def resident(path: Path) -> int:
@@ -296,16 +214,3 @@ def test_what_was_looked_at_is_let_go_of_and_comes_back(tmp_path: Path) -> None:
     assert part == data[:3], "whoever holds a part holds it all"
     del part
     assert str(path) not in Path("/proc/self/maps").read_text("utf-8")
-
-
-@pytest.mark.parametrize("name", ["fp32", "int4+zstd", "fp32+zstd", "int4"])
-def test_an_entropy_stage_is_taken_off_beside_the_file_and_leaves_nothing(tmp_path: Path, name: str) -> None:
-    path, codec = tmp_path / "file", make_codec(name)
-    even = VALUES if name.startswith("fp32") else torch.zeros(1000)  # One of them does not get shorter.
-    path.write_bytes(codec.encode(even))
-    plain, mapped = opened(path, codec, 1000)
-    assert plain is codec.plain
-    assert bytes(mapped.payload) == plain.encode(even)
-    mapped.let_go()
-    assert torch.equal(plain.decode(mapped.payload, 1000), codec.decode(codec.encode(even), 1000))
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +15,19 @@ import pytest
 
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule
+from diloco.sync.leadership import Claim
 from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.sync.state import FragmentState, OuterState
+from diloco.syncer.lease import FileLease, Lease, LeaseHolder, remembered
 from diloco.syncer.options import RunPlan
-from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy
+from diloco.syncer.standby import Incoming, Standby, StandbyError, StandingBy, Succession, Warm, try_to_lead
 from diloco.wire.chunks import cut
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Chunk, Item, ProbeAsk, Refusal, Refused, Status, Unreachable
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
 from tests.syncer.building import LAYOUT, RUN, agreement
+from tests.syncer.leases import taken
 
 BOUND_S = 40.0
 STEP_S = 0.005
@@ -45,9 +48,11 @@ def a_toy(folder: Path, mode: str = "sync", **changes: object) -> Toy:
 
 
 @contextmanager
-def following(toy: Toy, address: str, folder: str = "standby") -> Iterator[tuple[Standby, Log]]:
+def following(
+    toy: Toy, address: str, folder: str = "standby", disk: Disk = PLAIN_DISK
+) -> Iterator[tuple[Standby, Log]]:
     log = Log()
-    standby = toy.standby(folder, address, log.emit)
+    standby = toy.standby(folder, address, log.emit, disk)
     standby.start()
     try:
         yield standby, log
@@ -59,11 +64,14 @@ def files(folder: Path, pattern: str) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.glob(pattern))}
 
 
-def test_the_standby_has_the_journal_byte_for_byte_and_the_same_versions(tmp_path: Path) -> None:
+def test_the_standby_has_the_journal_byte_for_byte_the_same_versions_and_all_that_was_acknowledged(
+    tmp_path: Path,
+) -> None:
     toy = a_toy(tmp_path, snapshot_every=8)
     with serving(toy) as (syncer, address, log), following(toy, address) as (standby, _):
-        with SiteThread(toy, "a", address, step_s=STEP_S):
+        with SiteThread(toy, "a", address, step_s=STEP_S) as site:
             log.wait_for("published", 12, BOUND_S)
+        acknowledged = [(int(str(e["fragment"])), int(str(e["sequence"]))) for e in site.log.of("pushed")]
 
         def alike() -> bool:  # Asked again: a last version may still be on its way when the site has gone.
             held = syncer.core.ask(lambda machine: [fragment.digest for fragment in machine.state.fragments])
@@ -78,6 +86,11 @@ def test_the_standby_has_the_journal_byte_for_byte_and_the_same_versions(tmp_pat
             assert ours[name][:shorter] == theirs[name][:shorter], name
             assert shorter > 100 or name == common[-1], "a header, a frame"
         assert files(tmp_path / "standby", "snapshots/*/manifest.json"), "it keeps snapshots of its own"
+        warm = standby.promote()
+    with warm.taken:
+        lines = warm.machine.state.sites["a"].lines
+        assert acknowledged
+        assert all(lines[fragment].watermark >= sequence for fragment, sequence in acknowledged)
 
 
 def test_nothing_is_acknowledged_before_there_is_a_standby_and_it_is_said(tmp_path: Path) -> None:
@@ -86,6 +99,8 @@ def test_nothing_is_acknowledged_before_there_is_a_standby_and_it_is_said(tmp_pa
         (held,) = log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "held")
         assert "no standby has followed" in str(held["why"])
         assert "diloco standby detach" in str(operator.status()["wanting"])
+        with pytest.raises(Refused, match="no standby"):
+            operator.promote()
         with SiteThread(toy, "a", address, step_s=STEP_S) as site:
             with following(toy, address):
                 site.log.wait_for("pushed", 3, BOUND_S)
@@ -117,73 +132,6 @@ def test_one_that_has_caught_up_is_waited_for_again_also_after_a_restart(tmp_pat
             log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "goes_on")
 
 
-def test_a_promoted_standby_goes_on_with_everything_that_was_acknowledged(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path)
-    second = free_port()
-    with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):
-        with serving(toy) as (syncer, address, first_log):
-            with SiteThread(toy, "a", address, step_s=STEP_S) as site:
-                first_log.wait_for("published", 12, BOUND_S)
-            acknowledged = {(e["fragment"], e["sequence"]) for e in site.log.of("pushed")}
-            epoch = syncer.core.machine.state.epoch
-        warm = standby.promote()
-        log = Log()
-        promoted = toy.syncer(log.emit, folder="standby", port=second)
-        address = promoted.start(warm)
-        try:
-            assert promoted.core.machine.state.epoch > epoch
-            lines = promoted.core.ask(lambda machine: machine.state.sites["a"].lines)
-            for fragment, sequence in acknowledged:
-                assert lines[int(str(fragment))].watermark >= int(str(sequence))
-            with SiteThread(toy, "a", address, step_s=STEP_S) as site:
-                site.log.wait_for("adopted", 6, BOUND_S, where=lambda event: event["merged"])
-                with AdminClient(address) as operator:
-                    operator.drain()
-                done = site.join(BOUND_S)
-        finally:
-            promoted.stop()
-    assert done.ending == "drained"
-
-
-def test_who_asks_a_standby_is_sent_elsewhere_and_a_syncer_is_not_promoted(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path)
-    with (
-        serving(toy) as (_, address, _log),
-        AdminClient(address) as operator,
-        pytest.raises(Refused, match="no standby"),
-    ):
-        operator.promote()
-
-
-def test_a_standby_of_another_run_is_refused_in_words(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path)
-    other = a_toy(tmp_path / "other", shapes=(("w", (40, 30)), ("v", (7,))))
-    with serving(toy) as (_, address, _log):
-        standby = other.standby("standby", address, Log().emit)
-        standby.start()
-        eventually(lambda: not standby.connected, BOUND_S, "it does not follow")
-        with pytest.raises(StandbyError, match="no state to go on from"):
-            standby.promote()
-
-
-def test_a_standby_may_have_room_for_more_sites_than_the_syncer_before_it(tmp_path: Path) -> None:
-    toy = a_toy(tmp_path)
-    toy.outer["sites_max"] = 1
-    other = replace(toy, outer={**toy.outer, "sites_max": 2}, port=free_port())
-    with serving(toy) as (_, address, _log), following(other, address) as (standby, _):
-        with SiteThread(toy, "a", address, step_s=STEP_S) as site:
-            site.log.wait_for("pushed", 1, BOUND_S)
-        log = Log()
-        promoted = other.syncer(log.emit, folder="standby")
-        promoted.start(standby.promote())
-        try:
-            assert promoted.core.ask(lambda machine: machine.state.sites_max) == 2
-        finally:
-            promoted.stop()
-        (changed,) = log.of("settings_changed")
-        assert changed["why"] == "outer.sites_max is 2 and was 1"
-
-
 # --- What comes of the syncer's files is whole under its name, or not there ------------------------------------------
 
 DATA = bytes(range(200))
@@ -203,11 +151,6 @@ def incoming(folder: Path, item: Item, disk: Disk = PLAIN_DISK) -> Incoming:
 def bring(found: Incoming) -> None:
     for piece in cut([DATA], 0, len(DATA), lambda: 64):
         found.accept(Chunk.of(*piece))
-
-
-def bring_whole(found: Incoming) -> None:
-    bring(found)
-    found.finish()
 
 
 @pytest.mark.parametrize(
@@ -231,24 +174,16 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path, name: str, path: s
     assert [each.name for each in (tmp_path / path).parent.iterdir()] == [(tmp_path / path).name]
 
 
-def test_a_unit_is_handed_over(tmp_path: Path) -> None:
-    found = incoming(tmp_path, an_item(""))
-    bring(found)
-    assert found.finish() == DATA
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_is_not_what_was_declared_gets_no_name(tmp_path: Path) -> None:
-    found = incoming(tmp_path, an_item(NAME, "0" * 64))
+    found, damaged = incoming(tmp_path, an_item(NAME, "0" * 64)), incoming(tmp_path, an_item(f"{NAME}.update"))
     bring(found)
     with pytest.raises(Unreachable, match="is not what was declared"):
         found.finish()
-    found.discard()
-    assert list((tmp_path / "spool" / "a").iterdir()) == []
-    damaged = incoming(tmp_path, an_item(NAME))
     with pytest.raises(Unreachable, match="Follow: "):
         damaged.accept(Chunk(0, memoryview(DATA), 1))
+    found.discard()
     damaged.discard()
+    assert list((tmp_path / "spool" / "a").iterdir()) == []
 
 
 class Failing(Disk):
@@ -261,82 +196,43 @@ class Failing(Disk):
         setattr(self, operation, fails)
 
 
-@pytest.mark.parametrize("operation", ["make_folder", "open"])
-def test_it_may_find_no_room_to_begin(tmp_path: Path, operation: str) -> None:
+def bring_whole(folder: Path, disk: Disk) -> None:
+    found = incoming(folder, an_item(NAME), disk)
+    try:
+        bring(found)
+        found.finish()
+    finally:
+        found.discard()
+
+
+@pytest.mark.parametrize(
+    ("operation", "full"),
+    [("make_folder", True), ("open", True), ("write", True), ("rename", True), ("sync", False)],
+)
+def test_where_there_is_no_room_nothing_is_left_and_a_sync_that_fails_is_final(
+    tmp_path: Path, operation: str, full: bool
+) -> None:
     (tmp_path / "spool" / "a").mkdir(parents=True)
-    with pytest.raises(DiskFullError):
-        incoming(tmp_path, an_item(NAME), Failing(operation))
-
-
-@pytest.mark.parametrize("operation", ["write", "rename"])
-def test_where_there_is_no_room_nothing_is_left(tmp_path: Path, operation: str) -> None:
-    found = incoming(tmp_path, an_item(NAME), Failing(operation))
-    with pytest.raises(DiskFullError):
-        bring_whole(found)
-    found.discard()
+    with pytest.raises(OSError, match="No space left") as failed:
+        bring_whole(tmp_path, Failing(operation))
+    assert isinstance(failed.value, DiskFullError) is full
     assert list((tmp_path / "spool" / "a").iterdir()) == []
 
 
-def test_a_sync_that_fails_is_final_whatever_it_fails_for(tmp_path: Path) -> None:
-    found = incoming(tmp_path, an_item(NAME), Failing("sync"))
-    bring(found)
-    with pytest.raises(OSError, match="No space left") as failed:
-        found.finish()
-    assert not isinstance(failed.value, DiskFullError)
-    found.discard()
+# --- What only a syncer gives is asked for there --------------------------------------------------------------------
+
+ELSEWHERE = "join open_push watch pull report leave drain evict readmit admit refuse snapshot detach"
 
 
-# --- Whoever asks a standby for what only a syncer gives is sent there -----------------------------------------------
-
-ASK: dict[str, Callable[[StandingBy], object]] = {
-    "join": lambda api: api.join(None),  # type: ignore[arg-type,func-returns-value]
-    "open_push": lambda api: api.open_push(None),  # type: ignore[arg-type,func-returns-value]
-    "watch": lambda api: api.watch("a", 1),  # type: ignore[arg-type,func-returns-value]
-    "pull": lambda api: api.pull(None, None),  # type: ignore[arg-type,func-returns-value]
-    "report": lambda api: api.report(None),  # type: ignore[arg-type,func-returns-value]
-    "leave": lambda api: api.leave("a", 1),  # type: ignore[arg-type,func-returns-value]
-    "drain": lambda api: api.drain(),  # type: ignore[func-returns-value]
-    "evict": lambda api: api.evict("a"),  # type: ignore[func-returns-value]
-    "readmit": lambda api: api.readmit("a"),  # type: ignore[func-returns-value]
-    "admit": lambda api: api.admit("a", 0, 1),  # type: ignore[func-returns-value]
-    "refuse": lambda api: api.refuse("a", 0, 1),  # type: ignore[func-returns-value]
-    "snapshot": lambda api: api.snapshot(),  # type: ignore[func-returns-value]
-    "detach": lambda api: api.detach(),  # type: ignore[func-returns-value]
-}
+def an_api(**standby: Any) -> StandingBy:
+    return StandingBy(SimpleNamespace(**standby), "host:7077", None, None)  # type: ignore[arg-type]
 
 
-def an_api(why_not: str | None = None, **standby: Any) -> StandingBy:
-    succession = SimpleNamespace(refusal=lambda lossy: why_not, status=lambda: None)
-    api = StandingBy(SimpleNamespace(**standby), "host:7077", None, None)  # type: ignore[arg-type]
-    api._succession = succession  # type: ignore[assignment]
-    return api
-
-
-@pytest.mark.parametrize("method", ASK)
+@pytest.mark.parametrize("method", ELSEWHERE.split())
 def test_it_says_where_to_ask(method: str) -> None:
     with pytest.raises(Refusal, match="this is the standby of host:7077: ask there") as refused:
-        ASK[method](an_api())
+        getattr(an_api(), method)()
     assert refused.value.status is Status.UNAVAILABLE, "a site tries the next address after that"
-
-
-def test_it_takes_over_when_it_has_something_to_go_on_from() -> None:
-    api = an_api(ready=False)
-    with pytest.raises(Refusal, match="no state to go on from"):
-        api.promote(lossy=False)
-    assert not api.promoted.is_set()
-    api = an_api("it is not the heir", ready=True)
-    with pytest.raises(Refusal, match="it is not the heir"):
-        api.promote(lossy=False)
-    assert not api.promoted.is_set()
-    api = an_api(ready=True)
-    api.promote(lossy=True)
-    assert api.promoted.is_set()
-    assert api.lossy
-
-
-def test_its_status_says_whose_standby_it_is() -> None:
-    api = an_api(status=lambda: {"role": "standby"})
-    assert api.status() == {"role": "standby", "primary": "host:7077", "lease": None, "identity_complaints": []}
 
 
 def test_a_probe_is_answered_here_and_told_where_the_syncer_is() -> None:
@@ -346,3 +242,130 @@ def test_a_probe_is_answered_here_and_told_where_the_syncer_is() -> None:
     told = api.probe(ProbeAsk(2, RUN, shared_config={"outer.lr": "9"}))
     assert (told.standby_of, told.run_id) == ("host:7077", RUN)
     assert told.difference
+
+
+# --- It takes over by itself as heir only, and otherwise by an operator's word, who hears why not --------------------
+
+TTL_S = 0.6
+
+
+class Scene:
+    """A lease that "first" holds, and a standby's succession; the standby itself is a few values.  It looks at the
+    lease as long as it is entered."""
+
+    def __init__(self, folder: Path, *, heir: bool) -> None:
+        self.path, self.log, self.taken = folder / "lease.json", Log(), Log()
+        self.held = taken(self.lease())
+        state = OuterState([FragmentState()], epoch=1)
+        self.name = remembered(folder, PLAIN_DISK, "second").name
+        assert not heir or self.held.mark(self.name)
+        standby = SimpleNamespace(
+            identity=self.name,
+            folder=folder,
+            disk=PLAIN_DISK,
+            emit=self.log.emit,
+            state=lambda: state,
+            fail=lambda error: self.log.emit("failed", {"error": error}),
+        )
+        self.succession = Succession(standby, self.lease(), lambda: self.taken.emit("taken", {}))  # type: ignore[arg-type]
+
+    def lease(self) -> FileLease:
+        return FileLease(self.path, "run", TTL_S)
+
+    def __enter__(self) -> Succession:
+        self.succession.start()
+        return self.succession
+
+    def __exit__(self, *_: object) -> None:
+        self.succession.stop()
+
+
+def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_lease_over(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, heir=True)
+    with scene as succession:
+        scene.taken.wait_for("taken", 1, BOUND_S)
+        warm = succession.hand_over(Warm(None, None, None, None), lossy=False)  # type: ignore[arg-type]
+        assert warm.leadership is not None
+        assert warm.leadership.epoch == 2
+        assert warm.leadership.valid()
+        warm.leadership.stop(release=True)
+    assert not scene.held.renew()
+
+
+def test_who_is_not_the_heir_never_does_and_an_operator_hears_why(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, heir=False)
+    with scene as succession:
+        eventually(lambda: "holds the lease" in str(succession.refusal(lossy=True)), BOUND_S, "it was read")
+        eventually(lambda: succession.refusal(lossy=True) is None, BOUND_S, "it has run out")
+        assert "not the heir of first" in str(succession.refusal(lossy=False))
+        assert scene.taken.of("taken") == []
+        assert succession.status() == {
+            "place": f"file:{scene.path}",
+            "epoch": 1,
+            "holder": "first",
+            "is_heir": False,
+            "vacant": True,
+            "trouble": None,
+        }
+    assert scene.held.renew(), "nobody has taken it"
+
+
+def test_a_syncer_that_stopped_in_order_is_followed_by_an_operators_word_only(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, heir=True)
+    scene.held.release()
+    with scene as succession:
+        eventually(lambda: succession.refusal(lossy=False) is None, BOUND_S, "the heir may, at once")
+        assert scene.taken.of("taken") == []
+
+
+def test_a_lease_that_cannot_be_read_lets_nobody_take_over_and_is_said(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, heir=False)
+    scene.path.write_text("{")
+    with scene as succession:
+        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "no lease that can be trusted" in str(note["why"]))
+        assert "is not known" in str(succession.refusal(lossy=True))
+
+
+def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, heir=True)
+    (tmp_path / "leadership.json").write_text("{")
+    with scene as succession:
+        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "cannot be read: remove it" in str(note["why"]))
+        assert "cannot be read" in str(succession.status()["trouble"])  # type: ignore[index]
+
+
+def test_whatever_else_goes_wrong_while_it_looks_ends_the_standby_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, heir=True)
+
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("diloco.syncer.standby.try_to_lead", broken)
+    with scene:
+        (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
+    assert isinstance(failed["error"], StandbyError)
+    assert "nobody looks at the lease" in str(failed["error"])
+    assert "Input/output error" in str(failed["error"])
+
+
+def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, lead, left = Scene(tmp_path, heir=True), try_to_lead, [2]
+
+    def full(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> LeaseHolder | None:
+        """The lease is taken by then; what the folder remembers of it finds no room."""
+        leadership = lead(lease, folder, disk, claim, emit)
+        if leadership is not None and left[0]:
+            left[0] -= 1
+            leadership.stop(release=False)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return leadership
+
+    monkeypatch.setattr("diloco.syncer.standby.try_to_lead", full)
+    with scene:
+        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "disk full: No space left" in str(note["why"]))
+        scene.taken.wait_for("taken", 1, BOUND_S)
+    assert left == [0]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,15 @@ from torch import Tensor
 
 from diloco.outer.optimizer import OuterRule
 from diloco.sync.events import JoinRequested, SiteEvicted, UpdateArrived
-from diloco.sync.journal import Record, digest_effects
+from diloco.sync.journal import JournalError, Record, digest_effects
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer import snapshots as snapshots_module
 from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.restoring import begin_lineage
-from diloco.syncer.snapshots import Retention
-from diloco.syncer.store import Store, StoreError, begun, payloads_in
-from tests.loopback.cluster import Log
-from tests.loopback.toy import Toy
+from diloco.syncer.snapshots import Retention, SnapshotError
+from diloco.syncer.spool import SpoolError
+from diloco.syncer.store import Store, StoreError, payloads_in, verify
 from tests.sooner import sooner
 from tests.syncer.building import NO_WAIT, files, stored, update
 from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
@@ -41,7 +41,24 @@ class Story:
         for site in SITES:
             desk.handle(JoinRequested(1, site, "0123abcd"))
 
-    def tell(self) -> None:
+    def restart(self, **options: Any) -> None:
+        """As a new process that takes the folder over."""
+        self.desk.close()
+        self.desk = Desk(self.desk.store.folder, **options)
+        self.desk.begin()
+
+    def settle(self) -> None:
+        """Nothing is under way, and the snapshots are past everything."""
+        while self.desk.under_way:
+            self.desk.finish(min(self.desk.under_way))
+        for _ in range(3):
+            self.desk.snapshot()
+
+    def tell(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._tell()
+
+    def _tell(self) -> None:
         desk, dice = self.desk, self.dice
         if desk.under_way and dice.random() < 0.4:
             desk.finish(dice.choice(sorted(desk.under_way)))
@@ -62,6 +79,15 @@ class Story:
         desk.push(header, payload)
 
 
+@contextmanager
+def telling(folder: Path, seed: int, **options: Any) -> Iterator[Story]:
+    desk = Desk(folder, **options)
+    desk.begin()
+    story = Story(desk, seed)
+    yield story
+    story.desk.close()
+
+
 def assert_same(recovered: Desk, desk: Desk, why: object) -> None:
     """Invariant 11a: memory and every tensor, bit for bit."""
     mine, theirs = recovered.machine.snapshot(), desk.machine.snapshot()
@@ -79,62 +105,68 @@ def assert_same(recovered: Desk, desk: Desk, why: object) -> None:
             assert torch.equal(tensor.view(torch.int32), right.optimizer.tensors[name].view(torch.int32)), (why, name)
 
 
+def assert_copied(desk: Desk, why: object, *, harmed: bool = False) -> None:
+    """A process that takes a copy of the folder over has the same; ``harmed``: also when the newest snapshot is not."""
+    folder = desk.store.folder.with_name("copy")
+    shutil.copytree(desk.store.folder, folder)
+    kept = sorted(path for path in (folder / "snapshots").iterdir() if path.name.isdigit())
+    if harmed and len(kept) > 1:
+        (kept[-1] / "state.json").unlink()
+    again = Desk(folder, desk.codec)
+    assert_same(again, desk, why)
+    again.begin()
+    assert again.under_way == desk.under_way, why
+    again.close()
+    shutil.rmtree(folder)
+
+
 @pytest.mark.parametrize(
     ("codec", "seed"),
     sooner([("fp32", 1), ("int4:32+zstd1", 2), ("int4:32+zstd1", 3)], ("fp32", 1), ("int4:32+zstd1", 2)),
 )
 def test_invariant_11a_recovery_is_the_uninterrupted_syncer_bit_for_bit(tmp_path: Path, codec: str, seed: int) -> None:
     """Killed after any event, in the middle of merges too, and then going on as if nothing had been."""
-    desk = Desk(tmp_path / "run", codec)
-    desk.begin()
-    story = Story(desk, seed)
     merging = 0
-    for number in range(60):
-        story.tell()
-        if number % 13 == 12:
-            desk.snapshot()
-        if number % 4 == 0:
-            merging += bool(desk.under_way)
-            shutil.copytree(tmp_path / "run", tmp_path / "copy")
-            again = Desk(tmp_path / "copy", codec)
-            assert_same(again, desk, (seed, number))
-            again.close()
-            shutil.rmtree(tmp_path / "copy")
+    with telling(tmp_path / "run", seed, codec=codec) as story:
+        for number in range(60):
+            story.tell()
+            if number % 13 == 12:
+                story.desk.snapshot()
+            if number % 4 == 0:
+                merging += bool(story.desk.under_way)
+                assert_copied(story.desk, (seed, number))
     assert merging > 3, "no kill was in the middle of a merge: the dice prove nothing"
-    desk.close()
-
-
-def test_a_recovered_syncer_finishes_the_merges_that_were_under_way_to_the_same_bits(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "run")
-    desk.begin()
-    story = Story(desk, 5)
-    while len(desk.under_way) < 2:
-        story.tell()
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    again = Desk(tmp_path / "copy")
-    again.begin()
-    assert again.under_way == desk.under_way
-    desk.begin()
-    for fragment in (1, 0):
-        assert desk.finish(fragment)
-        assert again.finish(fragment)
-    assert_same(again, desk, "merged after the restart")
-    desk.close()
-    again.close()
 
 
 def told(folder: Path, snapshots: int = 3, seed: int = 8) -> Desk:
-    desk = Desk(folder)
-    desk.begin()
-    story = Story(desk, seed)
-    for _ in range(snapshots):
-        for _ in range(15):
-            story.tell()
-        desk.snapshot()
-    for _ in range(9):
-        story.tell()
-    desk.close()
-    return desk
+    with telling(folder, seed) as story:
+        for _ in range(snapshots):
+            story.tell(15)
+            story.desk.snapshot()
+        story.tell(9)
+    return story.desk
+
+
+def said_by_the_next(desk: Desk, why: object) -> list[str]:
+    """What a process says that takes the folder over, and finds the same in it."""
+    again = Desk(desk.store.folder)
+    assert_same(again, desk, why)
+    assert again.recovered is not None
+    again.close()
+    return again.notes
+
+
+def harm(path: Path, how: str) -> bytes:
+    """Do to a file what a disk may do; returns what it held."""
+    whole, middle = path.read_bytes(), path.stat().st_size // 2
+    path.unlink()
+    if how == "flipped":
+        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 0x80]) + whole[middle + 1 :])
+    elif how == "cut":
+        path.write_bytes(whole[:-3])
+    elif how == "unreadable":
+        path.mkdir()
+    return whole
 
 
 @pytest.mark.parametrize(
@@ -152,12 +184,7 @@ def test_a_damaged_newest_snapshot_is_named_set_aside_and_the_one_before_it_used
 ) -> None:
     desk = told(tmp_path)
     newest = max(desk.store.snapshots.numbers())
-    path = tmp_path / "snapshots" / f"{newest:08d}" / name
-    whole = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(whole[:-3] if how == "cut" else whole[:40] + bytes([whole[40] ^ 0x80]) + whole[41:])
+    harm(tmp_path / "snapshots" / f"{newest:08d}" / name, how)
     again = Desk(tmp_path)
     assert_same(again, desk, (name, how))
     assert again.recovered is not None
@@ -169,160 +196,116 @@ def test_a_damaged_newest_snapshot_is_named_set_aside_and_the_one_before_it_used
     again.close()
     assert len(again.store.snapshots.numbers()) == 2, "the damaged one must not push a whole one out"
     assert (tmp_path / "snapshots" / f"{newest:08d}.damaged").is_dir()
-    third = Desk(tmp_path)
-    assert_same(third, again, "after one more snapshot")
-    assert third.recovered is not None
-    assert third.notes == []
-    third.close()
+    assert said_by_the_next(again, "after one more snapshot") == []
 
 
-def test_a_damaged_older_snapshot_stops_nobody_and_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["snapshots/*/state.json", "journal/journal-*.log"])
+def test_what_only_an_older_snapshot_needs_stops_no_start_and_is_said(tmp_path: Path, where: str) -> None:
     desk = told(tmp_path)
-    oldest = min(desk.store.snapshots.numbers())
-    (tmp_path / "snapshots" / f"{oldest:08d}" / "state.json").write_bytes(b"{}")
-    again = Desk(tmp_path)
-    assert_same(again, desk, "the newest was whole")
-    assert again.recovered is not None
-    assert f"{oldest:08d}" in again.notes[0]
-    again.close()
+    path = min(tmp_path.glob(where))
+    harm(path, "flipped")
+    notes = said_by_the_next(desk, "what is needed was whole")
+    assert str(path if path.suffix == ".log" else path.parent) in notes[0]
 
 
-def test_a_journal_that_only_an_older_snapshot_needs_stops_nobody_and_is_said(tmp_path: Path) -> None:
-    desk = told(tmp_path)
-    first = min(desk.store.journal.segments())
-    path = tmp_path / "journal" / f"journal-{first:06d}.log"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:30] + b"?" + whole[31:])
-    again = Desk(tmp_path)
-    assert_same(again, desk, "what is needed was whole")
-    assert again.recovered is not None
-    assert str(path) in again.notes[0]
-    again.close()
-
-
-def test_no_whole_snapshot_is_said_with_every_reason(tmp_path: Path) -> None:
+def test_no_whole_snapshot_is_said_with_every_reason_and_is_no_new_folder(tmp_path: Path) -> None:
     told(tmp_path)
     for path in (tmp_path / "snapshots").glob("*/state.json"):
         path.unlink()
     with pytest.raises(StoreError, match=r"no whole snapshot: .*state\.json.*state\.json"):
         Desk(tmp_path)
-
-
-def flip_payload(folder: Path) -> str:
-    for path in (folder / "spool").glob("*/*.update"):
-        path.write_bytes(b"changed" + path.read_bytes()[7:])
-    return r"\.update is damaged"
-
-
-def lose_payload(folder: Path) -> str:
-    for path in (folder / "spool").glob("*/*.update"):
-        path.unlink()
-    return r"\.update is missing: the journal names it"
-
-
-def damage_journal(folder: Path) -> str:
-    path = max((folder / "journal").glob("journal-*.log"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:50] + b"?" + whole[51:])
-    return f"{path}: unit at byte 0 is damaged"
-
-
-def lose_segment(folder: Path) -> str:
-    path = max((folder / "journal").glob("journal-*.log"))
-    path.unlink()
-    return f"{path} is missing"
-
-
-@pytest.mark.parametrize("harm", [flip_payload, lose_payload, damage_journal, lose_segment])
-def test_a_folder_that_was_changed_is_refused_in_words(tmp_path: Path, harm: Callable[[Path], str]) -> None:
-    told(tmp_path, snapshots=1)
-    with pytest.raises(StoreError, match=harm(tmp_path)):
+    shutil.rmtree(tmp_path / "snapshots")
+    with pytest.raises(StoreError, match="no whole snapshot: it is empty"):
         Desk(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "outer",
+    ("where", "how", "words"),
     [
-        {"weights": "uniform"},
-        {"staleness_max": 0},
-        {"quorum": 3},
-        {"updates_in_flight_max": 1},
-        {"grace_ns": 1},
+        ("spool/*/*.update", "flipped", r"\.update is damaged"),
+        ("spool/*/*.update", "missing", r"\.update is missing: the journal names it"),
+        ("journal/journal-*.log", "flipped", r"\.log: unit at byte \d+ is damaged"),
+        ("journal/journal-*.log", "missing", r"\.log is missing"),
     ],
 )
-def test_other_options_than_the_journal_was_written_with_are_noticed_in_words(
-    tmp_path: Path, outer: dict[str, object]
-) -> None:
-    desk = told(tmp_path, snapshots=1)
-    other = OuterOptions(**{**NO_WAIT, **outer})  # type: ignore[arg-type]
-    try:
-        again = Desk(tmp_path, outer=other)
-    except StoreError as error:
-        assert "other options" in str(error) or "the options" in str(error), error  # noqa: PT017
-    else:
-        assert_same(again, desk, "an option that made no difference")
-        again.close()
-
-
-def test_another_optimizer_or_codec_is_noticed_in_words(tmp_path: Path) -> None:
+def test_a_folder_that_was_changed_is_refused_in_words(tmp_path: Path, where: str, how: str, words: str) -> None:
     told(tmp_path, snapshots=1)
-    store = Store(tmp_path, CARD)
-    for optimizer, codec in ((replace(OPTIMIZER, lr=0.5), "int8"), (OPTIMIZER, "int4")):
-        with pytest.raises(StoreError, match="the options or the arithmetic changed"):
-            store.recover(Rules(OUTER, OuterRule(optimizer), codec))
-    store.journal.close()
+    found = sorted(tmp_path.glob(where))
+    for path in found[-1:] if "journal" in where else found:
+        harm(path, how)
+    with pytest.raises(StoreError, match=words):
+        Desk(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("run_id", "other"), ("layout_fingerprint", "f" * 64), ("shared_digest", "else")],
+    "changed",
+    [
+        {"outer": OuterOptions(**NO_WAIT, weights="uniform")},  # type: ignore[arg-type]
+        {"outer": OuterOptions(**NO_WAIT, staleness_max=0)},  # type: ignore[arg-type]
+        {"outer": OuterOptions(**{**NO_WAIT, "quorum": 3})},  # type: ignore[arg-type]
+        {"rule": OuterRule(replace(OPTIMIZER, lr=0.5))},
+        {"down_codec": "int4"},
+    ],
 )
-def test_the_folder_of_another_run_is_refused_with_the_field(tmp_path: Path, field: str, value: object) -> None:
+def test_other_options_than_the_journal_was_written_with_are_noticed_in_words(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    told(tmp_path, snapshots=1)
+    store = Store(tmp_path, CARD)
+    with (
+        closing(store.journal),
+        pytest.raises(StoreError, match=r"other options|the options or the arithmetic changed"),
+    ):
+        store.recover(replace(Rules(OUTER, OuterRule(OPTIMIZER), "int8"), **changed))
+
+
+@pytest.mark.parametrize("field", ["run_id", "layout_fingerprint", "shared_digest"])
+def test_the_folder_of_another_run_is_refused_with_the_field(tmp_path: Path, field: str) -> None:
     Desk(tmp_path).close()
     before = files(tmp_path)
     with pytest.raises(StoreError, match=f"run.json has {field} .*another folder, please"):
-        Store(tmp_path, replace(CARD, **{field: value}))
+        Store(tmp_path, replace(CARD, **{field: "else"}))
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"[1]", b"\xff\xfe", b"7"])
-def test_a_damaged_run_card_is_said(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_run_card_is_named(tmp_path: Path) -> None:
+    """Also where a bit flips in what no start needs: it is said then."""
     Desk(tmp_path).close()
-    (tmp_path / "run.json").write_bytes(content)
-    with pytest.raises(StoreError, match=r"run\.json"):
-        Store(tmp_path, CARD)
-
-
-def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
-    Desk(tmp_path).close()
-    card = json.loads((tmp_path / "run.json").read_bytes())
-    (tmp_path / "run.json").write_text(json.dumps({**card, "format": 3}))
-    with pytest.raises(StoreError, match=r"run\.json has format 3, and this version reads up to 2"):
-        Store(tmp_path, CARD)
+    path = tmp_path / "run.json"
+    whole = path.read_bytes()
+    flips = [(bit // 8, 1 << bit % 8) for bit in range(0, 8 * len(whole), 5)]
+    flipped = [whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1 :] for at, mask in flips]
+    for content in (b"", b"{", b"[]", b"[1]", b"\xff\xfe", b"7", *flipped):
+        path.write_bytes(content)
+        try:
+            desk = Desk(tmp_path)
+        except StoreError as error:
+            said = str(error)
+        else:
+            desk.close()
+            assert content in flipped
+            said = " ".join(desk.notes)
+        assert path.name in said, content
 
 
 def test_a_process_that_died_before_version_0_was_kept_left_a_new_folder(tmp_path: Path) -> None:
     store = Store(tmp_path, CARD)
     store.journal.rotate()
     store.journal.close()
-    (tmp_path / "snapshots" / ".00000001.tmp").mkdir()
-    desk = Desk(tmp_path)
-    assert desk.recovered is None
-    desk.begin()
-    story = Story(desk, 1)
-    for _ in range(8):
-        story.tell()
-    desk.close()
-    again = Desk(tmp_path)
-    assert_same(again, desk, "begun at the second attempt")
-    again.close()
-
-
-def test_lost_snapshots_are_not_taken_for_a_new_folder(tmp_path: Path) -> None:
-    told(tmp_path, snapshots=1)
-    shutil.rmtree(tmp_path / "snapshots")
-    with pytest.raises(StoreError, match="no whole snapshot: it is empty"):
-        Desk(tmp_path)
+    halves = (
+        "snapshots/.00000001.tmp/x",
+        ".run.json.123.tmp",
+        ".leadership.json.123.tmp",
+        "lineages/.7.tmp/image.json",
+    )
+    for name in halves:  # What it and others have left beside their files goes with the next start.
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+    with telling(tmp_path, 1) as story:
+        assert story.desk.recovered is None
+        assert list(tmp_path.rglob(".*.tmp")) == []
+        story.tell(8)
+    assert said_by_the_next(story.desk, "begun at the second attempt") == []
 
 
 # --- the life of a payload -------------------------------------------------------------------------------------------
@@ -330,92 +313,59 @@ def test_lost_snapshots_are_not_taken_for_a_new_folder(tmp_path: Path) -> None:
 
 def test_payloads_do_not_gather_over_many_snapshots_and_restarts(tmp_path: Path) -> None:
     """Bound: what is undecided, what the journal behind the older of two snapshots names, and nothing else."""
-    desk = Desk(tmp_path)
-    desk.begin()
-    story, most = Story(desk, 21), 0
-    for cycle in range(12):
-        for _ in range(12):
-            story.tell()
-        desk.snapshot()
-        if cycle % 3 == 2:
-            desk.close()
-            desk = Desk(tmp_path)
-            desk.begin()
-            story.desk = desk
-        most = max(most, len(list((tmp_path / "spool").glob("*/*.update"))))
+    most = 0
+    with telling(tmp_path, 21) as story:
+        for cycle in range(12):
+            story.tell(12)
+            story.desk.snapshot()
+            if cycle % 3 == 2:
+                story.restart()
+            most = max(most, len(list((tmp_path / "spool").glob("*/*.update"))))
+        story.settle()
     assert most <= 2 * 12 + 2 * len(SITES) * OUTER.updates_in_flight_max, most
-    while desk.under_way:
-        desk.finish(min(desk.under_way))
-    for _ in range(3):
-        desk.snapshot()
     assert list((tmp_path / "spool").glob("*/*.update")) == [], "everything is decided and snapshots are past it"
-    desk.close()
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_payload_goes_while_a_snapshot_that_is_kept_may_need_it(tmp_path: Path, seed: int) -> None:
     """At any point the newest snapshot may turn out damaged: the one before it and its journal must still do."""
-    desk = Desk(tmp_path / "run")
-    desk.begin()
-    story = Story(desk, seed)
     writer: Callable[[], int] | None = None
-    for number in range(70):
-        story.tell()
-        if number % 9 == 3:
-            writer = desk.snapshot_writer()  # Cut here ...
-        if number % 9 == 6 and writer is not None:
-            writer()  # ... and written and pruned while the run has gone on.
-        if number % 7 == 0:
-            shutil.copytree(tmp_path / "run", tmp_path / "copy")
-            kept = sorted(path for path in (tmp_path / "copy" / "snapshots").iterdir() if path.name.isdigit())
-            if len(kept) > 1:
-                (kept[-1] / "state.json").unlink()
-            again = Desk(tmp_path / "copy")
-            assert_same(again, desk, (seed, number))
-            again.close()
-            shutil.rmtree(tmp_path / "copy")
-    desk.close()
+    with telling(tmp_path / "run", seed) as story:
+        for number in range(70):
+            story.tell()
+            if number % 9 == 3:
+                writer = story.desk.snapshot_writer()  # Cut here ...
+            if number % 9 == 6 and writer is not None:
+                writer()  # ... and written and pruned while the run has gone on.
+            if number % 7 == 0:
+                assert_copied(story.desk, (seed, number), harmed=True)
 
 
 def test_a_record_without_a_payload_takes_no_payload_along(tmp_path: Path) -> None:
     """Seen: its empty name was dropped with the other decided ones, and that is the folder of all of them."""
-    desk = Desk(tmp_path)
-    desk.begin()
-    story = Story(desk, 3)
-    for _ in range(6):
-        story.tell()
-    refused = UpdateArrived(1, SITES[0], 1, 0, 1, 0, 1, 1, 1, 1, "0" * 64, "", "fp32", finite=False, final=False)
-    effects = desk.machine.handle(refused, desk.now_ns)
-    desk.store.journal.append([Record(desk.now_ns, refused, digest_effects(effects))])
-    desk.store.journal.flush()
-    desk.close()
-    desk = Desk(tmp_path)
-    desk.begin()
-    story.desk = desk
-    for _ in range(3):
-        story.tell()
-        desk.snapshot()
-    waiting = payloads_in(desk.machine.snapshot())
+    with telling(tmp_path, 3) as story:
+        story.tell(6)
+        refused = UpdateArrived(1, SITES[0], 1, 0, 1, 0, 1, 1, 1, 1, "0" * 64, "", "fp32", finite=False, final=False)
+        effects = story.desk.machine.handle(refused, story.desk.now_ns)
+        story.desk.store.journal.append([Record(story.desk.now_ns, refused, digest_effects(effects))])
+        story.desk.store.journal.flush()
+        story.restart()
+        for _ in range(3):
+            story.tell()
+            story.desk.snapshot()
+        waiting = payloads_in(story.desk.machine.snapshot())
     assert waiting, "something is undecided"
     for reference, digest in waiting.items():
-        stored(desk.store.spool, reference, digest)
-    desk.close()
+        stored(story.desk.store.spool, reference, digest)
 
 
 def test_the_payloads_of_an_evicted_site_go_too(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, outer=replace(OUTER, quorum=3))
-    desk.begin()
-    story = Story(desk, 2)
-    for _ in range(6):
-        story.tell()
-    for site in SITES:
-        desk.handle(SiteEvicted(1, site))
-    while desk.under_way:
-        desk.finish(min(desk.under_way))
-    for _ in range(3):
-        desk.snapshot()
+    with telling(tmp_path, 2, outer=replace(OUTER, quorum=3)) as story:
+        story.tell(6)
+        for site in SITES:
+            story.desk.handle(SiteEvicted(1, site))
+        story.settle()
     assert list((tmp_path / "spool").glob("*/*.update")) == []
-    desk.close()
 
 
 def test_nothing_that_is_not_needed_is_read_at_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,103 +383,50 @@ def test_nothing_that_is_not_needed_is_read_at_a_start(tmp_path: Path, monkeypat
     assert [name for name in read if name != "state.json"] == ["fragment-0.safetensors", "fragment-1.safetensors"]
 
 
-@pytest.mark.parametrize("restarts", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(tmp_path: Path, restarts: bool) -> None:
+def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(tmp_path: Path) -> None:
     """From the oldest snapshot that is kept: the same bits as the run has now, with every payload on the way."""
     retention, bound = Retention(12, 1 << 30), 0
-    desk = Desk(tmp_path, retention=retention)
-    desk.begin()
-    story = Story(desk, 31)
-    for cycle in range(14):
-        for _ in range(12):
-            story.tell()
-        desk.snapshot()
-        if restarts and cycle % 4 == 3:
-            desk.close()
-            desk = Desk(tmp_path, retention=retention)
-            desk.begin()
-            story.desk = desk
-        kept = [desk.store.snapshots.point(number) for number in desk.store.snapshots.numbers()]
-        assert kept[0].number == 1 or kept[-1].steps - kept[0].steps >= 12
-        bound = max(bound, len(kept))
-        oldest = desk.store.snapshots.load(kept[0].number)
-        machine = OuterSync.restore(OUTER, oldest.state)
-        replayer = Replayer(machine, oldest.fragments, desk.store.spool, desk.rules, desk.store.lineages)
-        for record in desk.store.journal.read(oldest.journal_segment, oldest.journal_chain):
-            replayer.apply(record)
-        assert [each.digest for each in replayer.values] == [each.digest for each in desk.values], cycle
-        assert min(desk.store.journal.segments()) == oldest.journal_segment
+    with telling(tmp_path, 31, retention=retention) as story:
+        for cycle in range(14):
+            story.tell(12)
+            story.desk.snapshot()
+            if cycle % 4 == 3:
+                story.restart(retention=retention)
+            desk, store = story.desk, story.desk.store
+            kept = [store.snapshots.point(number) for number in store.snapshots.numbers()]
+            assert kept[0].number == 1 or kept[-1].steps - kept[0].steps >= 12
+            bound = max(bound, len(kept))
+            oldest = store.snapshots.load(kept[0].number)
+            machine = OuterSync.restore(OUTER, oldest.state)
+            replayer = Replayer(machine, oldest.fragments, store.spool, desk.rules, store.lineages)
+            for record in store.journal.read(oldest.journal_segment, oldest.journal_chain):
+                replayer.apply(record)
+            assert [each.digest for each in replayer.values] == [each.digest for each in desk.values], cycle
+            assert min(store.journal.segments()) == oldest.journal_segment
     assert kept[0].number > 1, "something went"
     assert bound <= 6
-    desk.close()
 
 
 def test_a_bound_on_the_past_is_kept_and_said_and_a_full_disk_takes_all_of_it(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, retention=Retention(1000, 20_000))
-    desk.begin()
-    story = Story(desk, 32)
-    for _ in range(20):
-        for _ in range(10):
-            story.tell()
-        desk.snapshot()
-    (note,) = desk.notes
-    assert note == "less than the last 1000 outer steps can be replayed: 20000 bytes do not hold them"
-    kept = [desk.store.snapshots.point(number) for number in desk.store.snapshots.numbers()]
-    past = sum(point.size for point in kept[:-2]) + desk.store._bytes_in(range(kept[0].segment, kept[-2].segment))
-    assert past <= 20_000
-    desk.close()
-    desk = Desk(tmp_path, retention=Retention(1000, 1 << 30))
-    desk.begin()
-    story.desk = desk
-    for _ in range(3):
-        for _ in range(10):
-            story.tell()
-        desk.snapshot()
-    assert len(desk.store.snapshots.numbers()) > 2
-    desk.store.let_go_of_the_past()
-    assert len(desk.store.snapshots.numbers()) == 2
-    assert desk.notes[-1].endswith("what is behind them went: the disk is full")
-    desk.close()
-    again = Desk(tmp_path)
-    assert_same(again, desk, "what recovery needs is there")
-    again.close()
-
-
-def test_what_processes_that_died_left_beside_their_files_goes_with_the_next_start(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    desk.begin()
-    desk.close()
-    for name in (".run.json.123.tmp", ".leadership.json.123.tmp", "lineages/.7.tmp/image.json"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"half")
-    Desk(tmp_path).close()
-    assert list(tmp_path.rglob(".*.tmp")) == []
-
-
-# --- Coming to a data folder -----------------------------------------------------------------------------------------
-
-
-def test_what_was_begun_is_what_is_recovered(tmp_path: Path) -> None:
-    toy, log = Toy(folder=str(tmp_path)), Log()
-    rules, card = toy.plan().rules(toy.options()), toy.plan().card
-    store = Store(tmp_path / "syncer", card, emit=log.emit)
-    with closing(store.journal):
-        assert store.is_new()
-        first = begun(store, rules, toy.version_zero())
-    store = Store(tmp_path / "syncer", card, emit=log.emit)
-    with closing(store.journal):
-        assert not store.is_new()
-        again = store.recover(rules)
-    assert again.machine.state == first.machine.state
-    assert [each.digest for each in again.holdings.values] == [each.digest for each in first.holdings.values]
-    assert log.events == []
-
-
-def test_a_run_does_not_begin_with_a_nan(tmp_path: Path) -> None:
-    toy = Toy(folder=str(tmp_path))
-    store = Store(tmp_path / "syncer", toy.plan().card)
-    with closing(store.journal), pytest.raises(StoreError, match="version 0 of fragment 0 holds a NaN"):
-        begun(store, toy.plan().rules(toy.options()), [torch.full_like(each, torch.nan) for each in toy.version_zero()])
+    with telling(tmp_path, 32, retention=Retention(1000, 20_000)) as story:
+        store = story.desk.store
+        for _ in range(20):
+            story.tell(10)
+            story.desk.snapshot()
+        (note,) = story.desk.notes
+        assert note == "less than the last 1000 outer steps can be replayed: 20000 bytes do not hold them"
+        kept = [store.snapshots.point(number) for number in store.snapshots.numbers()]
+        past = sum(point.size for point in kept[:-2]) + store._bytes_in(range(kept[0].segment, kept[-2].segment))
+        assert past <= 20_000
+        story.restart(retention=Retention(1000, 1 << 30))
+        for _ in range(3):
+            story.tell(10)
+            story.desk.snapshot()
+        assert len(story.desk.store.snapshots.numbers()) > 2
+        story.desk.store.let_go_of_the_past()
+        assert len(story.desk.store.snapshots.numbers()) == 2
+        assert story.desk.notes[-1].endswith("what is behind them went: the disk is full")
+    said_by_the_next(story.desk, "what recovery needs is there")
 
 
 # --- ``run.json`` ----------------------------------------------------------------------------------------------------
@@ -558,19 +455,6 @@ def test_a_run_card_that_is_missing_or_of_another_lineage_is_named_and_written_a
     again.close()
 
 
-def test_a_bit_that_flips_in_any_byte_of_the_run_card_is_named(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    desk.begin()
-    desk.close()
-    path = tmp_path / "run.json"
-    whole = path.read_bytes()
-    for bit in range(0, 8 * len(whole), 5):
-        flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(flipped)
-        assert path.name in what_a_start_says(tmp_path), bytes(flipped)
-
-
 def test_a_run_card_of_an_earlier_release_is_accepted_and_written_anew(tmp_path: Path) -> None:
     """It has another digest where a setting that may change was not at its default."""
     Desk(tmp_path).close()
@@ -582,25 +466,6 @@ def test_a_run_card_of_an_earlier_release_is_accepted_and_written_anew(tmp_path:
     Store(tmp_path, replace(CARD, earlier_digest="earlier")).journal.close()
     assert json.loads(path.read_text()) == whole
     Desk(tmp_path).close()
-
-
-@pytest.mark.parametrize("field", ["run_id", "layout_fingerprint", "shared_digest"])
-def test_a_card_of_another_run_is_known_by_a_field(field: str) -> None:
-    card = replace(CARD, earlier_digest="earlier")
-    assert card.difference(card.facts()) is None
-    assert (card.difference({**card.facts(), field: "earlier"}) is None) == (field == "shared_digest")
-    for wrong in ("other", None, 7, ["earlier"]):
-        assert card.difference({**card.facts(), field: wrong}) == field
-
-
-def what_a_start_says(folder: Path) -> str:
-    try:
-        desk = Desk(folder)
-    except StoreError as error:
-        return str(error)
-    desk.close()
-    assert desk.recovered is not None
-    return " ".join(desk.notes)
 
 
 # --- What is acknowledged and not merged yet is looked at on start ---------------------------------------------------
@@ -619,27 +484,27 @@ def waits(desk: Desk) -> str:
 
 
 @pytest.mark.parametrize("with_snapshot", [False, True])
-@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("flipped", "damaged"), ("cut", "damaged"), ("missing", "missing"), ("unreadable", "cannot be read")],
+)
 def test_a_payload_that_waits_is_looked_at_on_start_and_its_update_named(
-    tmp_path: Path, how: str, with_snapshot: bool
+    tmp_path: Path, how: str, words: str, with_snapshot: bool
 ) -> None:
     """It had started without a word, and had ended for ever at the outer step of that update."""
-    payload = waits(Desk(tmp_path))
+    path = tmp_path / "spool" / waits(Desk(tmp_path))
     if with_snapshot:
         desk = Desk(tmp_path)
         desk.snapshot()
         desk.close()
-    path = tmp_path / "spool" / payload
-    whole = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(whole[:-1] if how == "cut" else whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    whole = harm(path, how)
     before = files(tmp_path)
-    words = "missing" if how == "missing" else "damaged"
-    with pytest.raises(StoreError, match=rf"{path} is {words}.*it is update 1 of fragment 1 from site b, .*restore"):
+    words = f"is {words}" if how != "unreadable" else words
+    with pytest.raises(StoreError, match=rf"{path} {words}.*it is update 1 of fragment 1 from site b, .*restore"):
         Desk(tmp_path)
     assert files(tmp_path) == before
+    if how == "unreadable":
+        path.rmdir()
     path.write_bytes(whole)
     again = Desk(tmp_path)
     again.begin()
@@ -649,9 +514,51 @@ def test_a_payload_that_waits_is_looked_at_on_start_and_its_update_named(
     again.close()
 
 
-def test_a_disk_that_cannot_read_a_payload_is_said_in_words(tmp_path: Path) -> None:
-    path = tmp_path / "spool" / waits(Desk(tmp_path))
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(StoreError, match=rf"{path} cannot be read: .*it is update 1 of fragment 1 from site b"):
-        Desk(tmp_path)
+# --- Whatever is damaged in a data folder is named, also what a start would not look at; and nothing is touched ------
+
+
+def test_a_whole_folder_is_whole_and_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="holds no journal"):
+        verify(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    told(tmp_path)
+    (tmp_path / "snapshots" / ".00000009.tmp").mkdir()  # Beside a syncer that is writing one.
+    before = files(tmp_path)
+    found = verify(tmp_path)
+    assert files(tmp_path) == before
+    assert (tmp_path / "snapshots" / ".00000009.tmp").is_dir()
+    assert found.segments == len(list((tmp_path / "journal").glob("journal-*.log")))
+    assert (found.snapshots, found.torn_bytes) == (2, 0)
+    assert found.payloads > 5
+    assert found.records > 20
+
+
+def test_a_flipped_bit_anywhere_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    told(tmp_path)
+    seed = random.randrange(1 << 30)
+    dice = random.Random(seed)
+    last = max((tmp_path / "journal").glob("journal-*.log"))
+    for path in sorted(tmp_path.rglob("*")):
+        if not path.is_file() or path.name in ("run.json", "lock", "journal.end"):
+            continue
+        whole = path.read_bytes()
+        at = dice.randrange(len(whole) - 44 if path == last else len(whole))
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << dice.randrange(8))]) + whole[at + 1 :])
+        with pytest.raises((JournalError, SnapshotError, SpoolError), match=path.name) as raised:
+            verify(tmp_path)
+        assert str(path) in str(raised.value), (seed, at)
+        path.unlink()
+        with pytest.raises((JournalError, SnapshotError, SpoolError), match=path.name):
+            verify(tmp_path)
+        path.write_bytes(whole)
+    assert verify(tmp_path).torn_bytes == 0
+
+
+def test_a_snapshot_of_another_chain_is_named(tmp_path: Path) -> None:
+    told(tmp_path / "run")
+    told(tmp_path / "other", seed=9)
+    for path in (tmp_path / "run" / "journal").glob("journal-*.log"):
+        path.write_bytes((tmp_path / "other" / "journal" / path.name).read_bytes())
+    (tmp_path / "run" / "journal" / "journal.end").unlink()
+    with pytest.raises(JournalError, match="is of another chain: snapshot"):
+        verify(tmp_path / "run")

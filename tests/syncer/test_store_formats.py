@@ -46,10 +46,9 @@ def toy_of(folder: Path) -> Toy:
     )
 
 
-@pytest.fixture
-def toy(tmp_path: Path) -> Toy:
-    shutil.copytree(FIXTURE, tmp_path / "run")
-    return toy_of(tmp_path / "run")
+def left(folder: Path, fixture: Path) -> Toy:
+    shutil.copytree(fixture, folder / "run")
+    return toy_of(folder / "run")
 
 
 def card_of(toy: Toy) -> RunCard:
@@ -67,7 +66,7 @@ def recovered(toy: Toy) -> Replayer:
     return found
 
 
-def assert_as_expected(found: Replayer, fixture: Path = FIXTURE) -> None:
+def assert_as_expected(found: Replayer, fixture: Path) -> None:
     expected: dict[str, Any] = json.loads((fixture / "expected.json").read_bytes())
     state = found.machine.state
     values = found.holdings.values
@@ -80,39 +79,71 @@ def assert_as_expected(found: Replayer, fixture: Path = FIXTURE) -> None:
     assert undecided == expected["undecided"]
 
 
-def test_the_folder_of_format_1_gives_the_same_bits(toy: Toy) -> None:
-    verify(Path(toy.folder) / "syncer")
-    for records in (json.loads((FIXTURE / "expected.json").read_bytes())["records"],) * 2:
+@pytest.mark.parametrize("fixture", [FIXTURE, FIXTURE_2])
+def test_the_folder_of_an_earlier_release_gives_the_same_bits(tmp_path: Path, fixture: Path) -> None:
+    toy = left(tmp_path, fixture)
+    folder = Path(toy.folder) / "syncer"
+    verify(folder)
+    for _ in range(2):
         found = recovered(toy)
-        assert found.records == records
-        assert_as_expected(found)
-    card = json.loads((Path(toy.folder) / "syncer" / "run.json").read_bytes())
+        assert_as_expected(found, fixture)
+        if fixture is FIXTURE:
+            assert found.records == json.loads((fixture / "expected.json").read_bytes())["records"]
+        else:
+            assert all(is_sha256(held.digest) for held in found.holdings.values)
+    card = json.loads((folder / "run.json").read_bytes())
     assert card["format"] == FORMAT, "a process of the earlier version must not touch it any more"
 
 
+@pytest.mark.parametrize(
+    ("fixture", "where", "words"),
+    [
+        (FIXTURE, "journal/journal-*.log", "journal record at byte 0 is damaged"),
+        (FIXTURE_2, "spool/a/0-11-*.update", "is damaged"),
+    ],
+)
+def test_damage_in_the_folder_of_an_earlier_release_is_named(
+    tmp_path: Path, fixture: Path, where: str, words: str
+) -> None:
+    toy = left(tmp_path, fixture)
+    path = max((Path(toy.folder) / "syncer").glob(where))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
+    with pytest.raises(StoreError, match=f"{path}.*{words}"):
+        recovered(toy)
+
+
 @pytest.mark.slow
-def test_sites_with_checkpoints_of_format_1_go_on_with_it(toy: Toy) -> None:
+@pytest.mark.parametrize("fixture", [FIXTURE, FIXTURE_2])
+def test_sites_with_checkpoints_of_an_earlier_release_go_on_with_it(tmp_path: Path, fixture: Path) -> None:
     """The syncer first, then each site with its checkpoint and outbox, and all of them merge again."""
-    before = json.loads((FIXTURE / "expected.json").read_bytes())
+    toy = left(tmp_path, fixture)
+    folder = Path(toy.folder) / "syncer"
+    before = json.loads((fixture / "expected.json").read_bytes())
     with serving(toy) as (syncer, address, log):
-        sites = []
         for name in ("a", "b"):
-            kept = checkpoint.load(Path(toy.folder) / name / "checkpoints" / "00000001")
-            site = Restored(toy, name, address, kept)
-            sites.append(site)
-            finished = site.run(step_s=0.002, until_step=site.steps + 60)
-            assert finished.ledger["processed"] > kept.meta["steps"]
+            if fixture is FIXTURE:
+                kept = checkpoint.load(Path(toy.folder) / name / "checkpoints" / "00000001")
+                site: ToySite = Restored(toy, name, address, kept)
+                assert site.steps == kept.meta["steps"]
+            else:
+                site = ToySite(toy, name, address, Log().emit)
+                assert site.steps == 160, "it has found its checkpoint"
+            begun = site.steps
+            finished = site.run(step_s=0.002, until_step=begun + 60)
+            assert finished.ledger["processed"] > begun
+            assert finished.ledger["merged"] > 0
         log.wait_for("published", 4, 30.0)
         state = syncer.core.ask(lambda machine: machine.snapshot())
+        assert not any(is_sha256(held.digest) for held in syncer.holdings.values)
     assert isinstance(state, dict)
     for name in ("a", "b"):
         marks = [line["watermark"] for line in state["sites"][name]["lines"]]
         assert all(now > then for now, then in zip(marks, before["watermarks"][name], strict=True))
-    found = verify(Path(toy.folder) / "syncer")
-    assert found.records > 0
-    last = max((Path(toy.folder) / "syncer" / "journal").glob("journal-*.log"))
-    assert read_file(last).found is not None, "what is new is written in format 2"
-    kept_now = Snapshots(Path(toy.folder) / "syncer" / "snapshots")
+    assert log.of("note") == [], "no base was found to differ, and no update corrupt"
+    assert verify(folder).records > 0
+    assert read_file(max(folder.glob("journal/journal-*.log"))).found is not None, "what is new is written in format 2"
+    kept_now = Snapshots(folder / "snapshots")
     assert all(kept_now.load(number).journal_chain for number in kept_now.numbers())
 
 
@@ -140,18 +171,10 @@ def test_a_checkpoint_of_format_1_is_read_and_one_of_a_later_format_refused(tmp_
         checkpoint.load(tmp_path / "00000001")
 
 
-def test_a_folder_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> None:
-    path = Path(toy.folder) / "syncer" / "run.json"
-    card = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**card, "format": FORMAT + 1}))
-    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}, and this version reads up to {FORMAT}"):
-        Store(Path(toy.folder) / "syncer", card_of(toy))
-    assert json.loads(path.read_bytes())["format"] == FORMAT + 1
-
-
-def test_a_snapshot_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> None:
-    snapshots = Path(toy.folder) / "syncer" / "snapshots"
-    newest = max(snapshots.iterdir())
+def test_what_a_later_version_has_left_is_refused_and_left_alone(tmp_path: Path) -> None:
+    toy = left(tmp_path, FIXTURE)
+    folder = Path(toy.folder) / "syncer"
+    newest = max((folder / "snapshots").iterdir())
     manifest = json.loads((newest / "manifest.json").read_bytes())
     later = {**manifest, "format": 3}
     later["sha256"] = hashlib.sha256(canonical(later)).hexdigest()
@@ -159,50 +182,9 @@ def test_a_snapshot_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> Non
     with pytest.raises(StoreError, match=f"{newest} has format 3, and this version reads up to 2"):
         recovered(toy)
     assert newest.is_dir(), "it is not damaged"
-
-
-def test_damage_in_a_folder_of_format_1_is_named(toy: Toy) -> None:
-    path = max((Path(toy.folder) / "syncer" / "journal").glob("journal-*.log"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:40] + b"?" + whole[41:])
-    with pytest.raises(StoreError, match=f"{path}: journal record at byte 0 is damaged"):
-        recovered(toy)
-
-
-@pytest.fixture
-def toy_2(tmp_path: Path) -> Toy:
-    shutil.copytree(FIXTURE_2, tmp_path / "run")
-    return toy_of(tmp_path / "run")
-
-
-def test_a_folder_whose_digests_are_sha256_gives_the_same_bits(toy_2: Toy) -> None:
-    folder = Path(toy_2.folder) / "syncer"
-    verify(folder)
-    for _ in range(2):
-        found = recovered(toy_2)
-        assert_as_expected(found, FIXTURE_2)
-        assert all(is_sha256(held.digest) for held in found.holdings.values)
-    (update,) = folder.glob("spool/a/0-11-*.update")
-    update.write_bytes(bytes([update.read_bytes()[0] ^ 1]) + update.read_bytes()[1:])
-    with pytest.raises(StoreError, match="is damaged"):
-        recovered(toy_2)
-
-
-@pytest.mark.slow
-def test_sites_whose_digests_are_sha256_go_on_with_it_and_have_the_others_from_then_on(toy_2: Toy) -> None:
-    before = json.loads((FIXTURE_2 / "expected.json").read_bytes())
-    with serving(toy_2) as (syncer, address, log):
-        for name in ("a", "b"):
-            site = ToySite(toy_2, name, address, Log().emit)
-            assert site.steps == 160, "it has found its checkpoint"
-            finished = site.run(step_s=0.002, until_step=site.steps + 60)
-            assert finished.ledger["merged"] > 0
-        log.wait_for("published", 4, 30.0)
-        state = syncer.core.ask(lambda machine: machine.snapshot())
-        assert not any(is_sha256(held.digest) for held in syncer.holdings.values)
-    assert isinstance(state, dict)
-    for name in ("a", "b"):
-        marks = [line["watermark"] for line in state["sites"][name]["lines"]]
-        assert all(now > then for now, then in zip(marks, before["watermarks"][name], strict=True))
-    assert log.of("note") == [], "no base was found to differ, and no update corrupt"
-    assert verify(Path(toy_2.folder) / "syncer").records > 0
+    path = folder / "run.json"
+    card = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**card, "format": FORMAT + 1}))
+    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}, and this version reads up to {FORMAT}"):
+        Store(folder, card_of(toy))
+    assert json.loads(path.read_bytes())["format"] == FORMAT + 1
