@@ -49,8 +49,7 @@ follow takes the settings of `diloco syncer`. A promoted standby is that syncer,
 exit codes. Its epoch is larger, so sites that have joined it never go back to the old one. It needs
 cluster.replication itself, for the next standby, which begins with an empty folder. Ctrl-C while it follows: exit
 75, and the same command resumes. When the run has finished and the syncer has stopped it exits with 0. Where they
-authenticate callers:
-site.token_file=... site.tls_ca=..."""
+authenticate callers: site.token_file=... site.tls_ca=..."""
 WORDS = ("follow", "promote", "detach", "status")
 WAIT_S = 0.1
 
