@@ -9,6 +9,7 @@ import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,14 +32,18 @@ def write_text(folder: Path, num_files: int = 12, seed: int = 5) -> Path:
     return folder
 
 
+def options(path: Path | str, kind: str = "text", **changes: Any) -> DataOptions:
+    """What is at ``path``, by its bytes."""
+    return DataOptions(**{"kind": kind, "path": str(path), "tokenizer": "bytes", **changes})
+
+
 @pytest.fixture(scope="session")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> CorpusManifest:
     root = tmp_path_factory.mktemp("corpus")
-    options = DataOptions(kind="text", path=str(write_text(root / "text")), tokenizer="bytes")
-    return prepare_corpus(options, root / "cache")
+    return prepare_corpus(options(write_text(root / "text")), root / "cache")
 
 
-def ids(manifest: CorpusManifest, split: str) -> list[int]:
+def tokens_of(manifest: CorpusManifest, split: str) -> list[int]:
     """All tokens of the shards of ``split``."""
     parts = [np.fromfile(manifest.folder / shard.file, dtype="<u2") for shard in manifest.split(split).shards]
     return [int(token) for token in np.concatenate(parts)]

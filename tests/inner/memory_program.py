@@ -20,6 +20,7 @@ from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup, local
 from diloco.inner.trainer import StepInfo, Trainer, Verdict, capture_state
+from tests.inner.conftest import damage
 from tests.inner.spread_program import CASES, build
 
 Facts = list[tuple[str, dict[str, object]]]
@@ -100,13 +101,6 @@ class Life:
         assert all(torch.equal(mine[name], self.whole[name]) for name in mine)
         self.group.barrier()
         assert not self.memory.exists(), "nothing is left in memory at the end"
-
-
-def damage(file: Path) -> None:
-    """One bit of what lies there."""
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
 
 
 def lose_a_machine(life: Life, out: list[Path], lost: int) -> None:

@@ -1,4 +1,4 @@
-"""One of four ranks, forked by test_sharding: trains the same model in every layout.
+"""One of four ranks, forked by test_holding: trains the same model in every layout.
 
 Arguments: rank, world, port, folder of the prepared corpus, folder for results.  Two ranks only go on
 from what four have saved.
@@ -28,6 +28,7 @@ from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, prepar
 from diloco.inner.optimizer import InnerOptions, Muon, build_optimizers, whole
 from diloco.inner.parallel import SiteGroup, box_of, is_keeper, local, put
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
+from tests.inner.conftest import damage
 
 SEQUENCES = 8
 """Of one micro-batch of the whole site, however many ranks draw it."""
@@ -272,10 +273,7 @@ def lose_and_damage(corpus: Path, group: SiteGroup, out: Path) -> None:
     folder = out / "damaged"
     trained(build(CASES["fsdp"], corpus, group, folder), SAVED)
     if group.is_first:
-        file = folder / NAMES[-1] / "rank-00002.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-5] ^= 1
-        file.write_bytes(content)
+        damage(folder / NAMES[-1] / "rank-00002.safetensors")
     group.barrier()
     found = build(CASES["fsdp"], corpus, group, folder).resume()
     assert found is not None

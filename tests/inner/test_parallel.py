@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from diloco.inner import parallel
+from diloco.inner import GroupError, parallel
 from diloco.inner.data import CorpusManifest
-from diloco.inner.parallel import SiteGroup
-from diloco.inner.trainer import StepInfo, Verdict
+from diloco.inner.parallel import PresentGroup, SiteGroup
+from diloco.inner.trainer import Verdict
+from tests.inner.conftest import run_ranks
 from tests.inner.rank_program import build
-from tests.inner.test_sharding import run_ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_two_ranks_are_one_process_on_the_double_batch(manifest: CorpusManifest, tmp_path: Path) -> None:
@@ -27,12 +25,7 @@ def test_two_ranks_are_one_process_on_the_double_batch(manifest: CorpusManifest,
 
     alone = build(manifest.directory, SiteGroup(device="cpu"), batch_sequences=4)
     losses: list[float] = []
-
-    def after_step(info: StepInfo) -> Verdict:
-        losses.append(info.loss)
-        return Verdict()
-
-    alone.run(until_step=3, after_step=after_step)
+    alone.run(until_step=3, after_step=lambda info: losses.append(info.loss) or Verdict())
     together = [float.fromhex(loss) for loss in (tmp_path / "losses-0.txt").read_text().split()]
     assert together == pytest.approx(losses, rel=1e-6)
     for name, parameter in alone.model.named_parameters():
@@ -84,3 +77,20 @@ def test_a_group_is_settled_when_its_threads_have_let_go(monkeypatch: pytest.Mon
     assert held
     assert uses == [1], "it gave the thread a turn"
     group.settle()
+
+
+def test_a_process_takes_the_group_that_is_there_and_leaves_it_and_is_alone_where_there_is_none(tmp_path: Path) -> None:
+    alone = PresentGroup()
+    assert (alone.rank, alone.world, alone.is_first) == (0, 1, True)
+    assert alone.all_gather_bytes(b"told") == [b"told"]
+    alone.close()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        group = PresentGroup()
+        assert (group.rank, group.world, group.backend, group.device) == (0, 1, "gloo", torch.device("cpu"))
+        group.close()
+        assert dist.is_initialized(), "it is its owner's"
+        with pytest.raises(GroupError, match="rank 0 of 1 failed in a test: lost"), group.bounded("a test"):
+            raise RuntimeError("lost")
+    finally:
+        dist.destroy_process_group()
