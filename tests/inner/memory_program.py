@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.durable import PLAIN_DISK, Disk, Step
+from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner import memory
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup, local
 from diloco.inner.trainer import StepInfo, Trainer, Verdict, capture_state
 from tests.inner.conftest import damage
-from tests.inner.spread_program import CASES, build
+from tests.inner.spread_program import CASES, Full, build
 
 Facts = list[tuple[str, dict[str, object]]]
 DIES, END = 5, 6
@@ -140,15 +140,6 @@ def damage_copies(life: Life, out: list[Path]) -> None:
     (note,) = life.said("note")
     assert note["note"] == "checkpoint skipped"
     assert "rank-00001.safetensors is damaged" in str(note["why"])
-
-
-class Full(Disk):
-    """Memory without room for parts."""
-
-    def make(self, path: Path, write: Any, step: Step) -> None:
-        if path.suffix == ".safetensors":
-            raise OSError(28, "No space left on device")
-        super().make(path, write, step)
 
 
 def fill_memory(life: Life) -> None:

@@ -11,7 +11,6 @@ import torch
 from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import (
-    AsyncWriter,
     Checkpoint,
     CheckpointError,
     Part,
@@ -107,33 +106,6 @@ def test_a_write_that_dies_leaves_the_older_ones(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == ["step-1"]
     save(tmp_path, "step-2", some(2), {"step": 2})
     assert latest(tmp_path).meta == {"step": 2}  # type: ignore[union-attr]
-
-
-def test_the_writer_works_beside_and_tells_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    real = checkpoint.save
-
-    def slow(*arguments: object) -> Path:
-        assert gate.wait(20)
-        return real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(checkpoint, "save", slow)
-    writer = AsyncWriter(tmp_path / "out", keep=2)
-    writer.submit("step-1", some(1), {})
-    assert writer.busy
-    assert names(tmp_path / "out") == []
-    with pytest.raises(CheckpointError, match=r"still being written after 0\.05 s"):
-        writer.wait(0.05)
-    gate.set()
-    writer.wait(20)
-    assert not writer.busy
-    assert names(tmp_path / "out") == ["step-1"]
-    (tmp_path / "file").write_text("in the way")
-    blocked = AsyncWriter(tmp_path / "file")
-    blocked.submit("step-1", some(1), {})
-    with pytest.raises(CheckpointError, match="could not be written"):
-        blocked.wait(20)
-    assert not blocked.busy
 
 
 def test_what_cannot_be_read_again_is_not_written(tmp_path: Path) -> None:

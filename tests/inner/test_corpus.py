@@ -57,19 +57,6 @@ def test_duplicates_and_what_is_not_text_are_left_out(tmp_path: Path) -> None:
         [read_text("text", document) for document in found.documents]
 
 
-def test_the_split_is_by_hash_whatever_the_names(tmp_path: Path) -> None:
-    contents = [f"document {number}".encode() for number in range(200)]
-    here = read_corpus("text", write(tmp_path / "a", **{f"x{n}": text for n, text in enumerate(contents)}))
-    there = read_corpus("text", write(tmp_path / "b", **{f"y{200 - n}": text for n, text in enumerate(contents)}))
-    assert here.digest == there.digest
-    for name in ("train", "validation"):
-        split = here.split(name)
-        assert [document.digest for document in split] == [document.digest for document in there.split(name)]
-        assert split
-        assert all((document.digest[0] < 16) == (name == "validation") for document in split)
-    assert len(here.split("train")) + len(here.split("validation")) == 200
-
-
 def test_a_few_documents_still_make_two_splits_and_one_does_not(tmp_path: Path) -> None:
     for number in range(20):
         files = write(tmp_path / str(number), a=f"first {number}".encode(), b=f"second {number}".encode())
@@ -119,22 +106,27 @@ def test_a_folder_that_is_not_there_or_holds_nothing_is_named(tmp_path: Path) ->
 # --- Prepared once ----------------------------------------------------------------------------------------------------
 
 
-def test_shards_hold_every_document_in_hash_order_with_its_end_whatever_their_size(
-    tmp_path: Path, manifest: CorpusManifest
-) -> None:
-    text = manifest.directory.parent.parent / "text"
-    found = read_corpus("text", source_files("text", str(text), "**/*"))
-    many = prepare_corpus(options(text, shard_tokens=1024), tmp_path / "cache")
-    assert len(many.train.shards) > 5
-    for split in ("train", "validation"):
-        wanted: list[int] = []
-        for document in found.split(split):
-            wanted += [*read_text("text", document).encode(), 256]
-        assert tokens_of(manifest, split) == tokens_of(many, split) == wanted
-        assert manifest.split(split).tokens == len(wanted)
-    assert manifest.corpus_sha256 == found.digest
-    assert manifest.bytes_per_token == pytest.approx(1.0, rel=0.01)
-    manifest.verify()
+def as_ids(texts: Sequence[str]) -> list[int]:
+    return [token for text in texts for token in (*text.encode(), 256)]
+
+
+def for_split(texts: Sequence[str], split: str = "train") -> list[int]:
+    validation = split == "validation"
+    return as_ids([text for text in texts if (hashlib.sha256(text.encode()).digest()[0] < 16) == validation])
+
+
+def test_shards_hold_every_document_in_hash_order_with_its_end_and_are_split_by_hash(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(200)]
+    write(tmp_path / "text", **{f"x{number}": text.encode() for number, text in enumerate(texts)})
+    ordered = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+    for changes in ({}, {"shard_tokens": 1024}):
+        made = prepare_corpus(options(tmp_path / "text", **changes), tmp_path / "cache")
+        assert len(made.train.shards) == (3 if changes else 1)
+        for split in ("train", "validation"):
+            assert tokens_of(made, split) == for_split(ordered, split)
+            assert made.split(split).tokens == len(for_split(ordered, split))
+        assert made.bytes_per_token == pytest.approx(1.0, rel=0.1)
+        made.verify()
 
 
 def test_preparing_again_changes_nothing_and_identity_follows_the_text(tmp_path: Path) -> None:
@@ -395,21 +387,13 @@ def streamed(root: Path, write: Write = as_jsonl, texts: Sequence[object] = TEXT
     return root
 
 
-def as_ids(texts: Sequence[str]) -> list[int]:
-    return [token for text in texts for token in (*text.encode(), 256)]
-
-
-def for_training(texts: Sequence[str], validation: bool = False) -> list[int]:
-    return as_ids([text for text in texts if (hashlib.sha256(text.encode()).digest()[0] < 16) == validation])
-
-
 @pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet, as_arrow], as_parquet))
 def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path: Path, write: Write) -> None:
     heard: list[tuple[str, int, int]] = []
     root = streamed(tmp_path / "set", write, [None, "", *TEXTS, None])
     made = prepare_corpus(options(root, "hf"), tmp_path / "cache", lambda *told: heard.append(told))
-    assert tokens_of(made, "train") == for_training(TEXTS)
-    assert tokens_of(made, "validation") == for_training(TEXTS, validation=True)
+    assert tokens_of(made, "train") == for_split(TEXTS)
+    assert tokens_of(made, "validation") == for_split(TEXTS, "validation")
     assert (made.train.documents + made.validation.documents, made.num_not_text) == (len(TEXTS), 3)
     assert made.train.text_bytes + made.validation.text_bytes == len("".join(TEXTS))
     assert heard[-1] == ("the stream", len("".join(TEXTS)), len("".join(TEXTS)))
@@ -427,11 +411,11 @@ def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path:
 def test_one_file_or_some_of_a_folder(tmp_path: Path) -> None:
     root, cache = streamed(tmp_path / "set"), tmp_path / "cache"
     one = prepare_corpus(options(root / "part-1.jsonl", "hf"), cache)
-    assert tokens_of(one, "train") == for_training(TEXTS[40:80])
+    assert tokens_of(one, "train") == for_split(TEXTS[40:80])
     assert prepare_corpus(options(root, "hf", pattern="part-1.*"), cache).identity == one.identity
     front = prepare_corpus(options(root, "hf", documents_max=75), cache)
     assert front.train.documents + front.validation.documents == 75
-    assert tokens_of(front, "train") == for_training(TEXTS[:75])
+    assert tokens_of(front, "train") == for_split(TEXTS[:75])
 
 
 def test_a_split_of_its_own_is_validation(tmp_path: Path) -> None:

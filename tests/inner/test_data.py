@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -228,34 +228,21 @@ def test_a_batch_of_many_small_units_is_told_in_several_goes(manifest: CorpusMan
 
 
 def test_all_ranks_draw_what_rank_0_is_told(manifest: CorpusManifest) -> None:
-    source, told, barrier = Source(7, 3, 8), list[list[int]](), threading.Barrier(2)
+    source, told, found = Source(7, 3, 8), list[list[int]](), dict[int, list[list[int]]]()
 
-    class Ranks:
-        world = 2
-
-        def __init__(self, rank: int) -> None:
-            self.rank, self.is_first, self.heard = rank, rank == 0, 0
-
+    class Rank(SimpleNamespace):
         def broadcast_small(self, values: list[int]) -> list[int]:
+            """One after the other: rank 0 says all, and then rank 1 hears it."""
             if self.is_first:
                 told.append(values)
-            barrier.wait(10)
-            self.heard += 1
-            return told[self.heard - 1]  # The last one may be the next one already.
+            return told[-1] if self.is_first else told.pop(0)
 
-    found: dict[int, list[int]] = {}
-
-    def draw(rank: int) -> None:
-        mine = LeasedStream(manifest, "train", 16, 4, UNIT, source, Ranks(rank), seed=3)  # type: ignore[arg-type]
-        found[rank] = [int(index) for cursor in (0, 8, 16) for index in mine.window_indices(cursor)]
-
-    threads = [threading.Thread(target=draw, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    for rank in range(2):
+        group: Any = Rank(rank=rank, world=2, is_first=rank == 0)
+        mine = LeasedStream(manifest, "train", 16, 4, UNIT, source, group, seed=3)
+        found[rank] = [mine.window_indices(cursor).tolist() for cursor in (0, 8, 16)]
     plain = stream(manifest, Source(7, 3, 8), batch=8)
-    wanted = [plain.window_indices(cursor).tolist() for cursor in (0, 8, 16)]
-    assert [*found[0][:4], *found[1][:4]] == wanted[0]
-    assert [*found[0][8:], *found[1][8:]] == wanted[2]
+    assert [[*a, *b] for a, b in zip(found[0], found[1], strict=True)] == [
+        plain.window_indices(cursor).tolist() for cursor in (0, 8, 16)
+    ]
     assert source.asked == [0, 1, 2]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,42 +13,21 @@ from safetensors.torch import load_file
 from diloco.inner import GroupError, parallel
 from diloco.inner.data import CorpusManifest
 from diloco.inner.parallel import PresentGroup, SiteGroup
-from diloco.inner.trainer import Verdict
 from tests.inner.conftest import run_ranks
-from tests.inner.rank_program import build
+from tests.inner.spread_program import CASES, build, trained
 
 
 def test_two_ranks_are_one_process_on_the_double_batch(manifest: CorpusManifest, tmp_path: Path) -> None:
     run_ranks("rank_program", 2, str(manifest.directory), str(tmp_path))
     first, second = (load_file(tmp_path / f"straight-{rank}.safetensors") for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert (tmp_path / "losses-0.txt").read_text() == (tmp_path / "losses-1.txt").read_text()
-
-    alone = build(manifest.directory, SiteGroup(device="cpu"), batch_sequences=4)
-    losses: list[float] = []
-    alone.run(until_step=3, after_step=lambda info: losses.append(info.loss) or Verdict())
-    together = [float.fromhex(loss) for loss in (tmp_path / "losses-0.txt").read_text().split()]
-    assert together == pytest.approx(losses, rel=1e-6)
+    told = [json.loads((tmp_path / f"steps-{rank}.json").read_text()) for rank in (0, 1)]
+    assert told[0] == told[1]
+    alone = build(CASES["ddp"], manifest.directory, SiteGroup(device="cpu"))
+    for mine, ours in zip(trained(alone, 3), told[0], strict=True):
+        assert ours == pytest.approx(mine, rel=1e-5)
     for name, parameter in alone.model.named_parameters():
         assert torch.allclose(first[name], parameter, rtol=1e-4, atol=1e-5), name
-
-
-def test_one_rank_needs_no_rendezvous_and_sends_nothing() -> None:
-    group = SiteGroup(device="cpu")
-    model = torch.nn.Linear(2, 2)
-    assert group.wrap(model) is model
-    tensor = torch.ones(2)
-    group.broadcast_(tensor)
-    assert tensor.tolist() == [1.0, 1.0]
-    assert group.broadcast_small([1, 2]) == [1, 2]
-    assert group.all_reduce_sum([1.5, 2.0]) == [1.5, 2.0]
-    assert [part.tolist() for part in group.all_gather(tensor)] == [[1.0, 1.0]]
-    assert group.all_gather_bytes(b"abc") == [b"abc"]
-    assert group.all_gather_bytes(b"") == [b""], "of any length"
-    assert group.all_to_all(tensor, [2], [2]).tolist() == [1.0, 1.0]
-    group.barrier()
-    group.close()
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
