@@ -35,24 +35,13 @@ from diloco.codec.base import (
 from diloco.codec.registry import make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.bounds import error_bound
+from tests.codec.levels import ALL, running
 from tests.codec.values import NOT_FINITE, drawn, same, samples
 
 # --- Memory is used again when nobody can read it any more, and never before ------------------------------------------
 
 
 NUMEL = 5000
-
-
-def test_memory_comes_back_when_its_tensor_is_gone() -> None:
-    buffers = Buffers(2)
-    first = buffers.values(NUMEL).fill_(1.0)
-    at = first.data_ptr()
-    assert at % ALIGNMENT == 0
-    assert buffers.values(NUMEL).data_ptr() != at, "it is in use"
-    del first
-    taken = {buffers.values(NUMEL).data_ptr() for _ in range(3)}
-    held = [buffers.values(NUMEL) for _ in range(2)]
-    assert at in taken | {each.data_ptr() for each in held}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +63,7 @@ def test_memory_stays_with_whatever_can_still_read_it(reader: object) -> None:
     buffers = Buffers(8)
     values = buffers.values(NUMEL)
     at = values.data_ptr()
+    assert at % ALIGNMENT == 0
     held = reader(values)  # type: ignore[operator]
     del values
     gc.collect(1)  # What was made here is young; all that a run of tests has imported is not.
@@ -161,16 +151,6 @@ def test_the_form_of_earlier_versions_is_sha256() -> None:
     assert shorter(digest_of(b"")) == "xxh3:99aa06d30147"
 
 
-def test_every_flipped_bit_changes_it() -> None:
-    data, found = bytearray(DATA[:300]), set()
-    for bit in range(8 * len(data)):
-        data[bit // 8] ^= 1 << bit % 8
-        found.add(digest_of(data))
-        data[bit // 8] ^= 1 << bit % 8
-    assert len(found) == 8 * len(data)
-    assert digest_of(data) not in found
-
-
 def test_a_digest_of_values_is_that_of_their_little_endian_bytes() -> None:
     values, raw = torch.tensor([1.0, -0.0, 2.0**-149]), struct.pack("<3f", 1.0, -0.0, 2.0**-149)
     assert digest(values) == digest_of(raw)
@@ -212,19 +192,21 @@ def test_error_bound_length_and_determinism(name: str) -> None:
             assert same(decoded, values), where
 
 
-@pytest.mark.parametrize("name", PLAIN + STAGED)
-def test_what_is_not_finite_is_never_encoded(name: str) -> None:
-    codec = make_codec(name)
-    for (numel, at), bad in itertools.product(((1, 0), (1000, 0), (1000, 999), (300_001, 299_000)), NOT_FINITE):
-        values = torch.zeros(numel)
-        values[at] = bad
-        with pytest.raises(NonFiniteError, match="NaN or an infinity"):
-            codec.encode(values)
-        with pytest.raises(NonFiniteError):
-            codec.plain.encode_into((torch.zeros(numel), values), room(codec.plain, numel))
+@pytest.mark.parametrize("level", ALL)
+@pytest.mark.parametrize("name", [*PLAIN, *STAGED, "int8:6", "int4:4094", "topk:4096x1024", "int2:4096"])
+def test_what_is_not_finite_is_never_encoded(name: str, level: str) -> None:
+    codec, places = make_codec(name), ((1, 0), (5000, 0), (5000, 2047), (5000, 4999), (300_001, 299_000))
     far = torch.full((3,), 3e38)
-    with pytest.raises(NonFiniteError):
-        codec.plain.encode_into((far, -far), room(codec.plain, 3))
+    with running(level):
+        for (numel, at), bad in itertools.product(places, NOT_FINITE):
+            values = torch.zeros(numel)
+            values[at] = bad
+            with pytest.raises(NonFiniteError, match="NaN or an infinity"):
+                codec.encode(values)
+            with pytest.raises(NonFiniteError):
+                codec.plain.encode_into((torch.zeros(numel), values), room(codec.plain, numel))
+        with pytest.raises(NonFiniteError):
+            codec.plain.encode_into((far, -far), room(codec.plain, 3))
 
 
 @pytest.mark.parametrize("name", PLAIN + STAGED)

@@ -36,7 +36,6 @@ from diloco.codec.kernel_library import (
     force,
     level_name,
 )
-from diloco.codec.registry import make_codec
 from diloco.config.errors import ConfigError
 from diloco.runs import site_rank
 
@@ -71,19 +70,12 @@ def test_the_best_level_runs_where_none_is_forced_and_every_lesser_one_can_be(be
     wanted |= {LEVELS[at]: (at, f"native ({LEVELS[at]}, forced by DILOCO_KERNELS)") for at in range(best + 1)}
     for name, (level, words) in wanted.items():
         assert force(name) == ""
-        assert (description(), level_name()) == (words, LEVELS[level])
         fast = native.kernels()
         assert fast is not None
-        assert fast.level == level
-
-
-def test_plain_torch_can_be_forced() -> None:
+        assert (description(), level_name(), fast.level) == (words, LEVELS[level], level)
     assert force("plain") == ""
     assert native.kernels() is None
-    assert level_name() == "plain"
-    assert description() == "plain (forced by DILOCO_KERNELS)"
-    values = torch.arange(100.0)
-    assert torch.equal(make_codec("fp32").decode(make_codec("fp32").encode(values), 100), values)
+    assert (description(), level_name()) == ("plain (forced by DILOCO_KERNELS)", "plain")
 
 
 @pytest.mark.parametrize(

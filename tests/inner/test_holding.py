@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from diloco.inner import checkpoint
 from diloco.inner.data import CorpusManifest, validation_batches
 from diloco.inner.evaluate import evaluate
-from diloco.inner.holding import Holding, ParallelOptions, Spread, check_cut, cut_by_shard, cut_by_tensor
+from diloco.inner.holding import Holding, ParallelOptions, check_cut, cut_by_shard, cut_by_tensor
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.parallel import (
     HoldingError,
@@ -437,10 +437,3 @@ def fit_four_ranks(options: dict[str, Any]) -> None:
 def test_sizes_that_do_not_fit_four_ranks_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         fit_four_ranks(options)
-
-
-def test_one_rank_holds_all_of_it() -> None:
-    model = Transformer(ModelOptions(vocab_size=16, layers=1, dim=8, heads=2, context=4))
-    spread = Spread(model, SiteGroup(device="cpu"), ParallelOptions(parallel="fsdp"))
-    assert spread.module is model
-    assert (spread.is_sharded, spread.data_rank, spread.data_world) == (False, 0, 1)

@@ -7,7 +7,6 @@ from diloco.inner import precision
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.precision import (
     autocast_dtype,
-    bf16_speed,
     deterministic,
     resolve_precision,
 )
@@ -34,12 +33,6 @@ def test_the_ranks_of_a_site_agree_on_the_slowest_ones_format(monkeypatch: pytes
     monkeypatch.setattr(group, "all_reduce_sum", lambda values: [values[0] + 1.0])
     assert resolve_precision("auto", CPU, group) == "fp32"
     assert resolve_precision("bf16", CPU, group) == "bf16"
-
-
-def test_the_speed_is_measured_once() -> None:
-    bf16_speed.cache_clear()
-    assert 0 < bf16_speed(CPU) == bf16_speed(CPU)
-    assert bf16_speed.cache_info().misses == 1
 
 
 def test_determinism_holds_inside_and_is_put_back() -> None:
