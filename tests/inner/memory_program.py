@@ -6,6 +6,7 @@ is an error in ``after_step`` and another trainer; what a rank trains then is co
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from diloco.inner import memory
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup, local
-from diloco.inner.trainer import StepInfo, Trainer, Verdict, capture_state
+from diloco.inner.trainer import StepInfo, Trainer, capture_state
+from tests.inner import spread_program
 from tests.inner.conftest import damage
 from tests.inner.spread_program import CASES, Full, build
 
@@ -35,9 +37,7 @@ class DeadError(Exception):
 def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
     """Train; each checkpoint in memory is written before the next step begins."""
 
-    def after_step(info: StepInfo) -> Verdict:
-        if trainer.saving.writer is not None:
-            trainer.saving.writer.wait(60)
+    def also(info: StepInfo) -> None:
         if trainer._memory is not None:
             try:
                 trainer._memory.writer.wait(60)
@@ -46,16 +46,12 @@ def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
             trainer.group.barrier()
         if dies and info.step == until:
             raise DeadError
-        return Verdict()
 
     def extra() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return {f"mine.{trainer.group.rank}": torch.full((2,), trainer.step)}, {"at": trainer.step}
 
-    try:
-        trainer.run(until_step=until, after_step=after_step, extra_state=extra)
-        assert not dies
-    except DeadError:
-        assert dies
+    with pytest.raises(DeadError) if dies else contextlib.nullcontext():
+        spread_program.trained(trainer, until, extra, also)
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -117,9 +117,9 @@ def trained(
 
     def after_step(info: StepInfo) -> Verdict:
         told.append((info.loss, info.grad_norm))
-        also(info)
         if trainer.saving.writer is not None:
             trainer.saving.writer.wait(60)  # so that the next step finds it written
+        also(info)
         return Verdict()
 
     trainer.run(until_step=until_step, after_step=after_step, extra_state=extra)
