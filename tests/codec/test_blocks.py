@@ -36,18 +36,8 @@ NO_SCALES = (0x7F80, 0x7FC0, 0xFF80, 0xBF80, 0x8000, 0x0001)
             [1, 1, 1 + 2.0**-6, 1 + 2.0**-7, -1, BF16_MAX, -BF16_MAX],
         ),
         # The peak 127 gives scale 1 (bf16 0x3F80); 2.5 and 3.5 are ties and go to the even neighbour.
-        (
-            "int8:4",
-            [127.0, 2.5, 3.5, -1.0, 0.0, -0.0],
-            pack("<2H6b", 0x3F80, 0, 127, 2, 4, -1, 0, 0),
-            [127, 2, 4, -1, 0, 0],
-        ),
-        (
-            "int4:4",
-            [7.0, 2.5, -7.0, -1.0, 14.0],
-            pack("<2H3B", 0x3F80, 0x4000, 0xAF, 0x71, 0x8F),
-            [7, 2, -7, -1, 14],
-        ),
+        ("int8:4", [127, 2.5, 3.5, -1, 0, -0.0], pack("<2H6b", 0x3F80, 0, 127, 2, 4, -1, 0, 0), [127, 2, 4, -1, 0, 0]),
+        ("int4:4", [7, 2.5, -7, -1, 14], pack("<2H3B", 0x3F80, 0x4000, 0xAF, 0x71, 0x8F), [7, 2, -7, -1, 14]),
         # The mean is 1.5, so from 1.875 on a value is a large one; the means of both kinds are 1 and 3.
         (
             "int2:8",
@@ -248,18 +238,3 @@ def test_a_product_is_exact_so_every_kernel_has_the_same_bits() -> None:
     for i, (code, value) in enumerate(zip(codes, INT8.decode(payload, 4001).tolist(), strict=True)):
         (scale,) = unpack("<f", pack("<I", scales[i // 4] << 16))
         assert Fraction(value) == Fraction(scale) * code
-
-
-@pytest.mark.parametrize("name", ["int2:8", "int2", "sign:8", "sign"])
-def test_the_squares_of_a_residual_shrink_by_what_is_promised(name: str) -> None:
-    codec = make_codec(name)
-    for kind, values in samples(2).items():
-        if float(values.abs().max()) < 1e-30:
-            continue  # Where the smallest scale is larger than the values.
-        whole = values[: 4096 // codec.granule * codec.granule].double()
-        residual = whole - codec.decode(codec.encode(values), values.numel())[: whole.numel()].double()
-        blocks, left = whole.view(-1, codec.granule), residual.view(-1, codec.granule)
-        promised = codec.granule * blocks.abs().mean(dim=1).square()
-        large = blocks.abs().amax(dim=1) < 1e38
-        shrunk = blocks.square().sum(dim=1) - left.square().sum(dim=1)
-        assert bool((shrunk >= promised * 0.999)[large].all()), kind

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-import tempfile
-import time
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest
-from tests.forked import forkserver
-from tests.layouts import free_port
+from tests.layouts import heard, ranks
 
 
 def write_text(folder: Path, num_files: int = 12, seed: int = 5) -> Path:
@@ -59,30 +53,9 @@ def damage(file: Path, harm: str = "flip") -> None:
         file.write_bytes(content if harm == "flip" else content[: len(content) // 2])
 
 
-def run_ranks(program: str, world: int, *told: str) -> None:
-    """Fork the ranks of ``tests.inner.PROGRAM`` and wait for them."""
-    context, port, said = forkserver(), str(free_port()), Path(tempfile.mkdtemp())
-    ranks = [
-        context.Process(target=run_rank, args=(program, [str(rank), str(world), port, *told], said / str(rank)))
-        for rank in range(world)
-    ]
-    until = time.monotonic() + 240
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(until - time.monotonic())
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * world, "\n".join(each.read_text() for each in said.iterdir())
-
-
-def run_rank(program: str, arguments: list[str], said: Path) -> None:
-    """One rank, whose words go to a file."""
-    with said.open("w") as out:
-        for stream in (1, 2):
-            os.dup2(out.fileno(), stream)
-    torch.set_num_threads(1)
-    sys.argv[1:] = arguments
-    import_module(f"tests.inner.{program}").main()
+def run_ranks(program: ModuleType, world: int, *told: Path) -> None:
+    """Fork ranks that are ``program.main`` and wait until each is done."""
+    with ranks(program.main, world, *told) as ends:
+        for end in ends:
+            while heard(end) != "done":
+                pass

@@ -1,6 +1,6 @@
 """One of two ranks, forked by test_memory: dies, and takes up what is in the memory of one machine or two.
 
-Arguments: rank, world, port, folder of the prepared corpus, folder for results.  Two machines are two folders.  A death
+Told: the folder of the prepared corpus, and the one for results.  Two machines are two folders.  A death
 is an error in ``after_step`` and another trainer; what a rank trains then is compared with what it trains undisturbed.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,22 +174,19 @@ def exchange_files(group: SiteGroup, out: list[Path]) -> None:
     group.barrier()
 
 
-def main() -> None:
-    """Run as one rank; raises (and so exits 1) when anything differs."""
-    torch.set_num_threads(1)
-    rank, world, port = (int(told) for told in sys.argv[1:4])
-    corpus, out = Path(sys.argv[4]), Path(sys.argv[5])
-    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
+def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:
+    """Run as one rank; raises when anything differs."""
     memory.CHUNK_BYTES = 5000  # So that a file is many pieces.
     exchange_files(group, [out / "a", out / "b"])
     two = [out / "machine-0", out / "machine-1"]
-    life = Life("fsdp", corpus, group, two[rank])
+    life = Life("fsdp", corpus, group, two[group.rank])
     lose_a_machine(life, two, 1)
     damage_copies(life, two)
     fill_memory(life)
-    lose_a_machine(Life("ddp", corpus, group, two[rank]), two, 0)
+    tell("filled")
+    lose_a_machine(Life("ddp", corpus, group, two[group.rank]), two, 0)
     life.memory = out / "one-machine"
     trained(life.begin(), DIES, dies=True)
     assert life.said("memory_checkpoint")[-1]["copies"] == 1
     life.goes_on(4, dies=True)  # And what it leaves is taken up by one process.
-    group.close()
+    tell("done")

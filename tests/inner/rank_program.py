@@ -1,12 +1,12 @@
-"""One rank of a two-rank site, run as a program by test_parallel: trains, checks the collectives, resumes.
+"""One rank of a two-rank site, forked by test_parallel: trains, checks the collectives, resumes.
 
-Arguments: rank, world, port, folder of the prepared corpus, folder for results.
+Told: the folder of the prepared corpus, and the one for results.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,11 +37,9 @@ def check_collectives(group: SiteGroup) -> None:
     group.barrier()
 
 
-def main() -> None:
-    """Run as one rank; raises (and so exits 1) when anything differs."""
-    rank, world, port = (int(told) for told in sys.argv[1:4])
-    corpus, out = Path(sys.argv[4]), Path(sys.argv[5])
-    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
+def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:
+    """Run as one rank; raises when anything differs."""
+    rank = group.rank
     check_collectives(group)
     # Other seeds on other ranks: wrapping must bring all to rank 0's values.
     trainer = build(CASES["ddp"], corpus, group, out / "checkpoints", seed=5 + rank)
@@ -57,4 +55,4 @@ def main() -> None:
     assert resumed.step == 3
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), again.model.parameters(), strict=True))
     (out / f"steps-{rank}.json").write_text(json.dumps(told))
-    group.close()
+    tell("done")

@@ -1,14 +1,12 @@
 """One of four ranks, forked by test_holding: trains the same model in every layout.
 
-Arguments: rank, world, port, folder of the prepared corpus, folder for results.  Two ranks only go on
-from what four have saved.
+Told: the folder of the prepared corpus, and the one for results.  Two ranks only go on from what four have saved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -279,14 +277,11 @@ def lose_and_damage(corpus: Path, group: SiteGroup, out: Path) -> None:
     assert f"{NAMES[-1]}/rank-00002.safetensors is damaged" in found.skipped[0]
 
 
-def main() -> None:
-    """Run as one rank; raises (and so exits 1) when anything differs."""
-    torch.set_num_threads(1)
-    rank, world, port = (int(told) for told in sys.argv[1:4])
-    corpus, out = Path(sys.argv[4]), Path(sys.argv[5])
-    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
-    if world == 2:  # after the four
+def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:
+    """Run as one rank; raises when anything differs."""
+    if group.world == 2:  # after the four
         resume("fsdp", "fsdp", corpus, group, out)
+        tell("done")
         return
     check_memory(group)
     for name, case in CASES.items():
@@ -303,7 +298,9 @@ def main() -> None:
         loss = evaluate(trainer.model, batches, precision="fp32", together=trainer.spread)
         if name == "tp":
             check_format(trainer, loss, batches)
-        (out / f"{name}-{rank}.json").write_text(json.dumps({"steps": told, "held": held, "loss": loss}))
+        (out / f"{name}-{group.rank}.json").write_text(json.dumps({"steps": told, "held": held, "loss": loss}))
+        tell(name)
     save_and_resume(corpus, group, out)
+    tell("saved")
     lose_and_damage(corpus, group, out)
-    group.close()
+    tell("done")

@@ -33,6 +33,7 @@ from diloco.inner.parallel import (
     local,
 )
 from diloco.outer.fragments import Piece, named_parameters_once
+from tests.inner import spread_program
 from tests.inner.conftest import run_ranks
 from tests.inner.spread_program import CASES, NAMES, RESUMED, SAVED, build, trained
 from tests.layouts import LAYOUTS, SHAPES, Odd, dice, fill, heard, ranks, same, whole
@@ -328,7 +329,7 @@ def results(manifest: CorpusManifest, tmp_path_factory: pytest.TempPathFactory) 
     plain = build(CASES["fsdp"], manifest.directory, SiteGroup(device="cpu"), out / "plain-checkpoints")
     trained(plain, SAVED)
     for world in (WORLD, 2):
-        run_ranks("spread_program", world, str(manifest.directory), str(out))
+        run_ranks(spread_program, world, manifest.directory, out)
     return out
 
 

@@ -13,6 +13,7 @@ from diloco.inner.checkpoint import names
 from diloco.inner.data import CorpusManifest
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup
+from tests.inner import memory_program
 from tests.inner.conftest import damage, run_ranks
 from tests.inner.memory_program import DIES, NEWEST, Life, trained
 from tests.inner.spread_program import CASES, build
@@ -26,7 +27,7 @@ def life(manifest: CorpusManifest, tmp_path: Path) -> Life:
 
 @pytest.mark.slow
 def test_two_ranks_on_one_machine_and_on_two(manifest: CorpusManifest, tmp_path: Path) -> None:
-    run_ranks("memory_program", 2, str(manifest.directory), str(tmp_path))
+    run_ranks(memory_program, 2, manifest.directory, tmp_path)
     one = build(CASES["fsdp"], manifest.directory, SiteGroup(device="cpu"), memory=tmp_path / "one-machine")
     found = one.resume()
     assert found is not None

@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from diloco.inner import GroupError, parallel
 from diloco.inner.data import CorpusManifest
 from diloco.inner.parallel import PresentGroup, SiteGroup
+from tests.inner import rank_program
 from tests.inner.conftest import run_ranks
 from tests.inner.spread_program import CASES, build, trained
 
 
 def test_two_ranks_are_one_process_on_the_double_batch(manifest: CorpusManifest, tmp_path: Path) -> None:
-    run_ranks("rank_program", 2, str(manifest.directory), str(tmp_path))
+    run_ranks(rank_program, 2, manifest.directory, tmp_path)
     first, second = (load_file(tmp_path / f"straight-{rank}.safetensors") for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
     told = [json.loads((tmp_path / f"steps-{rank}.json").read_text()) for rank in (0, 1)]
