@@ -38,7 +38,7 @@ from tests.codec.bounds import error_bound
 from tests.codec.levels import ALL, running
 from tests.codec.values import NOT_FINITE, drawn, same, samples
 
-# --- Memory is used again when nobody can read it any more, and never before ------------------------------------------
+# --- Memory is used again when nothing can read it, and never before --------------------------------------------------
 
 
 NUMEL = 5000
@@ -117,8 +117,6 @@ def test_threads_that_take_and_drop_never_share_memory() -> None:
 
 
 DATA = random.Random(4).randbytes(100_003)
-
-
 SHA256 = hashlib.sha256(DATA).hexdigest()
 
 
@@ -159,11 +157,7 @@ def test_a_digest_of_values_is_that_of_their_little_endian_bytes() -> None:
 
 
 PLAIN = ["fp32", "bf16", "int8", "int8:256", "int8:2", "int4", "int4:256", "int4:2"]
-
-
 PLAIN += ["e3m0", "e3m0:8", "int2", "int2:32", "sign", "sign:256", "topk", "topk:256x4", "topk:65536x1024"]
-
-
 STAGED = ["fp32+zstd", "bf16+zstd1", "int8+zstd3", "int4:32+zstd1", "e3m0+zstd1", "topk+auto", "int8+auto3"]
 MORE = [*PLAIN, *STAGED, "int8:6", "int4:4094", "topk:4096x1024", "int2:4096"]
 

@@ -16,11 +16,7 @@ from diloco.codec.registry import make_codec
 from tests.codec.values import any_bits, drawn
 
 NUMEL = 100_000
-
-
 CODEC = make_codec("fp32+zstd1")
-
-
 RAW_BYTES = 4 * NUMEL
 
 

@@ -53,8 +53,6 @@ for codec, masked in (
     show(f"encode-{codec.name}", gpu_kernels.encode_blocks, masked, types, **constants, **ENCODING)
 show("encode-topk", gpu_kernels.encode_sparse, False, k=16, block=256, rows=1, **ENCODING)
 """
-
-
 DIVIDING = {"encode-int4", "encode-int8"}
 KERNELS = DIVIDING | {"encode-sign", "encode-int2", "encode-e3m0", "encode-topk"}
 

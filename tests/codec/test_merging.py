@@ -47,14 +47,8 @@ from tests.codec.levels import ALL, running
 from tests.codec.values import NOT_FINITE, drawn, same, samples
 
 NESTEROV = OuterOptimizerOptions()
-
-
 HEAVY_BALL = OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.8)
-
-
 PLAIN_SGD = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
-
-
 WITHOUT_KERNELS = (
     OuterOptimizerOptions(kind="nesterov_ema"),
     OuterOptimizerOptions(kind="delayed_nesterov", window=3, share_ahead=0.2),
@@ -62,8 +56,6 @@ WITHOUT_KERNELS = (
     OuterOptimizerOptions(kind="schedule_free", lr=1.0, weight_decay=0.01),
     OuterOptimizerOptions(kind="gpa", lr=1.0),
 )
-
-
 Contributions = list[tuple[float, list[tuple[str, torch.Tensor]]]]
 
 
@@ -111,17 +103,9 @@ def draw(numel: int, seed: int) -> Tensor:
 
 
 DOWN = ("fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "int8:6", "e3m0", "int2+auto", "topk")
-
-
 CASES = [(down, NESTEROV, 1.0) for down in DOWN]
-
-
 CASES += [(down, each, 1.0) for each in (HEAVY_BALL, PLAIN_SGD) for down in ("fp32", "int4")]
-
-
 CASES += [("fp32", WITHOUT_KERNELS[0], 1.0), *(("int4", each, 1.0) for each in WITHOUT_KERNELS)]
-
-
 CASES += [("int4", each, 0.3) for each in (NESTEROV, HEAVY_BALL, PLAIN_SGD, *WITHOUT_KERNELS) if not each.window > 1]
 
 
@@ -225,11 +209,7 @@ def test_what_is_not_finite_makes_no_version() -> None:
 
 
 EMA = OuterOptimizerOptions(kind="nesterov_ema", lr=0.5, momentum=0.5)
-
-
 HELOCO = Correction(kind="heloco", cosine=0.5, rotate=1.0)
-
-
 ENCODED = "int8"
 
 

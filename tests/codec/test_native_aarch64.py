@@ -41,17 +41,9 @@ from diloco.codec.native import kernels, tile
 from diloco.codec.registry import make_codec
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-
-
 FUNCTIONS = {EncodeJob: 0, DecodeJob: 1, MeasureJob: 2, OuterJob: 3, SealJob: 4, FollowJob: 5, TakeJob: 6}
-
-
 NAMES = ["encode", "decode", "measure", "outer", "seal", "follow", "take"]
-
-
 CODECS = [
     "fp32",
     "bf16",
@@ -67,16 +59,10 @@ CODECS = [
     "int2:24",
 ]
 CODECS += ["sign", "sign:8", "topk", "topk:256x8", "topk:256x64"]
-
-
 EDGES = [256, 512, 1024, 2048, 4096]
-
-
 # Of 0 to 4097: every remainder of vectors and blocks, and what lies around the sizes that are handled at a time.  The
 # hunt has all of them.
 SIZES = [*range(132), *(size for edge in EDGES for size in range(edge - 4, edge + 4)), 1503, 3333, 4097]
-
-
 pytestmark = [
     pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER} here (Debian: g++-aarch64-linux-gnu)"),
     pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} here (Debian: qemu-user)"),

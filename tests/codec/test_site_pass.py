@@ -17,8 +17,6 @@ from tests.codec.levels import ALL, running
 from tests.codec.values import NOT_FINITE, drawn, same, samples
 
 SIZES = [[1], [0, 17], [4096], [1, 1, 4095, 0, 3], [2048, 2048, 2049], [5000, 1, 333, 7000]]
-
-
 SENT = [[], ["int4:32"], ["int8", "fp32", "topk:256x8"]]
 
 

@@ -208,7 +208,7 @@ def save_and_resume(corpus: Path, group: SiteGroup, out: Path) -> None:
 
 
 def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) -> None:
-    """Take up the checkpoints of ``source`` in the layout of ``name`` and go on; whoever reads compares the losses."""
+    """Take up the checkpoints of ``source`` in the layout of ``name`` and go on; the test compares the losses."""
     case = CASES["fsdp" if source == "plain" else source]
     if name.endswith("as tp+fsdp"):
         case = replace(case, parallel=CASES["tp+fsdp"].parallel)

@@ -114,8 +114,6 @@ def parted(root: Path, boxes: list[Box], shape: tuple[int, ...] = (4, 6)) -> Che
 
 
 QUARTERS = [Box((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
-
-
 ROWS = [Box((0, 0), (3, 6)), Box((3, 0), (1, 6))]
 
 
@@ -209,7 +207,7 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     assert made.heard([0.0, 0.0]) == ""
     gate.set()
     made.writer.wait(20)
-    assert names(tmp_path) == []  # It is whole, and nobody has said so yet.
+    assert names(tmp_path) == []  # It is whole, and no rank has said so yet.
     assert made.words() == [1.0, 0.0]
     assert made.heard([1.0, 0.0]) == ""
     made.settle()

@@ -268,8 +268,6 @@ def test_after_a_process_that_died_only_the_rest_is_encoded(tmp_path: Path, monk
 
 
 DOCUMENTS = [np.arange(first, first + 3 + first % 9, dtype=np.uint16) for first in range(40)]
-
-
 SHARD = 16
 
 
@@ -337,7 +335,7 @@ def test_what_is_behind_the_last_mark_is_written_again(tmp_path: Path) -> None:
             assert writer.held > 0
             writer.close()
             notes.put({"place": number})
-    writer.close()  # Durable, and nobody knows of what.
+    writer.close()  # Durable, and nothing says of what.
     for _ in range(2):
         again = Notes(tmp_path, "this", 2, marked=True)
         assert again.mark == {"place": 6}

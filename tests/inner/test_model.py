@@ -236,11 +236,7 @@ def test_compiled_blocks_are_the_same_model(kept: str) -> None:
 
 
 PLAIN = ModelOptions(vocab_size=97, layers=2, dim=24, heads=4, kv_heads=2, context=4)
-
-
 TIED = ModelOptions(vocab_size=61, layers=1, dim=32, heads=2, context=4, tied=True)
-
-
 PARTS = ("normalised", "rotated", "gated", "fused_loss")
 
 
