@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,10 +84,10 @@ def steps_of(made: Trainer, until_step: int, also: Callable[[StepInfo], object] 
     return found
 
 
-def put(made: Trainer, value: float, name: str = "norm.weight") -> None:
+def put(made: Trainer, value: float) -> None:
     """A value that is written into the model between two steps."""
     with torch.no_grad():
-        made.model.get_parameter(name)[0] = value
+        made.model.get_parameter("norm.weight")[0] = value
 
 
 def notes(facts: Facts, field: str = "why") -> list[object]:
@@ -440,39 +441,29 @@ def test_where_one_rank_still_writes_at_the_end_all_ranks_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, real = threading.Event(), checkpoint.write_part
+    shared, barrier = dict[int, Sequence[float]](), threading.Barrier(2)
+    options = TrainerOptions(checkpoint_wait_s=0.2)
 
     def slow(root: Path, name: str, rank: int, *rest: Any) -> None:
         assert rank == 0 or gate.wait(60)
         real(root, name, rank, *rest)
 
-    monkeypatch.setattr(checkpoint, "write_part", slow)
-    shared: dict[int, Sequence[float]] = {}
-    barrier, said = threading.Barrier(2), dict[int, BaseException | None]()
-
     def run(rank: int) -> None:
         group, model = Rank(rank, shared, barrier), torch.nn.Linear(2, 2)
         spread: Any = SimpleNamespace(is_sharded=True, group=group, place={"shard": rank})
-        saving = Saving(
-            tmp_path, 2, TrainerOptions(checkpoint_wait_s=0.2), spread, lambda what, fields: None, PLAIN_DISK
-        )
+        saving = Saving(tmp_path, 2, options, spread, lambda what, fields: None, PLAIN_DISK)
 
         def capture(in_parts: bool, after_step_done: bool) -> Captured:
             return {}, {f"extra/{rank}": torch.ones(2)}, {}
 
-        try:
-            saving.heard(2, group.all_reduce_sum(saving.words(2)), True)
-            saving.if_due(2, model, capture)
-            saving.at_end(2, model, capture)
-            said[rank] = None
-        except Exception as error:
-            said[rank] = error
+        saving.heard(2, group.all_reduce_sum(saving.words(2)), True)
+        saving.if_due(2, model, capture)
+        saving.at_end(2, model, capture)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    monkeypatch.setattr(checkpoint, "write_part", slow)
+    with ThreadPoolExecutor(2) as pool:
+        said = [each.exception(60) for each in [pool.submit(run, rank) for rank in (0, 1)]]
     gate.set()
-    assert [type(said[rank]) for rank in (0, 1)] == [CheckpointError, CheckpointError], said
+    assert [type(error) for error in said] == [CheckpointError, CheckpointError], said
     assert "still being written" in str(said[1])
     assert names(tmp_path) == []
