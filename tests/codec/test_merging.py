@@ -373,7 +373,7 @@ def test_what_is_merged_to_more_than_fp32_holds_is_no_version(kind: str) -> None
 # --- Reading an update by ranges --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["int4:32", "int8", "fp32", "topk", "e3m0"])
+@pytest.mark.parametrize("name", ["int4:32", "int8", "int8:96", "fp32", "topk", "e3m0", "int2"])
 @pytest.mark.parametrize("like", ["", "0" * 64])
 def test_what_is_found_is_what_is_in_it(name: str, like: str) -> None:
     """Also where a piece of the payload is read by itself, as it is taken out of a file that is still growing."""

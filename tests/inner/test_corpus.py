@@ -127,6 +127,10 @@ def test_shards_hold_every_document_in_hash_order_with_its_end_and_are_split_by_
             assert made.split(split).tokens == len(for_split(ordered, split))
         assert made.bytes_per_token == pytest.approx(1.0, rel=0.1)
         made.verify()
+        # Whichever shard a sequence lies in.
+        joined = bytes(token % 256 for token in tokens_of(made, "train"))
+        inputs, _ = TokenStream(made, "train", 16, 128).batch(0)
+        assert all(bytes(row) in joined for row in (inputs % 256).tolist())
 
 
 def test_preparing_again_changes_nothing_and_identity_follows_the_text(tmp_path: Path) -> None:
@@ -396,8 +400,8 @@ def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path:
     assert made.train.text_bytes + made.validation.text_bytes == len("".join(TEXTS))
     assert heard[-1] == ("the stream", len("".join(TEXTS)), len("".join(TEXTS)))
     made.verify()
-    as_lines = prepare_corpus(options(streamed(tmp_path / "as-jsonl"), "hf"), tmp_path / "other")
-    assert made.corpus_sha256 == as_lines.corpus_sha256
+    as_lines = streamed(tmp_path / "as-jsonl", texts=[None, "", *TEXTS, None])
+    assert made.identity == prepare_corpus(options(as_lines, "hf"), tmp_path / "other").identity
     assert TokenStream(made, "train", 16, 4).batch(0)[0].shape == (4, 16)
     assert sorted(file.name for file in made.directory.iterdir()) == [
         "manifest.json",
