@@ -1,13 +1,13 @@
-"""Memory is used again when nobody can read it any more, and never before."""
+"""Memory that is used again, digests, and what every codec promises."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import random
 import struct
 import threading
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -15,54 +15,41 @@ import torch
 
 from diloco.codec.base import (
     ALIGNMENT,
+    Add,
     Buffers,
+    Carry,
+    Codec,
     DecodeError,
     Hasher,
     NonFiniteError,
-    check_scales,
+    PlainCodec,
+    Towards,
+    accumulate_into,
+    bytes_of,
+    digest,
     digest_of,
     digits,
-    is_negative,
     is_sha256,
-    level_values,
-    magnitudes,
-    mean_scale,
-    pack,
-    packed_bytes,
-    scale_values,
     shorter,
-    two_levels,
-    units,
-    unpack,
 )
 from diloco.codec.registry import make_codec
-from tests.codec.slow import packed, slow_scale, slow_units
-from tests.codec.test_contract import samples
+from diloco.outer.pseudo_gradient import pseudo_gradient
+from tests.codec.bounds import error_bound
+from tests.codec.levels import ALL, running
+from tests.codec.values import NOT_FINITE, drawn, same, samples
+
+# --- Memory is used again when nothing can read it, and never before --------------------------------------------------
+
 
 NUMEL = 5000
-
-
-def test_memory_comes_back_when_its_tensor_is_gone() -> None:
-    buffers = Buffers(2)
-    first = buffers.values(NUMEL).fill_(1.0)
-    at = first.data_ptr()
-    assert at % ALIGNMENT == 0
-    assert buffers.values(NUMEL).data_ptr() != at, "it is in use"
-    del first
-    taken = {buffers.values(NUMEL).data_ptr() for _ in range(3)}
-    held = [buffers.values(NUMEL) for _ in range(2)]
-    assert at in taken | {each.data_ptr() for each in held}
 
 
 @pytest.mark.parametrize(
     "reader",
     [
         lambda values: values[7:9],
-        lambda values: values.view(torch.uint8),
         lambda values: values.detach().view(-1, 2)[1],
-        lambda values: values.numpy(),
         lambda values: values.numpy()[3:4].view(np.uint8),
-        lambda values: values.numpy().data,
         lambda values: memoryview(values.numpy().data)[4:8],
         lambda values: torch.from_numpy(values.numpy()[1:2]),
         lambda values: torch.frombuffer(values.numpy().data, dtype=torch.float32)[2:],
@@ -73,6 +60,7 @@ def test_memory_stays_with_whatever_can_still_read_it(reader: object) -> None:
     buffers = Buffers(8)
     values = buffers.values(NUMEL)
     at = values.data_ptr()
+    assert at % ALIGNMENT == 0
     held = reader(values)  # type: ignore[operator]
     del values
     gc.collect(1)  # What was made here is young; all that a run of tests has imported is not.
@@ -84,20 +72,12 @@ def test_memory_stays_with_whatever_can_still_read_it(reader: object) -> None:
     assert buffers.values(NUMEL).data_ptr() == at
 
 
-def test_a_tensor_that_refers_to_itself_gives_its_memory_back_when_it_is_collected() -> None:
+def test_no_more_than_the_bound_lies_idle_also_of_what_referred_to_itself() -> None:
     buffers = Buffers(2)
-    values = buffers.values(NUMEL)
-    knot: list[object] = [values]
-    knot.append(knot)
-    del values, knot
+    held: list[object] = [buffers.values(NUMEL) for _ in range(5)]
+    held.append(held)
+    del held
     gc.collect(1)
-    assert buffers.spare_bytes > 0
-
-
-def test_no_more_than_the_bound_lies_idle() -> None:
-    buffers = Buffers(2)
-    held = [buffers.values(NUMEL) for _ in range(5)]
-    held.clear()
     assert buffers.spare_bytes == 2 * (4 * NUMEL + ALIGNMENT)
     assert Buffers(0).values(NUMEL).numel() == NUMEL
 
@@ -112,15 +92,6 @@ def test_memory_that_is_too_short_or_far_too_long_is_not_used_and_one_piece_of_i
     held = [buffers.raw(1000)]
     assert held[0].data_ptr() not in (short, long)
     assert buffers.spare_bytes == 100 + ALIGNMENT, "the longer one was idle for longer"
-
-
-def test_sizes_and_types_are_as_asked_for() -> None:
-    buffers = Buffers(2)
-    for numel in (0, 1, 3, 257):
-        values, raw = buffers.values(numel), buffers.raw(numel)
-        assert (values.shape, values.dtype) == ((numel,), torch.float32)
-        assert (raw.shape, raw.dtype) == ((numel,), torch.uint8)
-        assert buffers.like(values).shape == values.shape
 
 
 def test_threads_that_take_and_drop_never_share_memory() -> None:
@@ -140,6 +111,9 @@ def test_threads_that_take_and_drop_never_share_memory() -> None:
     for thread in threads:
         thread.join(60.0)
     assert damage == []
+
+
+# --- Digests ----------------------------------------------------------------------------------------------------------
 
 
 DATA = random.Random(4).randbytes(100_003)
@@ -172,121 +146,254 @@ def test_the_form_of_earlier_versions_is_sha256() -> None:
     assert shorter(digest_of(b"")) == "xxh3:99aa06d30147"
 
 
-def test_every_flipped_bit_changes_it() -> None:
-    data, found = bytearray(DATA[:300]), set()
-    for bit in range(8 * len(data)):
-        data[bit // 8] ^= 1 << bit % 8
-        found.add(digest_of(data))
-        data[bit // 8] ^= 1 << bit % 8
-    assert len(found) == 8 * len(data)
-    assert digest_of(data) not in found
+def test_a_digest_of_values_is_that_of_their_little_endian_bytes() -> None:
+    values, raw = torch.tensor([1.0, -0.0, 2.0**-149]), struct.pack("<3f", 1.0, -0.0, 2.0**-149)
+    assert digest(values) == digest_of(raw)
+    assert digest(values, like="f" * 64) == hashlib.sha256(raw).hexdigest()
+    assert digest(values) != digest(values.abs())
 
 
-# --- Fields in bytes -------------------------------------------------------------------------------------------------
+# --- Every codec: bound, exact length, zeros, refusal of what is not finite -------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-@pytest.mark.parametrize("numel", [0, 1, 3, 7, 8, 9, 1001])
-def test_against_one_large_number(bits: int, numel: int) -> None:
-    fields = torch.randint(0, 2**bits, (numel,), generator=torch.Generator().manual_seed(numel)).to(torch.uint8)
-    found = pack(fields, bits)
-    assert bytes(found.tolist()) == packed(fields.tolist(), bits), f"seed {numel}"
-    assert found.numel() == packed_bytes(numel, bits)
-    assert torch.equal(unpack(found, numel, bits, "x"), fields)
+PLAIN = ["fp32", "bf16", "int8", "int8:256", "int8:2", "int4", "int4:256", "int4:2"]
+PLAIN += ["e3m0", "e3m0:8", "int2", "int2:32", "sign", "sign:256", "topk", "topk:256x4", "topk:65536x1024"]
+STAGED = ["fp32+zstd", "bf16+zstd1", "int8+zstd3", "int4:32+zstd1", "e3m0+zstd1", "topk+auto", "int8+auto3"]
+MORE = [*PLAIN, *STAGED, "int8:6", "int4:4094", "topk:4096x1024", "int2:4096"]
 
 
-def test_what_fills_up_the_last_byte_is_nothing() -> None:
-    with pytest.raises(DecodeError, match="x payload holds something behind its last value"):
-        unpack(torch.tensor([0b1000_0000], dtype=torch.uint8), 7, 1, "x")
-    assert unpack(torch.tensor([0b0100_0000], dtype=torch.uint8), 7, 1, "x").tolist() == [0] * 6 + [1]
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+def test_error_bound_length_and_determinism(name: str) -> None:
+    codec = make_codec(name)
+    lengths = {f"{numel}": drawn(numel, numel) for numel in (0, 1, 2, 31, 32, 33, 127, 129, 262_144, 262_277)}
+    for kind, values in (samples(0) | lengths).items():
+        where = f"{name}, {kind}"
+        payload = codec.encode(values)
+        assert len(payload) <= codec.payload_bytes_max(values.numel()), where
+        if name in PLAIN:
+            assert len(payload) == codec.payload_bytes(values.numel()), where
+        decoded = codec.decode(payload, values.numel())
+        assert decoded.dtype == torch.float32, where
+        assert decoded.shape == values.shape, where
+        assert bool(decoded.isfinite().all()), where
+        error = (decoded.double() - values.double()).abs()
+        assert bool((error <= error_bound(codec, values).double()).all()), where
+        assert codec.encode(values) == payload, where
+        assert torch.equal(codec.decode(memoryview(payload), values.numel()), decoded), where
+        if codec.lossless:
+            assert same(decoded, values), where
 
 
-# --- Two levels ------------------------------------------------------------------------------------------------------
-
-INT2 = make_codec("int2:8")
-
-
-def levels_of(values: list[float], is_big: list[bool]) -> list[float]:
-    rows = torch.tensor([values])
-    found, top = units(magnitudes(rows, "x"))
-    levels, fields = two_levels(found.to(torch.int64), top, torch.tensor([is_big]), rows < 0)
-    return [float(x) for x in level_values(levels, fields)[0]]
-
-
-def test_means_of_both_kinds() -> None:
-    assert levels_of([1.0, -3.0, 10.0, -20.0], [False, False, True, True]) == [2, -2, 15, -15]
-    assert levels_of([0.0, -0.0, 10.0, -0.0], [False, False, True, False]) == [0, 0, 10, 0]
-
-
-def test_levels_that_are_equal_as_bf16_are_one() -> None:
-    assert levels_of([1.0, 1.001], [False, True]) == [1, 1]
+@pytest.mark.parametrize("level", ALL)
+@pytest.mark.parametrize("name", MORE)
+def test_what_is_not_finite_is_never_encoded(name: str, level: str) -> None:
+    codec, places = make_codec(name), ((1, 0), (5000, 0), (5000, 2047), (5000, 4999), (300_001, 299_000))
+    far = torch.full((3,), 3e38)
+    with running(level):
+        for (numel, at), bad in itertools.product(places, NOT_FINITE):
+            values = torch.zeros(numel)
+            values[at] = bad
+            with pytest.raises(NonFiniteError, match="NaN or an infinity"):
+                codec.encode(values)
+            with pytest.raises(NonFiniteError):
+                codec.plain.encode_into((torch.zeros(numel), values), room(codec.plain, numel))
+        with pytest.raises(NonFiniteError):
+            codec.plain.encode_into((far, -far), room(codec.plain, 3))
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "fields", "why"),
-    [
-        (0x8000, 0, 0, "negative"),
-        (0x7F80, 0, 0, "not finite"),
-        (0, 0x7FC0, 1, "not finite"),
-        (0x0001, 0, 0, "subnormal"),
-        (0x3F80, 0x3F80, 1, "levels"),
-        (0x3F80, 0x3F00, 1, "levels"),
-        (0x3F80, 0x4000, 0, "levels"),
-        (0x3F80, 0x4000, 0x5555, "levels"),
-        (0x3F80, 0, 1, "levels"),
-        (0, 0, 2, "sign without a value"),
-        (0, 0x3F80, 9, "sign without a value"),
-        (0, 0x3F80, 3, None),
-    ],
-)
-def test_what_is_never_made_is_refused(low: int, high: int, fields: int, why: str | None) -> None:
-    payload = struct.pack("<3H", low, high, fields)
-    if why is None:
-        assert INT2.decode(payload, 8).tolist() == [-1] + [0] * 7
-        return
-    with pytest.raises(DecodeError, match=why):
-        INT2.decode(payload, 8)
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+def test_the_number_of_threads_does_not_show(name: str) -> None:
+    values, codec = drawn(300_001, 1), make_codec(name)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            payload = codec.encode(values)
+            found.append((payload, codec.decode(payload, values.numel())))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
 
 
-def test_a_short_last_block_of_large_ones_is_refused_too() -> None:
-    with pytest.raises(DecodeError, match="levels"):
-        INT2.decode(struct.pack("<2HB", 0x3F00, 0x3F80, 0b0101), 2)
+@pytest.mark.parametrize("name", MORE)
+def test_hostile_payloads(name: str) -> None:
+    codec = make_codec(name)
+
+    def decoded(payload: bytes, numel: int, where: object) -> torch.Tensor | None:
+        """Finite values, or None for a DecodeError; the same at every level."""
+        found: list[torch.Tensor | None] = []
+        for level in ALL:
+            try:
+                with running(level):
+                    found.append(codec.decode(payload, numel))
+            except DecodeError:
+                continue
+            except Exception as error:
+                raise AssertionError(where) from error
+        if not found:
+            return None
+        assert len(found) == len(ALL), where
+        assert found[0].shape == (numel,), where
+        assert bool(found[0].isfinite().all()), where
+        assert all(same(each, found[0]) for each in found), where
+        return found[0]
+
+    numel = 131
+    good = codec.encode(drawn(numel, 0))
+    for wrong in (numel - 40, numel + 40, 0):
+        # top-k keeps as many of some other numbers; how many values there are is said beside the payload.
+        assert codec.payload_bytes(wrong) == codec.payload_bytes(numel) or decoded(good, wrong, wrong) is None
+    for each in (*(good[:cut] for cut in range(len(good))), good + b"\0", good * 2):
+        assert decoded(each, numel, len(each)) is None, len(each)
+    outcomes = set()
+    for seed in range(150):
+        rng = random.Random(seed)
+        numel = rng.choice([1, 5, 33, 131, 259, 2051])
+        good = codec.encode(drawn(numel, seed))
+        noise = rng.randbytes(rng.choice([len(good), codec.payload_bytes(numel), rng.randint(0, 2 * len(good))]))
+        if rng.random() < 0.3 and noise:
+            noise = bytes([rng.randint(0, 1)]) + noise[1:]
+        damaged = bytearray(good)
+        for _ in range(rng.randint(0, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.choice([0, 0x7F, 0x80, 0xFF, rng.randint(0, 255)])
+        outcomes |= {decoded(each, numel, f"{name}, seed {seed}") is None for each in (noise, bytes(damaged))}
+    assert outcomes == {True, False}
 
 
-# --- Magnitudes as whole numbers, and the scales made of them --------------------------------------------------------
+@pytest.mark.parametrize(("name", "block", "code_max"), [("int4:32", 32, 7), ("int8:128", 128, 127)])
+def test_12_a_rounded_value_is_within_half_a_scale(name: str, block: int, code_max: int) -> None:
+    """In numbers of its own, beside the bound that the codec states of itself."""
+    values = torch.randn(64 * block, generator=torch.Generator().manual_seed(1)) * 1e-3
+    codec = make_codec(name)
+    payload = bytes(codec.encode(values))
+    scales = torch.tensor(
+        [struct.unpack("<f", b"\0\0" + payload[2 * at : 2 * at + 2])[0] for at in range(64)], dtype=torch.float64
+    )
+    peaks = values.view(64, block).abs().amax(dim=1).double()
+    assert bool((scales * code_max >= peaks * (1 - 1e-7)).all()), "the largest value has no code"
+    assert bool((scales * code_max <= peaks * (1 + 2**-7)).all()), "wider than bf16 asks for"
+    off = (codec.decode(payload, values.numel()).double() - values.double()).abs().view(64, block)
+    assert bool((off <= scales[:, None] / 2 * (1 + 1e-6)).all())
+    assert float((off / scales[:, None]).max()) > 0.49
 
 
-@pytest.mark.parametrize("kind", sorted(samples(0)))
-def test_against_exact_arithmetic(kind: str) -> None:
-    rows = samples(0)[kind][: 24 * 17].view(24, 17)
-    found, top = units(magnitudes(rows, "x"))
-    scales = mean_scale(found.sum(dim=1, dtype=torch.int64) * 5, torch.full((24,), 17 * 8), top)
-    for row, mine, scale in zip(rows.tolist(), found.tolist(), scales.tolist(), strict=True):
-        expected, unit = slow_units(row)
-        assert mine == expected
-        assert scale == slow_scale(Fraction(5 * sum(expected), 8 * 17), unit)[0]
-    assert bool((scale_values(scales) <= rows.abs().amax(dim=1).clamp(min=2.0**-126)).all())
+def test_12_a_power_of_two_is_within_a_third() -> None:
+    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    codec = make_codec("e3m0:128")
+    found = codec.decode(codec.encode(values.view(-1)), values.numel()).view(64, 128)
+    tops = found.abs().amax(dim=1, keepdim=True)
+    share, off = values.abs() / tops, (found - values).abs()
+    is_large = share >= 0.75 / 64
+    assert bool((off[is_large] <= values.abs()[is_large] / 3 * (1 + 1e-6)).all())
+    assert bool((off <= tops / 128)[~is_large].all())
+    assert 0 < int((~is_large).sum()) < is_large.numel() // 20
+    assert float((off / values.abs())[is_large].max()) > 0.32
 
 
-def test_a_mean_is_nothing_only_where_all_are() -> None:
-    rows = torch.tensor([[1.0] + [0.0] * 4095, [2.0**-126] + [0.0] * 4095, [2.0**-127] * 4096, [-0.0] * 4096])
-    found, top = units(magnitudes(rows, "x"))
-    scales = scale_values(mean_scale(found.sum(dim=1, dtype=torch.int64), torch.full((4,), 4096), top))
-    assert scales.tolist() == [2.0**-12, 2.0**-126, 0.0, 0.0]
+def test_what_is_decoded_may_be_written_to_without_a_change_of_the_payload() -> None:
+    payload = bytes(8)
+    values = make_codec("fp32").decode(payload, 2)
+    values.fill_(1.0)
+    assert payload == bytes(8)
 
 
-def test_minus_zero_is_not_negative_and_a_subnormal_is() -> None:
-    assert is_negative(torch.tensor([-0.0, 0.0, -(2.0**-149), 2.0**-149, -1.0])).tolist() == [0, 0, 1, 0, 1]
+# --- Parts, differences and accumulation: the same bits as whole tensors, however they are cut ------------------------
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_has_no_magnitude(bad: float) -> None:
-    with pytest.raises(NonFiniteError, match="x was to encode a NaN or an infinity"):
-        magnitudes(torch.tensor([0.0, bad]), "x")
+NUMELS = [0, 1, 2, 31, 33, 127, 129, 4099, 262_147]
 
 
-@pytest.mark.parametrize("bits", [1, 0x7F, 0x7F80, 0x7FC0, -1, -0x8000])
-def test_a_scale_that_is_never_made_is_refused(bits: int) -> None:
-    with pytest.raises(DecodeError, match="scale"):
-        check_scales(torch.tensor([0x3F80, bits]), "x")
-    check_scales(torch.tensor([0, 0x80, 0x7F7F]), "x")
+def room(codec: Codec, numel: int) -> torch.Tensor:
+    """A payload's memory, dirty, with a guard of 64 bytes behind it."""
+    return torch.full((codec.payload_bytes_max(numel) + 64,), 0xA5, dtype=torch.uint8)
+
+
+def cuts(codec: PlainCodec, numel: int, seed: int) -> list[int]:
+    """Bounds of ranges, at multiples of the granule, drawn from ``seed``."""
+    blocks = numel // codec.granule
+    drawn = torch.randint(0, blocks + 1, (4,), generator=torch.Generator().manual_seed(seed)) * codec.granule
+    return sorted({0, numel, *drawn.tolist()})
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_ranges_of_differences_are_encoded_as_if_they_were_made_first(name: str) -> None:
+    codec = make_codec(name).plain
+    for numel, count in itertools.product(NUMELS, (1, 2, 4)):
+        terms = [drawn(numel, numel + at, 1e-3 if at else 1.0) for at in range(count)]
+        expected = codec.encode(pseudo_gradient(terms[0], terms[1], terms[2:]) if count > 1 else terms[0])
+        for seed in range(2):
+            where, payload, given = f"{numel} values, {count} terms, seed {seed}", room(codec, numel), list(terms)
+            given[min(1, count - 1)] = decoded = given[min(1, count - 1)].clone()  # In the place of one of them.
+            for start, stop in reversed(list(itertools.pairwise(cuts(codec, numel, seed)))):
+                part = [each[start:stop] for each in given]
+                codec.encode_into(part, payload, decoded[start:stop], start=start, numel=numel)
+            assert bytes_of(payload[: len(expected)]) == expected, where
+            assert bool((payload[len(expected) :] == 0xA5).all()), where
+            assert same(decoded, codec.decode(expected, numel)), where
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_is_carried_is_owed_and_what_is_left_is_kept(name: str) -> None:
+    codec, numel = make_codec(name).plain, 5001
+    base, local, sent, residual = torch.randn(4, numel, generator=torch.Generator().manual_seed(2))
+    payload, decoded, carry = room(codec, numel), torch.empty(numel), Carry(residual.clone(), 0.95)
+    codec.encode_into((base, local, sent), payload, decoded, carry=carry)
+    owed = pseudo_gradient(base, local, [sent]) + residual * 0.95
+    assert bytes_of(payload[: codec.payload_bytes(numel)]) == codec.encode(owed)
+    assert same(decoded, codec.decode(codec.encode(owed), numel))
+    assert same(carry.residual, owed - decoded)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_ranges_are_decoded_and_accumulated_each_from_a_payload_of_its_own(name: str) -> None:
+    codec = make_codec(name).plain
+    for numel, seed in itertools.product(NUMELS, range(2)):
+        where, values, held = f"{numel} values, seed {seed}", drawn(numel, numel), drawn(numel, numel + 1)
+        payload = codec.encode(values)
+        whole, ranges = codec.decode(payload, numel), list(itertools.pairwise(cuts(codec, numel, seed)))
+        for accumulate in (None, Add(), Towards(0.3), Towards(1.0)):
+            expected, found = held.clone(), held.clone()
+            accumulate_into(expected, whole, accumulate)
+            for start, stop in ranges:
+                codec.decode_into(payload, numel, found[start:stop], start, accumulate)
+            assert same(found, expected), (where, accumulate)
+        for start, stop in ranges:
+            sections = codec.sections(numel, start, stop)
+            joined = b"".join(payload[offset : offset + length] for offset, length in sections)
+            assert joined == codec.encode(values[start:stop]), where
+            assert same(codec.decode(joined, stop - start), whole[start:stop]), where
+
+
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+def test_opened_and_closed_are_the_entropy_stage(name: str) -> None:
+    codec = make_codec(name)
+    for values in (torch.randn(5000, generator=torch.Generator().manual_seed(1)), torch.zeros(5000), torch.zeros(0)):
+        payload = codec.encode(values)
+        inside, raw = codec.opened(payload, values.numel())
+        assert inside == codec.plain
+        assert bytes(raw) == codec.plain.encode(values)
+        assert codec.closed(torch.tensor(list(raw), dtype=torch.uint8)) == payload
+        with pytest.raises(DecodeError):
+            codec.opened(payload + b"1234", values.numel())
+
+
+def test_what_is_stored_raw_is_opened_without_a_copy() -> None:
+    held = bytearray(make_codec("int4").encode(torch.randn(5000)))
+    _, raw = make_codec("int4").opened(memoryview(held), 5000)
+    held[7] ^= 0xFF
+    assert raw[7] == held[7]
+    flagged = bytearray(b"\0" + held)
+    _, raw = make_codec("int4+zstd").opened(memoryview(flagged), 5000)
+    flagged[8] ^= 0xFF
+    assert raw[7] == flagged[8]
+
+
+@pytest.mark.parametrize("name", ["int4:32", "e3m0:8", "int2:8", "sign:8"])
+def test_a_range_is_checked_for_its_own_bytes_only(name: str) -> None:
+    codec = make_codec(name).plain
+    payload, width = bytearray(codec.encode(drawn(128, 0))), 1 if name.startswith("e3m0") else 2
+    payload[:width] = b"\xff" * width  # The first block's scale.
+    codec.decode_into(memoryview(payload), 128, torch.empty(96), 32)
+    with pytest.raises(DecodeError):
+        codec.decode_into(memoryview(payload), 128, torch.empty(32), 0)

@@ -1,30 +1,133 @@
-"""int8 and int4: the bytes themselves, against a second, slow writing of the format in exact arithmetic."""
+"""The formats of blocks: the bytes themselves, what is refused, and a second, slow writing in exact arithmetic."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
-import struct
+from collections.abc import Callable
 from fractions import Fraction
+from struct import pack, unpack
 
 import pytest
 import torch
 
 from diloco.codec.base import DecodeError
-from diloco.codec.blocks import Int4Codec, Int8Codec
+from diloco.codec.blocks import BF16_MAX, Int8Codec
+from diloco.codec.registry import make_codec
+from tests.codec.levels import ALL, running
+from tests.codec.slow import exponent_of, packed, power, slow_levels, slow_scale, slow_units
+from tests.codec.values import FP32_MAX, NOT_FINITE, drawn, samples
 
-INT8, INT4 = Int8Codec("int8:4", 4), Int4Codec("int4:4", 4)
+INT8 = Int8Codec("int8:4", 4)
+NO_SCALES = (0x7F80, 0x7FC0, 0xFF80, 0xBF80, 0x8000, 0x0001)
+"""Infinite, no number, negative, minus zero, subnormal."""
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "payload", "decoded"),
+    [
+        ("fp32", [1.5, -0.0, 2.0**100], pack("<3f", 1.5, -0.0, 2.0**100), None),
+        # bf16 rounds to the nearest, to the even one of two as near, and stays finite at the top.
+        (
+            "bf16",
+            [1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, -1.0, FP32_MAX, -FP32_MAX],
+            pack("<7H", 0x3F80, 0x3F80, 0x3F82, 0x3F81, 0xBF80, 0x7F7F, 0xFF7F),
+            [1, 1, 1 + 2.0**-6, 1 + 2.0**-7, -1, BF16_MAX, -BF16_MAX],
+        ),
+        # The peak 127 gives scale 1 (bf16 0x3F80); 2.5 and 3.5 are ties and go to the even neighbour.
+        ("int8:4", [127, 2.5, 3.5, -1, 0, -0.0], pack("<2H6b", 0x3F80, 0, 127, 2, 4, -1, 0, 0), [127, 2, 4, -1, 0, 0]),
+        ("int4:4", [7, 2.5, -7, -1, 14], pack("<2H3B", 0x3F80, 0x4000, 0xAF, 0x71, 0x8F), [7, 2, -7, -1, 14]),
+        # The mean is 1.5, so from 1.875 on a value is a large one; the means of both kinds are 1 and 3.
+        (
+            "int2:8",
+            [1.75, -1.75, 1.0, -1.0, 0.5, -0.0, 3.5, -2.5, 1.0],
+            pack("<4H3B", 0x3F80, 0x4040, 0x3F80, 0, 0b10_00_10_00, 0b11_01_00_00, 0),
+            [1, -1, 1, -1, 1, 1, 3, -3, 1],
+        ),
+        # One large value and nothing else is kept as it is.
+        ("int2:8", [0.0] * 3 + [-1.5] + [0.0] * 4, pack("<3H", 0, 0x3FC0, 0b11_00_00_00), [0] * 3 + [-1.5] + [0] * 4),
+        (
+            "sign:8",
+            [2.0, -2.0, 1.0, -0.0, 0.0, 0.0, -3.0, 0.0, -7.0],
+            pack("<2H2B", 0x3F80, 0x40E0, 0b0100_0010, 1),
+            [1, -1, 1, 1, 1, 1, -1, 1, -7],
+        ),
+        # 1.5 is a tie and goes up to 2, whose exponent 128 is the top; 2**-6 is half of the smallest point and goes up.
+        (
+            "e3m0:8",
+            [1.0, -1.5, 0.7, 0.75, 2.0**-5, -(2.0**-6), 2.0**-6 * 0.999, -0.0, 3.0],
+            bytes([128, 129, 0xF6, 0x65, 0x91, 0x00, 0x07]),
+            [1, -2, 0.5, 1, 2**-5, -(2**-5), 0, 0, 4],
+        ),
+        ("e3m0:8", [FP32_MAX, -FP32_MAX], bytes([254, 0xF7]), [2.0**127, -(2.0**127)]),
+    ],
+)
+def test_bytes(name: str, values: list[float], payload: bytes, decoded: list[float] | None) -> None:
+    codec = make_codec(name)
+    assert codec.encode(torch.tensor(values)) == payload
+    assert codec.decode(payload, len(values)).tolist() == (values if decoded is None else decoded)
+
+
+@pytest.mark.parametrize(
+    ("name", "numel", "payload", "words"),
+    [
+        *(("bf16", 2, pack("<2H", 0, code), "NaN or an inf") for code in (0x7F80, 0xFF80, 0x7FC0, 0x7F81)),
+        *(("fp32", 2, pack("<2f", 0.0, bad), "NaN or an infinity") for bad in NOT_FINITE),
+        *(("int8:4", 4, pack("<H4x", scale), "scale") for scale in NO_SCALES),
+        *(("int4:4", 4, pack("<H2B", scale, 0x88, 0x88), "scale") for scale in NO_SCALES),
+        ("int8:4", 4, pack("<H4b", 0x3F80, 0, 0, -128, 0), "below -127"),
+        ("int4:4", 4, pack("<H2B", 0x3F80, 0x88, 0x80), "below -7"),
+        ("int4:4", 4, pack("<H2B", 0x3F80, 0x88, 0x08), "below -7"),
+        ("int8:4", 4, pack("<H4b", 0x7F00, 0, 127, 0, 0), "beyond fp32"),
+        ("int8:4", 4, pack("<H4b", 0x7F00, 0, 1, 0, 0), None),
+        ("int4:4", 3, pack("<H2B", 0x3F80, 0x88, 0x98), "behind its last value"),
+        ("int4:4", 3, pack("<H2B", 0x3F80, 0x88, 0x88), None),
+        ("int2:8", 8, pack("<3H", 0x8000, 0, 0), "negative"),
+        ("int2:8", 8, pack("<3H", 0x7F80, 0, 0), "not finite"),
+        ("int2:8", 8, pack("<3H", 0, 0x7FC0, 1), "not finite"),
+        ("int2:8", 8, pack("<3H", 0x0001, 0, 0), "subnormal"),
+        ("int2:8", 8, pack("<3H", 0x3F80, 0x3F80, 1), "levels"),
+        ("int2:8", 8, pack("<3H", 0x3F80, 0x3F00, 1), "levels"),
+        ("int2:8", 8, pack("<3H", 0x3F80, 0x4000, 0), "levels"),
+        ("int2:8", 8, pack("<3H", 0x3F80, 0x4000, 0x5555), "levels"),
+        ("int2:8", 8, pack("<3H", 0x3F80, 0, 1), "levels"),
+        ("int2:8", 2, pack("<2HB", 0x3F00, 0x3F80, 0b0101), "levels"),  # A short last block of large ones.
+        ("int2:8", 8, pack("<3H", 0, 0, 2), "sign without a value"),
+        ("int2:8", 8, pack("<3H", 0, 0x3F80, 9), "sign without a value"),
+        ("int2:8", 8, pack("<3H", 0, 0x3F80, 3), None),
+        ("sign:8", 8, pack("<HB", 0, 1), "scale 0"),
+        ("sign:8", 2, pack("<HB", 0x3F80, 0b100), "behind its last value"),
+        ("e3m0:8", 8, bytes([255, 0x07, 0, 0, 0]), "scale of 255"),
+        ("e3m0:8", 8, bytes([100, 0x87, 0, 0, 0]), "sign without a code"),
+        ("e3m0:8", 8, bytes([100, 0x66, 0, 0, 0]), "not that of its block's largest code"),
+        ("e3m0:8", 8, bytes([0, 0x01, 0, 0, 0]), "not that of its block's largest code"),
+        ("e3m0:8", 8, bytes([6, 0x17, 0, 0, 0]), "below 2"),
+        ("e3m0:8", 8, bytes([1, 0x67, 0, 0, 0]), "below 2"),
+        ("e3m0:8", 8, bytes([7, 0x07, 0, 0, 0]), None),
+    ],
+)
+@pytest.mark.parametrize("level", ALL)
+def test_what_encode_never_makes_is_refused(
+    name: str, numel: int, payload: bytes, words: str | None, level: str
+) -> None:
+    with running(level), pytest.raises(DecodeError, match=words) if words else contextlib.nullcontext():
+        make_codec(name).decode(payload, numel)
+
+
+# --- The formats written slowly ---------------------------------------------------------------------------------------
 
 
 def fp32(value: float) -> float:
-    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    return float(unpack("<f", pack("<f", value))[0])
 
 
 def bf16_up(value: float) -> int:
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    (bits,) = unpack("<I", pack("<f", value))
     return int((bits + 0xFFFF) >> 16)
 
 
-def slow_encode(values: list[float], bits: int, block: int) -> bytes:
+def slow_int(values: list[float], block: int, bits: int) -> bytes:
     """The module's docstring, value by value, the quotient exact where the module rounds it to fp32 first."""
     code_max = 2 ** (bits - 1) - 1
     scales, codes = [], []
@@ -32,27 +135,84 @@ def slow_encode(values: list[float], bits: int, block: int) -> bytes:
         part = values[start : start + block]
         peak = max(abs(x) for x in part)
         scale_bits = max(bf16_up(fp32(peak / code_max)), 0x0080) if peak else 0
-        (scale,) = struct.unpack("<f", struct.pack("<I", scale_bits << 16))
+        (scale,) = unpack("<f", pack("<I", scale_bits << 16))
         scales.append(scale_bits)
         codes += [round(Fraction(x) / Fraction(scale)) if scale else 0 for x in part]
     if bits == 8:
-        return struct.pack(f"<{len(scales)}H{len(codes)}b", *scales, *codes)
+        return pack(f"<{len(scales)}H{len(codes)}b", *scales, *codes)
     nibbles = [code + 8 for code in codes] + [8] * (len(codes) % 2)
     packed = [low | high << 4 for low, high in zip(nibbles[::2], nibbles[1::2], strict=True)]
-    return struct.pack(f"<{len(scales)}H{len(packed)}B", *scales, *packed)
+    return pack(f"<{len(scales)}H{len(packed)}B", *scales, *packed)
+
+
+def slow_means(values: list[float], block: int, bits: int) -> bytes:
+    scales: list[int] = []
+    fields: list[int] = []
+    for start in range(0, len(values), block):
+        part = values[start : start + block]
+        found, unit = slow_units(part)
+        if bits == 1:
+            scale = slow_scale(Fraction(sum(found), len(part)), unit)[0]
+            scales.append(scale)
+            fields += [int(scale > 0 and x < 0) for x in part]
+        else:
+            limit = math.ceil(Fraction(5 * sum(found), 4 * len(part)))
+            levels, mine = slow_levels(part, found, unit, [u > limit for u in found])
+            scales += levels
+            fields += mine
+    return pack(f"<{len(scales)}H", *scales) + packed(fields, bits)
+
+
+def slow_level(value: float) -> int:
+    """The biased exponent of the nearest power of two, the larger of two as near; 0 below half of the smallest."""
+    if abs(value) < 2.0**-127:
+        return 0
+    k = exponent_of(value)
+    return min(max(k + (abs(value) >= 1.5 * 2.0**k) + 127, 1), 254)
+
+
+def slow_e3m0(values: list[float], block: int) -> bytes:
+    tops, fields = [], []
+    for start in range(0, len(values), block):
+        part = values[start : start + block]
+        top = max(slow_level(x) for x in part)
+        tops.append(top)
+        points = {code: power(top - 7 + code - 127) for code in range(1, 8) if top - 7 + code >= 1}
+        for x in part:
+            size = abs(Fraction(x))
+            away = {0: size} | {code: abs(size - point) for code, point in points.items()}
+            code = max(away, key=lambda code, away=away: (-away[code], code))
+            fields.append(code | 8 if x < 0 and code else code)
+    return bytes(tops) + packed(fields, 4)
+
+
+SLOW: dict[str, Callable[[list[float]], bytes]] = {
+    "int2:8": lambda values: slow_means(values, 8, 2),
+    "sign:8": lambda values: slow_means(values, 8, 1),
+    "e3m0:8": lambda values: slow_e3m0(values, 8),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(samples(0)))
+@pytest.mark.parametrize("name", SLOW)
+def test_against_the_format_written_slowly(name: str, kind: str) -> None:
+    codec, values = make_codec(name), samples(0)[kind]
+    assert codec.encode(values[:395]) == SLOW[name](values[:395].tolist())
+    if name == "e3m0:8":  # What is decoded is encoded to the same bytes.
+        payload = codec.encode(values)
+        assert codec.encode(codec.decode(payload, values.numel())) == payload
 
 
 @pytest.mark.parametrize(("bits", "block"), [(8, 4), (8, 128), (4, 4), (4, 32)])
-def test_against_the_format_written_slowly(bits: int, block: int) -> None:
-    codec = Int8Codec("x", block) if bits == 8 else Int4Codec("x", block)
+def test_int8_and_int4_against_the_format_written_slowly(bits: int, block: int) -> None:
+    codec = make_codec(f"int{bits}:{block}")
     for seed in range(40):
         rng = random.Random(seed)
         spread = rng.choice([0, 3, 120])
         values = [fp32(rng.gauss(0, 1) * 2.0 ** rng.randint(-spread, spread)) for _ in range(rng.randint(1, 300))]
         if seed % 3 == 0:
             values = [round(v) / 2 for v in values] if spread == 3 else values
-        expected = slow_encode(values, bits, block)
-        assert codec.encode(torch.tensor(values)) == expected, f"seed {seed}"
+        assert codec.encode(torch.tensor(values)) == slow_int(values, block, bits), f"seed {seed}"
 
 
 def test_values_beside_a_tie_go_to_their_own_side() -> None:
@@ -72,75 +232,9 @@ def test_values_beside_a_tie_go_to_their_own_side() -> None:
         assert torch.equal(codes.view(128, 127, 2)[..., 1], expected.to(torch.int8).expand(128, 127))
 
 
-def test_int8_bytes() -> None:
-    # The peak 127 gives scale 1 (bf16 0x3F80); 2.5 and 3.5 are ties and go to the even neighbour.
-    payload = INT8.encode(torch.tensor([127.0, 2.5, 3.5, -1.0, 0.0, -0.0]))
-    assert payload == struct.pack("<2H6b", 0x3F80, 0, 127, 2, 4, -1, 0, 0)
-    assert INT8.decode(payload, 6).tolist() == [127, 2, 4, -1, 0, 0]
-
-
-def test_int4_bytes_with_an_odd_end() -> None:
-    payload = INT4.encode(torch.tensor([7.0, 2.5, -7.0, -1.0, 14.0]))
-    assert payload == struct.pack("<2H", 0x3F80, 0x4000) + bytes([0xAF, 0x71, 0x8F])
-    assert INT4.decode(payload, 5).tolist() == [7, 2, -7, -1, 14]
-    assert INT4.payload_bytes(5) == 7
-
-
-def test_scale_is_rounded_up() -> None:
-    peak = 127 * (1 + 2.0**-23)
-    (scale_bits,) = struct.unpack("<H", INT8.encode(torch.tensor([peak]))[:2])
-    assert scale_bits == 0x3F81
-
-
-def test_bits_a_value() -> None:
-    numel = 128 * 1000
-    assert 8 * Int8Codec("x", 128).payload_bytes(numel) / numel == 8.125
-    assert 8 * Int4Codec("x", 32).payload_bytes(numel) / numel == 4.5
-
-
 def test_a_product_is_exact_so_every_kernel_has_the_same_bits() -> None:
-    values = torch.randn(4001, generator=torch.Generator().manual_seed(4))
-    payload = INT8.encode(values)
-    decoded = INT8.decode(payload, 4001)
-    scales = struct.unpack("<1001H", payload[:2002])
-    codes = struct.unpack("<4001b", payload[2002:])
-    for i, (code, value) in enumerate(zip(codes, decoded.tolist(), strict=True)):
-        (scale,) = struct.unpack("<f", struct.pack("<I", scales[i // 4] << 16))
+    payload = INT8.encode(drawn(4001, 4))
+    scales, codes = unpack("<1001H", payload[:2002]), unpack("<4001b", payload[2002:])
+    for i, (code, value) in enumerate(zip(codes, INT8.decode(payload, 4001).tolist(), strict=True)):
+        (scale,) = unpack("<f", pack("<I", scales[i // 4] << 16))
         assert Fraction(value) == Fraction(scale) * code
-
-
-@pytest.mark.parametrize(
-    ("scale", "why"),
-    [(0x7F80, "inf"), (0x7FC0, "nan"), (0xFF80, "-inf"), (0xBF80, "-1"), (0x8000, "-0"), (0x0001, "subnormal")],
-)
-def test_a_scale_that_encode_never_makes_is_refused(scale: int, why: str) -> None:
-    for codec, codes in ((INT8, bytes(4)), (INT4, bytes([0x88, 0x88]))):
-        with pytest.raises(DecodeError, match="scale"):
-            codec.decode(struct.pack("<H", scale) + codes, 4)
-
-
-def test_a_code_that_encode_never_makes_is_refused() -> None:
-    with pytest.raises(DecodeError, match="below -127"):
-        INT8.decode(struct.pack("<H4b", 0x3F80, 0, 0, -128, 0), 4)
-    for byte in (0x80, 0x08):
-        with pytest.raises(DecodeError, match="below -7"):
-            INT4.decode(struct.pack("<H", 0x3F80) + bytes([0x88, byte]), 4)
-
-
-def test_a_product_beyond_fp32_is_refused() -> None:
-    with pytest.raises(DecodeError, match="beyond fp32"):
-        INT8.decode(struct.pack("<H4b", 0x7F00, 0, 127, 0, 0), 4)
-    assert INT8.decode(struct.pack("<H4b", 0x7F00, 0, 1, 0, 0), 4).tolist() == [0, 2.0**127, 0, 0]
-
-
-def test_filling_that_is_not_zero_is_refused() -> None:
-    good = INT4.encode(torch.tensor([1.0, 2.0, 3.0]))
-    assert good[-1] >> 4 == 8
-    with pytest.raises(DecodeError, match="behind its last value"):
-        INT4.decode(good[:-1] + bytes([good[-1] & 0x0F | 0x90]), 3)
-
-
-@pytest.mark.parametrize("block", [0, 1, 3, 65538])
-def test_block_is_checked(block: int) -> None:
-    with pytest.raises(ValueError, match="even number from 2 to 65536"):
-        Int4Codec("int4:x", block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -17,8 +18,24 @@ import diloco
 from diloco.cli import lab
 from diloco.cli.main import main
 from diloco.codec import kernel_library, native
-from diloco.codec.kernel_library import LEVELS, choice, description, force, level_name
-from diloco.codec.registry import make_codec
+from diloco.codec.kernel_library import (
+    LEVELS,
+    DecodeJob,
+    DigestState,
+    EncodeJob,
+    FollowJob,
+    Format,
+    MeasureJob,
+    OuterJob,
+    Pieces,
+    SealJob,
+    TakeJob,
+    Update,
+    choice,
+    description,
+    force,
+    level_name,
+)
 from diloco.config.errors import ConfigError
 from diloco.runs import site_rank
 
@@ -48,47 +65,33 @@ def cpu_with(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
     monkeypatch.setattr(library, "diloco_level", lambda: level)
 
 
-def test_the_best_level_runs_where_none_is_forced(best: int) -> None:
-    assert description() == f"native ({LEVELS[best]}, the best that this CPU has)"
-    fast = native.kernels()
-    assert fast is not None
-    assert fast.level == best
-
-
-@pytest.mark.parametrize("level", range(len(LEVELS)))
-def test_a_level_can_be_forced(best: int, level: int) -> None:
-    if level > best:
-        pytest.skip("this CPU lacks it")
-    assert force(LEVELS[level]) == ""
-    assert description() == f"native ({LEVELS[level]}, forced by DILOCO_KERNELS)"
-    assert level_name() == LEVELS[level]
-    fast = native.kernels()
-    assert fast is not None
-    assert fast.level == level
-
-
-def test_plain_torch_can_be_forced() -> None:
+def test_the_best_level_runs_where_none_is_forced_and_every_lesser_one_can_be(best: int) -> None:
+    wanted = {"": (best, f"native ({LEVELS[best]}, the best that this CPU has)")}
+    wanted |= {LEVELS[at]: (at, f"native ({LEVELS[at]}, forced by DILOCO_KERNELS)") for at in range(best + 1)}
+    for name, (level, words) in wanted.items():
+        assert force(name) == ""
+        fast = native.kernels()
+        assert fast is not None
+        assert (description(), level_name(), fast.level) == (words, LEVELS[level], level)
     assert force("plain") == ""
     assert native.kernels() is None
-    assert level_name() == "plain"
-    assert description() == "plain (forced by DILOCO_KERNELS)"
-    values = torch.arange(100.0)
-    assert torch.equal(make_codec("fp32").decode(make_codec("fp32").encode(values), 100), values)
+    assert (description(), level_name()) == ("plain (forced by DILOCO_KERNELS)", "plain")
 
 
-def test_a_level_that_the_cpu_lacks_is_one_line_and_plain_torch(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_with(monkeypatch, 1)
-    line = "kernels: plain (DILOCO_KERNELS=avx512: this CPU lacks it, and has plain, baseline, avx2)"
-    assert force("avx512") == line
+@pytest.mark.parametrize(
+    ("level", "name", "words"),
+    [
+        (1, "avx512", "this CPU lacks it, and has plain, baseline, avx2"),
+        (0, "AVX9", "no such level; this CPU has plain, baseline"),
+    ],
+)
+def test_a_level_that_cannot_be_is_one_line_and_plain_torch(
+    best: int, monkeypatch: pytest.MonkeyPatch, level: int, name: str, words: str
+) -> None:
+    cpu_with(monkeypatch, level)
+    assert force(name) == f"kernels: plain (DILOCO_KERNELS={name}: {words})"
     assert native.kernels() is None
-    assert force("avx2") == ""
-
-
-def test_an_unknown_level_is_one_line_and_plain_torch(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_with(monkeypatch, 0)
-    line = "kernels: plain (DILOCO_KERNELS=AVX9: no such level; this CPU has plain, baseline)"
-    assert force("AVX9") == line
-    assert native.kernels() is None
+    assert force("baseline") == ""
 
 
 def test_an_install_without_a_compiler_runs_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +103,18 @@ def test_an_install_without_a_compiler_runs_plain_torch(monkeypatch: pytest.Monk
     assert force("avx2") == line
 
 
+def found_at(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Have the library be looked for there."""
+    spec = ModuleSpec("kernels", None, origin=str(path))
+    patch.setattr(kernel_library, "find_spec", lambda name: spec)
+    kernel_library._loaded.cache_clear()
+    force("")
+
+
 def test_a_library_that_cannot_be_loaded_or_is_another_is_not_used(
     best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = kernel_library._loaded()
-    assert not isinstance(library, str)
     with monkeypatch.context() as patched:
         patched.setattr("ctypes.CDLL", lambda path: library)
         patched.setattr(library, "diloco_interface", lambda: 3)
@@ -112,10 +122,7 @@ def test_a_library_that_cannot_be_loaded_or_is_another_is_not_used(
         force("")
         assert description().startswith("plain (the library is of interface 3, ")
     (tmp_path / "kernels.so").write_bytes(b"not a library")
-    spec = ModuleSpec("kernels", None, origin=str(tmp_path / "kernels.so"))
-    monkeypatch.setattr(kernel_library, "find_spec", lambda name: spec)
-    kernel_library._loaded.cache_clear()
-    force("")
+    found_at(monkeypatch, tmp_path / "kernels.so")
     assert description().startswith("plain (the library cannot be loaded: ")
 
 
@@ -133,9 +140,7 @@ def test_a_library_that_was_compiled_for_another_cpu_is_not_used(
     command = ["g++", "-shared", "-fPIC", "-O0", "-std=c++17", "-march=bdver2", f"-I{kernels}", str(source)]
     command += ["-o", str(library)]
     subprocess.run(command, check=True, timeout=120)
-    spec = ModuleSpec("kernels", None, origin=str(library))
-    monkeypatch.setattr(kernel_library, "find_spec", lambda name: spec)
-    force("")
+    found_at(monkeypatch, library)
     assert description().startswith("plain (the library was compiled for another CPU: ")
     assert native.kernels() is None
 
@@ -173,3 +178,13 @@ def test_a_command_forces_the_level_of_the_environment_and_tells_of_one_that_can
     assert "DILOCO_KERNELS=avx9" in line
     [line] = [line for line in told.out.splitlines() if "kernels" in line]
     assert line.endswith("-> unset DILOCO_KERNELS: an update takes several times as long without")
+
+
+def test_both_sides_of_the_interface_mean_the_same_structures(best: int) -> None:
+    told = (
+        *(Format, EncodeJob, DecodeJob, MeasureJob, Update, OuterJob, DigestState, Pieces),
+        *(SealJob, FollowJob, TakeJob),
+    )  # In the order in which the library tells their sizes.
+    size = kernel_library._loaded().diloco_size
+    size.restype = ctypes.c_int64
+    assert [size(index) for index in range(len(told) + 1)] == [*map(ctypes.sizeof, told), -1]

@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from diloco.codec import kernel_library, native
-from diloco.codec.base import BYTES_MIN, PlainCodec
+from diloco.codec.base import BYTES_MIN
 from diloco.codec.kernel_library import (
     SUM_BLOCK,
     DecodeJob,
@@ -62,7 +63,6 @@ EDGES = [256, 512, 1024, 2048, 4096]
 # Of 0 to 4097: every remainder of vectors and blocks, and what lies around the sizes that are handled at a time.  The
 # hunt has all of them.
 SIZES = [*range(132), *(size for edge in EDGES for size in range(edge - 4, edge + 4)), 1503, 3333, 4097]
-
 pytestmark = [
     pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER} here (Debian: g++-aarch64-linux-gnu)"),
     pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} here (Debian: qemu-user)"),
@@ -70,38 +70,14 @@ pytestmark = [
 ]
 
 
-def build(folder: Path, *beside: str) -> Path:
-    """``aarch64_calls.cpp`` with the kernels in it, built as the package builds them but for what is given beside."""
-    [module] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    source, include, built = (
-        Path(__file__).with_name("aarch64_calls.cpp"),
-        ROOT / "diloco/codec/kernels",
-        folder / "calls",
-    )
-    command = [
-        COMPILER,
-        *module["extra-compile-args"],
-        *beside,
-        "-static",
-        f"-I{include}",
-        str(source),
-        "-o",
-        str(built),
-    ]
-    subprocess.run(command, check=True)
-    return built
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the package builds them."""
-    return build(tmp_path_factory.mktemp("aarch64"))
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With -O0, which takes the compiler a quarter of the time."""
-    return build(tmp_path_factory.mktemp("aarch64_quick"), "-O0")
+    """``aarch64_calls.cpp`` with the kernels in it, built as the package builds them."""
+    [module] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    source, built = Path(__file__).with_name("aarch64_calls.cpp"), tmp_path_factory.mktemp("aarch64") / "calls"
+    command = [COMPILER, *module["extra-compile-args"], "-static", f"-I{ROOT / 'diloco/codec/kernels'}", str(source)]
+    subprocess.run([*command, "-o", str(built)], check=True)
+    return built
 
 
 class Memory:
@@ -178,8 +154,7 @@ class Case:
 
     def __init__(self, memory: Memory, name: str, numel: int, giant: float = 0.0) -> None:
         """``giant`` is added to the value in the middle."""
-        codec = make_codec(name)
-        assert isinstance(codec, PlainCodec)
+        codec = make_codec(name).plain
         self.memory, self.codec, self.layout, self.numel = memory, codec, codec.layout, numel
         self.format = codec.layout.format(numel)
         self.random = np.random.default_rng([numel, len(name), codec.layout.block])
@@ -295,40 +270,20 @@ def compare(program: Path, memory: Memory) -> list[int]:
     return statuses
 
 
-@pytest.mark.slow
-def test_the_bits_of_a_few_sizes_are_the_same(quick: Path) -> None:
-    memory = Memory()
-    for name in CODECS:
-        for numel in (1, 33, 67, 2049):
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(SIZES, marks=pytest.mark.slow), pytest.param(range(4098), marks=pytest.mark.hunt)]
+)
+@pytest.mark.parametrize("name", CODECS)
+def test_the_bits_are_the_same(program: Path, name: str, sizes: Sequence[int]) -> None:
+    for first in range(0, len(sizes), 241):
+        memory = Memory()
+        for numel in sizes[first : first + 241]:
             case = Case(memory, name, numel)
             case.encode()
             case.decode()
-        case.passes()
-    assert set(compare(quick, memory)) == {Status.DONE}
-
-
-@pytest.mark.slow
-def test_what_is_not_finite_and_noise_are_refused_as_here(quick: Path) -> None:
-    infinite, noisy = Memory(), Memory()
-    for name in CODECS:
-        Case(infinite, name, 300, float("inf")).encode()
-        for numel in range(1, 40, 3):
-            Case(noisy, name, numel).refuse()
-    assert set(compare(quick, infinite)) == {Status.NOT_FINITE}
-    assert len(set(compare(quick, noisy))) > 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CODECS)
-def test_the_bits_are_the_same(program: Path, name: str) -> None:
-    memory = Memory()
-    for numel in SIZES:
-        case = Case(memory, name, numel)
-        case.encode()
-        case.decode()
-        if numel in (1, 33, 67, 1503, 2049, 4095, 4097):
-            case.passes()
-    assert set(compare(program, memory)) == {Status.DONE}
+            if numel in (1, 33, 67, 1503, 2049, 4095, 4097):
+                case.passes()
+        assert set(compare(program, memory)) == {Status.DONE}
 
 
 @pytest.mark.slow
@@ -348,15 +303,3 @@ def test_noise_is_refused_as_here(program: Path) -> None:
         for numel in range(1, 40):
             Case(memory, name, numel).refuse()
     assert len(set(compare(program, memory))) > 8
-
-
-@pytest.mark.hunt
-@pytest.mark.parametrize("name", CODECS)
-def test_the_bits_of_every_size_are_the_same(program: Path, name: str) -> None:
-    for first in range(0, 4098, 241):
-        memory = Memory()
-        for numel in range(first, min(first + 241, 4098)):
-            case = Case(memory, name, numel)
-            case.encode()
-            case.decode()
-        assert set(compare(program, memory)) == {Status.DONE}

@@ -1,14 +1,18 @@
-"""A small text, its manifest and a small trainer, made once and read only."""
+"""A small text, its manifest and a small trainer, made once and read only; ranks, and damage."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from diloco.inner.corpus import DataOptions, prepare_corpus
 from diloco.inner.data import CorpusManifest
+from tests.layouts import heard, ranks
 
 
 def write_text(folder: Path, num_files: int = 12, seed: int = 5) -> Path:
@@ -22,8 +26,36 @@ def write_text(folder: Path, num_files: int = 12, seed: int = 5) -> Path:
     return folder
 
 
+def options(path: Path | str, kind: str = "text", **changes: Any) -> DataOptions:
+    """What is at ``path``, by its bytes."""
+    return DataOptions(**{"kind": kind, "path": str(path), "tokenizer": "bytes", **changes})
+
+
 @pytest.fixture(scope="session")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> CorpusManifest:
     root = tmp_path_factory.mktemp("corpus")
-    options = DataOptions(kind="text", path=str(write_text(root / "text")), tokenizer="bytes")
-    return prepare_corpus(options, root / "cache")
+    return prepare_corpus(options(write_text(root / "text")), root / "cache")
+
+
+def tokens_of(manifest: CorpusManifest, split: str) -> list[int]:
+    """All tokens of the shards of ``split``."""
+    parts = [np.fromfile(manifest.folder / shard.file, dtype="<u2") for shard in manifest.split(split).shards]
+    return [int(token) for token in np.concatenate(parts)]
+
+
+def damage(file: Path, harm: str = "flip") -> None:
+    """Flip one bit of what lies there (a second time makes it whole), cut it in half, or remove it."""
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 4
+    if harm == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content if harm == "flip" else content[: len(content) // 2])
+
+
+def run_ranks(program: ModuleType, world: int, *told: Path) -> None:
+    """Fork ranks that are ``program.main`` and wait until each is done."""
+    with ranks(program.main, world, *told) as ends:
+        for end in ends:
+            while heard(end) != "done":
+                pass

@@ -1,26 +1,29 @@
 """One of two ranks, forked by test_memory: dies, and takes up what is in the memory of one machine or two.
 
-Arguments: rank, world, port, folder of the prepared corpus, folder for results.  Two machines are two folders.  A death
+Told: the folder of the prepared corpus, and the one for results.  Two machines are two folders.  A death
 is an error in ``after_step`` and another trainer; what a rank trains then is compared with what it trains undisturbed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from diloco.durable import PLAIN_DISK, Disk, Step
+from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner import memory
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup, local
-from diloco.inner.trainer import StepInfo, Trainer, Verdict, capture_state
-from tests.inner.spread_program import CASES, build
+from diloco.inner.trainer import StepInfo, Trainer, capture_state
+from tests.inner import spread_program
+from tests.inner.conftest import damage
+from tests.inner.spread_program import CASES, Full, build
 
 Facts = list[tuple[str, dict[str, object]]]
 DIES, END = 5, 6
@@ -34,9 +37,7 @@ class DeadError(Exception):
 def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
     """Train; each checkpoint in memory is written before the next step begins."""
 
-    def after_step(info: StepInfo) -> Verdict:
-        if trainer.saving.writer is not None:
-            trainer.saving.writer.wait(60)
+    def also(info: StepInfo) -> None:
         if trainer._memory is not None:
             try:
                 trainer._memory.writer.wait(60)
@@ -45,16 +46,12 @@ def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
             trainer.group.barrier()
         if dies and info.step == until:
             raise DeadError
-        return Verdict()
 
     def extra() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return {f"mine.{trainer.group.rank}": torch.full((2,), trainer.step)}, {"at": trainer.step}
 
-    try:
-        trainer.run(until_step=until, after_step=after_step, extra_state=extra)
-        assert not dies
-    except DeadError:
-        assert dies
+    with pytest.raises(DeadError) if dies else contextlib.nullcontext():
+        spread_program.trained(trainer, until, extra, also)
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -102,13 +99,6 @@ class Life:
         assert not self.memory.exists(), "nothing is left in memory at the end"
 
 
-def damage(file: Path) -> None:
-    """One bit of what lies there."""
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-
-
 def lose_a_machine(life: Life, out: list[Path], lost: int) -> None:
     """The folder of one machine is gone: all that was in it comes from the other, to the bit."""
     trained(life.begin(), DIES, dies=True)
@@ -148,15 +138,6 @@ def damage_copies(life: Life, out: list[Path]) -> None:
     assert "rank-00001.safetensors is damaged" in str(note["why"])
 
 
-class Full(Disk):
-    """Memory without room for parts."""
-
-    def make(self, path: Path, write: Any, step: Step) -> None:
-        if path.suffix == ".safetensors":
-            raise OSError(28, "No space left on device")
-        super().make(path, write, step)
-
-
 def fill_memory(life: Life) -> None:
     """One rank has no room: training goes on, each time in words on both, and nothing is left half written."""
     trainer = life.begin(Full() if life.group.rank == 1 else PLAIN_DISK)
@@ -193,22 +174,19 @@ def exchange_files(group: SiteGroup, out: list[Path]) -> None:
     group.barrier()
 
 
-def main() -> None:
-    """Run as one rank; raises (and so exits 1) when anything differs."""
-    torch.set_num_threads(1)
-    rank, world, port = (int(told) for told in sys.argv[1:4])
-    corpus, out = Path(sys.argv[4]), Path(sys.argv[5])
-    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
+def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:
+    """Run as one rank; raises when anything differs."""
     memory.CHUNK_BYTES = 5000  # So that a file is many pieces.
     exchange_files(group, [out / "a", out / "b"])
     two = [out / "machine-0", out / "machine-1"]
-    life = Life("fsdp", corpus, group, two[rank])
+    life = Life("fsdp", corpus, group, two[group.rank])
     lose_a_machine(life, two, 1)
     damage_copies(life, two)
     fill_memory(life)
-    lose_a_machine(Life("ddp", corpus, group, two[rank]), two, 0)
+    tell("filled")
+    lose_a_machine(Life("ddp", corpus, group, two[group.rank]), two, 0)
     life.memory = out / "one-machine"
     trained(life.begin(), DIES, dies=True)
     assert life.said("memory_checkpoint")[-1]["copies"] == 1
     life.goes_on(4, dies=True)  # And what it leaves is taken up by one process.
-    group.close()
+    tell("done")

@@ -1,43 +1,19 @@
-"""One rank of a two-rank site, run as a program by test_parallel: trains, checks the collectives, resumes.
+"""One rank of a two-rank site, forked by test_parallel: trains, checks the collectives, resumes.
 
-Arguments: rank, world, port, folder of the prepared corpus, folder for results.  Under torchrun give rank "env".
+Told: the folder of the prepared corpus, and the one for results.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from diloco.inner.data import TokenStream, load_manifest
-from diloco.inner.model import ModelOptions, Transformer
-from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
-
-
-def build(corpus: Path, group: SiteGroup, batch_sequences: int, checkpoint_dir: Path | None = None) -> Trainer:
-    """A trainer whose ranks together take the same batches, however many they are."""
-    # Other seeds on other ranks: wrapping must bring all to rank 0's values.
-    model = Transformer(ModelOptions(vocab_size=257, layers=1, dim=16, heads=2, context=16), seed=group.rank)
-    inner = InnerOptions(batch_sequences=batch_sequences, accumulation=2, warmup_steps=2)
-    manifest = load_manifest(corpus)
-    stream = TokenStream(manifest, "train", 16, batch_sequences, rank=group.rank, world=group.world)
-    steps = 2 if checkpoint_dir else 0
-    options = TrainerOptions(precision="fp32", deterministic=True, checkpoint_steps=steps)
-    # Rank 0 alone knows the run's progress, as a real site does.
-    return Trainer(
-        model,
-        build_optimizers(model, inner),
-        stream,
-        options,
-        group,
-        checkpoint_dir=checkpoint_dir,
-        progress=lambda: 0.8 if group.is_first else 0.0,
-    )
+from tests.inner.spread_program import CASES, build, trained
 
 
 def check_collectives(group: SiteGroup) -> None:
@@ -61,33 +37,22 @@ def check_collectives(group: SiteGroup) -> None:
     group.barrier()
 
 
-def main() -> None:
-    """Run as one rank; raises (and so exits 1) when anything differs."""
-    told, corpus, out = sys.argv[1:4], Path(sys.argv[4]), Path(sys.argv[5])
-    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    rank, world, port = (int(os.environ[name]) if told[0] == "env" else int(told[i]) for i, name in enumerate(names))
-    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
+def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:
+    """Run as one rank; raises when anything differs."""
+    rank = group.rank
     check_collectives(group)
-    trainer = build(corpus, group, batch_sequences=2, checkpoint_dir=out / "checkpoints")
-    losses: list[float] = []
+    # Other seeds on other ranks: wrapping must bring all to rank 0's values.
+    trainer = build(CASES["ddp"], corpus, group, out / "checkpoints", seed=5 + rank)
+    passes: list[bool] = []
     # What rank 0 says counts, and all of them know it.
     trainer.may_act = lambda: (trainer.step % 2 == 1) == group.is_first
-
-    def after_step(info: StepInfo) -> Verdict:
-        losses.append(info.loss)
-        assert info.passes == (info.step % 2 == 1)
-        return Verdict()
-
-    trainer.run(until_step=3, after_step=after_step)
+    told = trained(trainer, 3, also=lambda info: passes.append(info.passes))
+    assert passes == [True, False, True]
     save_file(dict(trainer.model.named_parameters()), out / f"straight-{rank}.safetensors")
-    again = build(corpus, group, batch_sequences=2, checkpoint_dir=out / "checkpoints")
+    again = build(CASES["ddp"], corpus, group, out / "checkpoints")
     resumed = again.resume()
     assert resumed is not None
     assert resumed.step == 3
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), again.model.parameters(), strict=True))
-    (out / f"losses-{rank}.txt").write_text(" ".join(loss.hex() for loss in losses))
-    group.close()
-
-
-if __name__ == "__main__":
-    main()
+    (out / f"steps-{rank}.json").write_text(json.dumps(told))
+    tell("done")

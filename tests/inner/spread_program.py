@@ -1,14 +1,13 @@
-"""One of four ranks, forked by test_sharding: trains the same model in every layout.
+"""One of four ranks, forked by test_holding: trains the same model in every layout.
 
-Arguments: rank, world, port, folder of the prepared corpus, folder for results.  Two ranks only go on
-from what four have saved.
+Told: the folder of the prepared corpus, and the one for results.  Two ranks only go on from what four have saved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,9 @@ from diloco.inner.evaluate import evaluate
 from diloco.inner.holding import ParallelOptions, Spread
 from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, prepare
 from diloco.inner.optimizer import InnerOptions, Muon, build_optimizers, whole
-from diloco.inner.parallel import SiteGroup, box_of, is_keeper, local, put
+from diloco.inner.parallel import SiteGroup, local, put
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
+from tests.inner.conftest import damage
 
 SEQUENCES = 8
 """Of one micro-batch of the whole site, however many ranks draw it."""
@@ -53,7 +53,7 @@ class Case:
 
 
 CASES = {
-    "ddp": Case({"parallel": "ddp"}, {"optimizer": "adamw"}),
+    "ddp": Case({"parallel": "ddp"}, {"optimizer": "adamw", "accumulation": 2}),
     "fsdp": Case({"parallel": "fsdp"}, {"optimizer": "adamw", "accumulation": 2}),
     "fsdp-narrow": Case({"parallel": "fsdp"}, {"optimizer": "muon"}, NARROW, SELECTIVE),
     "hsdp": Case(
@@ -78,11 +78,12 @@ def build(
     folder: Path | None = None,
     memory: Path | None = None,
     disk: Disk = PLAIN_DISK,
+    seed: int = 5,
 ) -> Trainer:
     """A trainer of ``case`` for the ranks of ``group``; one rank alone draws the same batches."""
     sharded = group.world > 1 and case.parallel["parallel"] != "ddp"
     with torch.device("meta") if sharded else contextlib.nullcontext():
-        model = Transformer(ModelOptions(**case.model), seed=5)
+        model = Transformer(ModelOptions(**case.model), seed)
     if group.world > 1:
         prepare(model, ComputeOptions(**case.compute), group.device)
     spread = Spread(model, group, ParallelOptions(**case.parallel) if group.world > 1 else None)
@@ -106,28 +107,21 @@ def build(
     )
 
 
-def trained(trainer: Trainer, until_step: int = STEPS, extra: Any = None) -> list[tuple[float, float]]:
-    """Train; loss and norm of the gradient at every step."""
+def trained(
+    trainer: Trainer, until_step: int = STEPS, extra: Any = None, also: Callable[[StepInfo], object] = lambda info: None
+) -> list[tuple[float, float]]:
+    """Train; loss and norm of the gradient at every step, after which ``also`` is called."""
     told: list[tuple[float, float]] = []
 
     def after_step(info: StepInfo) -> Verdict:
         told.append((info.loss, info.grad_norm))
         if trainer.saving.writer is not None:
             trainer.saving.writer.wait(60)  # so that the next step finds it written
+        also(info)
         return Verdict()
 
     trainer.run(until_step=until_step, after_step=after_step, extra_state=extra)
     return told
-
-
-def check_boxes(trainer: Trainer) -> None:
-    """What a rank holds is the box of the whole that it is said to be, and every part has exactly one keeper."""
-    group = trainer.group
-    for name, parameter in trainer.model.named_parameters():
-        box = box_of(parameter)
-        assert torch.equal(local(parameter), whole(parameter.detach())[box.slices]), name
-        kept = float(local(parameter).numel()) if is_keeper(parameter, trainer.spread.place) else 0.0
-        assert group.all_reduce_sum([kept]) == [float(parameter.numel())], name
 
 
 def check_filled(trainer: Trainer, case: Case) -> None:
@@ -214,7 +208,7 @@ def save_and_resume(corpus: Path, group: SiteGroup, out: Path) -> None:
 
 
 def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) -> None:
-    """Take up the checkpoints of ``source`` in the layout of ``name`` and go on; whoever reads compares the losses."""
+    """Take up the checkpoints of ``source`` in the layout of ``name`` and go on; the test compares the losses."""
     case = CASES["fsdp" if source == "plain" else source]
     if name.endswith("as tp+fsdp"):
         case = replace(case, parallel=CASES["tp+fsdp"].parallel)
@@ -233,10 +227,12 @@ def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) ->
 
 
 class Full(Disk):
-    """A disk without room for the parts of checkpoints."""
+    """A disk, or memory, without room for the parts of checkpoints."""
 
     def make(self, path: Path, write: Any, step: Step) -> None:
-        raise OSError(28, "No space left on device")
+        if path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        super().make(path, write, step)
 
 
 def lose_and_damage(corpus: Path, group: SiteGroup, out: Path) -> None:
@@ -272,10 +268,7 @@ def lose_and_damage(corpus: Path, group: SiteGroup, out: Path) -> None:
     folder = out / "damaged"
     trained(build(CASES["fsdp"], corpus, group, folder), SAVED)
     if group.is_first:
-        file = folder / NAMES[-1] / "rank-00002.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-5] ^= 1
-        file.write_bytes(content)
+        damage(folder / NAMES[-1] / "rank-00002.safetensors")
     group.barrier()
     found = build(CASES["fsdp"], corpus, group, folder).resume()
     assert found is not None
@@ -284,21 +277,17 @@ def lose_and_damage(corpus: Path, group: SiteGroup, out: Path) -> None:
     assert f"{NAMES[-1]}/rank-00002.safetensors is damaged" in found.skipped[0]
 
 
-def main() -> None:
-    """Run as one rank; raises (and so exits 1) when anything differs."""
-    torch.set_num_threads(1)
-    rank, world, port = (int(told) for told in sys.argv[1:4])
-    corpus, out = Path(sys.argv[4]), Path(sys.argv[5])
-    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
-    if world == 2:  # after the four
+def main(group: SiteGroup, tell: Callable[[str], None], corpus: Path, out: Path) -> None:
+    """Run as one rank; raises when anything differs."""
+    if group.world == 2:  # after the four
         resume("fsdp", "fsdp", corpus, group, out)
+        tell("done")
         return
     check_memory(group)
     for name, case in CASES.items():
         trainer = build(case, corpus, group)
         check_filled(trainer, case)
         told = trained(trainer)
-        check_boxes(trainer)
         if name in ("fsdp-narrow", "tp+fsdp"):
             check_muon(trainer)
         values = {key: whole(parameter.detach()) for key, parameter in trainer.model.named_parameters()}
@@ -309,7 +298,9 @@ def main() -> None:
         loss = evaluate(trainer.model, batches, precision="fp32", together=trainer.spread)
         if name == "tp":
             check_format(trainer, loss, batches)
-        (out / f"{name}-{rank}.json").write_text(json.dumps({"steps": told, "held": held, "loss": loss}))
+        (out / f"{name}-{group.rank}.json").write_text(json.dumps({"steps": told, "held": held, "loss": loss}))
+        tell(name)
     save_and_resume(corpus, group, out)
+    tell("saved")
     lose_and_damage(corpus, group, out)
-    group.close()
+    tell("done")

@@ -2,28 +2,30 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import (
-    AsyncWriter,
     Checkpoint,
     CheckpointError,
     Part,
+    PartWriter,
     commit,
-    digest_of_file,
+    kept,
     latest,
     load,
     names,
-    read_sealed,
     save,
     write_part,
-    write_sealed,
 )
-from diloco.inner.parallel import Box
+from diloco.inner.parallel import Box, SiteGroup
+from tests.inner.conftest import damage
+from tests.power import RecordingDisk, cuts_at, lay_out, state_after, told_at, without_syncs
 
 
 def some(value: float) -> dict[str, torch.Tensor]:
@@ -48,14 +50,6 @@ def test_what_is_saved_comes_back_with_dtype_shape_and_meta(tmp_path: Path) -> N
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "model.safetensors", "random.safetensors"]
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in range(5):
-        save(tmp_path, f"step-{step}", some(step), {}, keep=2)
-    assert names(tmp_path) == ["step-3", "step-4"]
-    save(tmp_path, "step-5", some(5), {}, keep=0)
-    assert len(names(tmp_path)) == 3
-
-
 def test_saving_under_a_name_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, "step-1", some(1), {})
     save(tmp_path, "step-1", some(2), {})
@@ -67,14 +61,7 @@ def test_saving_under_a_name_again_replaces_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
 def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, file: str, harm: str) -> None:
     save(tmp_path, "step-1", some(1), {"step": 1})
-    save(tmp_path, "step-2", some(2), {"step": 2})
-    target = tmp_path / "step-2" / file
-    content = bytearray(target.read_bytes())
-    if harm == "gone":
-        target.unlink()
-    else:
-        content[-9] ^= 4
-        target.write_bytes(content if harm == "flip" else content[: len(content) // 2])
+    damage(save(tmp_path, "step-2", some(2), {"step": 2}) / file, harm)
     with pytest.raises(CheckpointError, match=rf"step-2/{file}"):
         load(tmp_path / "step-2")
     found = latest(tmp_path)
@@ -88,14 +75,9 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, fil
     "text", ["[]", "7", '"x"', "null", '{"sha256": "x"}', "[" * 100_000, '{"a":' * 100_000, "\x00"]
 )
 def test_a_manifest_of_another_kind_is_damage_like_any_other(tmp_path: Path, text: str) -> None:
-    save(tmp_path, "step-1", some(1), {"step": 1})
-    manifest = save(tmp_path, "step-2", some(2), {"step": 2}) / "manifest.json"
-    manifest.write_text(text)
+    (save(tmp_path, "step-2", some(2), {"step": 2}) / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"step-2/manifest\.json (cannot be read|is damaged)"):
         load(tmp_path / "step-2")
-    found = latest(tmp_path)
-    assert found is not None
-    assert found.meta == {"step": 1}
 
 
 def test_none_is_none_and_all_damaged_is_an_error(tmp_path: Path) -> None:
@@ -108,58 +90,12 @@ def test_none_is_none_and_all_damaged_is_an_error(tmp_path: Path) -> None:
         latest(tmp_path)
 
 
-def test_a_write_that_dies_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, "step-1", some(1), {"step": 1})
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as broken:
-        broken.setattr("safetensors.torch.save_file", full)
-        with pytest.raises(CheckpointError, match=r"step-2 could not be written: .*No space left"):
-            save(tmp_path, "step-2", some(2), {})
-    assert names(tmp_path) == ["step-1"]
-    save(tmp_path, "step-2", some(2), {"step": 2})
-    assert latest(tmp_path).meta == {"step": 2}  # type: ignore[union-attr]
-
-
-def test_the_writer_works_beside_and_tells_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    real = checkpoint.save
-
-    def slow(*arguments: object) -> Path:
-        assert gate.wait(20)
-        return real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(checkpoint, "save", slow)
-    writer = AsyncWriter(tmp_path / "out", keep=2)
-    writer.submit("step-1", some(1), {})
-    assert writer.busy
-    assert names(tmp_path / "out") == []
-    with pytest.raises(CheckpointError, match=r"still being written after 0\.05 s"):
-        writer.wait(0.05)
-    gate.set()
-    writer.wait(20)
-    assert not writer.busy
-    assert names(tmp_path / "out") == ["step-1"]
-    (tmp_path / "file").write_text("in the way")
-    blocked = AsyncWriter(tmp_path / "file")
-    blocked.submit("step-1", some(1), {})
-    with pytest.raises(CheckpointError, match="could not be written"):
-        blocked.wait(20)
-    assert not blocked.busy
-
-
-def test_the_synchronous_writer_is_done_when_it_returns(tmp_path: Path) -> None:
-    writer = AsyncWriter(tmp_path, synchronous=True)
-    writer.submit("step-1", some(1), {})
-    assert not writer.busy
-    assert names(tmp_path) == ["step-1"]
-
-
-def test_names_of_tensors_have_a_part(tmp_path: Path) -> None:
+def test_what_cannot_be_read_again_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensor name is 'weight'"):
         save(tmp_path, "step-1", {"weight": torch.zeros(1)}, {})
+    with pytest.raises(ValueError, match="Out of range"):
+        save(tmp_path, "step-1", some(1), {"x": float("nan")})
+    assert names(tmp_path) == []
 
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
@@ -202,19 +138,13 @@ def test_what_one_rank_wrote_is_read_in_boxes_as_well(tmp_path: Path) -> None:
     found = Checkpoint(save(tmp_path, "step-1", tensors, {}))
     assert torch.equal(found.read("model/w", QUARTERS[3]), WHOLE[2:, 3:])
     assert found.read("model/n").item() == 3.0
-    assert found.read("model/none").shape == (0, 2)
-    assert found.read("model/none").dtype == torch.int32
+    assert (found.read("model/none").shape, found.read("model/none").dtype) == ((0, 2), torch.int32)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00001.json", "rank-00001.safetensors"])
 @pytest.mark.parametrize("harm", ["flip", "gone"])
-def test_a_damaged_file_is_named_by_whoever_looks_at_it(tmp_path: Path, file: str, harm: str) -> None:
-    target = parted(tmp_path, ROWS).path / file
-    content = bytearray(target.read_bytes())
-    target.unlink()
-    if harm == "flip":
-        content[-9] ^= 4
-        target.write_bytes(content)
+def test_a_damaged_part_is_named_by_the_rank_that_looks_at_it(tmp_path: Path, file: str, harm: str) -> None:
+    damage(parted(tmp_path, ROWS).path / file, harm)
     with pytest.raises(CheckpointError, match=f"step-1/{file}"):
         Checkpoint(tmp_path / "step-1").verify()
     if file.endswith("safetensors"):
@@ -223,33 +153,163 @@ def test_a_damaged_file_is_named_by_whoever_looks_at_it(tmp_path: Path, file: st
             Checkpoint(tmp_path / "step-1").verify(rank=1, world=2)
 
 
-@pytest.mark.parametrize("boxes", [QUARTERS[:3], [*ROWS, QUARTERS[0]]])
-def test_a_tensor_with_a_hole_or_held_twice_is_no_checkpoint(tmp_path: Path, boxes: list[Box]) -> None:
-    with pytest.raises(CheckpointError, match="does not hold every value of model/w once"):
-        assert parted(tmp_path, boxes).entries
-
-
-def test_two_shapes_of_one_tensor_and_a_format_of_the_future_are_refused(tmp_path: Path) -> None:
-    write_part(tmp_path, "step-1", 0, {"model/w": Part(WHOLE, (0, 0), (4, 6))})
-    write_part(tmp_path, "step-1", 1, {"model/w": Part(WHOLE, (0, 0), (8, 6))})
-    commit(tmp_path, "step-1", 2, {}, 3)
+def test_a_tensor_with_a_hole_or_held_twice_or_of_two_shapes_is_no_checkpoint(tmp_path: Path) -> None:
+    for boxes in (QUARTERS[:3], [*ROWS, QUARTERS[0]]):
+        with pytest.raises(CheckpointError, match="does not hold every value of model/w once"):
+            assert parted(tmp_path, boxes).entries
+    for rank, shape in enumerate(((4, 6), (8, 6))):
+        write_part(tmp_path, "step-2", rank, {"model/w": Part(WHOLE, (0, 0), shape)})
+    commit(tmp_path, "step-2", 2, {}, 3)
     with pytest.raises(CheckpointError, match=r"holds model/w in two shapes, \(4, 6\) and \(8, 6\)"):
-        assert Checkpoint(tmp_path / "step-1").entries
+        assert Checkpoint(tmp_path / "step-2").entries
 
 
-def test_what_is_sealed_comes_back_and_any_change_is_seen(tmp_path: Path) -> None:
-    file, told = tmp_path / "a.json", {"step": 3, "names": ["a"], "none": None, "share": 0.1 + 0.2}
-    write_sealed(file, told, PLAIN_DISK, Step.CHECKPOINT_FILE)
-    assert read_sealed(file) == told
-    assert len(digest_of_file(file)) == 64
-    file.write_text(file.read_text().replace("3", "4", 1))
-    with pytest.raises(CheckpointError, match=r"a\.json is damaged: its own sha256 does not match"):
-        read_sealed(file)
-    file.write_text("[]")
-    with pytest.raises(CheckpointError, match=r"a\.json cannot be read"):
-        read_sealed(file)
+# --- What each rank writes of its own ---------------------------------------------------------------------------------
 
 
-def test_a_number_that_json_has_no_word_for_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Out of range"):
-        write_sealed(tmp_path / "a.json", {"x": float("nan")}, PLAIN_DISK, Step.CHECKPOINT_FILE)
+PLACE = {"replicate": 0, "shard": 0, "tensor": 0}
+
+
+def part(value: float) -> dict[str, Part]:
+    return {"model/a": Part(torch.full((2, 3), value), (0, 0), (2, 3))}
+
+
+def writer(root: Path, synchronous: bool = False, disk: Disk = PLAIN_DISK) -> PartWriter:
+    return PartWriter(root, 2, synchronous, 20.0, SiteGroup(device="cpu"), disk)
+
+
+def test_what_is_kept_are_copies_and_of_copies_one() -> None:
+    shared, own = torch.ones(2), torch.zeros(1)
+    found = kept({"model/a": shared}, {"extra/b": own}, PLACE)
+    shared.add_(1.0)
+    own.add_(1.0)
+    assert {name: part.values.tolist() for name, part in found.items()} == {"model/a": [1.0, 1.0], "extra/b": [0.0]}
+    assert list(kept({"model/a": shared}, {"extra/b": own}, {**PLACE, "shard": 1})) == ["extra/b"]
+
+
+def test_it_is_written_beside_training_and_there_when_all_have_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    real = checkpoint.write_part
+
+    def slow(*arguments: Any) -> None:
+        assert gate.wait(20)
+        real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_part", slow)
+    made = writer(tmp_path)
+    made.begin()
+    assert made.is_free
+    made.submit("step-1", part(1.0), {"step": 1})
+    assert made.words() == [0.0, 0.0]
+    assert not made.is_free
+    assert made.heard([0.0, 0.0]) == ""
+    gate.set()
+    made.writer.wait(20)
+    assert names(tmp_path) == []  # It is whole, and no rank has said so yet.
+    assert made.words() == [1.0, 0.0]
+    assert made.heard([1.0, 0.0]) == ""
+    made.settle()
+    assert names(tmp_path) == ["step-1"]
+    assert made.is_free
+    made.settle()
+
+
+class NoRoom(Disk):
+    """For files whose names end so."""
+
+    end = ""
+
+    def make(self, path: Path, write: Any, step: Step) -> None:
+        if path.name.endswith(self.end):
+            raise OSError(28, "No space left on device")
+        super().make(path, write, step)
+
+
+@pytest.mark.parametrize("end", [".safetensors", "manifest.json"])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_write_that_dies_is_said_and_costs_one_checkpoint(tmp_path: Path, end: str, synchronous: bool) -> None:
+    disk, whole, parts = NoRoom(), tmp_path / "whole", tmp_path / "parts"
+    made, disk.end = writer(parts, synchronous, disk), end
+    made.begin()
+    save(whole, "step-1", some(1), {})
+    made.submit("step-1", part(1.0), {})
+    with pytest.raises(CheckpointError, match=r"step-1 could not be written: .*No space left"):
+        made.settle()
+    with pytest.raises(CheckpointError, match=r"step-2 could not be written: .*No space left"):
+        save(whole, "step-2", some(2), {}, disk=disk)
+    assert names(parts) == []
+    assert names(whole) == ["step-1"]
+    disk.end = "nothing"
+    made.submit("step-2", part(2.0), {})
+    made.settle()
+    save(whole, "step-2", some(2), {}, disk=disk)
+    assert names(parts) == ["step-2"]
+    assert names(whole) == ["step-1", "step-2"]
+
+
+def test_what_a_dead_attempt_left_is_removed_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+    write_part(tmp_path, "step-3", 5, part(5.0))
+    for number in range(4):
+        commit_of_two(tmp_path, f"step-{number}", float(number), PLAIN_DISK)
+    assert sorted(file.name for file in (tmp_path / "step-3").iterdir()) == [
+        "manifest.json",
+        *(f"rank-0000{rank}.{end}" for rank in (0, 1) for end in ("json", "safetensors")),
+    ]
+    write_part(tmp_path, "step-4", 0, part(5.0))
+    writer(tmp_path).begin()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+    save(tmp_path, "step-5", some(5), {}, keep=0)
+    assert names(tmp_path) == ["step-2", "step-3", "step-5"]
+
+
+def test_a_folder_that_cannot_be_one_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*file"):
+        writer(tmp_path / "file").begin()
+
+
+def commit_of_two(root: Path, name: str, value: float, disk: Disk) -> None:
+    """A checkpoint of two ranks, of which each holds a row."""
+    for rank in range(2):
+        write_part(root, name, rank, {"model/a": Part(torch.full((1, 3), value), (rank, 0), (2, 3))}, disk)
+    commit(root, name, 2, {"number": int(value)}, 2, disk)
+
+
+def wrong_after_cuts(tmp_path: Path, forgets: Step | None) -> int:
+    """In how many of the states that a power cut may leave a checkpoint is lost that was said to be whole."""
+    root = tmp_path / "recorded"
+    root.mkdir(parents=True)
+    disk = RecordingDisk(root)
+    PartWriter(root / "checkpoints", 2, True, 20.0, SiteGroup(device="cpu"), disk).begin()
+    for number in (1, 2, 3):
+        commit_of_two(root / "checkpoints", f"step-{number}", float(number), disk)
+        disk.tell(number)
+    log = disk.log if forgets is None else without_syncs(disk.log, forgets)
+    dice, wrong, looked = Random(4), 0, 0
+    for at in range(0, len(log) + 1, 2):
+        for cut in cuts_at(log, at, dice, 1):
+            folder = tmp_path / f"state-{looked}"
+            folder.mkdir()
+            lay_out(state_after(log, disk.folders, cut), folder)
+            try:
+                found = latest(folder / "checkpoints")
+                number = found.meta["number"] if found is not None else 0
+                whole = found is None or torch.equal(found.tensors["model/a"], torch.full((2, 3), float(number)))
+                wrong += not whole or number < max(0, told_at(log, at))
+            except CheckpointError:
+                wrong += 1
+            looked += 1
+    assert looked > 100
+    return wrong
+
+
+def test_a_power_cut_leaves_the_last_that_was_whole(tmp_path: Path) -> None:
+    assert wrong_after_cuts(tmp_path, None) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [Step.CHECKPOINT_FILE, Step.CHECKPOINT_FOLDER])
+def test_a_sync_that_is_forgotten_would_be_found(tmp_path: Path, step: Step) -> None:
+    assert wrong_after_cuts(tmp_path, step) > 0

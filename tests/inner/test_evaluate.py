@@ -1,15 +1,37 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from diloco.inner import evaluate as evaluation
 from diloco.inner.data import CorpusManifest, validation_batches
-from diloco.inner.evaluate import Reader, SamplingOptions, bits_per_byte, draw, evaluate, generate
+from diloco.inner.evaluate import (
+    Likelihood,
+    Pair,
+    Reader,
+    SamplingOptions,
+    bits_per_byte,
+    draw,
+    evaluate,
+    generate,
+    likelihoods,
+)
 from diloco.inner.model import ModelOptions, Transformer
+
+VOCABULARY, CONTEXT = 50, 24
+
+
+def small(**other: Any) -> Transformer:
+    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "layers": 2, "dim": 16, "heads": 4, "context": CONTEXT}
+    model = Transformer(ModelOptions(**{**shape, **other}), seed=2)
+    with torch.no_grad():
+        model.head.weight.mul_(20)  # Far from equal chances.
+    return model
 
 
 def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None:
@@ -24,14 +46,6 @@ def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None
     with pytest.raises(ValueError, match="batches is 0"):
         evaluate(model, [])
     assert bits_per_byte(math.log(2.0) * 3.0, 1.5) == pytest.approx(2.0)
-
-
-def small(**other: Any) -> Transformer:
-    shape: dict[str, Any] = {"vocab_size": 50, "layers": 2, "dim": 16, "heads": 4, "context": 24}
-    model = Transformer(ModelOptions(**{**shape, **other}), seed=2)
-    with torch.no_grad():
-        model.head.weight.mul_(20)  # Far from equal chances.
-    return model
 
 
 @pytest.mark.parametrize("kv_heads", [0, 2, 1])
@@ -118,3 +132,88 @@ def test_a_prompt_that_cannot_be_is_refused() -> None:
         list(generate(small(), [], SamplingOptions()))
     with pytest.raises(ValueError, match="prompt is 50: tokens below the model's 50"):
         list(generate(small(), [1, 50], SamplingOptions()))
+
+
+# --- Likelihoods of one text behind another, beside the formula written out -------------------------------------------
+
+
+def scored(model: Transformer, pairs: list[Pair], batch: int = 4) -> list[Likelihood]:
+    found = dict(likelihoods(model, pairs, batch=batch, precision="fp32"))
+    return [found[place] for place in range(len(pairs))]
+
+
+@torch.no_grad()
+def plain(model: Transformer, before: list[int], behind: list[int]) -> tuple[float, bool]:
+    """One token after the other, each from all that is before it."""
+    nats, likeliest = 0.0, True
+    for place, token in enumerate(behind):
+        chances = torch.log_softmax(model(torch.tensor([[*before, *behind[:place]]]))[0, -1].double(), dim=0)
+        nats += float(chances[token])
+        likeliest &= int(chances.argmax()) == token
+    return nats, likeliest
+
+
+def pairs(seed: int = 5) -> list[Pair]:
+    draw = random.Random(seed)
+    return [
+        tuple([draw.randrange(VOCABULARY) for _ in range(draw.randint(1, most))] for most in (9, 7))  # type: ignore
+        for _ in range(11)
+    ]
+
+
+@pytest.fixture
+def model() -> Transformer:
+    return small(kv_heads=1)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_it_is_the_sum_of_each_tokens_own_whatever_it_is_read_with(model: Transformer, batch: int) -> None:
+    for found, pair in zip(scored(model, pairs(), batch), pairs(), strict=True):
+        nats, likeliest = plain(model, *pair)
+        assert found.nats == pytest.approx(nats, abs=1e-4)
+        assert found.is_likeliest == likeliest
+
+
+def test_no_more_logits_exist_than_may(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    model.register_forward_hook(lambda module, told, logits: sizes.append(logits.numel()))
+    whole = scored(model, pairs(), 11)
+    assert sizes == [11 * max(len(before) + len(behind) - 1 for before, behind in pairs()) * VOCABULARY]
+    most = 2 * CONTEXT * VOCABULARY
+    monkeypatch.setattr(evaluation, "LOGITS_MAX", most)
+    assert [each.nats for each in scored(model, pairs(), 11)] == pytest.approx([each.nats for each in whole], abs=1e-4)
+    assert max(sizes[1:]) <= most
+    monkeypatch.setattr(evaluation, "LOGITS_MAX", 1)
+    sizes.clear()
+    scored(model, pairs(), 11)
+    assert len(sizes) == 11, "one at a time, however long"
+
+
+def test_the_likeliest_text_is_known_as_such(model: Transformer) -> None:
+    text = one_by_one(model, [7], 5)
+    other = [*text[:-1], (text[-1] + 1) % VOCABULARY]
+    found = scored(model, [([7], text), ([7], other)])
+    assert [each.is_likeliest for each in found] == [True, False]
+    assert found[0].nats > found[1].nats
+
+
+def test_what_does_not_fit_is_forgotten_from_the_beginning(model: Transformer) -> None:
+    draw = random.Random(6)
+    before, behind = [draw.randrange(VOCABULARY) for _ in range(30)], [1, 2, 3]
+    long, kept, whole = scored(model, [(before, behind), (before[-CONTEXT - 1 + 3 :], behind), ([5], before[:CONTEXT])])
+    assert long.nats == pytest.approx(kept.nats, abs=1e-5)
+    assert whole.nats == pytest.approx(plain(model, [5], before[:CONTEXT])[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        (([], [1]), "at least one token to begin with"),
+        (([1], []), "tokens behind it is 0: from 1 to the context of 24"),
+        (([1], [1] * 25), "tokens behind it is 25: from 1 to the context of 24"),
+        (([1], [50]), "token is 50: below the model's 50"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(model: Transformer, pair: Pair, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        scored(model, [pair])

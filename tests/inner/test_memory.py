@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +8,15 @@ from typing import Any
 import pytest
 
 from diloco.durable import PLAIN_DISK
-from diloco.inner import checkpoint, memory
+from diloco.inner import memory
 from diloco.inner.checkpoint import names
 from diloco.inner.data import CorpusManifest
 from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup
-from tests.inner.memory_program import DIES, NEWEST, Life, damage, trained
+from tests.inner import memory_program
+from tests.inner.conftest import damage, run_ranks
+from tests.inner.memory_program import DIES, NEWEST, Life, trained
 from tests.inner.spread_program import CASES, build
-from tests.inner.test_sharding import run_ranks
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def life(manifest: CorpusManifest, tmp_path: Path) -> Life:
 
 @pytest.mark.slow
 def test_two_ranks_on_one_machine_and_on_two(manifest: CorpusManifest, tmp_path: Path) -> None:
-    run_ranks("memory_program", 2, str(manifest.directory), str(tmp_path))
+    run_ranks(memory_program, 2, manifest.directory, tmp_path)
     one = build(CASES["fsdp"], manifest.directory, SiteGroup(device="cpu"), memory=tmp_path / "one-machine")
     found = one.resume()
     assert found is not None
@@ -79,32 +79,31 @@ def test_what_is_damaged_in_memory_is_said_and_the_disk_or_nothing_is_taken(life
     assert len(life.said("note")) == 2
 
 
-def test_a_part_that_would_fill_the_folder_is_not_written_and_the_disk_goes_on(
-    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def nearly_full(path: Path) -> SimpleNamespace:
+    return SimpleNamespace(f_bavail=1, f_frsize=4096)
+
+
+def gone(path: Path) -> None:
+    """As the system does with what users who logged out have in /dev/shm."""
+    raise FileNotFoundError(2, "No such file or directory", str(path))
+
+
+@pytest.mark.parametrize(
+    ("statvfs", "words"),
+    [
+        (nearly_full, "4,096 are free and a tenth stays so"),
+        (gone, f"{NEWEST[0]} could not be written: [Errno 2] No such file or directory"),
+    ],
+)
+def test_a_folder_without_room_or_removed_meanwhile_costs_checkpoints_in_memory_and_no_training(
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statvfs: object, words: str
 ) -> None:
-    Told = namedtuple("Told", "f_bavail f_frsize")
-    monkeypatch.setattr(os, "statvfs", lambda path: Told(1, 4096))
+    monkeypatch.setattr(os, "statvfs", statvfs)
     disk = tmp_path / "disk"
     trained(life.begin(folder=disk), DIES, dies=True)
     whys = [str(each["why"]) for each in life.said("note")]
     assert len(whys) == 2
-    assert "4,096 are free and a tenth stays so" in whys[0]
-    assert names(life.memory) == []
-    assert names(disk)[-1] == NEWEST[1]
-
-
-def test_a_folder_that_somebody_removes_meanwhile_costs_checkpoints_in_memory_and_no_training(
-    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(path: Path) -> None:
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-
-    monkeypatch.setattr(os, "statvfs", gone)  # As the system does with what users who logged out have in /dev/shm.
-    disk = tmp_path / "disk"
-    trained(life.begin(folder=disk), DIES, dies=True)
-    whys = [str(each["why"]) for each in life.said("note")]
-    assert len(whys) == 2
-    assert f"{NEWEST[0]} could not be written: [Errno 2] No such file or directory" in whys[0]
+    assert words in whys[0]
     assert names(life.memory) == []
     assert names(disk)[-1] == NEWEST[1]
 
@@ -115,15 +114,7 @@ def test_what_lies_there_of_another_history_is_removed(life: Life) -> None:
     assert names(life.memory) == []
 
 
-def test_without_steps_or_a_folder_there_are_none(life: Life) -> None:
-    life.memory.mkdir()
-    trainer = build(life.case, life.corpus, life.group)
-    trained(trainer, 3, dies=False)
-    assert trainer._memory is None
-    assert checkpoint.names(life.memory) == []
-
-
-# --- What goes between two machines is in ``memory_program`` ---------------------------------------------------------
+# --- What goes between two machines is in ``memory_program`` ----------------------------------------------------------
 
 
 def among(told: list[str], rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:

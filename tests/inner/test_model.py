@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.inner.model import (
+    CompileError,
     ComputeOptions,
     Kernels,
     KernelsError,
@@ -23,35 +27,53 @@ from diloco.inner.model import (
     plain_attention,
     prepare,
     rotary_tables,
-    rotate,
 )
 from tests.sooner import sooner
 
+OPTIONS = ModelOptions(vocab_size=257, layers=2, dim=32, heads=4, context=32)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+SEQUENCES = 2
 
-def small(**changes: object) -> ModelOptions:
-    sizes: dict[str, object] = {"vocab_size": 50, "layers": 2, "dim": 16, "heads": 4, "context": 12}
-    return ModelOptions(**{**sizes, **changes})  # type: ignore[arg-type]
+
+def small(**changes: Any) -> ModelOptions:
+    return ModelOptions(**{"vocab_size": 50, "layers": 2, "dim": 16, "heads": 4, "context": 12, **changes})
 
 
-def num_parameters(model: Transformer) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def drawn(options: ModelOptions) -> torch.Tensor:
+    """Sequences as long as the context, and one token more."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, options.vocab_size, (SEQUENCES, options.context + 1), generator=generator)
+
+
+def trained(
+    options: ModelOptions = OPTIONS,
+    kernels: Kernels | None = None,
+    watch: TorchDispatchMode | None = None,
+    **compute: Any,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step without its optimizer."""
+    model = Transformer(options, 3).to(DEVICE)
+    prepare(model, ComputeOptions(**compute), DEVICE)
+    if kernels is not None:
+        model.compute_by(kernels)
+    tokens = drawn(options).to(DEVICE)
+    with watch or contextlib.nullcontext():
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+    assert model.state_dict().keys() == Transformer(options, 3).state_dict().keys()
+    return float(loss.detach()), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_alike(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=1e-4, atol=1e-7), name
 
 
 def test_the_demo_model_has_the_size_that_is_told() -> None:
-    model = Transformer(ModelOptions())
-    assert num_parameters(model) == 1_066_112
+    assert sum(parameter.numel() for parameter in Transformer(ModelOptions()).parameters()) == 1_066_112
     assert flops_per_token(ModelOptions()) == 6 * (1_066_112 - 1024 * 128 - 9 * 128) + 12 * 4 * 128 * 128
-
-
-def test_tied_and_grouped_models_have_fewer_parameters_and_still_run() -> None:
-    plain = Transformer(small())
-    tied = Transformer(small(tied=True))
-    grouped = Transformer(small(kv_heads=2))
-    assert num_parameters(plain) - num_parameters(tied) == 50 * 16
-    assert num_parameters(plain) - num_parameters(grouped) == 2 * 2 * 16 * 8
-    assert tied.head.weight is tied.embedding.weight
-    for model in (plain, tied, grouped):
-        assert model(torch.zeros(3, 12, dtype=torch.int64)).shape == (3, 12, 50)
 
 
 def test_a_seed_gives_the_same_values_and_leaves_the_global_random_state_alone() -> None:
@@ -70,16 +92,6 @@ def test_the_first_loss_is_that_of_guessing(tied: bool) -> None:
     assert loss.item() == pytest.approx(math.log(1024), abs=0.1)
 
 
-def test_no_position_sees_a_later_token() -> None:
-    model = Transformer(small(kv_heads=2), 1)
-    tokens = torch.randint(0, 50, (1, 12), generator=torch.Generator().manual_seed(2))
-    changed = tokens.clone()
-    changed[0, 7:] = (changed[0, 7:] + 1) % 50
-    seen, unseen = model(tokens), model(changed)
-    assert torch.equal(seen[0, :7], unseen[0, :7])
-    assert not torch.allclose(seen[0, 7:], unseen[0, 7:])
-
-
 def test_rotary_angles_are_rounded_as_the_fields_are() -> None:
     """By the operations of transformers' own: fp32 frequencies, times fp32 positions."""
     options = small(context=4096)
@@ -88,17 +100,6 @@ def test_rotary_angles_are_rounded_as_the_fields_are() -> None:
     cosines, sines = rotary_tables(options)
     assert torch.equal(cosines, angles.cos())
     assert torch.equal(sines, angles.sin())
-
-
-def test_rotary_products_depend_on_the_distance_only() -> None:
-    cosines, sines = rotary_tables(small())
-    generator = torch.Generator().manual_seed(3)
-    query, key = (torch.randn(1, 1, 1, 4, generator=generator).expand(1, 1, 12, 4) for _ in range(2))
-    products = (rotate(query, cosines, sines) @ rotate(key, cosines, sines).transpose(-1, -2))[0, 0]
-    for distance in (0, 1, 5):
-        diagonal = products.diagonal(-distance)
-        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-5)
-    assert not torch.allclose(products[5, 0], products[1, 0])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -113,23 +114,30 @@ def test_the_written_out_attention_is_the_fused_one(kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("kind", "options", "words"),
     [
-        ("vocab_size", 1),
-        ("layers", 0),
-        ("dim", 0),
-        ("heads", 3),
-        ("heads", 16),
-        ("kv_heads", 3),
-        ("ffn_dim", -1),
-        ("context", 0),
-        ("rope_theta", 0.5),
-        ("norm_eps", 0.0),
+        (ModelOptions, {"vocab_size": 1}, "vocab_size is 1"),
+        (ModelOptions, {"layers": 0}, "layers is 0"),
+        (ModelOptions, {"dim": 0}, "dim is 0"),
+        (ModelOptions, {"dim": 16, "heads": 3}, "heads is 3"),
+        (ModelOptions, {"dim": 16, "heads": 16}, "heads is 16"),
+        (ModelOptions, {"heads": 4, "kv_heads": 3}, "kv_heads is 3"),
+        (ModelOptions, {"ffn_dim": -1}, "ffn_dim is -1"),
+        (ModelOptions, {"context": 0}, "context is 0"),
+        (ModelOptions, {"rope_theta": 0.5}, "rope_theta is 0.5"),
+        (ModelOptions, {"norm_eps": 0.0}, "norm_eps is 0.0"),
+        (ComputeOptions, {"activation_checkpoint": "some"}, "activation_checkpoint is 'some': one of none, full, sel"),
+        (ComputeOptions, {"activation_checkpoint": "selective", "compile": True}, "nt is 'selective': full or none"),
+        (ComputeOptions, {"loss_chunk": -1}, "loss_chunk is -1: 0"),
+        (ComputeOptions, {"kernels": "triton"}, "^kernels is 'triton': one of torch, liger"),
+        (ComputeOptions, {"kernels": "liger", "activation_checkpoint": "selective"}, "'liger': torch with activation"),
+        (ComputeOptions, {"kernels": "liger", "compile": True}, "^kernels is 'liger': torch with compile=true"),
+        (ComputeOptions, {"kernels": "liger", "loss_chunk": 8}, "^kernels is 'liger': torch with loss_chunk"),
     ],
 )
-def test_a_wrong_option_is_named(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"{field} is {value!r}"):
-        small(**{field: value})
+def test_a_wrong_option_is_named(kind: Callable[..., object], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        kind(**options)
 
 
 def test_a_sequence_beyond_the_context_is_refused() -> None:
@@ -137,10 +145,96 @@ def test_a_sequence_beyond_the_context_is_refused() -> None:
         Transformer(small())(torch.zeros(1, 13, dtype=torch.int64))
 
 
-# --- The fused kernels against torch's own operations ----------------------------------------------------------------
+# --- How it is computed -----------------------------------------------------------------------------------------------
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CPU = torch.device("cpu")
+
+class Watch(TorchDispatchMode):
+    """What is made while it looks: the most values in one tensor, and how many products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.products = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, torch.Tensor):
+                self.largest = max(self.largest, each.numel())
+        return made
+
+
+def test_what_is_not_kept_is_computed_again_to_the_same_bits() -> None:
+    plain = Watch()
+    loss, gradients = trained(watch=plain)
+    # Of a block's seven products the last is needed by nothing in its own backward pass.
+    for kept, again in (("full", 2 * 6), ("selective", 0)):
+        watch = Watch()
+        here, ours = trained(watch=watch, activation_checkpoint=kept)
+        assert here == loss
+        assert all(torch.equal(ours[name], gradients[name]) for name in gradients)
+        assert watch.products == plain.products + again
+
+
+def test_less_is_kept_for_the_backward_pass() -> None:
+    sizes, tokens = {}, drawn(OPTIONS)
+    for kept in ("none", "selective", "full"):
+        model = Transformer(OPTIONS, 3)
+        prepare(model, ComputeOptions(activation_checkpoint=kept), CPU)
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda each, to=saved: to.append(each) or each, lambda each: each
+        ):
+            model(tokens[:, :-1], tokens[:, 1:])
+        sizes[kept] = sum(each.numel() for each in saved)
+    # What selective keeps of a block it keeps by itself, where no hook sees it.
+    assert sizes["full"] == sizes["selective"] < sizes["none"] / 2
+
+
+@pytest.mark.parametrize("chunk", [1000, 48, 32])
+def test_logits_in_chunks_give_the_same_loss_and_are_never_all_there(chunk: int) -> None:
+    plain, watch = Watch(), Watch()
+    loss, gradients = trained(watch=plain)
+    assert plain.largest == SEQUENCES * 32 * 257
+    here, ours = trained(watch=watch, loss_chunk=chunk)
+    assert here == pytest.approx(loss, rel=1e-6)
+    assert_alike(ours, gradients)
+    assert watch.largest == max(min(chunk, SEQUENCES * 32) * 257, SEQUENCES * 32 * OPTIONS.ffn_dim_used)
+
+
+def test_without_targets_the_logits_are_whole_and_without_gradients_nothing_is_computed_again() -> None:
+    model, plain, tokens = Transformer(OPTIONS, 3), Transformer(OPTIONS, 3), drawn(OPTIONS)[:, 1:]
+    prepare(model, ComputeOptions(activation_checkpoint="full", loss_chunk=16), CPU)
+    with torch.no_grad(), Watch() as watch:
+        assert torch.equal(model(tokens), plain(tokens))
+    assert watch.products == 2 * (2 * 7 + 1)
+
+
+def test_a_machine_that_cannot_compile_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(function: Callable[..., Any]) -> Callable[..., Any]:
+        def fails(*_: Any) -> None:
+            raise RuntimeError("No working C++ compiler found\n  in /usr/bin")
+
+        return fails
+
+    monkeypatch.setattr("torch.compile", lacking)
+    with pytest.raises(CompileError, match=r"does not work here on cpu: No working C\+\+ compiler found in /usr/bin"):
+        prepare(Transformer(OPTIONS), ComputeOptions(compile=True), CPU)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kept", ["none", "full"])
+def test_compiled_blocks_are_the_same_model(kept: str) -> None:
+    loss, gradients = trained()
+    here, ours = trained(compile=True, activation_checkpoint=kept)
+    assert here == pytest.approx(loss, rel=1e-5)
+    assert_alike(ours, gradients)
+
+
+# --- The fused kernels against torch's own operations -----------------------------------------------------------------
+
+
 PLAIN = ModelOptions(vocab_size=97, layers=2, dim=24, heads=4, kv_heads=2, context=4)
 TIED = ModelOptions(vocab_size=61, layers=1, dim=32, heads=2, context=4, tied=True)
 PARTS = ("normalised", "rotated", "gated", "fused_loss")
@@ -174,17 +268,6 @@ def only(part: str, liger: LigerKernels) -> Kernels:
     return mixed
 
 
-def trained(kernels: Kernels, options: ModelOptions, keeps: str = "none") -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one step."""
-    model = Transformer(options, 3).to(DEVICE)
-    prepare(model, ComputeOptions(activation_checkpoint=keeps), DEVICE)
-    model.compute_by(kernels)
-    tokens = torch.randint(0, options.vocab_size, (2, 5), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    return float(loss.detach()), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
 def rounding(options: ModelOptions) -> float:
     """Bound how far apart a gradient is when fp32 sums it in another order, as a share of its largest value.
 
@@ -203,8 +286,8 @@ def rounding(options: ModelOptions) -> float:
 @pytest.mark.parametrize("options", [PLAIN, TIED], ids=["plain", "tied"])
 @pytest.mark.parametrize("part", sooner([*PARTS, "all"], "all"))
 def test_values_and_gradients_are_torchs(liger: LigerKernels, part: str, options: ModelOptions) -> None:
-    wanted, slopes = trained(Kernels(), options)
-    loss, found = trained(liger if part == "all" else only(part, liger), options)
+    wanted, slopes = trained(options)
+    loss, found = trained(options, liger if part == "all" else only(part, liger))
     assert loss == pytest.approx(wanted, rel=1e-6)
     assert found.keys() == slopes.keys()
     for name in slopes:
@@ -216,8 +299,8 @@ def test_values_and_gradients_are_torchs(liger: LigerKernels, part: str, options
 @pytest.mark.slow
 def test_what_is_computed_again_is_the_same(liger: LigerKernels) -> None:
     """Queries and keys are turned where they lie: made again they must not have been turned before."""
-    wanted, slopes = trained(liger, PLAIN)
-    loss, found = trained(liger, PLAIN, "full")
+    wanted, slopes = trained(PLAIN, liger)
+    loss, found = trained(PLAIN, liger, activation_checkpoint="full")
     assert loss == wanted
     assert all(torch.equal(found[name], slopes[name]) for name in slopes)
 
@@ -231,32 +314,14 @@ def test_without_targets_and_without_gradients(liger: LigerKernels) -> None:
         assert float(model(tokens, tokens)) == pytest.approx(float(plain(tokens, tokens)), rel=1e-6)
 
 
-def test_on_a_cpu_they_are_refused_and_the_plain_ones_are_not() -> None:
+def test_it_is_refused_on_a_cpu_and_where_it_is_not_there_and_not_imported_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(KernelsError, match="its kernels are for accelerators, and this is a CPU: torch"):
         prepare(Transformer(PLAIN), ComputeOptions(kernels="liger"), CPU)
-    assert type(kernels_of("torch", CPU)) is Kernels
-
-
-def test_where_the_library_is_not_there_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(KernelsError, match=r"liger-kernel is not there \(.+\): pip install 'diloco\[fused\]'"):
         kernels_of("liger", torch.device("cuda", 0))
-
-
-def test_nothing_of_it_is_imported_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     prepare(Transformer(PLAIN), ComputeOptions(), CPU)  # Whatever were asked of the one there would fail.
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kernels": "triton"}, "^kernels is 'triton': one of torch, liger"),
-        ({"activation_checkpoint": "selective"}, "^kernels is 'liger': torch with activation_checkpoint=selective"),
-        ({"compile": True}, "^kernels is 'liger': torch with compile=true"),
-        ({"loss_chunk": 8}, "^kernels is 'liger': torch with loss_chunk"),
-    ],
-)
-def test_what_does_not_go_together_is_said(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ComputeOptions(**{"kernels": "liger", **options})
+    assert type(kernels_of("torch", CPU)) is Kernels

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,52 +10,25 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from diloco.inner import parallel
+from diloco.inner import GroupError, parallel
 from diloco.inner.data import CorpusManifest
-from diloco.inner.parallel import SiteGroup
-from diloco.inner.trainer import StepInfo, Verdict
-from tests.inner.rank_program import build
-from tests.inner.test_sharding import run_ranks
-
-ROOT = Path(__file__).parents[2]
+from diloco.inner.parallel import PresentGroup, SiteGroup
+from tests.inner import rank_program
+from tests.inner.conftest import run_ranks
+from tests.inner.spread_program import CASES, build, trained
 
 
 def test_two_ranks_are_one_process_on_the_double_batch(manifest: CorpusManifest, tmp_path: Path) -> None:
-    run_ranks("rank_program", 2, str(manifest.directory), str(tmp_path))
+    run_ranks(rank_program, 2, manifest.directory, tmp_path)
     first, second = (load_file(tmp_path / f"straight-{rank}.safetensors") for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert (tmp_path / "losses-0.txt").read_text() == (tmp_path / "losses-1.txt").read_text()
-
-    alone = build(manifest.directory, SiteGroup(device="cpu"), batch_sequences=4)
-    losses: list[float] = []
-
-    def after_step(info: StepInfo) -> Verdict:
-        losses.append(info.loss)
-        return Verdict()
-
-    alone.run(until_step=3, after_step=after_step)
-    together = [float.fromhex(loss) for loss in (tmp_path / "losses-0.txt").read_text().split()]
-    assert together == pytest.approx(losses, rel=1e-6)
+    told = [json.loads((tmp_path / f"steps-{rank}.json").read_text()) for rank in (0, 1)]
+    assert told[0] == told[1]
+    alone = build(CASES["ddp"], manifest.directory, SiteGroup(device="cpu"))
+    for mine, ours in zip(trained(alone, 3), told[0], strict=True):
+        assert ours == pytest.approx(mine, rel=1e-5)
     for name, parameter in alone.model.named_parameters():
         assert torch.allclose(first[name], parameter, rtol=1e-4, atol=1e-5), name
-
-
-def test_one_rank_needs_no_rendezvous_and_sends_nothing() -> None:
-    group = SiteGroup(device="cpu")
-    model = torch.nn.Linear(2, 2)
-    assert group.wrap(model) is model
-    tensor = torch.ones(2)
-    group.broadcast_(tensor)
-    assert tensor.tolist() == [1.0, 1.0]
-    assert group.broadcast_small([1, 2]) == [1, 2]
-    assert group.all_reduce_sum([1.5, 2.0]) == [1.5, 2.0]
-    assert [part.tolist() for part in group.all_gather(tensor)] == [[1.0, 1.0]]
-    assert group.all_gather_bytes(b"abc") == [b"abc"]
-    assert group.all_gather_bytes(b"") == [b""], "of any length"
-    assert group.all_to_all(tensor, [2], [2]).tolist() == [1.0, 1.0]
-    group.barrier()
-    group.close()
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -84,3 +58,20 @@ def test_a_group_is_settled_when_its_threads_have_let_go(monkeypatch: pytest.Mon
     assert held
     assert uses == [1], "it gave the thread a turn"
     group.settle()
+
+
+def test_a_process_takes_the_group_that_is_there_and_leaves_it_and_is_alone_where_there_is_none(tmp_path: Path) -> None:
+    alone = PresentGroup()
+    assert (alone.rank, alone.world, alone.is_first) == (0, 1, True)
+    assert alone.all_gather_bytes(b"told") == [b"told"]
+    alone.close()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        group = PresentGroup()
+        assert (group.rank, group.world, group.backend, group.device) == (0, 1, "gloo", torch.device("cpu"))
+        group.close()
+        assert dist.is_initialized(), "it is its owner's"
+        with pytest.raises(GroupError, match="rank 0 of 1 failed in a test: lost"), group.bounded("a test"):
+            raise RuntimeError("lost")
+    finally:
+        dist.destroy_process_group()

@@ -1,24 +1,38 @@
+"""Our tokenizers, and those of the field from a file."""
+
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
-from diloco.inner.tokenizer import make_tokenizer, train_bpe1024
+from diloco.inner import tokenizer
+from diloco.inner.corpus import prepare_corpus
+from diloco.inner.data import TokenStream, load_manifest
+from diloco.inner.tokenizer import END, make_tokenizer, train_bpe1024
+from tests.inner.conftest import options, write_text
 
-TEXTS = ["", "def f(x):\n\treturn x  # héllo\r\n", "日本語 \x00 \U0001f600 <|endoffile|> <s>", "    " * 9 + "end"]
+TEXTS = [
+    "",
+    "def f(x):\n\treturn x  # héllo\r\n",
+    f"日本語 \x00 \U0001f600 {END} <s>",
+    "    " * 9 + "end",
+]
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe1024"])
 def test_text_comes_back_exactly(name: str) -> None:
-    tokenizer = make_tokenizer(name)
+    made = make_tokenizer(name)
     draw = random.Random(11)
     noise = ["".join(chr(draw.choice([draw.randrange(32, 127), draw.randrange(0x3000)])) for _ in range(200))]
-    for text, ids in zip(TEXTS + noise, tokenizer.encode_batch(TEXTS + noise), strict=True):
+    for text, ids in zip(TEXTS + noise, made.encode_batch(TEXTS + noise), strict=True):
         assert ids.dtype == np.uint16
-        assert tokenizer.end_of_file not in ids.tolist()
-        assert tokenizer.decode([*ids.tolist(), tokenizer.end_of_file or 0]) == text, "seed 11"
+        assert made.end_of_file not in ids.tolist()
+        assert made.decode([*ids.tolist(), made.end_of_file or 0]) == text, "seed 11"
 
 
 def test_sizes_and_ends_of_files() -> None:
@@ -37,13 +51,100 @@ def test_the_shipped_merges_shorten_python_sources() -> None:
     assert int(ids.max()) < 1023
 
 
-def test_training_gives_the_same_merges_twice_and_leaves_an_id_free() -> None:
+def test_training_gives_the_same_merges_twice() -> None:
     texts = [f"value_{number} = compute(number, {number})\n" * 5 for number in range(300)]
-    first = train_bpe1024(texts)
-    assert first == train_bpe1024(texts)
-    assert '"vocab"' in first
+    assert '"vocab"' in train_bpe1024(texts) == train_bpe1024(texts)
 
 
-def test_an_unknown_tokenizer_is_named() -> None:
-    with pytest.raises(ValueError, match="tokenizer is 'gpt2'"):
-        make_tokenizer("gpt2")
+def file_of(folder: Path, name: str = "bpe1024", **beside: object) -> str:
+    path = folder / "tokenizer.json"
+    path.write_text(make_tokenizer(name).field_form().to_str())
+    for file, told in beside.items():
+        (folder / f"{file}.json").write_text(json.dumps(told))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe1024"])
+def test_the_fields_form_gives_the_same_ids(name: str, tmp_path: Path) -> None:
+    ours = make_tokenizer(name)
+    theirs = make_tokenizer(file_of(tmp_path, name, tokenizer_config={"eos_token": END}))
+    assert (theirs.vocab_size, theirs.end_of_file) == (ours.vocab_size, ours.end_of_file)
+    for text, one, other in zip(TEXTS, ours.encode_batch(TEXTS), theirs.encode_batch(TEXTS), strict=True):
+        assert other.dtype == np.uint16
+        assert one.tolist() == other.tolist(), "what the text spells is text, also where it spells the end"
+        assert theirs.decode([*other.tolist(), ours.end_of_file or 0]) == text
+    again = theirs.field_form().encode(TEXTS[1], add_special_tokens=False)
+    assert again.ids == ours.encode_batch([TEXTS[1]])[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"tokenizer_config": {"eos_token": END}},
+        {"tokenizer_config": {"eos_token": {"content": END, "lstrip": False}}},
+        {"config": {"eos_token_id": 1023}},
+        {"tokenizer_config": {}, "generation_config": {"eos_token_id": [1023, 4]}},
+    ],
+)
+def test_the_end_is_what_the_files_beside_say(beside: dict[str, object], tmp_path: Path) -> None:
+    path = file_of(tmp_path, **beside)
+    assert make_tokenizer(path).end_of_file == 1023
+    assert make_tokenizer(path, False).end_of_file is None
+
+
+def test_the_name_is_that_of_the_content(tmp_path: Path) -> None:
+    for folder in ("here", "there", "other"):
+        (tmp_path / folder).mkdir()
+    one, same = (make_tokenizer(file_of(tmp_path / folder), False) for folder in ("here", "there"))
+    other = make_tokenizer(file_of(tmp_path / "other", "bytes"), False)
+    assert one.name == same.name != other.name
+    assert one.digest != make_tokenizer(file_of(tmp_path / "here", config={"eos_token_id": 1023})).digest
+
+
+def test_text_is_prepared_with_it(tmp_path: Path) -> None:
+    text, path = write_text(tmp_path / "text", 4), file_of(tmp_path, tokenizer_config={"eos_token": END})
+    theirs, ours = (prepare_corpus(options(text, tokenizer=each), tmp_path / "cache") for each in (path, "bpe1024"))
+    assert theirs.directory != ours.directory
+    assert [shard.sha256 for shard in theirs.train.shards] == [shard.sha256 for shard in ours.train.shards]
+
+
+def test_more_ids_than_16_bits_hold_are_kept_in_32(tmp_path: Path) -> None:
+    words = {f"w{number}": number for number in range(70_000)}
+    many = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    many.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    many.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / f"text/{number}").write_text(" ".join(f"w{69_000 + number * 200 + word}" for word in range(150)))
+    wanted = options(tmp_path / "text", tokenizer=str(tmp_path / "tokenizer.json"), end_of_file=False)
+    manifest = prepare_corpus(wanted, tmp_path / "cache")
+    assert load_manifest(manifest.directory) == manifest
+    assert (manifest.directory / manifest.train.shards[0].file).stat().st_size == 4 * manifest.train.tokens
+    inputs, targets = TokenStream(manifest, "train", 20, 4).batch(0)
+    assert int(inputs.min()) >= 69_000
+    assert int(inputs.max()) > 1 << 16
+    assert bool((targets[:, :-1] == inputs[:, 1:]).all())
+    manifest.verify()
+
+
+def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file_of(tmp_path)
+
+    def refuses(words: str, end: bool = False, name: str = path) -> None:
+        with pytest.raises(ValueError, match=words):
+            make_tokenizer(name, end)
+
+    refuses("tokenizer is 'gpt2'", name="gpt2")
+    refuses(r"tokenizer is 'nowhere\.json': No such file", name="nowhere.json")
+    refuses(r"end_of_file is True: nothing beside .* says which token ends a text", end=True)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    refuses(r"tokenizer_config\.json beside it is no JSON", end=True)
+    (tmp_path / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(tokenizer, "VOCAB_SIZE_MAX", 1024)
+    assert make_tokenizer(path, False).vocab_size == 1024
+    monkeypatch.setattr(tokenizer, "VOCAB_SIZE_MAX", 1000)
+    refuses("1024 ids, at most 1000")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    refuses(r"no tokenizer\.json")
+    monkeypatch.setattr(tokenizer, "FILE_BYTES_MAX", 3)
+    refuses("12 bytes, at most 3")

@@ -3,12 +3,16 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.data import CorpusManifest, TokenStream, validation_batches
@@ -17,17 +21,15 @@ from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import (
+    Captured,
+    Saving,
     StepInfo,
     Trainer,
     TrainerOptions,
     TrainingError,
     Verdict,
     capture_state,
-    first_nonfinite,
-    gather_random,
     load_parameters,
-    model_tensors,
-    restore,
 )
 from tests.sooner import sooner
 
@@ -69,38 +71,37 @@ def everything(made: Trainer) -> dict[str, torch.Tensor]:
     return {"random": torch.get_rng_state(), "counters": counters, **named, **optimizer}
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == two.keys()
-    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+def steps_of(made: Trainer, until_step: int, also: Callable[[StepInfo], object] = lambda info: None) -> list[StepInfo]:
+    """What is told of each step until then; ``also`` is called after each."""
+    found: list[StepInfo] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        found.append(info)
+        also(info)
+        return Verdict()
+
+    made.run(until_step=until_step, after_step=after_step)
+    return found
+
+
+def put(made: Trainer, value: float) -> None:
+    """A value that is written into the model between two steps."""
+    with torch.no_grad():
+        made.model.get_parameter("norm.weight")[0] = value
+
+
+def notes(facts: Facts, field: str = "why") -> list[object]:
+    return [fields.get(field) for what, fields in facts if what == "note"]
 
 
 def test_the_loss_falls(manifest: CorpusManifest) -> None:
     made = make(manifest, dim=32, inner={"batch_sequences": 8}, precision="auto")
     held_out = validation_batches(manifest, 16, 16, 8)
     before = evaluate(made.model, held_out)
-    losses: list[float] = []
-
-    def after_step(info: StepInfo) -> Verdict:
-        losses.append(info.loss)
-        return Verdict()
-
-    end = made.run(until_step=60, after_step=after_step)
+    first, *_ = steps_of(made, 60)
     assert before == pytest.approx(math.log(257), abs=0.15)
-    assert losses[0] == pytest.approx(before, abs=0.3)
+    assert first.loss == pytest.approx(before, abs=0.3)
     assert evaluate(made.model, held_out) < 0.6 * before
-    assert (end.reason, end.step, end.tokens) == ("reached step 60", 60, 60 * 8 * 16)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_same_seed_gives_the_same_bits_twice(manifest: CorpusManifest, kind: str) -> None:
-    results = []
-    for seed in (7, 7, 8):
-        made = make(manifest, seed=seed, deterministic=True, precision="auto", inner={"optimizer": kind})
-        made.options.seed = seed
-        made.run(until_step=5)
-        results.append(everything(made))
-    assert_same_bits(results[0], results[1])
-    assert not torch.equal(results[0]["head.weight"], results[2]["head.weight"])
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -139,7 +140,9 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
     wanted_names = ["step-0000000002", "step-0000000004"] + (["step-0000000005-end"] if stop == 5 else [])
     assert names(tmp_path / "b") == wanted_names
     torch.manual_seed(999)
-    assert_same_bits(everything(run(tmp_path / "b", 8, die=False)), wanted)
+    found = everything(run(tmp_path / "b", 8, die=False))
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
 
 
 def test_a_checkpoint_comes_before_after_step_and_a_resume_calls_it_again(
@@ -198,14 +201,9 @@ def test_a_resume_passes_over_a_damaged_checkpoint_in_words(manifest: CorpusMani
     assert [what for what, _ in facts] == ["note", "resumed"]
     with pytest.raises(CheckpointError, match=r"is of another model: blocks\.0"):
         make(manifest, tmp_path, dim=32).resume()
-    facts.clear()
     make(manifest, tmp_path, facts=facts, seed=4).resume()
-    assert ("note", "other data than before") in [(what, fields.get("note")) for what, fields in facts]
-
-
-def test_a_fresh_run_does_not_mix_with_what_is_in_its_folder(manifest: CorpusManifest, tmp_path: Path) -> None:
-    make(manifest, tmp_path, deterministic=True).run(until_step=2)
-    with pytest.raises(CheckpointError, match="already holds step-0000000002-end, and this run did not resume"):
+    assert "other data than before" in notes(facts, "note")
+    with pytest.raises(CheckpointError, match="already holds step-0000000004-end, and this run did not resume"):
         make(manifest, tmp_path).run(until_step=2)
 
 
@@ -220,34 +218,26 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
             raise CheckpointError(f"{root / name} could not be written: No space left on device")
         return real(root, name, *rest)
 
+    def settle(info: StepInfo) -> None:
+        if made.saving.writer is not None and made.saving.writer._thread is not None:
+            made.saving.writer._thread.join(20)
+
     monkeypatch.setattr(checkpoint, "save", full)
     facts: Facts = []
     made = make(manifest, tmp_path, facts=facts, deterministic=deterministic, checkpoint_steps=2)
-
-    def after_step(info: StepInfo) -> Verdict:
-        thread = made.saving.writer._thread if made.saving.writer is not None else None
-        if thread is not None:
-            thread.join(20)
-        return Verdict()
-
-    assert made.run(until_step=5, after_step=after_step)
-    said = [str(fields["why"]) for what, fields in facts if what == "note"]
-    assert [why.split("/")[-1] for why in said] == [
-        "step-0000000002 could not be written: No space left on device",
-        "step-0000000004 could not be written: No space left on device",
+    assert len(steps_of(made, 5, settle)) == 5
+    assert [str(why).split("/")[-1] for why in notes(facts)] == [
+        f"step-000000000{number} could not be written: No space left on device" for number in (2, 4)
     ]
     assert names(tmp_path) == ["step-0000000005-end"]
 
 
-def test_the_last_checkpoint_must_be_written(
-    manifest: CorpusManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(root: Path, name: str, *_: Any) -> Path:
-        raise CheckpointError(f"{root / name} could not be written: No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save", full)
-    with pytest.raises(CheckpointError, match="step-0000000003-end could not be written"):
-        make(manifest, tmp_path).run(until_step=3)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_last_checkpoint_must_be_written(manifest: CorpusManifest, tmp_path: Path, deterministic: bool) -> None:
+    (tmp_path / "file").write_text("in the way")
+    made = make(manifest, tmp_path / "file", deterministic=deterministic)
+    with pytest.raises(CheckpointError, match=r"file/step-0000000006-end could not be written"):
+        made.run(until_step=6)
 
 
 def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
@@ -263,48 +253,33 @@ def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
     monkeypatch.setattr(checkpoint, "save", slow)
     facts: Facts = []
     made = make(manifest, tmp_path, facts=facts)
-
     at_step_2: list[torch.Tensor] = []
 
-    def after_step(info: StepInfo) -> Verdict:
+    def also(info: StepInfo) -> None:
         if info.step == 2:
             at_step_2.append(made.model.get_parameter("norm.weight").detach().clone())
         if info.step == 7:
             gate.set()
             assert made.saving.writer is not None
             made.saving.writer.wait(20)
-        return Verdict()
 
-    made.run(until_step=9, after_step=after_step)
+    steps_of(made, 9, also)
     # Step 4 was due while step 2 was being written; the first step with a free writer is 8.
-    assert [fields["name"] for what, fields in facts if what == "checkpoint"] == [
-        "step-0000000002",
-        "step-0000000008",
-        "step-0000000009-end",
-    ]
+    wanted = ["step-0000000002", "step-0000000008", "step-0000000009-end"]
+    assert [fields["name"] for what, fields in facts if what == "checkpoint"] == wanted
     first, last = (checkpoint.load(tmp_path / name).part("model") for name in (names(tmp_path)[0], names(tmp_path)[-1]))
     assert torch.equal(first["norm.weight"], at_step_2[0])  # whatever training did while it was being written
     assert torch.equal(last["norm.weight"], made.model.get_parameter("norm.weight"))
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_failed_write_stops_training_in_words(manifest: CorpusManifest, tmp_path: Path, deterministic: bool) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"file.*could not be written"):
-        make(manifest, tmp_path / "file", deterministic=deterministic).run(until_step=6)
-
-
 def test_parameters_written_between_steps_are_what_the_next_step_sees(manifest: CorpusManifest) -> None:
     made = make(manifest, precision="auto")
-    losses: list[float] = []
 
-    def after_step(info: StepInfo) -> Verdict:
-        losses.append(info.loss)
+    def also(info: StepInfo) -> None:
         with torch.no_grad():
             made.model.get_parameter("head.weight").zero_()
-        return Verdict()
 
-    made.run(until_step=3, after_step=after_step)
+    losses = [info.loss for info in steps_of(made, 3, also)]
     assert losses[1:] == pytest.approx([math.log(257)] * 2, rel=1e-6)
 
 
@@ -313,19 +288,14 @@ def test_lost_steps_are_not_applied_but_told_and_end_in_words(manifest: CorpusMa
     made = make(manifest, tmp_path, facts=facts, checkpoint_steps=3)
     infos: list[StepInfo] = []
 
-    def after_step(info: StepInfo) -> Verdict:
+    def also(info: StepInfo) -> None:
         infos.append(info)
-        if info.step in (1, 4):
-            with torch.no_grad():
-                made.model.get_parameter("norm.weight")[0] = torch.nan
-        if info.step == 3:  # two lost steps, then the outer world gives a sound version
-            with torch.no_grad():
-                made.model.get_parameter("norm.weight")[0] = 1.0
-        return Verdict()
+        if info.step in (1, 3, 4):  # After two lost steps the outer world gives a sound version.
+            put(made, 1.0 if info.step == 3 else torch.nan)
 
     head = made.model.get_parameter("head.weight").detach().clone()
     with pytest.raises(TrainingError, match=r"steps 5 to 7 gave no finite loss .* nonfinite_max=3"):
-        made.run(until_step=20, after_step=after_step)
+        steps_of(made, 20, also)
     assert [info.applied for info in infos] == [True, False, False, True, False, False, False]
     assert [math.isnan(info.loss) for info in infos] == [not info.applied for info in infos]
     assert made.nonfinite_steps == 5
@@ -344,15 +314,9 @@ def test_an_end_with_parameters_that_are_not_finite_writes_no_checkpoint(
 ) -> None:
     facts: Facts = []
     made = make(manifest, tmp_path, facts=facts, checkpoint_steps=0)
-
-    def after_step(info: StepInfo) -> Verdict:
-        with torch.no_grad():
-            made.model.get_parameter("norm.weight")[0] = torch.nan
-        return Verdict(stop=True)
-
-    made.run(after_step=after_step)
+    steps_of(made, 1, lambda info: put(made, torch.nan))
     assert names(tmp_path) == []
-    assert ("note", "parameter norm.weight is not finite") in [(what, fields.get("why")) for what, fields in facts]
+    assert "parameter norm.weight is not finite" in notes(facts)
 
 
 def test_accumulating_small_batches_is_one_large_batch(manifest: CorpusManifest) -> None:
@@ -366,61 +330,36 @@ def test_accumulating_small_batches_is_one_large_batch(manifest: CorpusManifest)
 
 
 def test_the_schedule_follows_the_progress_that_is_told(manifest: CorpusManifest) -> None:
-    rates: list[float] = []
     inner = {"optimizer": "sgd", "lr": 1.0, "warmup_steps": 0, "decay_share": 0.5}
     told = iter([0.0, 0.5, 0.75, 1.0])
-
-    def after_step(info: StepInfo) -> Verdict:
-        rates.append(info.lr)
-        return Verdict()
-
-    make(manifest, inner=inner, progress=lambda: next(told)).run(until_step=3, after_step=after_step)
-    make(manifest, inner=inner).run(until_step=4, after_step=after_step)
-    assert rates == pytest.approx([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5])
+    infos = steps_of(make(manifest, inner=inner, progress=lambda: next(told)), 3)
+    infos += steps_of(make(manifest, inner=inner), 4)
+    assert [info.lr for info in infos] == pytest.approx([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5])
 
 
-def test_skipping_data_moves_forward_only(manifest: CorpusManifest) -> None:
+def test_bounds_stop_before_a_step_is_taken_and_skipping_data_moves_forward_only(manifest: CorpusManifest) -> None:
     made = make(manifest)
-    made.run(until_step=2)
+    assert made.run(until_tokens=100).reason == "reached 100 tokens"
+    end = made.run(until_step=2)
+    assert (end.reason, end.step, end.tokens) == ("reached step 2", 2, 2 * 64)
     made.skip_data(5)
     assert made.cursor == 8
     made.skip_data(40)
-    seen: list[int] = []
-
-    def after_step(info: StepInfo) -> Verdict:
-        seen.append(info.cursor)
-        return Verdict()
-
-    made.run(until_step=3, after_step=after_step)
-    assert seen == [44]
-    assert made.tokens == 3 * 64
-
-
-def test_bounds_stop_before_a_step_is_taken(manifest: CorpusManifest) -> None:
-    made = make(manifest)
-    assert made.run(until_tokens=100).reason == "reached 100 tokens"
-    assert made.step == 2
-    assert made.run(until_step=2).step == 2
+    assert [info.cursor for info in steps_of(made, 3)] == [44]
     assert made.run(until_step=9, after_step=lambda info: Verdict(stop=True)).reason == "asked to stop"
-    assert made.step == 3
+    assert (made.step, made.tokens) == (4, 4 * 64)
 
 
 def test_a_step_is_timed_without_what_comes_after_it(manifest: CorpusManifest) -> None:
     facts: Facts = []
-
-    def after_step(info: StepInfo) -> Verdict:
-        time.sleep(0.25)
-        return Verdict()
-
     began = time.perf_counter()
     made = make(manifest, facts=facts)
     made.run(until_step=2)
-    made.run(until_step=4, after_step=after_step)
+    steps_of(made, 4, lambda info: time.sleep(0.25))
     steps = [fields for what, fields in facts if what == "step"]
     spent = sum(float(str(fields["step_s"])) for fields in steps)
     assert 0 < spent < time.perf_counter() - began - 0.5
-    assert steps[0]["tokens"] == 64
-    assert steps[-1]["tokens_total"] == 256
+    assert (steps[0]["tokens"], steps[-1]["tokens_total"]) == (64, 256)
 
 
 def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,14 +368,7 @@ def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkey
     monkeypatch.setattr(
         "diloco.inner.trainer.time.sleep", lambda s: slept.append(s) if threading.get_ident() == here else None
     )
-    infos: list[StepInfo] = []
-
-    def after_step(info: StepInfo) -> Verdict:
-        infos.append(info)
-        return Verdict()
-
-    make(manifest, slowdown=4.0).run(until_step=3, after_step=after_step)
-    for seconds, info in zip(slept, infos, strict=True):
+    for seconds, info in zip(slept, steps_of(make(manifest, slowdown=4.0), 3), strict=True):
         assert 0 < seconds / 3.0 <= info.step_ns / 1e9
     make(manifest).run(until_step=1)
     assert len(slept) == 3
@@ -447,6 +379,7 @@ def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkey
     [
         ("precision", "fp8"),
         ("checkpoint_steps", -1),
+        ("checkpoint_steps", 5),  # Without a folder.
         ("checkpoints_kept", 0),
         ("checkpoint_wait_s", 0.0),
         ("nonfinite_max", 0),
@@ -456,26 +389,14 @@ def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkey
         ("peak_tflops", math.nan),
     ],
 )
-def test_a_wrong_option_is_named(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{field} is "):
-        TrainerOptions(**{field: value})  # type: ignore[arg-type]
-
-
-def test_checkpoints_need_a_folder(manifest: CorpusManifest) -> None:
-    with pytest.raises(ValueError, match="checkpoint_steps is 5"):
-        make(manifest, checkpoint_steps=5)
+def test_a_wrong_option_is_named(manifest: CorpusManifest, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}".replace("fp8", "'fp8'")):
+        make(manifest, **{field: value})
 
 
 def test_the_share_of_the_devices_peak_is_in_the_log_where_the_peak_is_known(manifest: CorpusManifest) -> None:
     facts: Facts = []
-    made = make(manifest, facts=facts, peak_tflops=2.0)
-    infos: list[StepInfo] = []
-
-    def after_step(info: StepInfo) -> Verdict:
-        infos.append(info)
-        return Verdict()
-
-    made.run(until_step=2, after_step=after_step)
+    infos = steps_of(make(manifest, facts=facts, peak_tflops=2.0), 2)
     # Of one layer of 16: 4 x 16 x 16 for attention, 3 x 16 x 64 for SwiGLU, the head's 16 x 257, and 16 positions.
     operations = 6 * (4 * 16 * 16 + 3 * 16 * 64 + 16 * 257) + 12 * 1 * 16 * 16
     for (_, fields), info in zip(facts, infos, strict=True):
@@ -485,45 +406,64 @@ def test_the_share_of_the_devices_peak_is_in_the_log_where_the_peak_is_known(man
     assert "mfu" not in facts[0][1]
 
 
-def tiny(dim: int = 16, seed: int = 1, tied: bool = True) -> Transformer:
-    return Transformer(ModelOptions(vocab_size=40, layers=1, dim=dim, heads=2, context=8, tied=tied), seed)
+def tiny(dim: int = 16, tied: bool = True) -> Transformer:
+    return Transformer(ModelOptions(vocab_size=40, layers=1, dim=dim, heads=2, context=8, tied=tied), 1)
 
 
-def test_tied_parameters_are_there_once_and_tables_are_not() -> None:
+def test_of_a_tied_pair_one_is_saved_and_what_is_of_another_model_is_named(tmp_path: Path) -> None:
     model = tiny()
-    named = model_tensors(model)
-    assert "head.weight" not in named
-    assert not any("sines" in name for name in named)
-    assert sum(tensor.numel() for tensor in named.values()) == sum(each.numel() for each in model.parameters())
-    assert named["embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
-
-
-def test_the_first_value_that_is_not_finite_is_named() -> None:
-    model = tiny()
-    assert first_nonfinite(model) == ""
-    with torch.no_grad():
-        model.norm.weight[3] = torch.inf
-    assert first_nonfinite(model) == "norm.weight"
-
-
-def test_what_is_captured_is_restored_in_place_and_only_into_its_like(tmp_path: Path) -> None:
-    group = SiteGroup(device="cpu")
-    model = tiny()
-    optimizers = build_optimizers(model, InnerOptions())
-    torch.manual_seed(12)
-    tensors, values = capture_state(model, optimizers)
-    saved = checkpoint.save(tmp_path, "step-1", {**tensors, **gather_random(group)}, {"optimizer": values})
-    wanted = torch.rand(3)
-
-    found = checkpoint.load(saved)
-    twin = tiny(seed=2)
-    places = [parameter.data_ptr() for parameter in twin.parameters()]
-    restore(found, twin, build_optimizers(twin, InnerOptions()), group, seed=0)
-    assert [parameter.data_ptr() for parameter in twin.parameters()] == places
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    assert torch.equal(torch.rand(3), wanted)
-
+    tensors, values = capture_state(model, build_optimizers(model, InnerOptions()))
+    found = checkpoint.load(checkpoint.save(tmp_path, "step-1", tensors, {"optimizer": values}))
+    assert set(found.part("model")) == {name for name, _ in model.named_parameters()}, "and no tables"
     with pytest.raises(CheckpointError, match=r"another model: .* is \(.*\) here and \(.*\) there"):
         load_parameters(found, tiny(dim=32))
     with pytest.raises(CheckpointError, match=r"head\.weight is \(40, 16\) here and nothing there"):
         load_parameters(found, tiny(tied=False))
+
+
+class Rank:
+    """One of two threads as a rank that holds a part."""
+
+    world = 2
+
+    def __init__(self, rank: int, shared: dict[int, Sequence[float]], barrier: threading.Barrier) -> None:
+        self.rank, self.is_first, self._shared, self._barrier = rank, rank == 0, shared, barrier
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        self._shared[self.rank] = list(values)
+        self._barrier.wait(20.0)
+        found = [sum(each) for each in zip(*self._shared.values(), strict=True)]
+        self._barrier.wait(20.0)
+        return found
+
+
+def test_where_one_rank_still_writes_at_the_end_all_ranks_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real = threading.Event(), checkpoint.write_part
+    shared, barrier = dict[int, Sequence[float]](), threading.Barrier(2)
+    options = TrainerOptions(checkpoint_wait_s=0.2)
+
+    def slow(root: Path, name: str, rank: int, *rest: Any) -> None:
+        assert rank == 0 or gate.wait(60)
+        real(root, name, rank, *rest)
+
+    def run(rank: int) -> None:
+        group, model = Rank(rank, shared, barrier), torch.nn.Linear(2, 2)
+        spread: Any = SimpleNamespace(is_sharded=True, group=group, place={"shard": rank})
+        saving = Saving(tmp_path, 2, options, spread, lambda what, fields: None, PLAIN_DISK)
+
+        def capture(in_parts: bool, after_step_done: bool) -> Captured:
+            return {}, {f"extra/{rank}": torch.ones(2)}, {}
+
+        saving.heard(2, group.all_reduce_sum(saving.words(2)), True)
+        saving.if_due(2, model, capture)
+        saving.at_end(2, model, capture)
+
+    monkeypatch.setattr(checkpoint, "write_part", slow)
+    with ThreadPoolExecutor(2) as pool:
+        said = [each.exception(60) for each in [pool.submit(run, rank) for rank in (0, 1)]]
+    gate.set()
+    assert [type(error) for error in said] == [CheckpointError, CheckpointError], said
+    assert "still being written" in str(said[1])
+    assert names(tmp_path) == []
