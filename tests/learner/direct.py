@@ -41,7 +41,7 @@ from diloco.wire.messages import (
     WatchEvent,
 )
 from diloco.wire.pulling import Patience, PulledVersion, PullSink
-from tests.learner.held import held
+from tests.learner.participant import held
 from tests.syncer.building import ANYONE, LAYOUT, Events, agreement
 
 T = TypeVar("T")

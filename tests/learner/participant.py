@@ -1,13 +1,17 @@
-"""A participant that writes down what it hears, for the threads that move updates and versions."""
+"""A participant that writes down what it hears, a model of one process, and a place that stands for an accelerator."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from diloco.inner.holding import Holding
+from diloco.inner.parallel import SiteGroup
 from diloco.learner.seal import SealedUpdate, SealJob
+from diloco.learner.tensors import HOST, Place
 from diloco.sync.events import VersionFetched
 from diloco.wire.messages import PullHeader
 from tests.syncer.building import RUN, Events
@@ -56,3 +60,17 @@ class Recorder:
 
     def join(self) -> None:
         raise AssertionError("nothing asks this participant to join")
+
+
+def held(parameters: Mapping[str, Tensor]) -> Holding:
+    """A model of one process, as a site's agent is given it."""
+    return Holding(parameters, SiteGroup(device="cpu"))
+
+
+class Elsewhere(Place):
+    """A place on the CPU that is not the host: everything is copied there as it would be to an accelerator."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        super().__init__(HOST)

@@ -15,7 +15,7 @@ from diloco.sync.progress import site_ledger
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import ReportInfo, ReportReply, Unreachable, short_digest
 from tests.learner.direct import DirectClient, Site, started
-from tests.learner.elsewhere import Elsewhere
+from tests.learner.participant import Elsewhere
 from tests.learner.test_agent import ALONE, balanced, versions
 from tests.syncer.building import Events, eventually, serving
 

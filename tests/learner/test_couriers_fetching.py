@@ -27,8 +27,7 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.pulling import Patience, PulledVersion, PullSink
-from tests.learner.held import held
-from tests.learner.participant import Recorder
+from tests.learner.participant import Recorder, held
 from tests.learner.test_transfer import thread
 from tests.syncer.building import LAYOUT, dice, eventually
 

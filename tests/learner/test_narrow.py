@@ -11,7 +11,7 @@ from torch import Tensor
 from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from tests.learner.held import held
+from tests.learner.participant import held
 
 NUMEL, ULP = 300, 2.0**-7
 """Of bf16 between 1 and 2."""

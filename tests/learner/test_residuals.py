@@ -16,7 +16,7 @@ from diloco.learner.tensors import HOST, Place, SealInputs, SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.sync.effects import Seal
 from tests.learner.direct import DirectClient, Site, started
-from tests.learner.held import held
+from tests.learner.participant import held
 from tests.learner.test_agent import ALONE, balanced, versions
 from tests.learner.test_agent_restored import begin_lineage, cut
 from tests.syncer.building import eventually, serving

@@ -34,7 +34,7 @@ from diloco.sync.events import (
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.progress import Ledger, site_ledger
-from tests.learner.held import held
+from tests.learner.participant import held
 from tests.syncer.building import update
 from tests.wire.fake_syncer import push_header
 

@@ -28,7 +28,7 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.learner.direct import TOKENS, DirectClient
-from tests.learner.held import held
+from tests.learner.participant import held
 from tests.syncer.building import LAYOUT, NO_WAIT, RUN, SHARED, Events, eventually, version_zero
 
 

@@ -13,8 +13,7 @@ from diloco.learner.tensors import Place, SiteTensors
 from diloco.outer.fragments import gather, scatter
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
-from tests.learner.elsewhere import Elsewhere
-from tests.learner.held import held
+from tests.learner.participant import Elsewhere, held
 from tests.syncer.building import LAYOUT, dice
 
 SHAPES = dict(LAYOUT.parameters)

@@ -19,8 +19,7 @@ from diloco.learner.tensors import HOST, IDLE_SHARE, Carried, Echo, Place, SealI
 from diloco.outer.fragments import plan_layout
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from diloco.wire.messages import short_digest
-from tests.learner.elsewhere import Elsewhere
-from tests.learner.held import held
+from tests.learner.participant import Elsewhere, held
 from tests.syncer.building import dice
 
 TOLD = digest(dice("x", 0))

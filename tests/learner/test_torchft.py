@@ -13,7 +13,7 @@ import torch
 from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from tests.learner.held import held
+from tests.learner.participant import held
 
 PERIOD, STEPS = 6, 15
 UNDISTURBED = [1.0 - 2 * step for step in range(STEPS + 1)]

@@ -51,8 +51,8 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.pulling import PulledVersion, PullSink
-from tests.learner.held import held as model_of
 from tests.learner.participant import Recorder
+from tests.learner.participant import held as model_of
 from tests.syncer.building import LAYOUT, agreement, dice, eventually, update
 from tests.wire.samples import PULL
 
