@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +13,8 @@ from diloco.learner.seal import Encoder, SealedUpdate, SealJob, seal
 from diloco.learner.tensors import HOST, Place, SealInputs, SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.sync.effects import Seal
-from tests.learner.direct import DirectClient, Site, started
 from tests.learner.participant import held
-from tests.learner.test_agent import ALONE, balanced, versions
-from tests.learner.test_agent_restored import begin_lineage, cut
-from tests.syncer.building import eventually, serving
+from tests.learner.test_agent import ALONE
 
 LAYOUT = plan_layout([("w", (600,))], 1)
 SYNCER = {**ALONE, "up_codecs": ["int2:8"], "optimizer": {"kind": "sgd", "lr": 1.0, "momentum": 0.0}}
@@ -231,120 +226,3 @@ def test_where_feedback_was_turned_off_it_is_dropped_and_said() -> None:
 def test_rebase_has_none() -> None:
     with pytest.raises(AssertionError, match="what is not sent is the residual"):
         Model("sign", "rebase")
-
-
-# --- in a site, beside a syncer --------------------------------------------------------------------------------------
-
-
-def test_a_site_carries_it_through_a_crash(tmp_path: Path) -> None:
-    with serving(tmp_path / "syncer", **SYNCER) as syncer:
-        first = Site(tmp_path / "a", DirectClient(syncer), **SITE)
-        first.start()
-        first.train_until(lambda: min(versions(syncer)) >= 3, "it takes part")
-        parts = first.agent.machine.state.fragments
-        eventually(lambda: not any(part.unanswered() for part in parts), "nothing is on its way")
-        assert all(event["residual"] > 0 for event in first.events.of("sealed"))
-        tensors, meta = first.agent.state()
-        held = {name: values.clone() for name, values in tensors.items()}
-        assert {"residual.0", "residual.1"} <= held.keys()
-        parameters = {name: values.clone() for name, values in first.parameters.items()}
-        first.close()
-        again = Site(tmp_path / "a", DirectClient(syncer), restored=(held, meta), parameters=parameters, **SITE)
-        assert torch.equal(again.agent.state()[0]["residual.0"], held["residual.0"])
-        again.steps = first.steps
-        again.start()
-        again.train_until(lambda: len(again.events.of("sealed")) >= 4, "it goes on")
-        again.client.training = None
-        assert balanced(again.agent.finish().ledger)
-
-
-def test_what_later_work_of_another_process_has_outrun_is_dropped_and_said(tmp_path: Path) -> None:
-    with serving(tmp_path / "syncer", **SYNCER) as syncer:
-        first = Site(tmp_path / "a", DirectClient(syncer), **SITE)
-        first.start()
-        first.train_until(lambda: min(versions(syncer)) >= 4, "it takes part")
-        tensors, meta = first.agent.state()
-        held = {name: values.clone() for name, values in tensors.items()}
-        parameters = {name: values.clone() for name, values in first.parameters.items()}
-        steps, accepted = first.steps, min(versions(syncer))
-        first.train_until(lambda: min(versions(syncer)) >= accepted + 3, "it sends what no checkpoint has")
-        first.close()
-        again = Site(tmp_path / "a", DirectClient(syncer), restored=(held, meta), parameters=parameters, **SITE)
-        again.steps = steps
-        again.start()
-        retaken = again.events.of("retaken")
-        assert {event["fragment"] for event in retaken} == {0, 1}
-        assert all(event["residual_dropped"] > 0 for event in retaken)
-        again.close()
-
-
-def test_a_restart_without_feedback_says_what_it_drops(tmp_path: Path) -> None:
-    with serving(tmp_path / "syncer", **SYNCER) as syncer:
-        with started(tmp_path / "a", syncer, **SITE) as first:
-            first.train_until(lambda: min(versions(syncer)) >= 1, "it takes part")
-            tensors, meta = first.agent.state()
-            held = {name: values.clone() for name, values in tensors.items()}
-            parameters = {name: values.clone() for name, values in first.parameters.items()}
-            steps = first.steps
-        without = {**SITE, "feedback": 0.0}
-        again = Site(tmp_path / "a", DirectClient(syncer), restored=(held, meta), parameters=parameters, **without)
-        again.steps = steps
-        again.start()
-        assert again.events.of("resumed")[0]["residual_dropped"] > 0
-        again.close()
-
-
-def test_an_update_that_is_refused_for_its_age_leaves_the_residual_as_it_was(tmp_path: Path) -> None:
-    """A site is cut off while another goes on, and comes back with updates that are too old."""
-    outer = {**SYNCER["outer"], "staleness_max": 2}
-    with (
-        serving(tmp_path / "syncer", **{**SYNCER, "outer": outer}) as syncer,
-        started(tmp_path / "a", syncer, **SITE) as late,
-        started(tmp_path / "b", syncer, "b", **SITE) as other,
-    ):
-        late.train_until(lambda: len(late.events.of("adopted")) >= 4, "it takes part")
-        parts = late.agent.machine.state.fragments
-        eventually(lambda: not any(part.undecided() for part in parts), "all are decided")
-        late.client.down.set()
-        late.events.wait_for("disconnected")
-        before, sealed = late.agent.state()[0], len(late.events.of("sealed"))
-        late.train(8)
-        late.events.wait_for("sealed", sealed + 2)
-        gone = min(versions(syncer))
-        other.train_until(lambda: min(versions(syncer)) >= gone + 4, "the run goes on")
-        late.client.down.clear()
-        notes = late.events.of
-        eventually(lambda: sum(e["note"] == "update_kept" for e in notes("note")) == 2, "both are refused")
-        after = late.agent.state()[0]
-        for name in ("residual.0", "residual.1"):
-            assert torch.allclose(after[name], before[name], atol=1e-6), name
-        late.train_until(lambda: len(late.events.of("sealed")) >= sealed + 4, "it sends again")
-        late.client.training = None
-        assert balanced(late.agent.finish().ledger)
-
-
-def test_a_restored_run_drops_it_and_says_so(tmp_path: Path) -> None:
-    """It is what is left of updates that the new lineage has never had."""
-    lost, kept = tmp_path / "lost", tmp_path / "kept"
-    with serving(lost, up_codecs=["int2:8"]) as syncer:
-        site = Site(tmp_path / "a", DirectClient(syncer), **SITE)
-        site.start()
-        site.train_until(lambda: min(versions(syncer)) >= 3, "three versions")
-        cut(site)
-    shutil.copytree(lost, kept)
-    begin_lineage(kept)
-    with serving(kept, up_codecs=["int2:8"]) as syncer:
-        before = len(site.events.of("retaken"))
-        site.client.syncer = syncer
-        site.client.down.clear()
-        first: dict[object, dict[str, float]] = {}  # Taken once more, a fragment has nothing left to drop.
-
-        def taken() -> bool:
-            for event in site.events.of("retaken")[before:]:
-                first.setdefault(event["fragment"], event)
-            return set(first) == {0, 1}
-
-        site.train_until(taken, "both fragments are taken whole")
-        assert site.agent.machine.state.lineage == 2
-        assert all(event["residual_dropped"] > 0 for event in first.values())
-        site.close()
