@@ -207,26 +207,59 @@ def test_what_the_syncer_finds_not_finite_is_taken_again_too(syncer: Syncer, sit
     site.train_until(lambda: min(versions(syncer)) >= 1, "and it takes part again")
 
 
-# --- another process, an operator, a user ----------------------------------------------------------------------------
+def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_or_refused_and_then_as_if_nothing_had_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread: list[float] = []
 
+    class Hurried(Backoff):
+        """The same delays, a thousand times shorter."""
 
-def test_a_process_that_was_replaced_while_it_was_away_stops_in_words(tmp_path: Path) -> None:
-    """Its window may be full, so that no push tells it; only the refused join does."""
-    with serving(tmp_path / "syncer", **WAITING) as syncer, started(tmp_path / "a", syncer) as site:
-        site.train_until(
-            lambda: syncer.core.ask(lambda m: all(len(li.undecided) == 2 for li in m.state.sites["a"].lines)),
-            "its window is full",
-        )
+        def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
+            delay_s = Backoff.next_s(self, chance, at_least_s)
+            spread.append(delay_s)
+            return delay_s / 1000
+
+    def refuse() -> None:
+        raise Refused(Status.PERMISSION_DENIED, "site a is not in the permissions of this run")
+
+    monkeypatch.setattr(transfer, "Backoff", Hurried)
+    alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
+    with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
+        attempts = lambda: Counter(site.client.calls)  # noqa: E731
+
+        def merges() -> None:
+            was = versions(syncer)
+            site.train_until(lambda: all(map(int.__gt__, versions(syncer), was)), "it merges", 60.0)
+
+        merges()
         site.client.down.set()
-        eventually(lambda: site.events.of("disconnected"), "it noticed")
-        newer = Site(tmp_path / "newer", DirectClient(syncer), takeover=True)
-        newer.start()
+        before, held = attempts(), len(site.agent.tensors.sent)
+        site.train_until(lambda: (attempts() - before)["join"] >= ATTEMPTS, "so many attempts to join", 60.0)
+        site.train_until(lambda: (attempts() - before)["report"] >= 3, "heartbeats into the void", 60.0)
+        assert len(site.agent.tensors.sent) <= held + 2 * 2, "memory is as it was: two updates for each fragment"
+        assert len(agent_threads()) == 5, "every thread lives"
+        assert site.events.of("disconnected")
+        assert site.events.of("note") == []
+        capped = [delay for delay in spread if delay > 1.4]
+        assert len(capped) > ATTEMPTS / 2
+        assert max(capped) <= 3.0
+        assert len({round(delay, 6) for delay in capped}) > len(capped) / 2, "delays that are drawn"
         site.client.down.clear()
-        site.train_until_stopped()
-        done = site.finish()
-        assert done.ending == "failed"
-        assert "a newer process speaks for site a" in done.why
-        newer.close()
+        merges()
+        site.client.before |= {"join": refuse, "push": refuse}
+        before = attempts()
+        refused = lambda: attempts() - before  # noqa: E731
+        site.train_until(lambda: refused()["push"] >= 4 and refused()["join"] >= 2, "refused again and again", 60.0)
+        site.client.before.clear()
+        merges()
+        assert Counter(note["note"] for note in site.events.of("note")) == {"rejoin": 1, "join_refused": 1}
+        ledger = site_ledger(site.agent.machine.state)
+        assert ledger.balanced()
+        assert (ledger.lost, ledger.refused) == (0, 0)
+
+
+# --- another process, an operator, a user ----------------------------------------------------------------------------
 
 
 def test_leave_soon_stops_the_loop_sends_the_rest_and_says_goodbye(syncer: Syncer, site: Site) -> None:
@@ -269,48 +302,6 @@ def test_finishing_is_bounded_when_the_syncer_is_away(tmp_path: Path, syncer: Sy
 
 ATTEMPTS = 400
 """At the back-off's cap of three seconds, jittered, this many attempts are a quarter of an hour."""
-
-
-def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_and_then_as_if_nothing_had_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spread: list[float] = []
-
-    class Hurried(Backoff):
-        """The same delays, a thousand times shorter."""
-
-        def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
-            delay_s = Backoff.next_s(self, chance, at_least_s)
-            spread.append(delay_s)
-            return delay_s / 1000
-
-    monkeypatch.setattr(transfer, "Backoff", Hurried)
-    alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
-    with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
-        site.train_until(lambda: syncer.holdings.values[0].version >= 1, "connected")
-        site.client.down.set()
-        attempts = lambda: Counter(site.client.calls)  # noqa: E731
-        before, held = attempts(), len(site.agent.tensors.sent)
-        site.train_until(lambda: (attempts() - before)["join"] >= ATTEMPTS, "so many attempts to join", 60.0)
-        site.train_until(lambda: (attempts() - before)["report"] >= 3, "heartbeats into the void", 60.0)
-        assert len(site.agent.tensors.sent) <= held + 2 * 2, "memory is as it was: two updates for each fragment"
-        assert len(agent_threads()) == 5, "every thread lives"
-        assert site.events.of("disconnected")
-        assert not [event for event in site.events.of("note") if event["note"] == "thread_died"]
-        capped = [delay for delay in spread if delay > 1.4]
-        assert len(capped) > ATTEMPTS / 2
-        assert max(capped) <= 3.0
-        assert len({round(delay, 6) for delay in capped}) > len(capped) / 2, "delays that are drawn"
-        reached = [values.version for values in syncer.holdings.values]
-        site.client.down.clear()
-        site.train_until(
-            lambda: all(v.version > was for v, was in zip(syncer.holdings.values, reached, strict=True)),
-            "merges again",
-            30.0,
-        )
-        ledger = site_ledger(site.agent.machine.state)
-        assert ledger.balanced()
-        assert (ledger.lost, ledger.refused) == (0, 0)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -357,28 +348,6 @@ def test_a_version_of_a_syncer_whose_place_another_has_taken_is_fetched_again(tm
         assert min(arrived) > 3, "nothing of the old one was taken"
         site.train_until(lambda: syncer.holdings.values[0].version >= 1, "it trains")
         site.close()
-
-
-@pytest.mark.slow
-def test_a_site_that_is_refused_for_a_while_says_so_once_and_loses_nothing(tmp_path: Path) -> None:
-    alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
-    with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
-        site.train_until(lambda: syncer.holdings.values[0].version >= 1, "connected")
-
-        def refuse() -> None:
-            raise Refused(Status.PERMISSION_DENIED, "site a is not in the permissions of this run")
-
-        for what in ("join", "push"):
-            site.client.before[what] = refuse
-        before = len(site.client.calls)
-        refused = lambda: Counter(site.client.calls[before:])  # noqa: E731
-        site.train_until(lambda: refused()["push"] >= 4 and refused()["join"] >= 2, "refused again and again", 60.0)
-        site.client.before.clear()
-        version = syncer.holdings.values[0].version
-        site.train_until(lambda: syncer.holdings.values[0].version > version, "taken in again", 60.0)
-        said = Counter(note["note"] for note in site.events.of("note"))
-        assert (said["rejoin"], said["join_refused"]) == (1, 1)
-        assert site.agent.finish().ledger["lost"] == 0
 
 
 # --- The meter counts every step, however long the run, and little is kept for its percentiles -----------------------
@@ -429,7 +398,7 @@ def test_the_time_of_training_ends_with_the_loop() -> None:
     assert again.tokens_per_s == 100 / first.train_s
 
 
-# --- A site whose model lies on an accelerator, run on the CPU, with a place that stands for it ----------
+# --- A site whose model lies on an accelerator, run on the CPU, with a place that stands for it -----------------------
 
 
 def test_a_model_that_lies_elsewhere_is_trained_and_told_of_as_one_that_lies_here(

@@ -537,21 +537,6 @@ def test_invariant_12_what_was_merged_and_the_residual_are_what_was_to_be_sent(c
         assert len(model.tensors.sent) <= 2
 
 
-def test_one_update_is_carried_bit_for_bit_as_it_is_defined() -> None:
-    model = Model("sign", beta=0.5)
-    model.train(1)
-    first = model.update()
-    assert torch.equal(model.residual(), fresh(first).float() - values_of(first.encoded.sent))
-    before = model.residual()
-    model.adopt(-values_of(first.encoded.sent), [1])
-    model.train(2)
-    second = model.update()
-    to_send = fresh(second).float() + before * 0.5
-    assert second.encoded.payload == model.codec.encode(to_send)
-    assert torch.equal(model.residual(), to_send - values_of(second.encoded.sent))
-    assert second.encoded.norm == pytest.approx(float(values_of(second.encoded.sent).norm()))
-
-
 def test_two_updates_between_adopts_send_what_the_first_rounded_off_once() -> None:
     """Seen: measured less what the first decodes to, the second had the remainder in its d and in its residual."""
     model = Model("sign")

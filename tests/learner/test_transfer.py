@@ -832,72 +832,31 @@ class Traffic:
         self.channels.append(count)
 
 
-def using(ways: tuple[Way, ...] = WAYS, **options: Any) -> tuple[LinkUse, Recorder]:
-    site = Recorder()
-    adapt = AdaptOptions(**{"ways": ways, "version_bytes": 4_000_000, "inner_steps": 20, **options})
-    return LinkUse(site, Traffic(), adapt), site
-
-
-def carried(use: LinkUse, up: int) -> None:
+def test_a_choice_is_taken_told_once_with_its_reason_and_stays_to_be_seen() -> None:
+    site, traffic = Recorder(), Traffic()
+    sizes = {"version_bytes": 4_000_000, "window_bytes": 10_000, "inner_steps": 20}
+    options = AdaptOptions(ways=WAYS, channels_max=6, overlap_steps=1, overlap_steps_max=12, **sizes)
+    use = LinkUse(site, traffic, options)
+    use.begin()
+    assert [use.codec(STEP_NS) for _ in range(4)] == ["int8"] * 4
+    assert use.info(STEP_NS) == LinkInfo(up_codec="int8", channels=1, overlap_steps=1)
+    assert (site.events.all, site.told) == ([], [OverlapChosen(1)]), "nothing is measured yet"
     use._estimator.answered(10_000_000)
     for _ in range(3):
-        use._estimator.carried(up, 1_010_000_000, up=True)
+        use._estimator.carried(4_000_000, 1_010_000_000, up=True)
         use._estimator.carried(10_000_000, 1_010_000_000, up=False)
-
-
-def test_a_change_is_told_once_with_its_reason_and_stays_to_be_seen() -> None:
-    use, site = using()
-    assert [use.codec(STEP_NS) for _ in range(4)] == ["int8"] * 4
-    assert use.info(STEP_NS) == LinkInfo(up_codec="int8", channels=1)
-    assert site.events.all == [], "nothing is measured yet"
-    carried(use, 4_000_000)
-    assert [use.codec(STEP_NS) for _ in range(5)] == ["int8", "int4", "int4", "int4", "int4"]
-    (facts,) = site.events.all
-    assert (facts["what"], facts["codec"], facts["channels"]) == ("adapted", "int4", 1)
+    assert [use.codec(STEP_NS) for _ in range(9)] == ["int8", *["int4"] * 8]
+    chosen = site.events.of("adapted")
+    assert traffic.channels == [facts["channels"] for facts in chosen]
+    assert site.told[1:] == [OverlapChosen(facts["overlap_steps"]) for facts in chosen]
     info = use.info(STEP_NS)
-    assert info.why == facts["why"]
-    assert (info.up_codec, info.up_bytes_per_s, info.down_bytes_per_s) == ("int4", 4_000_000, 10_000_000)
-    assert info.exchange_steps == 15  # One second up, 0.4 down, three round trips, in steps of a tenth.
-    carried(use, 40_000_000)
-    assert [use.codec(STEP_NS) for _ in range(3)] == ["int4", "int8", "int8"]
-    assert [facts["codec"] for facts in site.events.of("adapted")] == ["int4", "int8"]
-
-
-def test_connections_are_opened_where_their_windows_bound_the_link() -> None:
-    use, site = using(WAYS[:1], channels_max=6, window_bytes=100_000, version_bytes=0)
-    carried(use, 6_000_000)  # 6 MB/s over 10 ms are 60 kB on the way, where one window has room for 65.
-    for _ in range(6):
-        use.codec(STEP_NS)
-    assert use._client.channels == [facts["channels"] for facts in site.events.all] == [2]
-    assert use.info(STEP_NS).channels == 2
-
-
-def test_the_overlap_is_that_of_an_exchange_with_the_round_that_was_seen_and_the_machine_is_told() -> None:
-    use, site = using(WAYS[1:], overlap_steps=1, overlap_steps_max=12)
-    use.begin()
-    carried(use, 10_000_000)  # 0.4 s up and 0.4 s down, and three times 10 ms.
-    assert [use.codec(STEP_NS) for _ in range(3)] == ["int4"] * 3
-    assert site.told == [OverlapChosen(1), OverlapChosen(9)]
-    use._rounds.heard(PushAnswered(0, 1, Outcome.ACCEPTED, None), 1_000_000_000)
-    use._rounds.heard(FateTold(Fate(0, 1, 1, 10, "d")), 1_200_000_000)
-    use.codec(STEP_NS)
-    use.codec(STEP_NS)
-    assert site.told[2:] == [OverlapChosen(11)]
-    assert [facts["overlap_steps"] for facts in site.events.all] == [9, 11]
-    info = use.info(STEP_NS)
-    assert (info.overlap_steps, info.exchange_steps, info.round_ns) == (11, 11, 200_000_000)
-    assert info.why == (
-        "an exchange takes 1.03 s, 0.2 of it at the syncer, and an inner step 0.1 s: a version is adopted 11 steps "
-        "after its update (1 to 12 allowed)"
+    assert (info.up_codec, info.channels, info.overlap_steps, info.why) == tuple(
+        chosen[-1][name] for name in ("codec", "channels", "overlap_steps", "why")
     )
-
-
-def test_without_a_choice_the_link_and_a_round_by_the_sites_own_clock_are_told_all_the_same() -> None:
-    use, site = using(WAYS[:1])
-    carried(use, 1_000_000)
-    assert {use.codec(STEP_NS) for _ in range(9)} == {"int8"}
-    assert (use.info(STEP_NS).why, use.info(STEP_NS).rtt_ns, site.events.all) == ("", 10_000_000, [])
+    assert info.channels > 1
+    assert info.overlap_steps == 12
+    assert (info.rtt_ns, info.up_bytes_per_s, info.down_bytes_per_s) == (10_000_000, 4_000_000, 10_000_000)
     use.heard(PushAnswered(0, 1, Outcome.ACCEPTED, None))
     assert use.info(STEP_NS).round_ns == 0
     use.heard(FateTold(Fate(0, 1, 1, 10, "d")))
-    assert use.info(STEP_NS).round_ns > 0
+    assert use.info(STEP_NS).round_ns > 0, "by the site's own clock"
