@@ -201,6 +201,7 @@ def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(
 # --- Error feedback: what was rounded off goes through a crash, or is dropped and said -------------------------------
 
 SYNCER = {**ALONE, "up_codecs": ["int2:8"], "optimizer": {"kind": "sgd", "lr": 1.0, "momentum": 0.0}}
+
 SITE = {"up_codec": "int2:8", "feedback": 1.0, "learner": {"adopt": "overwrite"}}
 
 
@@ -229,32 +230,6 @@ def test_a_residual_goes_through_a_crash_or_is_dropped_and_said(tmp_path: Path, 
         again.train_until(lambda: len(again.events.of("sealed")) >= 4, "it goes on")
         again.finish()
         again.close()
-
-
-def test_an_update_that_is_refused_for_its_age_leaves_the_residual_as_it_was(tmp_path: Path) -> None:
-    """A site is cut off while another goes on, and comes back with updates that are too old."""
-    outer = {**SYNCER["outer"], "staleness_max": 2}
-    with (
-        serving(tmp_path / "syncer", **{**SYNCER, "outer": outer}) as syncer,
-        started(tmp_path / "a", syncer, **SITE) as late,
-        started(tmp_path / "b", syncer, "b", **SITE) as other,
-    ):
-        late.train_until(lambda: len(late.events.of("adopted")) >= 4, "it takes part")
-        eventually(lambda: not any(part.undecided() for part in parts_of(late)), "all are decided")
-        cut(late)
-        before, sealed = late.agent.state()[0], len(late.events.of("sealed"))
-        late.train(8)
-        late.events.wait_for("sealed", sealed + 2)
-        gone = min(versions(syncer))
-        other.train_until(lambda: min(versions(syncer)) >= gone + 4, "the run goes on")
-        late.client.down.clear()
-        notes = late.events.of
-        eventually(lambda: sum(e["note"] == "update_kept" for e in notes("note")) == 2, "both are refused")
-        after = late.agent.state()[0]
-        for name in ("residual.0", "residual.1"):
-            assert torch.allclose(after[name], before[name], atol=1e-6), name
-        late.train_until(lambda: len(late.events.of("sealed")) >= sealed + 4, "it sends again")
-        late.finish()
 
 
 # --- The machine of a new process ------------------------------------------------------------------------------------

@@ -288,20 +288,17 @@ def sealed_in(outbox: Outbox, *jobs: object, site: Recorder | None = None, codec
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
-def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(codec: str) -> None:
+def test_the_header_is_that_of_the_payload_and_of_the_values_that_the_syncer_reads(codec: str) -> None:
     sealed = seal(SealJob(EFFECT, inputs(), codec), encoder(codec), "run", "a", 4)
     measured = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
     header, payload = sealed.header, sealed.encoded.payload
-    decoded = make_codec(codec).decode(payload, measured.numel())
+    assert bytes(payload) == make_codec(codec).encode(measured)
     assert (header.run_id, header.site_id, header.incarnation) == ("run", "a", 4)
     assert (header.fragment, header.sequence, header.base_version) == (0, 7, 3)
     assert (header.tokens, header.steps, header.step_ns, header.cursor, header.final) == (120, 12, 1000, 99, True)
     assert (header.encoding, header.numel) == (codec, measured.numel())
     assert (header.payload_bytes, header.digest) == (len(payload), digest_of(payload))
-    assert header.values_digest == digest(decoded)
-    assert torch.equal(values_of(sealed.encoded.sent), decoded)
-    assert bytes(payload) == make_codec(codec).encode(measured)
-    assert sealed.encoded.norm == pytest.approx(float(decoded.norm()))
+    assert header.values_digest == digest(make_codec(codec).decode(payload, measured.numel()))
 
 
 @pytest.mark.parametrize(("codec", "bad"), [("fp32", float("nan")), ("bf16", float("inf")), ("int8", float("nan"))])

@@ -68,18 +68,28 @@ def measured(found: SiteTensors, subtract: Sequence[int] = ()) -> Tensor:
     return pseudo_gradient(inputs.reference, inputs.local, inputs.in_flight)
 
 
-def test_rebase_keeps_what_is_not_merged() -> None:
+@pytest.mark.parametrize("kind", ["fp32", "bfloat16", "transposed"])
+def test_rebase_keeps_what_is_not_merged_in_place_and_by_a_copy(kind: str) -> None:
+    """What is not flat fp32 on the CPU is copied out and back; both are the definition."""
     found = site_tensors("rebase")
-    found.latest[0] = (4, dice("new", 0))
-    found.adopt(0, 4, [5])
-    wanted = dice("new", 0) - (dice("base", 0) - dice("local", 0) - dice("d5", 0))
-    assert torch.equal(local(found), wanted)
-    assert found.base[0] is found.reference[0] is found.latest[0][1]
-    assert sorted(found.sent) == [(0, 6), (1, 5)]
-    found.sent[0, 6] = dice("new", 0) - local(found)
-    found.latest[0] = (5, dice("newer", 0))
-    found.adopt(0, 5, [6])
-    assert torch.equal(local(found), dice("newer", 0)), "where all is merged it is the version bit for bit"
+    if kind == "bfloat16":
+        found.holding = held({name: values.bfloat16() for name, values in parameters_of(found).items()})
+    elif kind == "transposed":
+        parameters = parameters_of(found).items()
+        turned = {name: values.t().contiguous().t() if values.dim() == 2 else values for name, values in parameters}
+        found.holding = held(turned)
+    before = {name: values.data_ptr() for name, values in parameters_of(found).items()}
+    for version, merged in ((4, 5), (5, 6)):
+        theta, base = dice(("new", version), 0), found.reference[0]
+        assert base is not None
+        wanted = rebase(local(found), base, theta, [dice(f"d{merged}", 0)])
+        found.latest[0] = (version, theta)
+        found.adopt(0, version, [merged])
+        assert {name: values.data_ptr() for name, values in parameters_of(found).items()} == before
+        assert torch.equal(local(found), wanted.bfloat16().float() if kind == "bfloat16" else wanted)
+        assert (0, merged) not in found.sent
+    assert found.base[0] is found.latest[0][1]
+    assert (found.reference[0] is found.base[0]) == (kind != "bfloat16")
 
 
 @pytest.mark.parametrize(("rule", "alpha"), [("overwrite", 0.25), ("blend", 0.25), ("blend", 1.0)])
@@ -178,24 +188,6 @@ def test_a_checkpoint_holds_everything_that_the_next_update_is_made_of(rule: str
     again.adopt(0, 5, [6])
     found.adopt(0, 5, [6])
     assert torch.equal(local(again), local(found))
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bfloat16", "transposed"])
-def test_rebase_in_place_and_by_a_copy_give_the_same_bits(kind: str) -> None:
-    """What is not flat fp32 on the CPU is copied out and back; both are the definition."""
-    found = site_tensors("rebase")
-    if kind == "bfloat16":
-        found.holding = held({name: values.bfloat16() for name, values in parameters_of(found).items()})
-    elif kind == "transposed":
-        parameters = parameters_of(found).items()
-        turned = {name: values.t().contiguous().t() if values.dim() == 2 else values for name, values in parameters}
-        found.holding = held(turned)
-    before = {name: values.data_ptr() for name, values in parameters_of(found).items()}
-    wanted = rebase(local(found), dice("base", 0), dice("new", 0), [dice("d5", 0), dice("d6", 0)])
-    found.latest[0] = (4, dice("new", 0))
-    found.adopt(0, 4, [5, 6])
-    assert {name: values.data_ptr() for name, values in parameters_of(found).items()} == before
-    assert torch.equal(local(found), wanted.bfloat16().float() if kind == "bfloat16" else wanted)
 
 
 def test_memory_of_what_is_held_is_never_used_again() -> None:
