@@ -25,7 +25,6 @@ from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Deal
 from diloco.learner.seal import Outbox, SealJob, encoders, seal
 from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import gather, part_of
-from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
 from diloco.sync.link import AdaptOptions, Way
@@ -213,27 +212,6 @@ def test_orders_go_to_who_does_them_and_closing_ends_all(begun: Told) -> None:
     begun.end_threads()
     found = [[each.queue.get(), each.queue.get()] for each in (begun.sender, begun.sealer, begun.fetcher)]
     assert found == [[(0, 1), None], [(0, 2), None], [1, None]]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("up_codec", "int5"),
-        ("adopt_alpha", 1.5),
-        ("measure_from", "above"),
-        ("ahead", OuterOptimizerOptions(kind="adamw")),
-        ("feedback", 1.5),
-        ("feedback", 0.5),
-        ("join_timeout_s", 0.0),
-        ("lock_step_timeout_s", -1.0),
-        ("finish_timeout_s", 0.0),
-        ("meter_every_s", 0.0),
-    ],
-)
-def test_an_option_that_cannot_work_is_refused_with_its_value(field: str, value: object) -> None:
-    said = value.kind if isinstance(value, OuterOptimizerOptions) else value
-    with pytest.raises(ValueError, match=repr(said).replace(".", r"\.")):
-        AgentOptions(folder="x", **{field: value})
 
 
 # --- A rank that owns fragments does what rank 0 says, in that order, and knows no more than rank 0 ------------------
@@ -449,6 +427,7 @@ def test_a_version_that_is_taken_again_is_told_as_its_base_only_where_it_is_the_
 # --- The other ranks of a site hold what rank 0 has adopted, and stop when it stops ----------------------------------
 
 INFO = StepInfo(1, 1.0, 10, 0, 1000, 1, 1.0, 0.1, applied=True)
+
 PARTS = [part_of(LAYOUT, [0]), part_of(LAYOUT, [1])]
 
 

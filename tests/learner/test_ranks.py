@@ -142,30 +142,6 @@ def test_every_rank_meets_rank_0() -> None:
     assert sorted(met) == [(0, [1, 2, 3]), (1, [0]), (2, [0]), (3, [0])]
 
 
-def test_who_says_nothing_does_not_keep_the_ranks_from_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent: list[socket.socket] = []
-    real = ranks_module.knock
-
-    def later(host: str, port: int, key: bytes, bound_s: float) -> Connection:
-        silent.extend(socket.create_connection((host, port), timeout=BOUND_S) for _ in range(3))
-        return real(host, port, key, bound_s)
-
-    monkeypatch.setattr(ranks_module, "knock", later)
-    met: list[int] = []
-
-    def do(group: Rank) -> None:
-        for each in meet(group).values():  # type: ignore[arg-type]
-            met.append(group.rank)
-            each.close()
-
-    side_by_side(2, do)
-    assert sorted(met) == [0, 1]
-    for each in silent:
-        with each:
-            while each.recv(1024):
-                pass  # What they were asked; and then that nobody waits for an answer any more.
-
-
 def test_ranks_of_several_machines_go_where_their_rendezvous_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "_loopback", lambda: str(threading.get_ident()).encode())
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # As Debian has it for its own name.

@@ -226,19 +226,3 @@ def test_one_that_is_put_out_says_so(tmp_path: Path, syncer: Syncer) -> None:
         syncer.api.evict("region-a")
         eventually(lambda: below.ended, "the end of its part")
         assert "no more of region region-a" in below.ended[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"updates": 0}, "updates is 0"),
-        ({"alpha": 0.0}, "alpha is 0.0"),
-        ({"alpha": 1.5}, "alpha is 1.5"),
-        ({"in_flight_max": 0}, "in_flight_max is 0"),
-        ({"finish_timeout_s": 0.0}, "finish_timeout_s is 0.0"),
-        ({"up_codec": "int5"}, "int5"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        UpwardOptions(folder="", site="region-a", **options)  # type: ignore[arg-type]
