@@ -30,6 +30,7 @@ from tests.integrations.serving import (
     TOKENS,
     Served,
     backward,
+    balanced,
     cold_model,
     mean_loss,
     serving,
@@ -42,7 +43,9 @@ from tests.loopback.cluster import free_port
 from tests.runs.processes import ROOT, wait_for
 
 EPOCH, UNIT = 400, 4
+
 LEASED = ("data.leased=true", f"data.unit_sequences={UNIT}")
+
 ESSAYS = {"data": "essays", "samples": EPOCH, "samples_per_step": 2}
 
 
@@ -79,12 +82,9 @@ class Loop:
         self.optimizer.zero_grad()
         return self.outer.should_stop
 
-    def settle(self) -> None:
-        """Nothing is on its way any more, so that no later word of the syncer's makes a checkpoint an old one."""
-        wait_for(lambda: self.outer.ledger["in_flight"] == 0, "the fates of what was sent")
-
     def save(self, file: io.BytesIO) -> None:
-        self.settle()
+        """Once nothing is on its way, so that no later word of the syncer's makes the checkpoint an old one."""
+        wait_for(lambda: self.outer.ledger["in_flight"] == 0, "the fates of what was sent")
         torch.save({"model": self.model.state_dict(), "outer": self.outer.state_dict()}, file)
 
     def load(self, file: io.BytesIO) -> None:
@@ -103,10 +103,6 @@ class Loop:
                 _ = 1 / 0
         except ZeroDivisionError as error:
             self.notes = error.__notes__
-
-
-def balanced(ledger: dict[str, int]) -> bool:
-    return ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
 
 
 def test_a_loop_trains_a_run_to_its_end(place: Path) -> None:
@@ -579,11 +575,6 @@ def test_a_loader_that_is_left_and_begun_again_leaves_nothing_out() -> None:
         whole += straight.batch(2)
         straight.stepped()
     assert read == whole, "what updates name is what steps were made of"
-
-
-def test_batches_end_when_there_is_nothing_more_to_draw_for() -> None:
-    one = drawing(*range(10))
-    assert list(Batches(one, lambda: one.cursor < 0, 2, None, None)) == []
 
 
 def test_a_step_needs_samples_that_were_drawn() -> None:

@@ -1,4 +1,4 @@
-"""What is said within a site arrives in order, a loss is told, and nobody without the key is let in."""
+"""What is said within a site arrives in order, a loss is told, and only a process with the key is let in."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_words_are_heard_in_order_and_the_end_of_the_other_one_is_told() -> None
     assert theirs.recv() == ("back", 7)
     theirs.close()
     assert "has ended" in heard.get(timeout=BOUND_S)
-    mine.send("to", "nobody")
+    mine.send("to", "no end")
     mine.close()
 
 
@@ -159,7 +159,7 @@ def test_ranks_of_several_machines_go_where_their_rendezvous_is(monkeypatch: pyt
             each.close()
 
     side_by_side(3, do)
-    assert went == ["localhost"] * 2, "rank 0 is at the rendezvous, and by its own name nobody else would find it"
+    assert went == ["localhost"] * 2, "rank 0 is at the rendezvous, and by its own name no other would find it"
 
 
 def test_a_rank_0_elsewhere_says_its_address_on_the_way_to_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_a_rank_that_does_not_come_is_said_and_a_stranger_is_none(
     assert sorted(told) == [words, "rank 1 of this site could not meet rank 0"]
 
 
-# --- Who knows the key comes in; who does not, or says nothing, keeps nobody waiting ---------------------------------
+# --- Who knows the key comes in; who does not, or says nothing, keeps none waiting ------------------------------------
 
 KEY = b"k" * 32
 
@@ -260,7 +260,7 @@ def test_the_oldest_of_those_who_say_nothing_makes_room(monkeypatch: pytest.Monk
         with knock(NEAR, door.port, KEY, BOUND_S), door.come.get(timeout=BOUND_S):
             assert ends(silent[0])
             assert ends(silent[1])
-    assert ends(silent[2]), "at the end nobody is left before the door"
+    assert ends(silent[2]), "at the end none is left before the door"
     for each in silent:
         each.close()
 
@@ -382,7 +382,7 @@ def test_of_what_several_threads_order_one_is_done_before_the_next_is_said() -> 
 
 @torch.no_grad()
 def trained(parameters: dict[str, Tensor], step: int) -> None:
-    """The same step whoever holds what."""
+    """The same step, whatever this rank holds."""
     for name, values in dice("step", step).items():
         mine = parameters[name]
         (mine.to_local() if isinstance(mine, DTensor) else mine).add_(part_of(mine, values), alpha=0.01)

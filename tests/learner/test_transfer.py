@@ -193,6 +193,7 @@ def test_an_update_is_sent_until_it_has_its_definite_answer(desk: Desk) -> None:
     assert time.monotonic() - began >= 0.3, "the syncer's own word on when to come back"
     assert desk.told == [PushAnswered(0, 1, Outcome.ACCEPTED, None, header.digest)]
     assert desk.rejoins == ["a push was refused: fenced"], "what the syncer says at a join is clearer"
+    assert desk.expected == [0] * 5, "a version of it comes next"
     assert {(pushed.digest, pushed.incarnation) for pushed in desk.pushed} == {(header.digest, 3)}
     assert [event["outcome"] for event in desk.events.of("pushed")] == ["retry", "accepted"]
 
