@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,9 @@ def reached(site: Site, syncer: Syncer) -> None:
     site.client.down.clear()
 
 
-def test_a_site_goes_on_by_itself_in_the_new_lineage_and_counts_what_it_lost(tmp_path: Path) -> None:
+@pytest.fixture
+def cut_off(tmp_path: Path) -> Iterator[tuple[Site, Path]]:
+    """A site that has lost its syncer at version 2, and the folder of that syncer's restored backup."""
     lost, kept = tmp_path / "lost", tmp_path / "kept"
     with serving(lost) as syncer:
         site = Site(tmp_path / "a", DirectClient(syncer))
@@ -138,11 +141,19 @@ def test_a_site_goes_on_by_itself_in_the_new_lineage_and_counts_what_it_lost(tmp
         site.train_until(lambda: min(versions(syncer)) >= 2, "two versions")
         cut(site)
     shutil.copytree(lost, kept)
-    with serving(lost) as syncer:
+    begin_lineage(kept)
+    yield site, kept
+    site.close()
+
+
+def test_a_site_goes_on_by_itself_in_the_new_lineage_and_counts_what_it_lost(
+    tmp_path: Path, cut_off: tuple[Site, Path]
+) -> None:
+    site, kept = cut_off
+    with serving(tmp_path / "lost") as syncer:
         reached(site, syncer)
         site.train_until(lambda: min(bases(site)) >= 6, "versions that no backup has")
         cut(site, 2)
-    begin_lineage(kept)
     with serving(kept) as syncer:
         began = versions(syncer)
         assert max(began) < min(bases(site)), "its versions are behind those that the site has"
@@ -156,21 +167,13 @@ def test_a_site_goes_on_by_itself_in_the_new_lineage_and_counts_what_it_lost(tmp
         assert ledger.balanced()
         assert ledger.lost > 0, "what was merged after the backup is lost, and is said to be"
         assert ledger.processed == 10 * site.steps
-        site.close()
 
 
-def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(tmp_path: Path) -> None:
+def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(cut_off: tuple[Site, Path]) -> None:
     """A far syncer has taken the site into the new lineage, and the site does not know it yet when its update comes."""
-    lost, kept = tmp_path / "lost", tmp_path / "kept"
-    with serving(lost) as syncer:
-        site = Site(tmp_path / "a", DirectClient(syncer))
-        site.start()
-        site.train_until(lambda: min(versions(syncer)) >= 2, "two versions")
-        cut(site)
-        waits = lambda: any(sent.state is SentState.SEALED for part in parts_of(site) for sent in part.in_flight)  # noqa: E731
-        site.train_until(waits, "an update waits for a syncer")
-    shutil.copytree(lost, kept)
-    begin_lineage(kept)
+    site, kept = cut_off
+    waits = lambda: any(sent.state is SentState.SEALED for part in parts_of(site) for sent in part.in_flight)  # noqa: E731
+    site.train_until(waits, "an update waits for a syncer")
     answered, join, agent = threading.Event(), site.client.join, site.agent
     tell, answers = agent.tell, list[PushAnswered]()
 
@@ -195,7 +198,6 @@ def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(
         began = versions(syncer)
         site.train_until(lambda: min(versions(syncer)) > max(began), "it is merged again")
         assert site_ledger(site.agent.machine.state).balanced()
-        site.close()
 
 
 # --- Error feedback: what was rounded off goes through a crash, or is dropped and said -------------------------------

@@ -50,7 +50,7 @@ from pathlib import Path
 from diloco.learner.seal import Odometer
 odometer = Odometer(Path(sys.argv[1]))
 for step in range(1, 1001):
-    odometer.write(step, 10 * step)
+    odometer.write(step << 54, step << 54)
 print("there", flush=True)
 time.sleep(60)
 """
@@ -63,16 +63,6 @@ def odometer(folder: Path, notes: list[str] | None = None) -> Iterator[Odometer]
     found.close()
 
 
-def test_a_new_odometer_stands_at_nought_and_what_was_written_is_read(tmp_path: Path) -> None:
-    with odometer(tmp_path / "site") as new:
-        assert new.read() == (0, 0)
-        for reading in ((1, 10), (7, 1 << 40), (1 << 63, (1 << 64) - 1)):
-            new.write(*reading)
-            assert new.read() == reading
-    with odometer(tmp_path / "site") as again:
-        assert again.read() == (1 << 63, (1 << 64) - 1)
-
-
 def test_it_survives_sigkill(tmp_path: Path) -> None:
     program = [sys.executable, "-c", PROGRAM, str(tmp_path / "odometer")]
     with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
@@ -81,7 +71,7 @@ def test_it_survives_sigkill(tmp_path: Path) -> None:
         process.kill()
         assert process.wait(10.0) == -9
     with odometer(tmp_path) as again:
-        assert again.read() == (1000, 10_000)
+        assert again.read() == (1000 << 54, 1000 << 54)
 
 
 @pytest.mark.parametrize(

@@ -554,20 +554,6 @@ def test_a_refused_update_is_as_if_it_had_never_been() -> None:
         assert torch.equal(fresh(again), fresh(refused)), "its progress goes out again, all of it"
 
 
-def test_a_small_value_is_sent_at_last_and_without_feedback_never() -> None:
-    steady = torch.full((600,), 1e-3)
-    steady[:4] = 1.0
-    for beta, reached in ((1.0, True), (0.0, False)):
-        model, sent = Model("topk:256x8", beta=beta), torch.zeros(600)
-        for _ in range(200):
-            model.parameters["w"] -= steady
-            update = model.update()
-            sent += values_of(update.encoded.sent)
-            model.adopt(torch.zeros(600), [update.header.sequence])
-        assert bool((sent[:256] > 0).all()) == reached, beta
-        assert torch.allclose(sent + model.residual(), 200 * steady, rtol=1e-3) == reached, beta
-
-
 @pytest.mark.parametrize("rule", ["overwrite", "blend"])
 def test_a_checkpoint_holds_it_and_the_next_update_has_the_same_bytes(rule: str) -> None:
     model = Model("int2:8", rule, beta=0.9)
