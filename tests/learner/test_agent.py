@@ -190,6 +190,97 @@ def test_a_site_whose_training_stays_broken_stops_in_words(tmp_path: Path, synce
     assert versions(syncer) == [0, 0]
 
 
+# --- ending ----------------------------------------------------------------------------------------------------------
+
+
+def test_leave_soon_stops_the_loop_sends_the_rest_and_says_goodbye(syncer: Syncer, site: Site) -> None:
+    site.train(5)
+    site.agent.leave_soon()
+    site.train_until_stopped()
+    done = site.finish()
+    assert (done.ending, done.why) == ("left", "this site was asked to leave")
+    every = site.steps * TOKENS
+    assert done.ledger == {**dict.fromkeys(done.ledger, 0), "processed": every, "merged": every}
+    assert status(syncer) is SiteStatus.LEFT
+    assert agent_threads() == []
+    (event,) = site.events.of("site_done")
+    assert event["ledger"]["tokens_merged"] == every
+    told, meter = site.client.reports[-1], site.events.of("meter")[-1]
+    assert (told.step, told.tokens_processed, told.loss) == (site.steps, every, 1.0)
+    assert (meter["inner_steps"], meter["tokens"], meter["in_flight"], meter["staleness"]) == (site.steps, every, 0, 0)
+    assert told.bytes_up == meter["bytes_up"] > 0
+    assert told.link is not None
+    assert min(told.link.rtt_ns, meter["link_rtt_ns"], meter["bytes_down"]) > 0
+
+
+@pytest.mark.parametrize("cut", ["before the end", "for the last update only"])
+def test_finishing_is_bounded_when_the_syncer_is_away(tmp_path: Path, syncer: Syncer, cut: str) -> None:
+    with started(tmp_path / "a", syncer, finish_timeout_s=0.8) as site:
+        site.train(6)
+        site.client.down.set()
+        if cut == "before the end":
+            site.train(6)
+        done = site.finish()
+        assert done.ending == "left"
+        assert done.ledger["unsent"] + done.ledger["in_flight"] > 0
+        assert agent_threads() == []
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.2, 60.0])
+def test_after_goodbye_a_site_says_what_it_lacks_until_it_lacks_nothing(tmp_path: Path, heartbeat_s: float) -> None:
+    """It says so at once, and again; a line that breaks takes the goodbye not back."""
+    with (
+        serving(tmp_path / "syncer", heartbeat_s=heartbeat_s, **WAITING) as syncer,
+        started(tmp_path / "a", syncer) as site,
+    ):
+        client = site.client
+        site.train(3)
+        finishing = threading.Thread(target=site.finish)  # No other site is there: its fates come with the end.
+        finishing.start()
+        eventually(lambda: syncer.feeds.standing() == (1, {"a"}), "the word that fates are missing")
+        assert client.reports[-1].tokens_in_flight > 0
+        assert status(syncer) is SiteStatus.LEFT
+        if heartbeat_s < 1:
+            before = client.calls.count("report")
+            eventually(lambda: client.calls.count("report") > before + 1, "that word again")
+            client.streams[-1].cancel()
+            eventually(lambda: len(client.streams) >= 2, "it listens again")
+        syncer.drain()
+        finishing.join(10.0)
+        assert not finishing.is_alive()
+        assert client.reports[-1].tokens_in_flight == 0
+        assert syncer.feeds.standing() == (0, frozenset()), "it is waited for no longer"
+        assert (client.calls.count("join"), status(syncer)) == (1, SiteStatus.LEFT)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_thread_that_dies_stops_the_site_in_words_also_at_the_very_end(
+    site: Site, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    died: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    site.train(1)
+    if leaves:
+        site.agent.leave_soon()
+    monkeypatch.setattr(site.agent.outbox, "put", fail)
+    site.train_until_stopped()
+    done = site.finish()
+    assert done.ending == "failed", "not hidden behind the end of the run"
+    assert "Input/output error" in done.why
+    assert [note["note"] for note in site.events.of("note")] == ["thread_died"]
+    assert len(died) == 1
+
+
+# --- A syncer that is away for long ends no site, stops no training and costs no token -------------------------------
+
+ATTEMPTS = 400
+"""At the back-off's cap of three seconds, jittered, this many attempts are a quarter of an hour."""
+
+
 def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_or_refused_and_then_as_if_nothing_had_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,73 +331,6 @@ def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_or_refused_and_then_as_if
         ledger = site_ledger(site.agent.machine.state)
         assert ledger.balanced()
         assert (ledger.lost, ledger.refused) == (0, 0)
-
-
-# --- another process, an operator, a user ----------------------------------------------------------------------------
-
-
-def test_leave_soon_stops_the_loop_sends_the_rest_and_says_goodbye(syncer: Syncer, site: Site) -> None:
-    site.train(5)
-    site.agent.leave_soon()
-    site.train_until_stopped()
-    done = site.finish()
-    assert (done.ending, done.why) == ("left", "this site was asked to leave")
-    every = site.steps * TOKENS
-    assert done.ledger == {**dict.fromkeys(done.ledger, 0), "processed": every, "merged": every}
-    assert status(syncer) is SiteStatus.LEFT
-    assert agent_threads() == []
-    (event,) = site.events.of("site_done")
-    assert event["ledger"]["tokens_merged"] == every
-    told, meter = site.client.reports[-1], site.events.of("meter")[-1]
-    assert (told.step, told.tokens_processed, told.loss) == (site.steps, every, 1.0)
-    assert (meter["inner_steps"], meter["tokens"], meter["in_flight"], meter["staleness"]) == (site.steps, every, 0, 0)
-    assert told.bytes_up == meter["bytes_up"] > 0
-    assert told.link is not None
-    assert min(told.link.rtt_ns, meter["link_rtt_ns"], meter["bytes_down"]) > 0
-
-
-# --- ending ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cut", ["before the end", "for the last update only"])
-def test_finishing_is_bounded_when_the_syncer_is_away(tmp_path: Path, syncer: Syncer, cut: str) -> None:
-    with started(tmp_path / "a", syncer, finish_timeout_s=0.8) as site:
-        site.train(6)
-        site.client.down.set()
-        if cut == "before the end":
-            site.train(6)
-        done = site.finish()
-        assert done.ending == "left"
-        assert done.ledger["unsent"] + done.ledger["in_flight"] > 0
-        assert agent_threads() == []
-
-
-# --- A syncer that is away for long ends no site, stops no training and costs no token -------------------------------
-
-ATTEMPTS = 400
-"""At the back-off's cap of three seconds, jittered, this many attempts are a quarter of an hour."""
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_thread_that_dies_stops_the_site_in_words_also_at_the_very_end(
-    site: Site, monkeypatch: pytest.MonkeyPatch, leaves: bool
-) -> None:
-    died: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", died.append)
-
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    site.train(1)
-    if leaves:
-        site.agent.leave_soon()
-    monkeypatch.setattr(site.agent.outbox, "put", fail)
-    site.train_until_stopped()
-    done = site.finish()
-    assert done.ending == "failed", "not hidden behind the end of the run"
-    assert "Input/output error" in done.why
-    assert [note["note"] for note in site.events.of("note")] == ["thread_died"]
-    assert len(died) == 1
 
 
 def test_a_version_of_a_syncer_whose_place_another_has_taken_is_fetched_again(tmp_path: Path) -> None:
@@ -456,30 +480,3 @@ def test_a_bit_that_flips_in_a_base_is_found_and_the_fragment_taken_whole(tmp_pa
         ledger = site_ledger(site.agent.machine.state)
         assert ledger.balanced()
         assert ledger.overwritten > 0
-
-
-@pytest.mark.parametrize("heartbeat_s", [0.2, 60.0])
-def test_after_goodbye_a_site_says_what_it_lacks_until_it_lacks_nothing(tmp_path: Path, heartbeat_s: float) -> None:
-    """It says so at once, and again; a line that breaks takes the goodbye not back."""
-    with (
-        serving(tmp_path / "syncer", heartbeat_s=heartbeat_s, **WAITING) as syncer,
-        started(tmp_path / "a", syncer) as site,
-    ):
-        client = site.client
-        site.train(3)
-        finishing = threading.Thread(target=site.finish)  # No other site is there: its fates come with the end.
-        finishing.start()
-        eventually(lambda: syncer.feeds.standing() == (1, {"a"}), "the word that fates are missing")
-        assert client.reports[-1].tokens_in_flight > 0
-        assert status(syncer) is SiteStatus.LEFT
-        if heartbeat_s < 1:
-            before = client.calls.count("report")
-            eventually(lambda: client.calls.count("report") > before + 1, "that word again")
-            client.streams[-1].cancel()
-            eventually(lambda: len(client.streams) >= 2, "it listens again")
-        syncer.drain()
-        finishing.join(10.0)
-        assert not finishing.is_alive()
-        assert client.reports[-1].tokens_in_flight == 0
-        assert syncer.feeds.standing() == (0, frozenset()), "it is waited for no longer"
-        assert (client.calls.count("join"), status(syncer)) == (1, SiteStatus.LEFT)

@@ -74,8 +74,6 @@ from tests.learner.participant import held as model_of
 from tests.syncer.building import LAYOUT, agreement, dice, eventually, update
 from tests.wire.samples import PULL
 
-# --- The threads beside training -------------------------------------------------------------------------------------
-
 BOUND_S = 10.0
 
 
@@ -173,15 +171,12 @@ class Desk(Recorder):
             eventually(lambda: len(self.told) >= told, "it is answered")
 
 
-ACCEPTED, GAP = PushResult(Outcome.ACCEPTED, 0), PushResult(Outcome.RETRY, 0, Reason.GAP)
-
-
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-OLD, NEW = dice("old", 0), dice("new", 0)
+ACCEPTED, GAP = PushResult(Outcome.ACCEPTED, 0), PushResult(Outcome.RETRY, 0, Reason.GAP)
 
 
 def test_an_update_is_sent_until_it_has_its_definite_answer(desk: Desk) -> None:
@@ -426,6 +421,24 @@ def test_a_stop_is_noticed_wherever_the_listener_is(place: str) -> None:
         go_on.set()
 
 
+def test_a_site_that_is_stopping_tries_to_join_no_more() -> None:
+    """It once went on until join_timeout_s, without a pause between two attempts."""
+    tries: list[float] = []
+
+    class Site(Recorder):
+        def join(self) -> None:
+            tries.append(time.monotonic())
+            self.stopping.set()
+            raise Unreachable("the channel is closed")
+
+    unused: Any = None
+    with pytest.raises(JoinFailed, match="stopping; last: the channel is closed"):
+        Joiner(Site(), unused, agreement(), LAYOUT, unused).first(time.monotonic() + 5.0)
+    assert len(tries) == 1
+
+
+# --- What a pull brings is made into values as it comes --------------------------------------------------------------
+
 RANGE = 1024
 """Values that are made at once where a test says so."""
 
@@ -592,55 +605,10 @@ def test_one_that_broke_off_keeps_what_came_and_no_values_and_goes_on_from_there
     assert same(incoming.values(incoming.sink.finish()), after)
 
 
-# --- How a site joins ------------------------------------------------------------------------------------------------
-
-
-MS = 1_000_000
-
-
-def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    traffic, now = Traffic(), [0]
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
-    meter = LinkMeter(traffic)  # type: ignore[arg-type]
-    assert (meter.read().rtt_ns, meter.read().up_bytes_per_s) == (0, 0)
-    with meter.control():
-        now[0] += 20 * MS
-    with meter.transfer(up=True):
-        traffic.bytes_up += 1_000_000
-        now[0] += 120 * MS
-    with meter.transfer(up=False):
-        traffic.bytes_down += 3_000_000
-        now[0] += 320 * MS
-    found = meter.read()
-    assert (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s) == (20 * MS, 10_000_000, 10_000_000)
-    meter.came(3_000_000, 0.15)
-    found = meter.read()
-    assert found.down_bytes_per_s == 20_000_000
-    for call in (meter.control, partial(meter.transfer, up=True), partial(meter.transfer, up=False)):
-        with suppress(Unreachable), call():
-            traffic.bytes_up, traffic.bytes_down = 2_000_000, 9_000_000
-            now[0] += MS
-            raise Unreachable("gone")
-    assert meter.read() == found, "a call that failed measures nothing"
-
-
-def test_a_site_that_is_stopping_tries_to_join_no_more() -> None:
-    """It once went on until join_timeout_s, without a pause between two attempts."""
-    tries: list[float] = []
-
-    class Site(Recorder):
-        def join(self) -> None:
-            tries.append(time.monotonic())
-            self.stopping.set()
-            raise Unreachable("the channel is closed")
-
-    unused: Any = None
-    with pytest.raises(JoinFailed, match="stopping; last: the channel is closed"):
-        Joiner(Site(), unused, agreement(), LAYOUT, unused).first(time.monotonic() + 5.0)
-    assert len(tries) == 1
-
-
 # --- The thread that fetches versions ---------------------------------------------------------------------------------
+
+
+OLD, NEW = dice("old", 0), dice("new", 0)
 
 
 class Shelf(Recorder):
@@ -817,7 +785,9 @@ def test_no_thread_that_waits_ahead_outlives_the_fetcher() -> None:
     assert (len(without.waiting), len(shelf.waiting)) == (0, 1), "none waits where there is no base"
 
 
-STEP_NS = 100_000_000
+# --- The link, and how it is used ------------------------------------------------------------------------------------
+
+MS, STEP_NS = 1_000_000, 100_000_000
 
 WAYS = (Way("int8", 8_000_000), Way("int4", 4_000_000))
 
@@ -831,6 +801,32 @@ class Traffic:
 
     def use_channels(self, count: int) -> None:
         self.channels.append(count)
+
+
+def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic, now = Traffic(), [0]
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
+    meter = LinkMeter(traffic)  # type: ignore[arg-type]
+    assert (meter.read().rtt_ns, meter.read().up_bytes_per_s) == (0, 0)
+    with meter.control():
+        now[0] += 20 * MS
+    with meter.transfer(up=True):
+        traffic.bytes_up += 1_000_000
+        now[0] += 120 * MS
+    with meter.transfer(up=False):
+        traffic.bytes_down += 3_000_000
+        now[0] += 320 * MS
+    found = meter.read()
+    assert (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s) == (20 * MS, 10_000_000, 10_000_000)
+    meter.came(3_000_000, 0.15)
+    found = meter.read()
+    assert found.down_bytes_per_s == 20_000_000
+    for call in (meter.control, partial(meter.transfer, up=True), partial(meter.transfer, up=False)):
+        with suppress(Unreachable), call():
+            traffic.bytes_up, traffic.bytes_down = 2_000_000, 9_000_000
+            now[0] += MS
+            raise Unreachable("gone")
+    assert meter.read() == found, "a call that failed measures nothing"
 
 
 def test_a_choice_is_taken_told_once_with_its_reason_and_stays_to_be_seen() -> None:
