@@ -79,7 +79,6 @@ class Told(Exchange):
 
     def __init__(self, tensors: SiteTensors, outbox: Outbox, orders: Orders, client: Any) -> None:
         self.events, self.told, self.knows = Events(), list[Any](), True
-        self.sources: list[Source | None] = []
         self.answer: str | None = "digest"
         super().__init__("run", "a", tensors, outbox, orders, client, AdaptOptions(ways=(Way("fp32", 0),)))
 
@@ -88,7 +87,6 @@ class Told(Exchange):
             if self.knows:
                 do()
             self.tell(event)
-            self.sources.append(source)
         return self.knows
 
     def tell(self, event: object) -> None:
@@ -125,47 +123,22 @@ def zeros() -> dict[str, Tensor]:
     return {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
 
 
-def arrive(at: Exchange, version: int, fragment: int = 0, lineage: int = 1, epoch: int = 3, sites: int = 0) -> None:
+def arrive(at: Exchange, version: int, fragment: int = 0) -> None:
     """The exchange has fetched a version, whose values are dice."""
     values = dice(f"v{version}", fragment)
-    size, numel = 4 * values.numel(), values.numel()
-    told = (digest(values), 0, (), epoch, False, sites)
-    header = PullHeader(fragment, -1, version, True, "fp32", numel, size, (size,), *told)
-    at.keep_fetched(values, VersionFetched(fragment, version, ()), lineage, header)
+    size, told = 4 * values.numel(), digest(values)
+    header = PullHeader(fragment, -1, version, True, "fp32", values.numel(), size, (size,), told, 0, (), 1)
+    at.keep_fetched(values, VersionFetched(fragment, version, ()), 1, header)
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Told:
-    """A site of one rank."""
-    tensors = SiteTensors(LAYOUT, held(zeros()), "rebase", 0.5)
-    return Told(tensors, Outbox(tmp_path), Orders(SiteGroup()), Client())
-
-
-@pytest.fixture
-def begun(alone: Told) -> Told:
+def begun(tmp_path: Path) -> Told:
     """A site of one rank, with a first version."""
-    arrive(alone, 0)
-    alone.at_boundary(Retake(0, 0, (), "first version"))
-    return alone
-
-
-def test_versions_are_held_when_the_machine_hears_of_them_and_taken_when_it_says_so(alone: Told) -> None:
-    alone.knows = False
-    arrive(alone, 3, lineage=2, epoch=1)
-    assert alone.tensors.latest[0] is None, "the machine did not take it"
-    alone.knows = True
-    arrive(alone, 4)
-    assert alone.told == [VersionFetched(0, 3, ()), VersionFetched(0, 4, ())]
-    assert alone.sources == [Source(2, 1, digest(dice("v3", 0))), Source(1, 3, digest(dice("v4", 0)))]
-    alone.at_boundary(Retake(0, 4, (), "first version"))
-    assert torch.equal(alone.tensors.local(0), dice("v4", 0))
-    arrive(alone, 5)
-    alone.at_boundary(Adopt(0, 5, ()))
-    assert torch.equal(alone.tensors.local(0), dice("v5", 0)), "nothing was trained in between"
-    assert [event["version"] for event in alone.events.of("retaken") + alone.events.of("adopted")] == [4, 5]
-    for version, sites, known in ((6, 3, 3), (7, 0, 3), (8, 2, 2)):
-        arrive(alone, version, sites=sites)
-        assert alone.tensors.sites_in[0] == known, "of how many sites it is comes with it, or stays"
+    tensors = SiteTensors(LAYOUT, held(zeros()), "rebase", 0.5)
+    found = Told(tensors, Outbox(tmp_path), Orders(SiteGroup()), Client())
+    arrive(found, 0)
+    found.at_boundary(Retake(0, 0, (), "first version"))
+    return found
 
 
 def test_an_update_is_measured_at_once_and_known_when_it_is_durable(begun: Told) -> None:
@@ -175,7 +148,7 @@ def test_an_update_is_measured_at_once_and_known_when_it_is_durable(begun: Told)
     made = seal(job, encoders(["fp32"], begun.tensors)[0], "run", "a", 1)
     assert made.header.values_digest == digest(dice("v0", 0) - dice("trained", 0))
     begun.keep_sealed(made)
-    assert (begun.told[-1], begun.sources[-1]) == (Sealed(0, 1, made.header.digest), None)
+    assert begun.told[-1] == Sealed(0, 1, made.header.digest)
     assert list(begun.tensors.sent) == [(0, 1)]
     begun.order(Release(0, 1))
     assert begun.tensors.sent == {}

@@ -152,6 +152,8 @@ def test_eager_may_have_ahead_what_the_outer_step_will_make_of_its_own_updates_a
         # Of versions 5 and 6 the last held update 6.
         assert torch.allclose(each.own[0].momentum, 0.25 * dice("d5", 0) / 3 + dice("d6", 0) / 3, atol=1e-6)
     assert torch.equal(local(again), local(found))
+    again.arrived(0, 7, dice("newest", 0), "")
+    assert again.sites_in[0] == 3, "it stays where the next one does not say"
     again.retake(0, 6, [])
     assert "own.0" in found.tensors()
     assert "own.0" not in again.tensors()
