@@ -127,7 +127,7 @@ def arrive(at: Exchange, version: int, fragment: int = 0) -> None:
     """The exchange has fetched a version, whose values are dice."""
     values = dice(f"v{version}", fragment)
     size, told = 4 * values.numel(), digest(values)
-    header = PullHeader(fragment, -1, version, True, "fp32", values.numel(), size, (size,), told, 0, (), 1)
+    header = PullHeader(fragment, -1, version, True, "fp32", values.numel(), size, (size,), told, 0, (), 1, sites=3)
     at.keep_fetched(values, VersionFetched(fragment, version, ()), 1, header)
 
 
@@ -253,6 +253,7 @@ def test_a_version_is_here_when_the_machine_has_taken_it_and_not_before(pair: Pa
     latest = pair.owner.tensors.latest[1]
     assert latest is not None
     assert torch.equal(latest[1], dice("v0", 1))
+    assert pair.owner.tensors.sites_in[1] == 3
     assert pair.told == [VersionFetched(1, 0, ())] * 2
     assert pair.tensors.latest == [None, None], "no tensor of it is rank 0's"
     assert pair.tensors.told_latest[1] == digest(dice("v0", 1))
