@@ -31,8 +31,8 @@ from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.progress import FragmentProgress, LearnerState, Sent
 from diloco.wire.messages import PullHeader, Unreachable
 from diloco.wire.pulling import PulledVersion
-from tests.learner.participant import held
-from tests.syncer.building import LAYOUT, Events, dice, eventually
+from tests.learner.participant import Heard, held
+from tests.syncer.building import LAYOUT, dice, eventually
 
 
 class Rank:
@@ -71,16 +71,13 @@ class Client:
         pass
 
 
-class Told(Exchange):
-    """An exchange whose machine is a list of what it is told."""
-
-    incarnation, epoch, lineage = 1, 3, 1
-    known: Any = property(lambda self: self)
+class Told(Heard, Exchange):
+    """The exchange of rank 0."""
 
     def __init__(self, tensors: SiteTensors, outbox: Outbox, orders: Orders, client: Any) -> None:
-        self.events, self.told, self.knows = Events(), list[Any](), True
-        self.answer: str | None = "digest"
-        super().__init__("run", "a", tensors, outbox, orders, client, AdaptOptions(ways=(Way("fp32", 0),)))
+        Heard.__init__(self)
+        self.knows, self.answer = True, "digest"
+        Exchange.__init__(self, "run", "a", tensors, outbox, orders, client, AdaptOptions(ways=(Way("fp32", 0),)))
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
         with self.changed:
@@ -89,20 +86,8 @@ class Told(Exchange):
             self.tell(event)
         return self.knows
 
-    def tell(self, event: object) -> None:
-        self.told.append(event)
-
-    def emit(self, what: str, facts: dict[str, object]) -> None:
-        self.events.emit(what, facts)
-
     def wanted(self, fragment: int, sequence: int) -> str | None:
         return self.answer
-
-    def rejoin(self, why: str) -> None:
-        self.tell(("rejoin", why))
-
-    def give_up(self, why: str) -> None:
-        self.tell(("give_up", why))
 
     def has_failed(self) -> bool:
         return False
@@ -203,9 +188,10 @@ class Pair:
         mine, theirs = (Holding(model, Rank(rank)) for rank, model in enumerate(self.models))
         self.tensors = SiteTensors(LAYOUT, mine, "rebase", 0.5, owned=[0])
         orders = Orders(mine.group)
+        self.lost: list[str] = []
         self.zero = Told(self.tensors, Outbox(folder / "outbox"), orders, self.clients[0])
         self.told, self.events = self.zero.told, self.zero.events
-        self.site = Owners(Dealt((0, 1), {1: ends[0]}), self.zero, orders, lambda why: self.zero.tell(("lost", why)))
+        self.site = Owners(Dealt((0, 1), {1: ends[0]}), self.zero, orders, self.lost.append)
         dealt, options = Dealt((0, 1), {0: ends[1]}), AgentOptions(folder=str(folder))
         self.owner = Owner(options, "rebase", LAYOUT, theirs, dealt, self.clients[1], "run", "a", restored)
 
@@ -219,11 +205,6 @@ class Pair:
         with self.zero.changed:
             self.site.capture()
         self.owner.state()
-
-    def wait_for(self, kind: type[object]) -> Any:
-        of = lambda: [each for each in self.told if isinstance(each, kind)]  # noqa: E731
-        eventually(of, f"a {kind.__name__} is told")
-        return of()[0]
 
 
 @contextmanager
@@ -266,7 +247,7 @@ def test_an_update_is_made_sealed_and_taken_back_here(pair: Pair, tmp_path: Path
     pair.site.at_boundary(sealing(1, 1), "fp32")
     pair.site.order(Release(1, 1))
     pair.owner.do()
-    pair.wait_for(Sealed)
+    eventually(lambda: any(isinstance(event, Sealed) for event in pair.told), "it is told")
     pair.through()
     assert list(pair.owner.tensors.sent) == [(1, 1)], "that order came before it was sealed"
     (sealed,) = pair.events.of("sealed")
@@ -369,10 +350,9 @@ def test_an_owner_that_is_gone_is_a_rank_that_is_lost_unless_the_site_ends(pair:
         pair.site.part()
     pair.owner.close()
     if not ends:
-        what, why = pair.wait_for(tuple)
-        assert what == "lost"
-        assert "rank 1 of this site is gone" in why
-    assert len(pair.told) == int(not ends)
+        eventually(lambda: pair.lost, "it is told")
+        assert "rank 1 of this site is gone" in pair.lost[0]
+    assert len(pair.lost) == int(not ends)
 
 
 def test_a_thread_that_dies_here_stops_the_site_in_words(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,9 +361,8 @@ def test_a_thread_that_dies_here_stops_the_site_in_words(pair: Pair, monkeypatch
     pair.site.at_boundary(sealing(1, 1), "fp32")
     monkeypatch.setattr(pair.owner.outbox, "put", lambda header, payload: 1 / 0)
     pair.owner.do()
-    what, why = pair.wait_for(tuple)
-    assert what == "give_up"
-    assert "ZeroDivisionError" in why
+    eventually(lambda: pair.zero.gave_up, "it is told")
+    assert "ZeroDivisionError" in pair.zero.gave_up[0]
 
 
 def test_a_version_that_is_taken_again_is_told_as_its_base_only_where_it_is_the_latest(pair: Pair) -> None:
