@@ -63,7 +63,7 @@ class DirectClient:
         self.calls: list[str] = []
         self.reports: list[ReportInfo] = []
         self.bytes_up = self.bytes_down = 0
-        self.before: dict[str, Callable[[], None]] = {}
+        self.before: dict[str, Callable[[], object]] = {}
         self.before_push: Callable[[PushHeader, memoryview], tuple[PushHeader, memoryview]] = lambda *update: update
         self.after_pull: Callable[[PulledVersion], PulledVersion] = lambda pulled: pulled
         self.streams: list[DirectStream] = []
@@ -248,8 +248,11 @@ class Site:
 
 
 @contextmanager
-def started(folder: Path, syncer: Syncer, site: str = "a", **settings: Any) -> Iterator[Site]:
-    found = Site(folder, DirectClient(syncer, site), **settings)
+def started(folder: Path, syncer: Syncer, site: str = "a", before: Any = (), **settings: Any) -> Iterator[Site]:
+    """``before`` has what is done before calls of the syncer, from the first one on."""
+    client = DirectClient(syncer, site)
+    client.before |= dict(before)
+    found = Site(folder, client, **settings)
     found.start()
     try:
         yield found

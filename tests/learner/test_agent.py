@@ -53,17 +53,17 @@ def status(syncer: Syncer, site: str = "a") -> SiteStatus:
 
 def test_a_first_fetch_that_takes_longer_than_a_heartbeat_ends_no_site(tmp_path: Path) -> None:
     """A heartbeat that comes long before every fragment is here names no version."""
-    with serving(tmp_path / "syncer", heartbeat_s=0.05, **ALONE) as syncer:
-        client = DirectClient(syncer)
-        client.before["pull"] = lambda: time.sleep(0.6)
-        site = Site(tmp_path / "a", client)
-        site.start()
-        assert len(client.reports) >= 2
-        assert (client.reports[0].versions, client.reports[0].digests) == ((), ())
+    slow = {"pull": lambda: time.sleep(0.6)}
+    with (
+        serving(tmp_path / "syncer", heartbeat_s=0.05, **ALONE) as syncer,
+        started(tmp_path / "a", syncer, before=slow) as site,
+    ):
+        reports = site.client.reports
+        assert len(reports) >= 2
+        assert (reports[0].versions, reports[0].digests) == ((), ())
         assert site.events.of("note") == []
         site.train(3)
-        eventually(lambda: client.reports[-1].versions == (0, 0), "they are here")
-        site.close()
+        eventually(lambda: reports[-1].versions == (0, 0), "they are here")
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,9 @@ def not_permitted() -> None:
 def test_a_first_join_that_one_address_refuses_waits_for_the_other_and_says_so_once(
     tmp_path: Path, syncer: Syncer
 ) -> None:
-    client = DirectClient(syncer)
-    client.before["join"] = lambda: not_permitted() if client.calls.count("join") <= 2 else None
-    site = Site(tmp_path / "a", client)
-    site.start()
-    assert [note["why"] for note in site.events.of("note")] == ["not in the permissions; no other answers"]
-    site.close()
+    refusals = iter([not_permitted, not_permitted])
+    with started(tmp_path / "a", syncer, before={"join": lambda: next(refusals, int)()}) as site:
+        assert [note["why"] for note in site.events.of("note")] == ["not in the permissions; no other answers"]
 
 
 def test_a_site_that_comes_in_the_last_round_has_a_base_for_the_step_it_ends_with(tmp_path: Path) -> None:
@@ -120,13 +117,10 @@ def test_a_site_that_comes_in_the_last_round_has_a_base_for_the_step_it_ends_wit
     with serving(tmp_path / "syncer", outer=outer) as syncer, started(tmp_path / "a", syncer, "a") as first:
         first.train(2)
         syncer.drain()
-        client = DirectClient(syncer, "b")
-        client.before["pull"] = lambda: time.sleep(0.3)  # The end is told long before the first version is here.
-        late = Site(tmp_path / "b", client)
-        late.start()
-        assert late.step().stop
-        late.finish()
-        first.client.training = None
+        slow = {"pull": lambda: time.sleep(0.3)}  # The end is told long before the first version is here.
+        with started(tmp_path / "b", syncer, "b", before=slow) as late:
+            assert late.step().stop
+            late.finish()
         first.train_until_stopped()
         assert first.finish().ending == "drained"
 
