@@ -65,18 +65,9 @@ def first() -> WithLoss:
     return model
 
 
-def test_the_runs_end_ends_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tmp_path, "run.tokens=600", PATIENT, model=first()) as served:
-        trainer, callback = made(served, tmp_path)
-        trainer.train()
-    assert callback.outer.why == "the run is finished"
-    assert callback.outer.steps == trainer.state.global_step >= 60
-    assert callback.outer.ledger["processed"] == callback.outer.ledger["merged"] == TOKENS * callback.outer.steps
-    assert "'diloco_progress': '1'" in capsys.readouterr().out
-    assert all(torch.isfinite(each).all() for each in trainer.model.parameters())
-
-
-def test_it_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
+def test_it_goes_on_from_the_trainers_checkpoint_and_the_runs_end_ends_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(tmp_path, "run.tokens=600", PATIENT, model=first()) as served:
         trainer, callback = made(served, tmp_path, max_steps=23, save_strategy="steps", save_steps=23)
         trainer.train()
@@ -85,9 +76,12 @@ def test_it_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
         assert (kept / "diloco.pt").is_file()
         again, callback = made(served, tmp_path)
         again.train(resume_from_checkpoint=str(kept))
+    assert callback.outer.why == "the run is finished"
     assert callback.outer.steps == again.state.global_step >= 60
     assert balanced(callback.outer.ledger)
     assert callback.outer.ledger["processed"] == TOKENS * callback.outer.steps
+    assert "'diloco_progress': '1'" in capsys.readouterr().out
+    assert all(torch.isfinite(each).all() for each in again.model.parameters())
 
 
 def test_a_training_that_was_broken_off_may_be_begun_again(tmp_path: Path) -> None:
