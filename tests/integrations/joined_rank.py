@@ -1,4 +1,4 @@
-"""One rank of a site whose loop is somebody's own, under torchrun: trains a model, and writes down what it then holds.
+"""One rank of a site whose loop is a user's own, under torchrun: trains a model, and writes down what it then holds.
 
 Arguments: the syncer's address, the folder for results, the layout: ddp, fsdp, leased (ddp on leased data), or stages,
 where each of two ranks has a layer.

@@ -105,6 +105,10 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
+def balanced(ledger: dict[str, int]) -> bool:
+    return ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
+
+
 def supplied(outer: diloco.Outer, unit: int, ahead: int = 40) -> None:
     """Wait until so many samples lie ahead of the loop, as far as it is to go on: it is faster than any real one, and
     where its list ends it would draw its own over again."""

@@ -12,7 +12,7 @@ import torch
 
 import diloco.hf
 from diloco import integrations
-from tests.integrations.serving import PATIENT, TOKENS, Served, cold_model, serving
+from tests.integrations.serving import PATIENT, TOKENS, Served, balanced, cold_model, serving, small_model
 
 pytestmark = pytest.mark.slow  # Importing transformers alone takes its time.
 
@@ -45,7 +45,7 @@ def made(served: Served, folder: Path, **settings: Any) -> Any:
 
 
 def interrupting(step: int) -> Any:
-    """A callback that breaks the training off once, as somebody at the keyboard does."""
+    """A callback that breaks the training off once, as a user at the keyboard does."""
     from transformers import TrainerCallback
 
     class Once(TrainerCallback):  # type: ignore[misc]
@@ -60,25 +60,14 @@ def interrupting(step: int) -> Any:
 
 
 def first() -> WithLoss:
-    torch.manual_seed(7)
     model = WithLoss()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    model.inside = small_model(1)
     return model
 
 
-def test_the_runs_end_ends_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tmp_path, "run.tokens=600", PATIENT, model=first()) as served:
-        trainer, callback = made(served, tmp_path)
-        trainer.train()
-    assert callback.outer.why == "the run is finished"
-    assert callback.outer.steps == trainer.state.global_step >= 60
-    assert callback.outer.ledger["processed"] == callback.outer.ledger["merged"] == TOKENS * callback.outer.steps
-    assert "'diloco_progress': '1'" in capsys.readouterr().out
-    assert all(torch.isfinite(each).all() for each in trainer.model.parameters())
-
-
-def test_it_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
+def test_it_goes_on_from_the_trainers_checkpoint_and_the_runs_end_ends_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(tmp_path, "run.tokens=600", PATIENT, model=first()) as served:
         trainer, callback = made(served, tmp_path, max_steps=23, save_strategy="steps", save_steps=23)
         trainer.train()
@@ -87,10 +76,12 @@ def test_it_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
         assert (kept / "diloco.pt").is_file()
         again, callback = made(served, tmp_path)
         again.train(resume_from_checkpoint=str(kept))
+    assert callback.outer.why == "the run is finished"
     assert callback.outer.steps == again.state.global_step >= 60
-    ledger = callback.outer.ledger
-    assert ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
-    assert ledger["processed"] == TOKENS * callback.outer.steps
+    assert balanced(callback.outer.ledger)
+    assert callback.outer.ledger["processed"] == TOKENS * callback.outer.steps
+    assert "'diloco_progress': '1'" in capsys.readouterr().out
+    assert all(torch.isfinite(each).all() for each in again.model.parameters())
 
 
 def test_a_training_that_was_broken_off_may_be_begun_again(tmp_path: Path) -> None:
@@ -104,8 +95,7 @@ def test_a_training_that_was_broken_off_may_be_begun_again(tmp_path: Path) -> No
         trainer.train()  # As in a notebook: the process is the same, and so is the callback.
         assert not any(thread.is_alive() for thread in beside)
     assert callback.outer.why == "the run is finished"
-    ledger = callback.outer.ledger
-    assert ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
+    assert balanced(callback.outer.ledger)
 
 
 def test_a_checkpoint_has_the_sites_state_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import json
+import os
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +22,15 @@ from torch import nn
 
 import diloco
 from diloco.config import run_dir
+from diloco.durable import locked
+from diloco.inner.parallel import SiteGroup
+from diloco.integrations.join import STEPS_AHEAD_MAX, Batches, Drawing, OwnData
 from tests.integrations.serving import (
+    PATIENT,
     TOKENS,
     Served,
     backward,
+    balanced,
     cold_model,
     mean_loss,
     serving,
@@ -27,7 +39,14 @@ from tests.integrations.serving import (
     until_stop,
     values,
 )
-from tests.runs.processes import wait_for
+from tests.loopback.cluster import free_port
+from tests.runs.processes import ROOT, wait_for
+
+EPOCH, UNIT = 400, 4
+
+LEASED = ("data.leased=true", f"data.unit_sequences={UNIT}")
+
+ESSAYS = {"data": "essays", "samples": EPOCH, "samples_per_step": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +55,26 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def sgd(*parts: nn.Module) -> torch.optim.Optimizer:
+    parameters = [each for part in parts for each in part.parameters()]
+    return torch.optim.SGD(parameters or cold_model().parameters(), lr=0.05)
+
+
+def joined(served: Served, model: Any = None, **arguments: Any) -> diloco.Outer:
+    model = model or cold_model()
+    parts = [each for each in (model if isinstance(model, list) else [model]) if isinstance(each, nn.Module)]
+    usual = {"optimizer": sgd(*parts), "syncer": served.address, "site": "fra", "tokens_per_step": 1}
+    return diloco.join(model, **{**usual, **arguments})
+
+
 class Loop:
-    """Somebody's own loop."""
+    """A user's own loop."""
 
     def __init__(self, served: Served, model: nn.Module | None = None, **arguments: Any) -> None:
         self.model = model or cold_model()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        usual = {"syncer": served.address, "site": "fra", "tokens_per_step": TOKENS}
-        self.outer = diloco.join(self.model, self.optimizer, **{**usual, **arguments})
+        self.optimizer = sgd(self.model)
+        own = {"optimizer": self.optimizer, "tokens_per_step": TOKENS}
+        self.outer = joined(served, self.model, **{**own, **arguments})
 
     def step(self, number: int = 0) -> bool:
         backward(self.model, number)
@@ -51,25 +82,27 @@ class Loop:
         self.optimizer.zero_grad()
         return self.outer.should_stop
 
-    def settle(self) -> None:
-        """Nothing is on its way any more, so that no later word of the syncer's makes a checkpoint an old one."""
-        wait_for(lambda: self.outer.ledger["in_flight"] == 0, "the fates of what was sent")
-
     def save(self, file: io.BytesIO) -> None:
-        self.settle()
+        """Once nothing is on its way, so that no later word of the syncer's makes the checkpoint an old one."""
+        wait_for(lambda: self.outer.ledger["in_flight"] == 0, "the fates of what was sent")
         torch.save({"model": self.model.state_dict(), "outer": self.outer.state_dict()}, file)
+
+    def load(self, file: io.BytesIO) -> None:
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.outer.load_state_dict(saved["outer"])
 
     def broken_off(self, steps: int, then: Callable[[], object]) -> None:
         """So many steps, ``then``, and an exception of the loop's own."""
-        with self.outer:
-            for number in range(steps):
-                self.step(number)
-            then()
-            _ = 1 / 0
-
-
-def balanced(ledger: dict[str, int]) -> bool:
-    return ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
+        try:
+            with self.outer:
+                for number in range(steps):
+                    self.step(number)
+                then()
+                _ = 1 / 0
+        except ZeroDivisionError as error:
+            self.notes = error.__notes__
 
 
 def test_a_loop_trains_a_run_to_its_end(place: Path) -> None:
@@ -80,24 +113,21 @@ def test_a_loop_trains_a_run_to_its_end(place: Path) -> None:
             first_loss = mean_loss(loop.model)
             steps = until_stop(loop.step)
             assert loop.outer.progress == 1.0
-        assert loop.outer.ledger == {
-            **dict.fromkeys(loop.outer.ledger, 0),
-            "processed": 10 * steps,
-            "merged": 10 * steps,
-        }
+        ledger = loop.outer.ledger
+        assert ledger == {**dict.fromkeys(ledger, 0), "processed": 10 * steps, "merged": 10 * steps}
         assert steps >= 150
         assert mean_loss(loop.model) < first_loss
         before = values(loop.model)
-        loop.step()  # It is its own again: the hook is gone, and nobody counts.
+        loop.step()  # It is its own again: the hook is gone, and no step is counted.
         assert loop.outer.steps == steps
         assert not all(torch.equal(before[name], each) for name, each in values(loop.model).items())
 
 
 def test_several_optimizers_are_one_step(place: Path) -> None:
     model = cold_model()
-    first, last = (torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2]))
+    first, last = (sgd(part) for part in (model[0], model[2]))
     with serving(place) as served:
-        outer = diloco.join(model, [first, last], syncer=served.address, site="fra")
+        outer = joined(served, model, optimizer=[first, last], tokens_per_step=None)
         with outer:
             for number in range(3):
                 outer.tokens(4)
@@ -115,14 +145,6 @@ def test_steps_may_be_told_without_hooks(place: Path) -> None:
         assert loop.outer.ledger["processed"] == TOKENS * steps == TOKENS * loop.outer.steps
 
 
-def test_a_step_that_nobody_has_measured_is_refused(place: Path) -> None:
-    with serving(place) as served:
-        loop = Loop(served, tokens_per_step=None)
-        words = "tokens of this step are 0: give tokens_per_step, or call outer.tokens"
-        with pytest.raises(ValueError, match=words), loop.outer:
-            loop.step()
-
-
 def test_a_wrong_call_is_refused_in_words(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
     with serving(place) as served:
@@ -137,21 +159,24 @@ def test_a_wrong_call_is_refused_in_words(place: Path, monkeypatch: pytest.Monke
                 (loop.outer.step, "hooks is True: the optimizer's own hook has counted"),
                 (lambda: loop.outer.tokens(3), "tokens_per_step=10 has said it"),
                 (lambda: loop.outer.load_state_dict(loop.outer.state_dict()), "call it before the with"),
+                (lambda: next(loop.outer.batches(2)), "batches is called, and join was given no data"),
+                (Loop(served).outer.start, r"folder is 'runs/mine/sites/fra': .*started twice"),
             ):
                 with pytest.raises(ValueError, match=words):
                     call()
-            with pytest.raises(ValueError, match=r"folder is 'runs/mine/sites/fra': .*started twice"):
-                Loop(served, model=small_model()).outer.start()
         loop.outer.leave()  # Once is enough, twice is no harm.
+        untold = Loop(served, tokens_per_step=None)
+        words = "tokens of this step are 0: give tokens_per_step, or call outer.tokens"
+        with pytest.raises(ValueError, match=words), untold.outer:
+            untold.step()
 
 
 def test_the_loops_own_exception_goes_on_with_a_note(place: Path) -> None:
     with serving(place) as served:
         loop = Loop(served)
         beside: list[threading.Thread] = []
-        with pytest.raises(ZeroDivisionError) as raised:
-            loop.broken_off(7, lambda: beside.extend(loop.outer._agent.threads))  # type: ignore[union-attr]
-        (note,) = raised.value.__notes__
+        loop.broken_off(7, lambda: beside.extend(loop.outer._agent.threads))
+        (note,) = loop.notes
         assert note.startswith("diloco: site fra left run mine while it trained, its tokens: ")
         assert "20 unsent" in note or "70 unsent" in note
         assert beside
@@ -169,53 +194,6 @@ def test_the_loops_own_exception_goes_on_with_a_note(place: Path) -> None:
         assert (ledger["processed"], ledger["merged"] + ledger["lost"]) == (120, 120)
         assert balanced(ledger)
         assert ledger["lost"] in (20, 70)
-
-
-def test_a_loop_goes_on_from_its_own_checkpoint(place: Path) -> None:
-    with serving(place, "run.tokens=600") as served:
-        loop = Loop(served)
-        file = io.BytesIO()
-        with pytest.raises(ZeroDivisionError):
-            loop.broken_off(23, lambda: loop.save(file))
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-        again = Loop(served)
-        again.model.load_state_dict(saved["model"])
-        again.outer.load_state_dict(saved["outer"])
-        with again.outer:
-            assert again.outer.steps == 23
-            until_stop(again.step)
-        ledger = again.outer.ledger
-        assert ledger["processed"] == TOKENS * again.outer.steps
-        assert (ledger["lost"], balanced(ledger)) == (0, True)
-
-
-def test_what_was_not_in_the_checkpoint_is_lost_and_counted(place: Path) -> None:
-    with serving(place, "run.tokens=600") as served:
-        loop = Loop(served)
-        saved: list[dict[str, Any]] = []
-
-        def save_and_train_on() -> None:
-            loop.settle()
-            saved.extend([values(loop.model), loop.outer.state_dict()])
-            for number in range(4):
-                loop.step(number)
-
-        with pytest.raises(ZeroDivisionError):
-            loop.broken_off(12, save_and_train_on)
-        again = Loop(served)
-        again.model.load_state_dict(saved[0])
-        again.outer.load_state_dict(saved[1])
-        with again.outer:
-            again_from = again.outer.steps
-            until_stop(again.step)
-        ledger = again.outer.ledger
-        # Of 160 tokens the checkpoint holds 120; where the syncer had more by then it goes on from what that had.  An
-        # update is made a step later for each step at whose end the one before it was still on its way.
-        assert 12 <= again_from <= 16
-        assert ledger["processed"] == 160 + TOKENS * (again.outer.steps - again_from)
-        assert balanced(ledger)
-        assert 0 < ledger["lost"] <= 70
 
 
 def test_a_state_of_another_layout_is_refused(place: Path) -> None:
@@ -258,28 +236,20 @@ def test_a_run_of_several_syncers_is_one_to_a_loop(place: Path) -> None:
     assert all(torch.isfinite(each).all() for each in values(loop.model).values()), "both parts have come"
 
 
-EPOCH, UNIT = 400, 4
-LEASED = ("data.leased=true", f"data.unit_sequences={UNIT}")
-
-
 class Reader(Loop):
     """A loop that reads what is leased to it, two samples a step, and remembers which."""
 
     def __init__(self, served: Served, **arguments: Any) -> None:
-        super().__init__(served, **{"data": "essays", "samples": EPOCH, "samples_per_step": 2, **arguments})
+        super().__init__(served, **{**ESSAYS, **arguments})
         self.read: list[int] = []
 
-    def batches(self) -> Iterator[list[int]]:
-        for indices in self.outer.batches(2):
-            self.read += indices
-            yield indices
-            supplied(self.outer, UNIT)
-
     def train(self, steps: int | None = None) -> None:
-        for number, _ in enumerate(self.batches()):
+        for number, indices in enumerate(self.outer.batches(2), 1):
+            self.read += indices
             self.step(number)
-            if steps is not None and number + 1 == steps:
+            if number == steps:
                 break
+            supplied(self.outer, UNIT)
 
 
 def units(served: Served) -> dict[str, int]:
@@ -315,29 +285,31 @@ def test_what_one_loop_leaves_another_reads_and_nothing_twice(place: Path) -> No
         assert units(served)["reissued"] > 0
 
 
-@pytest.mark.slow
-def test_a_loader_of_torchs_draws_them(place: Path) -> None:
-    class Essays(torch.utils.data.Dataset[int]):
-        def __getitem__(self, index: int) -> int:
-            return index
+@pytest.mark.parametrize("more", [0, 4])
+def test_a_loop_goes_on_from_its_own_checkpoint_and_what_came_after_it_is_lost_and_counted(
+    place: Path, more: int
+) -> None:
+    with serving(place, "run.tokens=600") as served:
+        loop, file = Loop(served), io.BytesIO()
 
-        def __len__(self) -> int:
-            return EPOCH
+        def save_and_train_on() -> None:
+            loop.save(file)
+            for number in range(more):
+                loop.step(number)
 
-    with serving(place, "run.tokens=600", *LEASED) as served:
-        loop = Reader(served, samples_per_step=4)
-        with loop.outer:
-            loader = torch.utils.data.DataLoader(Essays(), batch_sampler=loop.batches())
-            got = []
-            for number, pair in enumerate(loader):
-                got += pair.tolist()
-                backward(loop.model, number)
-                if number % 2:  # Two micro-batches are a step.
-                    loop.optimizer.step()
-                    loop.optimizer.zero_grad()
-        assert got == loop.read
-        assert len(got) >= 4 * loop.outer.steps >= 240
-        assert len(set(got[:EPOCH])) == len(got[:EPOCH])
+        loop.broken_off(12, save_and_train_on)
+        again = Loop(served)
+        again.load(file)
+        with again.outer:
+            again_from = again.outer.steps
+            until_stop(again.step)
+        ledger = again.outer.ledger
+        # The checkpoint holds 12 steps; where the syncer had more by then it goes on from what that had.  An update is
+        # made a step later for each step at whose end the one before it was still on its way.
+        assert 12 <= again_from <= 12 + more
+        assert ledger["processed"] == TOKENS * (12 + more + again.outer.steps - again_from)
+        assert balanced(ledger)
+        assert 0 < ledger["lost"] <= 70 if more else ledger["lost"] == 0
 
 
 def test_a_loop_that_goes_on_reads_on_where_its_checkpoint_was(place: Path) -> None:
@@ -349,8 +321,7 @@ def test_a_loop_that_goes_on_reads_on_where_its_checkpoint_was(place: Path) -> N
             loop.save(file)
             later = Reader(served, model=loop.model)
             loop.outer.break_off()
-        file.seek(0)
-        later.outer.load_state_dict(torch.load(file)["outer"])
+        later.load(file)
         with later.outer:
             assert later.outer.steps == 7
             later.train(steps=10)
@@ -361,16 +332,325 @@ def test_a_loop_that_goes_on_reads_on_where_its_checkpoint_was(place: Path) -> N
 
 def test_samples_that_were_not_drawn_are_not_counted(place: Path) -> None:
     with serving(place, *LEASED) as served:
-        words = r"samples_per_step is 2, and the loop has drawn 0 for this step"
         loop = Reader(served)
-        with pytest.raises(ValueError, match=words), loop.outer:
+        with pytest.raises(ValueError, match=r"samples_per_step is 2, and the loop has drawn 0 for this"), loop.outer:
             loop.step()
         with pytest.raises(ValueError, match="before the site has joined, or after it has left"):
             next(Reader(served, site="iad").outer.batches(2))
-    (place / "other").mkdir()
-    with (
-        serving(place / "other") as served,
-        Loop(served, site="sgp").outer as outer,
-        pytest.raises(ValueError, match="batches is called, and join was given no data"),
-    ):
-        next(outer.batches(2))
+
+
+# --- ``diloco.join`` with a real syncer over gRPC: what comes from where, and what is refused in which words ----------
+
+
+def test_the_five_lines_of_the_reference_are_a_site(place: Path) -> None:
+    """The text of the docstring itself, with the names that it leaves to its reader."""
+    text = inspect.getdoc(diloco.join) or ""
+    example = textwrap.dedent(text.split("::\n\n", 1)[1].split("\n\n")[0])
+    assert "diloco.join(model, optimizer," in example
+    assert len(example.strip().splitlines()) == 5
+    model = cold_model()
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
+    there = {"diloco": diloco, "model": model, "optimizer": sgd(model), "loss_of": nn.functional.mse_loss}
+    with serving(place, "run.tokens=200000") as served:
+        there["data"] = repeat((inputs, inputs.sum(1, keepdim=True).sin()))
+        exec(example.replace("host:7077", served.address), there)
+    outer = there["outer"]
+    assert isinstance(outer, diloco.Outer)
+    assert outer.why == "the run is finished"
+    ledger = outer.ledger
+    assert ledger["processed"] == ledger["merged"] == 4096 * outer.steps >= 200_000
+    assert all(torch.isfinite(each).all() for each in model.parameters()), "it had only NaN before it joined"
+    assert (place / "runs/mine/sites/fra/events.jsonl").is_file()
+
+
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
+    ask = "import sys, diloco; print(sorted({'torch', 'grpc', 'hydra', 'omegaconf'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "[]\n"
+    with pytest.raises(AttributeError, match=r"has no attribute 'joint'"):
+        _ = diloco.joint  # type: ignore[attr-defined]
+
+
+def test_the_rules_are_the_syncers(place: Path) -> None:
+    rules = ["outer.inner_steps=7", "outer.num_fragments=2", "outer.adopt=overwrite", "codec.up=int8:128"]
+    seen: list[Any] = []
+    with serving(place, *rules, "outer.discards_max=9") as served:
+        outer = joined(served, log=lambda *told: seen.append(told))
+        with outer:
+            assert outer.run == "mine"
+    config = outer._config
+    assert (config.outer.inner_steps, config.outer.num_fragments, config.outer.discards_max) == (7, 2, 9)
+    assert (config.outer.adopt, config.codec.up) == ("overwrite", "int8:128")
+    assert [dict(fields)["versions"] for what, fields in seen if what == "joined"] == [[0, 0]]
+
+
+@pytest.fixture(scope="module", params=["false"])
+def idle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A syncer that no site joins; its parameter is whether it leases data."""
+    with serving(tmp_path_factory.mktemp("idle"), f"data.leased={request.param}") as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"site": "a b"}, r"^site is 'a b': letters, digits"),
+        ({"syncer": ""}, "^syncer is '': host:port"),
+        ({"syncer": "nowhere"}, "^syncer is 'nowhere': host:port wanted"),
+        ({"syncer": "{}/127.0.0.1:1"}, r"syncer is '127.+': one address, since outer.num_syncers=1"),
+        ({"tokens_per_step": 0}, "^tokens_per_step is 0: a whole number from 1 on"),
+        ({"tokens_per_step": 1.5}, "^tokens_per_step is 1.5: a whole number"),
+        ({"overlap_step": 3}, "^overlap_step is no argument of join: did you mean overlap_steps?"),
+        ({"nproc": 3}, "^nproc is no argument of join"),
+        ({"adapt": "often"}, "^adapt is 'often': true or false"),
+        ({"data_channels": 9}, "^data_channels is 9: "),
+        ({"join_timeout_s": 0.0}, "^join_timeout_s is 0.0: positive"),
+        ({"token_file": "/nowhere"}, "^token_file is '/nowhere': No such file"),
+        ({"overlap_steps": 99}, "^overlap_steps is 99: from 0 to less than outer.inner_steps=5"),
+        ({"finish_timeout_s": -1.0}, "^finish_timeout_s is -1.0: positive"),
+        ({"model": "gpt"}, "^model is 'gpt': a torch.nn.Module"),
+        ({"model": [small_model(), nn.Tanh(), small_model()]}, "^model has parts that both have a parameter 0.bias"),
+        ({"model": [nn.Tanh()]}, "^model has no parameters"),
+        ({"optimizer": "adam"}, "^optimizer is 'adam': a torch.optim.Optimizer, or several"),
+        ({"optimizer": []}, r"^optimizer is \[\]: a torch.optim.Optimizer"),
+        ({"optimizer": sgd(small_model())}, "^optimizer trains none of the model's parameters"),
+        ({"samples": 40}, "^samples is 40, and data is None: give all three"),
+        ({"samples_per_step": 2}, "^samples_per_step is 2, and data is None"),
+        ({**ESSAYS, "data": ""}, "^data is '': what all sites call the same data"),
+        ({**ESSAYS, "data": "x" * 300}, "^data is 'xxx"),
+        ({**ESSAYS, "samples": 0}, "^samples is 0: a whole number from 1 on, where data is given"),
+        ({**ESSAYS, "samples": None}, "^samples is None: a whole number from 1 on, where data is given"),
+        ({**ESSAYS, "samples_per_step": True}, "^samples_per_step is True: a whole number"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named(idle: Served, arguments: dict[str, Any], words: str) -> None:
+    if "syncer" in arguments:
+        arguments = {**arguments, "syncer": arguments["syncer"].format(idle.address)}
+    with pytest.raises(ValueError, match=words):
+        joined(idle, **arguments)
+
+
+@pytest.mark.parametrize("idle", ["true"], indirect=True)
+def test_a_step_that_draws_more_than_a_site_is_leased_is_named(idle: Served) -> None:
+    with pytest.raises(ValueError, match=r"two steps of this site draw .* units, more than"):
+        joined(idle, **{**ESSAYS, "samples_per_step": 10**7})
+
+
+@pytest.mark.parametrize(
+    ("idle", "arguments", "words"),
+    [
+        ("true", {}, r"data.leased is true at the syncer: give data, samples and samples_per_step, and read"),
+        ("false", ESSAYS, r"data is 'essays', and the syncer leases none \(data.leased\)"),
+        ("false", {"run": "other"}, r"run is 'other' at the site and 'mine' at the syncer"),
+        ("false", {"model": nn.Linear(3, 3)}, r"parameter 0.bias is there and not here"),
+        ("false", {"model": [small_model()[0]]}, r"parameter 0.bias is there and not here"),
+    ],
+    indirect=["idle"],
+)
+def test_another_run_or_model_or_kind_of_data_is_refused_in_words(
+    idle: Served, place: Path, arguments: dict[str, Any], words: str
+) -> None:
+    text = refused("mismatch", lambda: joined(idle, **arguments))
+    assert text.startswith(f"the syncer at {idle.address} does not take site fra in: ")
+    assert re.search(words, text)
+
+
+def refused(kind: str, join: Callable[[], diloco.Outer]) -> str:
+    """What a site is told that is not taken in."""
+    with pytest.raises(diloco.JoinFailed) as failed, join():
+        raise AssertionError("it was taken in")
+    assert failed.value.kind == kind
+    return str(failed.value)
+
+
+def test_a_syncer_that_does_not_answer_is_named(place: Path) -> None:
+    gone = Served(None, f"127.0.0.1:{free_port()}")
+    text = refused("unreachable", lambda: joined(gone, join_timeout_s=0.3))
+    assert text.startswith("site fra cannot reach the syncer at 127.0.0.1:")
+    assert "tried for 0.3 s (join_timeout_s); a run that is over has no syncer" in text
+
+
+def test_the_parts_of_a_model_are_the_model(place: Path) -> None:
+    model = cold_model()
+    parts = [nn.ModuleDict({name: each}) for name, each in model.named_children()]
+    with serving(place) as served, joined(served, parts):
+        assert all(torch.isfinite(each).all() for each in model.parameters())
+
+
+def test_a_site_that_was_put_out_or_has_other_data_than_the_run_is_refused(place: Path) -> None:
+    with serving(place, *LEASED) as served:
+        with joined(served, **ESSAYS):
+            other = lambda: joined(served, site="iad", **{**ESSAYS, "samples": 401})  # noqa: E731
+            assert "the run leases units of one text" in refused("mismatch", other)
+        served.syncer.api.evict("fra")
+        assert "does not take site fra in: " in refused("refused", lambda: joined(served, **ESSAYS))
+
+
+def test_ranks_that_know_nothing_of_each_other_are_not_one_site_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 4, and torch.distributed is not initialised"):
+        joined(Served(None, "127.0.0.1:1"))
+
+
+def test_a_site_shows_its_token_from_the_first_question_on(place: Path) -> None:
+    tokens = '{"sites": {"fra": "the-secret-of-fra-alone"}, "admin": "the-secret-of-the-admin"}'
+    for name, text in (("tokens", tokens), ("mine", "the-secret-of-fra-alone")):
+        (place / name).write_text(text)
+        (place / name).chmod(0o600)
+    with serving(place, f"cluster.syncer.tokens_file={place / 'tokens'}") as served:
+        assert re.search("does not take site fra in: .*token", refused("refused", lambda: joined(served)))
+        with joined(served, token_file=str(place / "mine")) as outer:
+            assert outer.steps == 0
+
+
+# --- What a loop of one's own draws of leased data --------------------------------------------------------------------
+
+
+def alone() -> SiteGroup:
+    return SiteGroup(0, 0, 1, "127.0.0.1", 0, "cpu", 10.0)
+
+
+def listed(*units: int) -> Callable[[int, int], list[tuple[int, int]]]:
+    def told(place: int, count: int) -> list[tuple[int, int]]:
+        # Who is told none asks again, for ever.
+        assert place < len(units), f"{len(units)} units are all that this test draws of, and there is no place {place}"
+        return [(unit, 1) for unit in units[place : place + count]]
+
+    return told
+
+
+def drawing(*units: int, samples: int = 40, per_step: int = 2, seed: int = 3) -> Drawing:
+    return Drawing(OwnData("essays", samples, per_step), UNIT, listed(*units), alone(), seed)
+
+
+def drawn(one: Drawing, batches: int, count: int = 2) -> list[int]:
+    return [index for _ in range(batches) for index in one.batch(count)]
+
+
+def test_all_units_of_an_epoch_are_every_sample_once_and_the_next_has_another_order() -> None:
+    first, second = drawn(drawing(*range(10)), 20), drawn(drawing(*range(10, 20)), 20)
+    assert sorted(first) == sorted(second) == list(range(40))
+    assert first != second
+    assert drawn(drawing(*range(10), seed=4), 20) != first
+    assert drawn(drawing(*range(10)), 20) == first
+    assert drawn(drawing(7, 2), 4) == [*first[28:32], *first[8:12]], "a unit is the same samples at every site"
+    found = drawn(drawing(*range(10), samples=38), 20)
+    assert sorted(found[:38]) == list(range(38)), "the last unit of an epoch goes on into the next"
+    whole, ranks = drawn(drawing(*range(10)), 5, 4), [drawing(*range(10)), drawing(*range(10))]
+    parts = [index for _ in range(5) for rank, one in enumerate(ranks) for index in one.batch(2, rank, 2)]
+    assert parts == whole, "ranks draw parts of what the site draws"
+
+
+def test_steps_are_what_counts_and_not_how_far_a_loader_has_run_ahead() -> None:
+    one = drawing(*range(10))
+    ahead = drawn(one, 8)
+    assert one.cursor == 0
+    assert [one.stepped() for _ in range(3)] == [2, 2, 2]
+    assert (one.cursor, one.steps) == (6, 3)
+    again = drawing(*range(10))
+    again.begin(one.cursor)
+    assert (again.cursor, again.steps) == (6, 3)
+    assert drawn(again, 5) == ahead[6:], "what had been drawn and not trained on is drawn again"
+
+
+def loader(batches: Batches, ahead: int) -> Iterator[list[int]]:
+    """As torch's with workers: it holds so many batches more than it has handed out."""
+    here, held = iter(batches), list[list[int]]()
+    while True:
+        held += [next(here) for _ in range(ahead + 1 - len(held))]
+        yield held.pop(0)
+
+
+def test_a_loader_that_is_left_and_begun_again_leaves_nothing_out() -> None:
+    units = range(STEPS_AHEAD_MAX)
+    one, read = drawing(*units), list[int]()
+    batches = Batches(one, lambda: True, 2, None, None)
+    for _ in range(STEPS_AHEAD_MAX // 4):  # So often that what was drawn in vain would be too much.
+        for number, pair in enumerate(loader(batches, 4)):
+            read += pair
+            one.stepped()
+            if number == 4:
+                break
+    straight, whole = drawing(*units), list[int]()
+    while straight.cursor < one.cursor:
+        whole += straight.batch(2)
+        straight.stepped()
+    assert read == whole, "what updates name is what steps were made of"
+
+
+def test_a_step_needs_samples_that_were_drawn() -> None:
+    one = drawing(*range(10), per_step=4)
+    one.batch(2)
+    with pytest.raises(ValueError, match=r"samples_per_step is 4, and the loop has drawn 2 for this step: take the"):
+        one.stepped()
+    one.batch(2)
+    one.stepped()
+    for given, words in (((0,), "count is 0"), ((2, 2, 2), "rank is 2: 0 to ranks-1=1"), ((2, 0, 0), "ranks is 0")):
+        with pytest.raises(ValueError, match=words):
+            one.batch(*given)
+
+
+def test_who_draws_ever_further_ahead_has_said_too_little() -> None:
+    one = drawing(*range(STEPS_AHEAD_MAX * 8))
+    for _ in range(STEPS_AHEAD_MAX - 2):
+        one.batch(4)
+        one.stepped()
+    with pytest.raises(ValueError, match=r"samples_per_step is 2, and 2,052 samples would be drawn ahead of the steps"):
+        drawn(one, 2, 4)
+    right = drawing(*range(STEPS_AHEAD_MAX * 8), per_step=4)
+    for _ in range(STEPS_AHEAD_MAX + 2):
+        right.batch(4)
+        right.stepped()
+
+
+def test_the_same_data_are_known_by_their_name_and_number() -> None:
+    here = OwnData("essays", 40, 2)
+    assert here.identity == OwnData("essays", 40, 8).identity, "how many a step reads is each site's own"
+    assert len({here.identity, OwnData("essays", 41, 2).identity, OwnData("poems", 40, 2).identity}) == 3
+
+
+# --- Ranks of a user's own torchrun as one site ---------------------------------------------------------------------
+
+
+def both(address: str, folder: Path, layout: str) -> list[Any]:
+    """What two ranks under torchrun write down."""
+    program = [str(ROOT / "tests/integrations/joined_rank.py"), address, str(folder), layout]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    done = subprocess.run([*torchrun, *program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_what_keeps_rank_0_from_beginning_is_told_to_the_others(tmp_path: Path) -> None:
+    with serving(tmp_path) as served, locked(tmp_path / "fra"):
+        first, second = both(served.address, tmp_path, "held")
+    assert first == second, "none of them waits for one that has gone"
+    assert "is it started twice?" in first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "leased", "stages"])
+def test_two_ranks_are_one_site(tmp_path: Path, layout: str) -> None:
+    with serving(tmp_path, "run.tokens=300", PATIENT, *(LEASED if layout == "leased" else ())) as served:
+        first, second = both(served.address, tmp_path, layout)
+    if layout == "stages":
+        held = [sorted(each["held"]) for each in (first, second)]
+        assert held == [["0.bias", "0.weight"], ["2.bias", "2.weight"]]
+        parts = [torch.tensor(part).flatten() for each in (first, second) for part in each["held"].values()]
+        assert torch.cat(parts).numel() == 161, "none is missing"
+        assert torch.isfinite(torch.cat(parts)).all(), "they had only NaN before they joined"
+    else:
+        assert first["held"] == second["held"], "every rank holds the same model"
+    assert first["steps"] == second["steps"] >= 30
+    assert first["why"] == "the run is finished"
+    assert second["why"], "every rank stops at the same step"
+    assert first["progress"] == second["progress"]
+    assert first["progress"][-1] > 0
+    ledger = first["ledger"]
+    assert ledger["processed"] == ledger["merged"] == 10 * first["steps"], "tokens of both ranks"
+    assert second["ledger"] == {}
+    if layout == "leased":
+        read = [index for step in zip(first["read"], second["read"], strict=True) for pair in step for index in pair]
+        assert len(read) == 4 * first["steps"], "each rank reads a part of each step"
+        assert len(set(read[:400])) == len(read[:400]), "and no sample twice"

@@ -26,7 +26,7 @@ import diloco.titan
 from diloco.config.schema import SiteSection
 from diloco.integrations.join import OTHERWISE
 from diloco.integrations.torchtitan import RANK_0, Kept, Site, check_waits, site_of, tokens_per_step
-from tests.integrations.serving import PATIENT, serving_file
+from tests.integrations.serving import PATIENT, balanced, serving_file
 from tests.runs.processes import ROOT
 
 OWN = {"syncer", "site", "run", "folder", "version0"}
@@ -79,7 +79,7 @@ def test_a_step_is_worth_what_all_ranks_read() -> None:
 
 def test_no_rank_is_kept_waiting_longer_than_torchtitan_has_it_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = SimpleNamespace(init_timeout_seconds=300, train_timeout_seconds=100)
-    check_waits(Site(finish_timeout_s=100.0), comm)  # One process waits for nobody.
+    check_waits(Site(finish_timeout_s=100.0), comm)  # One process waits for no other.
     monkeypatch.setattr("diloco.integrations.torchtitan.PresentGroup", lambda: SimpleNamespace(world=2))
     check_waits(Site(), comm)
     with pytest.raises(
@@ -168,10 +168,6 @@ def address(titan: Titan, tmp_path: Path) -> Iterator[str]:
 def told(folder: Path, rank: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_text())
     return found
-
-
-def balanced(ledger: dict[str, int]) -> bool:
-    return ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
 
 
 @pytest.mark.hunt

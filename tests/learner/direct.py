@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.agent import Agent
+from diloco.learner.agent import Agent, Finished
 from diloco.learner.exchange import AgentOptions
 from diloco.learner.ranks import Orders
 from diloco.outer.fragments import gather
@@ -41,12 +41,16 @@ from diloco.wire.messages import (
     WatchEvent,
 )
 from diloco.wire.pulling import Patience, PulledVersion, PullSink
-from tests.learner.held import held
+from tests.learner.participant import held
 from tests.syncer.building import ANYONE, LAYOUT, Events, agreement
 
 T = TypeVar("T")
 SHAPES = dict(LAYOUT.parameters)
 TOKENS = 10
+ALONE: dict[str, Any] = {"outer": {"site_timeout_ns": 60_000_000_000}}
+"""Settings of a syncer that waits for no other site."""
+WAITING: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2, "final_wait_ns": 50_000_000}}
+"""Settings of a syncer that makes no version of one site's updates."""
 
 
 class DirectClient:
@@ -57,8 +61,9 @@ class DirectClient:
         self.training: threading.Thread | None = None
         """Set once training has begun: that thread must not come here any more."""
         self.calls: list[str] = []
+        self.reports: list[ReportInfo] = []
         self.bytes_up = self.bytes_down = 0
-        self.before: dict[str, Callable[[], None]] = {}
+        self.before: dict[str, Callable[[], object]] = {}
         self.before_push: Callable[[PushHeader, memoryview], tuple[PushHeader, memoryview]] = lambda *update: update
         self.after_pull: Callable[[PulledVersion], PulledVersion] = lambda pulled: pulled
         self.streams: list[DirectStream] = []
@@ -86,6 +91,7 @@ class DirectClient:
         from diloco.wire.convert import pack_report, unpack_report
 
         checked = unpack_report(pack_report(report))  # What does not go over the wire fails here as it does there.
+        self.reports.append(checked)
         return self._ask("report", lambda: self.syncer.api.report(checked))
 
     def leave(self, incarnation: int) -> None:
@@ -165,9 +171,10 @@ class Site:
         restored: Any = None,
         parameters: dict[str, Tensor] | None = None,
         agreed: Agreement | None = None,
+        steps: int = 0,
         **options: Any,
     ) -> None:
-        self.events = Events()
+        self.events, self.steps = Events(), steps
         self.client = client
         self.parameters = parameters or {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
         settings: dict[str, Any] = {
@@ -189,7 +196,6 @@ class Site:
             Orders(SiteGroup()),
             restored,
         )
-        self.steps = 0
 
     def start(self) -> None:
         self.steps = max(self.steps, self.agent.start())
@@ -225,19 +231,41 @@ class Site:
     def values(self, fragment: int) -> Tensor:
         return gather(LAYOUT.fragments[fragment], self.parameters)
 
+    def checkpoint(self) -> dict[str, Any]:
+        """What a process that takes the place of this one is given, whatever becomes of this one's tensors."""
+        tensors, meta = self.agent.state()
+        return {"restored": (cloned(tensors), meta), "parameters": cloned(self.parameters), "steps": self.steps}
+
+    def finish(self) -> Finished:
+        self.client.training = None
+        done = self.agent.finish()
+        assert balanced(done.ledger)
+        return done
+
     def close(self) -> None:
         self.client.training = None
         self.agent.close()
 
 
 @contextmanager
-def started(folder: Path, syncer: Syncer, site: str = "a", **settings: Any) -> Iterator[Site]:
-    found = Site(folder, DirectClient(syncer, site), **settings)
+def started(folder: Path, syncer: Syncer, site: str = "a", before: Any = (), **settings: Any) -> Iterator[Site]:
+    """``before`` has what is done before calls of the syncer, from the first one on."""
+    client = DirectClient(syncer, site)
+    client.before |= dict(before)
+    found = Site(folder, client, **settings)
     found.start()
     try:
         yield found
     finally:
         found.close()
+
+
+def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values.clone() for name, values in tensors.items()}
+
+
+def balanced(ledger: dict[str, int]) -> bool:
+    return ledger["processed"] == sum(value for name, value in ledger.items() if name != "processed")
 
 
 def versions(syncer: Syncer) -> list[int]:

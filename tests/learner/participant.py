@@ -1,46 +1,31 @@
-"""A participant that writes down what it hears, for the threads that move updates and versions."""
+"""A participant that writes down what it hears, a model of one process, and a place that stands for an accelerator."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from diloco.inner.holding import Holding
+from diloco.inner.parallel import SiteGroup
 from diloco.learner.seal import SealedUpdate, SealJob
+from diloco.learner.tensors import HOST, Place
 from diloco.sync.events import VersionFetched
 from diloco.wire.messages import PullHeader
 from tests.syncer.building import RUN, Events
 
 
-class Recorder:
-    run_id, site_id = RUN, "a"
+class Heard:
+    """A machine that is a list of what it is told."""
+
     incarnation = epoch = lineage = 1
-    left = False
     known: Any = property(lambda self: self)
 
     def __init__(self) -> None:
-        self.stopping = threading.Event()
-        self.events = Events()
-        self.updates: dict[tuple[int, int], str] = {}
-        """The digests of those that wait to be sent."""
-        self.told: list[object] = []
-        self.sealed: list[SealedUpdate] = []
-        self.fetched: list[tuple[Tensor, VersionFetched]] = []
-        self.rejoins: list[str] = []
-        self.gave_up: list[str] = []
-
-    def wanted(self, fragment: int, sequence: int) -> str | None:
-        return self.updates.get((fragment, sequence))
-
-    def was_read(self, job: SealJob) -> None:
-        pass
-
-    def keep_sealed(self, sealed: SealedUpdate) -> None:
-        self.sealed.append(sealed)
-
-    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
-        self.fetched.append((values, event))
+        self.events, self.told = Events(), list[Any]()
+        self.rejoins, self.gave_up = list[str](), list[str]()
 
     def tell(self, event: object) -> None:
         self.told.append(event)
@@ -54,5 +39,44 @@ class Recorder:
     def give_up(self, why: str) -> None:
         self.gave_up.append(why)
 
+
+class Recorder(Heard):
+    run_id, site_id = RUN, "a"
+    left = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopping = threading.Event()
+        self.updates: dict[tuple[int, int], str] = {}
+        """The digests of those that wait to be sent."""
+        self.sealed: list[SealedUpdate] = []
+        self.fetched: list[tuple[Tensor, VersionFetched]] = []
+
+    def wanted(self, fragment: int, sequence: int) -> str | None:
+        return self.updates.get((fragment, sequence))
+
+    def was_read(self, job: SealJob) -> None:
+        pass
+
+    def keep_sealed(self, sealed: SealedUpdate) -> None:
+        self.sealed.append(sealed)
+
+    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
+        self.fetched.append((values, event))
+
     def join(self) -> None:
         raise AssertionError("nothing asks this participant to join")
+
+
+def held(parameters: Mapping[str, Tensor]) -> Holding:
+    """A model of one process, as a site's agent is given it."""
+    return Holding(parameters, SiteGroup(device="cpu"))
+
+
+class Elsewhere(Place):
+    """A place on the CPU that is not the host: everything is copied there as it would be to an accelerator."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        super().__init__(HOST)

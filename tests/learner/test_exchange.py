@@ -1,8 +1,12 @@
-"""What the machine orders goes to who does it, and what was done is told when the tensors are changed, not before."""
+"""What the machine orders goes to the thread that does it, and is told when the tensors are changed, not before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,157 +15,440 @@ import torch
 from torch import Tensor
 
 from diloco.codec.base import digest
+from diloco.inner import GroupError
+from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
-from diloco.learner.exchange import AgentOptions, Exchange, Source
-from diloco.learner.ranks import Orders
+from diloco.inner.trainer import StepInfo
+from diloco.learner import exchange
+from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners, Source
+from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Dealt, Orders
 from diloco.learner.seal import Outbox, SealJob, encoders, seal
 from diloco.learner.tensors import SiteTensors
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.fragments import gather, part_of
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
 from diloco.sync.link import AdaptOptions, Way
-from diloco.wire.messages import PullHeader
-from tests.learner.direct import DirectClient
-from tests.learner.held import held
-from tests.syncer.building import LAYOUT, Events, dice
+from diloco.sync.progress import FragmentProgress, LearnerState, Sent
+from diloco.wire.messages import PullHeader, Unreachable
+from diloco.wire.pulling import PulledVersion
+from tests.learner.participant import Heard, held
+from tests.syncer.building import LAYOUT, dice, eventually
 
-SEAL = Seal(0, 1, 0, (), 10, 1, 1_000, 1, final=False)
+
+class Rank:
+    """A process group of two in which nothing needs to be sent."""
+
+    world, device, timeout_s = 2, torch.device("cpu"), 20.0
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        return [mine, mine]
+
+    def broadcast_small(self, words: Sequence[int], src: int = 0) -> list[int]:
+        return list(words)
+
+    def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
+        pass
 
 
-class Held(Exchange):
-    """An exchange whose machine is a list of what it is told."""
+class Client:
+    """Of the wire only what is counted, and where it leads."""
 
-    incarnation, epoch, lineage = 1, 3, 1
-    known: Any = property(lambda self: self)  # type: ignore[assignment]
+    def __init__(self) -> None:
+        self.bytes_up, self.bytes_down = 0, 0
+        self.taken_in = (0, 1)
+        self.followed: list[tuple[int, int]] = []
 
-    def __init__(self, folder: Path) -> None:
-        self.events, self.told, self.knows = Events(), list[Any](), True
-        self.parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
-        client: Any = DirectClient.__new__(DirectClient)
-        client.bytes_up = client.bytes_down = 0
-        client.close = lambda: None
-        tensors = SiteTensors(LAYOUT, held(self.parameters), "rebase", 0.5)
-        options = AdaptOptions(ways=(Way("fp32", 0),))
-        super().__init__("run", "a", tensors, Outbox(folder), Orders(SiteGroup()), client, options)
+    def follow(self, taken_in: tuple[int, int]) -> None:
+        self.followed.append(taken_in)
 
-    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> None:
-        if self.knows:
-            do()
-        self.told.append((event, sorted(self.tensors.sent), self.tensors.latest[0], source))
+    def pull(self, *asked: object) -> PulledVersion:
+        raise Unreachable("no syncer")
 
-    def tell(self, event: LearnerEvent) -> None:
-        self.told.append(event)
+    def close(self) -> None:
+        pass
 
-    def emit(self, what: str, facts: dict[str, object]) -> None:
-        self.events.emit(what, facts)
+
+class Told(Heard, Exchange):
+    """The exchange of rank 0."""
+
+    def __init__(self, tensors: SiteTensors, outbox: Outbox, orders: Orders, client: Any) -> None:
+        Heard.__init__(self)
+        self.knows, self.answer = True, "digest"
+        Exchange.__init__(self, "run", "a", tensors, outbox, orders, client, AdaptOptions(ways=(Way("fp32", 0),)))
+
+    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
+        with self.changed:
+            if self.knows:
+                do()
+            self.tell(event)
+        return self.knows
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
-        return None
-
-    def rejoin(self, why: str) -> None:
-        self.told.append(why)
-
-    def give_up(self, why: str) -> None:
-        self.told.append(why)
+        return self.answer
 
     def has_failed(self) -> bool:
         return False
 
-    def arrive(self, version: int, values: Tensor, lineage: int = 1, epoch: int = 3, sites: int = 0) -> None:
-        size, numel = 4 * values.numel(), values.numel()
-        told = (0, (), epoch, False, sites)
-        header = PullHeader(0, -1, version, True, "fp32", numel, size, (size,), digest(values), *told)
-        self.keep_fetched(values, VersionFetched(0, version, ()), lineage, header)
+    def sealing(self, sequence: int, at_rest: bool = False) -> SealJob:
+        self.at_boundary(sealing(0, sequence), "fp32", at_rest=at_rest)
+        job = self.sealer.queue.get()
+        assert isinstance(job, SealJob)
+        assert (job.effect.sequence, job.codec) == (sequence, "fp32")
+        return job
 
 
-def test_a_version_is_held_when_the_machine_hears_of_it_and_taken_when_it_says_so(tmp_path: Path) -> None:
-    held, values = Held(tmp_path), dice("v0", 0)
-    held.arrive(4, values)
-    ((event, _, latest, source),) = held.told
-    assert source == Source(1, 3, digest(values))
-    assert event == VersionFetched(0, 4, ())
-    assert latest is not None
-    assert latest[0] == 4
-    held.at_boundary(Retake(0, 4, (), "first version"))
-    assert torch.equal(held.tensors.local(0), values)
-    held.arrive(5, dice("v1", 0))
-    held.at_boundary(Adopt(0, 5, ()))
-    assert torch.equal(held.tensors.local(0), dice("v1", 0)), "nothing was trained in between"
-    assert [event["version"] for event in held.events.of("retaken") + held.events.of("adopted")] == [4, 5]
+def sealing(fragment: int, sequence: int) -> Seal:
+    return Seal(fragment, sequence, 0, (), 10, 1, 1_000, 1, final=False)
 
 
-def test_how_many_sites_a_version_is_of_comes_with_its_values_and_stays_where_the_next_one_does_not_say(
-    tmp_path: Path,
-) -> None:
-    held = Held(tmp_path)
-    for version, sites, wanted in ((4, 3, 3), (5, 0, 3), (6, 2, 2)):
-        held.arrive(version, dice("v0", 0), sites=sites)
-        assert held.tensors.sites_in[0] == wanted
+def zeros() -> dict[str, Tensor]:
+    return {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
 
 
-def test_a_version_that_the_machine_does_not_take_is_not_kept(tmp_path: Path) -> None:
-    held = Held(tmp_path)
-    held.knows = False
-    held.arrive(4, dice("v0", 0), lineage=2, epoch=1)
-    ((event, _, latest, source),) = held.told
-    assert event == VersionFetched(0, 4, ())
-    assert source == Source(2, 1, digest(dice("v0", 0)))
-    assert latest is None
+def arrive(at: Exchange, version: int, fragment: int = 0) -> None:
+    """The exchange has fetched a version, whose values are dice."""
+    values = dice(f"v{version}", fragment)
+    size, told = 4 * values.numel(), digest(values)
+    header = PullHeader(fragment, -1, version, True, "fp32", values.numel(), size, (size,), told, 0, (), 1, sites=3)
+    at.keep_fetched(values, VersionFetched(fragment, version, ()), 1, header)
 
 
-def test_an_update_is_measured_at_once_and_known_when_it_is_durable(tmp_path: Path) -> None:
-    held = Held(tmp_path)
-    held.arrive(0, dice("v0", 0))
-    held.at_boundary(Retake(0, 0, (), "first version"))
-    held.tensors.write(0, dice("trained", 0))
-    held.at_boundary(SEAL, "fp32", at_rest=False)
-    held.tensors.write(0, dice("later", 0))
-    job = held.sealer.queue.get()
-    assert isinstance(job, SealJob)
-    assert (job.effect, job.codec) == (SEAL, "fp32")
-    made = seal(job, encoders(["fp32"], held.tensors)[0], "run", "a", 1)
+@pytest.fixture
+def begun(tmp_path: Path) -> Told:
+    """A site of one rank, with a first version."""
+    tensors = SiteTensors(LAYOUT, held(zeros()), "rebase", 0.5)
+    found = Told(tensors, Outbox(tmp_path), Orders(SiteGroup()), Client())
+    arrive(found, 0)
+    found.at_boundary(Retake(0, 0, (), "first version"))
+    return found
+
+
+def test_an_update_is_measured_at_once_and_known_when_it_is_durable(begun: Told) -> None:
+    begun.tensors.write(0, dice("trained", 0))
+    job = begun.sealing(1)
+    begun.tensors.write(0, dice("later", 0))
+    made = seal(job, encoders(["fp32"], begun.tensors)[0], "run", "a", 1)
     assert made.header.values_digest == digest(dice("v0", 0) - dice("trained", 0))
-    held.keep_sealed(made)
-    event, sent, _, source = held.told[-1]
-    assert source is None
-    assert event == Sealed(0, 1, made.header.digest)
-    assert sent == [(0, 1)]
-    held.order(Release(0, 1))
-    assert held.tensors.sent == {}
+    begun.keep_sealed(made)
+    assert begun.told[-1] == Sealed(0, 1, made.header.digest)
+    assert list(begun.tensors.sent) == [(0, 1)]
+    begun.order(Release(0, 1))
+    assert begun.tensors.sent == {}
 
 
-def test_orders_go_to_who_does_them_and_closing_ends_all(tmp_path: Path) -> None:
-    held = Held(tmp_path)
-    for effect in (Send(0, 1), Forget(0, 2), Fetch(1, 3)):
-        held.order(effect)
-    held.arrive(4, dice("v0", 0))
-    held.order(StartOver(0))
-    assert held.tensors.latest[0] is None
-    assert [event["fragment"] for event in held.events.of("started_over")] == [0]
-    held.end_threads()
-    found = [[each.queue.get(), each.queue.get()] for each in (held.sender, held.sealer, held.fetcher)]
+def test_training_stands_still_for_as_long_as_its_values_are_read_and_no_longer(
+    begun: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun.sealing(1)
+    with begun.changed:
+        begun.stand_still(0.0)  # A copy is not waited for.
+    first, second = (begun.sealing(sequence, at_rest=True) for sequence in (2, 3))
+    with begun.changed, pytest.raises(TimeoutError, match="lock_step"):
+        begun.stand_still(0.0)
+    begun.was_read(first)
+    with begun.changed, pytest.raises(TimeoutError):
+        begun.stand_still(0.0)
+    other = threading.Timer(0.05, begun.was_read, [second])
+    other.start()
+    with begun.changed:
+        begun.stand_still(time.monotonic() + 30.0)
+    other.join()
+    begun.sealing(4, at_rest=True)
+    monkeypatch.setattr(begun, "has_failed", lambda: True)
+    with begun.changed:
+        begun.stand_still(0.0)
+
+
+def test_orders_go_to_who_does_them_and_closing_ends_all(begun: Told) -> None:
+    for effect in (Send(0, 1), Forget(0, 2), Fetch(1, 3), StartOver(0)):
+        begun.order(effect)
+    assert begun.tensors.latest[0] is None
+    assert [event["fragment"] for event in begun.events.of("started_over")] == [0]
+    begun.end_threads()
+    found = [[each.queue.get(), each.queue.get()] for each in (begun.sender, begun.sealer, begun.fetcher)]
     assert found == [[(0, 1), None], [(0, 2), None], [1, None]]
 
 
-# --- What a site's agent is told before it starts --------------------------------------------------------------------
+# --- A rank that owns fragments does what rank 0 says, in that order, and knows no more than rank 0 ------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("up_codec", "int5"),
-        ("adopt_alpha", 1.5),
-        ("measure_from", "above"),
-        ("ahead", OuterOptimizerOptions(kind="adamw")),
-        ("feedback", 1.5),
-        ("feedback", 0.5),
-        ("join_timeout_s", 0.0),
-        ("lock_step_timeout_s", -1.0),
-        ("finish_timeout_s", 0.0),
-        ("meter_every_s", 0.0),
-    ],
-)
-def test_an_option_that_cannot_work_is_refused_with_its_value(field: str, value: object) -> None:
-    said = value.kind if isinstance(value, OuterOptimizerOptions) else value
-    with pytest.raises(ValueError, match=repr(said).replace(".", r"\.")):
-        AgentOptions(folder="x", **{field: value})  # type: ignore[arg-type]
+class Pair:
+    """Rank 0 and one other owner in one process: fragment 0 is rank 0's, fragment 1 the other's; the wire is a pipe.
+
+    Both hold the whole model, so that no value needs a collective, and each has a model of its own.
+    """
+
+    def __init__(self, folder: Path, restored: dict[str, Tensor] | None = None) -> None:
+        ends = [Channel(end) for end in multiprocessing.Pipe()]
+        self.state = LearnerState([FragmentProgress(), FragmentProgress()])
+        self.models, self.clients = [zeros(), zeros()], [Client(), Client()]
+        mine, theirs = (Holding(model, Rank(rank)) for rank, model in enumerate(self.models))
+        self.tensors = SiteTensors(LAYOUT, mine, "rebase", 0.5, owned=[0])
+        orders = Orders(mine.group)
+        self.lost: list[str] = []
+        self.zero = Told(self.tensors, Outbox(folder / "outbox"), orders, self.clients[0])
+        self.told, self.events = self.zero.told, self.zero.events
+        self.site = Owners(Dealt((0, 1), {1: ends[0]}), self.zero, orders, self.lost.append)
+        dealt, options = Dealt((0, 1), {0: ends[1]}), AgentOptions(folder=str(folder))
+        self.owner = Owner(options, "rebase", LAYOUT, theirs, dealt, self.clients[1], "run", "a", restored)
+
+    def first_version(self) -> None:
+        arrive(self.owner, 0, 1)
+        self.site.at_boundary(Retake(1, 0, (), "first version"), "")
+        self.owner.do()
+
+    def through(self) -> None:
+        """All that was sent to the owner is done: it answers in order."""
+        with self.zero.changed:
+            self.site.capture()
+        self.owner.state()
+
+
+@contextmanager
+def paired(folder: Path, restored: dict[str, Tensor] | None = None) -> Iterator[Pair]:
+    found = Pair(folder, restored)
+    try:
+        yield found
+    finally:
+        found.site.part()
+        found.owner.close()
+        found.site.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with paired(tmp_path) as found:
+        found.site.begin(found.state)
+        yield found
+
+
+def test_a_version_is_here_when_the_machine_has_taken_it_and_not_before(pair: Pair) -> None:
+    pair.zero.knows = False
+    arrive(pair.owner, 0, 1)
+    assert pair.owner.tensors.latest[1] is None
+    pair.zero.knows = True
+    arrive(pair.owner, 0, 1)
+    latest = pair.owner.tensors.latest[1]
+    assert latest is not None
+    assert torch.equal(latest[1], dice("v0", 1))
+    assert pair.owner.tensors.sites_in[1] == 3
+    assert pair.told == [VersionFetched(1, 0, ())] * 2
+    assert pair.tensors.latest == [None, None], "no tensor of it is rank 0's"
+    assert pair.tensors.told_latest[1] == digest(dice("v0", 1))
+
+
+def test_an_update_is_made_sealed_and_taken_back_here(pair: Pair, tmp_path: Path) -> None:
+    pair.first_version()
+    for values in pair.models[1].values():
+        values.add_(1.0)
+    pair.site.at_boundary(sealing(1, 1), "fp32")
+    pair.site.order(Release(1, 1))
+    pair.owner.do()
+    eventually(lambda: any(isinstance(event, Sealed) for event in pair.told), "it is told")
+    pair.through()
+    assert list(pair.owner.tensors.sent) == [(1, 1)], "that order came before it was sealed"
+    (sealed,) = pair.events.of("sealed")
+    assert (sealed["fragment"], sealed["sequence"]) == (1, 1)
+    assert [path.name for path in (tmp_path / "outbox").glob("*.update")] == ["1-1.update"]
+    arrive(pair.owner, 1, 1)
+    pair.site.at_boundary(Adopt(1, 1, (1,)), "")
+    pair.owner.do()
+    assert pair.owner.tensors.sent == {}
+    assert torch.allclose(pair.owner.tensors.local(1), dice("v1", 1), atol=1e-6), "what was merged is taken off"
+    eventually(lambda: [event["version"] for event in pair.events.of("adopted")] == [1], "it is told")
+    assert pair.tensors.told_base[1] == digest(dice("v1", 1))
+
+
+def test_what_is_ordered_behind_a_boundary_waits_until_that_is_done(pair: Pair) -> None:
+    pair.first_version()
+    arrive(pair.owner, 1, 1)
+    pair.site.at_boundary(Adopt(1, 1, ()), "")
+    pair.site.order(StartOver(1))
+    pair.site.capture()
+    assert pair.owner.tensors.latest[1] is not None
+    pair.owner.do()
+    assert torch.equal(pair.owner.state()["base.1"], dice("v1", 1))
+    assert pair.owner.tensors.latest[1] is None
+    eventually(lambda: [event["fragment"] for event in pair.events.of("started_over")] == [1], "it is told")
+
+
+def test_what_is_known_of_the_run_is_told_once_and_bytes_are_those_of_all_ranks(pair: Pair) -> None:
+    pair.state.incarnation, pair.state.epoch, pair.state.lineage = 4, 5, 6
+    pair.site.know(pair.state)
+    pair.site.know(pair.state)
+    pair.through()
+    known = pair.owner.known
+    assert (known.incarnation, known.epoch, known.lineage, pair.clients[1].followed) == (4, 5, 6, [(0, 1)])
+    assert pair.owner.wanted(1, 7) == "digest"
+    pair.zero.answer = None
+    assert pair.owner.wanted(1, 7) is None
+    pair.clients[0].bytes_up, pair.clients[1].bytes_up, pair.clients[1].bytes_down = 3, 40, 500
+    pair.owner.emit("note", {"note": "x"})
+    eventually(lambda: pair.site.traffic() == (43, 500), "it came with what is said")
+
+
+def test_a_checkpoint_is_taken_up_as_far_as_the_machine_lists_it(tmp_path: Path) -> None:
+    tensors = {"base.0": dice("b0", 0), "base.1": dice("b1", 1), "sent.1.3": dice("d3", 1), "sent.1.4": dice("d4", 1)}
+    with paired(tmp_path, tensors) as found:
+        part = found.state.fragments[1]
+        found.state.fragments[0].base_version = part.base_version = 7
+        part.in_flight = [Sent(3, 7, 10, 1)]
+        found.tensors.told_base[1] = "seven"
+        found.site.begin(found.state)
+        found.through()
+        own = found.owner.tensors
+        assert own.base == [None, tensors["base.1"]], "the other is rank 0's"
+        assert (list(own.sent), own.told_base[1]) == ([(1, 3)], "seven")
+
+
+def test_a_base_is_hashed_here_and_told_for_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "ECHO_EVERY_S", 0.01)
+    with paired(tmp_path) as found:
+        found.site.begin(found.state)
+        found.first_version()
+        found.state.fragments[1].base_version = 0
+        eventually(lambda: found.site.digests((5, 0), found.state)[1] != 0, "it is hashed")
+        assert found.site.digests((5, 0), found.state)[0] == 5
+        found.state.fragments[1].base_version = 1
+        assert found.site.digests((5, 0), found.state) == (5, 0), "of another version nothing is said"
+
+
+def test_without_rank_0_no_thread_waits(pair: Pair) -> None:
+    waits = threading.Thread(target=pair.owner.wanted, args=(1, 1))
+    pair.zero.answer = None
+    pair.site.close()
+    waits.start()
+    waits.join(10)
+    assert not waits.is_alive()
+    with pytest.raises(GroupError, match="rank 0 of this site is not heard any more"):
+        pair.owner.do()
+
+
+def test_an_order_that_ends_in_an_error_keeps_no_thread_when_the_rank_ends(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise GroupError("rank 2 went away")
+
+    pair.first_version()
+    monkeypatch.setattr(pair.owner.tensors, "retake", fail)
+    pair.site.at_boundary(Retake(1, 0, (), "an update was refused"), "")
+    with pytest.raises(GroupError, match="rank 2 went away"):
+        pair.owner.do()
+    pair.owner.close()
+    hears = pair.owner._channel._thread
+    assert hears is not None
+    assert not hears.is_alive(), "it would be waited for in vain"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_owner_that_is_gone_is_a_rank_that_is_lost_unless_the_site_ends(pair: Pair, ends: bool) -> None:
+    if ends:
+        pair.site.part()
+    pair.owner.close()
+    if not ends:
+        eventually(lambda: pair.lost, "it is told")
+        assert "rank 1 of this site is gone" in pair.lost[0]
+    assert len(pair.lost) == int(not ends)
+
+
+def test_a_thread_that_dies_here_stops_the_site_in_words(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    pair.first_version()
+    pair.site.at_boundary(sealing(1, 1), "fp32")
+    monkeypatch.setattr(pair.owner.outbox, "put", lambda header, payload: 1 / 0)
+    pair.owner.do()
+    eventually(lambda: pair.zero.gave_up, "it is told")
+    assert "ZeroDivisionError" in pair.zero.gave_up[0]
+
+
+def test_a_version_that_is_taken_again_is_told_as_its_base_only_where_it_is_the_latest(pair: Pair) -> None:
+    pair.tensors.told_latest[1] = "two"
+    pair.site._versions[1] = 2
+    pair.owner.tensors.base[1] = dice("v1", 1)
+    pair.owner.tensors.arrived(1, 2, dice("v2", 1), "two")
+    for version, told in ((1, ""), (2, "two")):
+        pair.site.at_boundary(Retake(1, version, (), "an update was refused"), "")
+        pair.owner.do()
+        assert pair.tensors.told_base[1] == told
+        assert torch.equal(pair.owner.tensors.local(1), dice(f"v{version}", 1))
+
+
+# --- The other ranks of a site hold what rank 0 has adopted, and stop when it stops ----------------------------------
+
+INFO = StepInfo(1, 1.0, 10, 0, 1000, 1, 1.0, 0.1, applied=True)
+
+PARTS = [part_of(LAYOUT, [0]), part_of(LAYOUT, [1])]
+
+
+class Ordered(Rank):
+    """The process group of two replicas as rank 1 sees it: what rank 0 has said, in order."""
+
+    def __init__(self, *said: Any) -> None:
+        super().__init__(1)
+        self.said = list(said)
+
+    def broadcast_small(self, words: Sequence[int], src: int = 0) -> list[int]:
+        return list(self.said.pop(0))
+
+    def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
+        tensor.copy_(self.said.pop(0))
+
+
+class Owned:
+    """What a rank owns of one agent's fragments."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.done, self.closed = name, 0, False
+
+    def do(self) -> None:
+        self.done += 1
+
+    def state(self) -> dict[str, Tensor]:
+        return {self.name: torch.ones(1)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent_everything() -> None:
+    first, second, third, last = dice("v0", 0), dice("v0", 1), dice("v1", 0), dice("v1", 1)
+    group = Ordered([RETAKE, 0, 0, 0], first, [RETAKE, 0, 1, 0], second, [GO_ON], [GO_ON], [ADOPT, 0, 0, 0], third)
+    group.said += [[STOP], [ADOPT, 0, 1, 0], last, [GO_ON], [STOP]]
+    parameters = zeros()
+    follower = Follower([LAYOUT], Holding(parameters, group), "overwrite")
+    assert not follower.start()
+    now = lambda: [gather(fragment, parameters) for fragment in LAYOUT.fragments]  # noqa: E731
+    assert all(map(torch.equal, now(), [first, second]))
+    assert not follower.after_step(INFO).stop
+    assert follower.after_step(INFO).stop
+    assert all(map(torch.equal, now(), [third, second]))
+    follower.finish()
+    assert all(map(torch.equal, now(), [third, last]))
+    assert group.said == []
+    assert Follower([LAYOUT], Holding(zeros(), Ordered([STOP])), "rebase").start(), "rank 0 could not begin"
+
+
+def test_each_of_several_agents_orders_of_its_own_fragments() -> None:
+    first, second = dice("v0", 0), dice("v0", 1)
+    group = Ordered([RETAKE, 0, 0, 0], first, [RETAKE, 1, 0, 0], second, [GO_ON])
+    parameters = zeros()
+    Follower(PARTS, Holding(parameters, group), "rebase").start()
+    assert torch.equal(gather(LAYOUT.fragments[0], parameters), first)
+    assert torch.equal(gather(LAYOUT.fragments[1], parameters), second)
+    assert group.said == []
+
+
+@pytest.mark.parametrize("owns", [[0, 1], [1]])
+def test_what_a_rank_owns_is_its_own_to_do_and_to_keep(owns: list[int]) -> None:
+    group = Ordered(*([SEAL, part, 0, 1] for part in owns), [GO_ON], [STOP])
+    owned: Any = [Owned(f"base.{part}") if part in owns else None for part in (0, 1)]
+    follower = Follower(PARTS, Holding(zeros(), group), "rebase", owned)
+    follower.start()
+    assert sorted(follower.state()[0]) == [f"{part}.base.{part}" for part in owns], "by agent, as rank 0 names its own"
+    follower.finish()
+    assert all((owned[part].done, owned[part].closed) == (1, True) for part in owns)
+    assert list(Follower([LAYOUT], Holding(zeros(), group), "rebase", owned[1:]).state()[0]) == ["base.1"]

@@ -1,4 +1,4 @@
-"""What is said within a site arrives in order, a loss is told, and nobody without the key is let in."""
+"""What is said within a site arrives in order, a loss is told, and only a process with the key is let in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,16 +15,34 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from diloco.inner import GroupError
 from diloco.inner.holding import Holding
-from diloco.inner.trainer import StepInfo
-from diloco.learner import ranks as channel
-from diloco.learner import ranks as meeting
+from diloco.inner.parallel import SiteGroup
+from diloco.learner import ranks as ranks_module
 from diloco.learner.exchange import Follower
-from diloco.learner.ranks import ADOPT, GO_ON, NEAR, RETAKE, SEAL, STOP, Channel, Door, knock, meet
-from diloco.outer.fragments import gather, part_of
-from tests.syncer.building import LAYOUT, dice
+from diloco.learner.ranks import (
+    ADOPT,
+    GO_ON,
+    NEAR,
+    RETAKE,
+    SEAL,
+    STOP,
+    Channel,
+    Dealt,
+    Door,
+    Orders,
+    all_mine,
+    deal,
+    knock,
+    meet,
+    owners_of,
+)
+from diloco.learner.tensors import SiteTensors
+from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
+from tests.layouts import LAYOUTS, SHAPES, Odd, dice, heard, part_of, ranks, same, whole
+from tests.learner.participant import held
 
 BOUND_S = 20.0
 
@@ -45,7 +63,7 @@ def test_words_are_heard_in_order_and_the_end_of_the_other_one_is_told() -> None
     assert theirs.recv() == ("back", 7)
     theirs.close()
     assert "has ended" in heard.get(timeout=BOUND_S)
-    mine.send("to", "nobody")
+    mine.send("to", "no end")
     mine.close()
 
 
@@ -94,7 +112,7 @@ class Rank:
         return found
 
 
-def ranks(world: int, do: Callable[[Rank], None]) -> None:
+def side_by_side(world: int, do: Callable[[Rank], None]) -> None:
     shared: dict[int, bytes] = {}
     barrier = threading.Barrier(world)
     threads = [threading.Thread(target=do, args=(Rank(rank, world, shared, barrier),)) for rank in range(world)]
@@ -106,74 +124,42 @@ def ranks(world: int, do: Callable[[Rank], None]) -> None:
 
 
 def test_every_rank_meets_rank_0() -> None:
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    met: list[tuple[int, list[int]]] = []
 
     def do(group: Rank) -> None:
-        found = meet(group)  # type: ignore[arg-type]
-        if group.rank:
-            assert list(found) == [0]
-            found[0].send("from", group.rank)
-            said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            found[0].hear(said.put, said.put)
-            assert said.get(timeout=BOUND_S) == ("to", group.rank)
-        else:
-            assert sorted(found) == [1, 2, 3]
-            for rank, each in found.items():
-                each.hear(lambda words, rank=rank: heard.put((rank, words)), lambda why: None)  # type: ignore[misc]
-                each.send("to", rank)
-            assert sorted(heard.get(timeout=BOUND_S) for _ in range(3)) == [
-                (rank, ("from", rank)) for rank in (1, 2, 3)
-            ]
+        found, heard = meet(group), queue.SimpleQueue[Any]()
+        for other, channel in found.items():
+            channel.hear(heard.put, lambda why: None)
+            channel.send(group.rank, other)
+        words = sorted(heard.get(timeout=BOUND_S) for _ in found)
+        assert words == sorted((other, group.rank) for other in found)
+        met.append((group.rank, sorted(found)))
         group.all_gather_bytes(b"")
         for each in found.values():
             each.close()
 
-    ranks(4, do)
-    assert heard.empty()
-
-
-def test_who_says_nothing_does_not_keep_the_ranks_from_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent: list[socket.socket] = []
-    real = channel.knock
-
-    def later(host: str, port: int, key: bytes, bound_s: float) -> Connection:
-        silent.extend(socket.create_connection((host, port), timeout=BOUND_S) for _ in range(3))
-        return real(host, port, key, bound_s)
-
-    monkeypatch.setattr(channel, "knock", later)
-    met: list[int] = []
-
-    def do(group: Rank) -> None:
-        for each in meet(group).values():  # type: ignore[arg-type]
-            met.append(group.rank)
-            each.close()
-
-    ranks(2, do)
-    assert sorted(met) == [0, 1]
-    for each in silent:
-        with each:
-            while each.recv(1024):
-                pass  # What they were asked; and then that nobody waits for an answer any more.
+    side_by_side(4, do)
+    assert sorted(met) == [(0, [1, 2, 3]), (1, [0]), (2, [0]), (3, [0])]
 
 
 def test_ranks_of_several_machines_go_where_their_rendezvous_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_loopback", lambda: str(threading.get_ident()).encode())
+    monkeypatch.setattr(ranks_module, "_loopback", lambda: str(threading.get_ident()).encode())
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # As Debian has it for its own name.
-    real, went = channel.knock, list[str]()
+    real, went = ranks_module.knock, list[str]()
 
     def noted(host: str, port: int, key: bytes, bound_s: float) -> Connection:
         went.append(host)
         return real(host, port, key, bound_s)
 
-    monkeypatch.setattr(channel, "knock", noted)
+    monkeypatch.setattr(ranks_module, "knock", noted)
 
     def do(group: Rank) -> None:
         group.master_addr = "localhost"
         for each in meet(group).values():  # type: ignore[arg-type]
             each.close()
 
-    ranks(3, do)
-    assert went == ["localhost"] * 2, "rank 0 is at the rendezvous, and by its own name nobody else would find it"
+    side_by_side(3, do)
+    assert went == ["localhost"] * 2, "rank 0 is at the rendezvous, and by its own name no other would find it"
 
 
 def test_a_rank_0_elsewhere_says_its_address_on_the_way_to_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,172 +180,49 @@ def test_a_rank_0_elsewhere_says_its_address_on_the_way_to_the_rendezvous(monkey
             assert self.towards == [("10.0.0.1", 1)]
             return "10.0.0.7", 5
 
-    assert channel._own_address("127.0.0.1") == ""
+    assert ranks_module._own_address("127.0.0.1") == ""
     monkeypatch.setattr(socket, "socket", Way)
-    assert channel._own_address("10.0.0.1") == "10.0.0.7"
+    assert ranks_module._own_address("10.0.0.1") == "10.0.0.7"
 
 
-def test_a_rank_that_does_not_come_is_said_and_a_stranger_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def stranger(host: str, port: int, key: bytes, bound_s: float) -> Connection:
+    return knock(host, port, b"another" + key, bound_s)
+
+
+def refused(host: str, port: int, key: bytes, bound_s: float) -> Connection:
+    raise ConnectionRefusedError("the door is shut")
+
+
+def goes_away(host: str, port: int, key: bytes, bound_s: float) -> Connection:
+    knock(host, port, key, bound_s).close()
+    raise EOFError
+
+
+@pytest.mark.parametrize(
+    ("knocks", "words"),
+    [
+        (stranger, "only 0 of 1 ranks of this site came to rank 0"),
+        (refused, "only 0 of 1 ranks of this site came to rank 0"),
+        (goes_away, "rank 0 of this site could not meet rank 0"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_said_and_a_stranger_is_none(
+    knocks: Callable[..., Connection], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
-    real = channel.knock
-
-    def stranger(host: str, port: int, key: bytes, bound_s: float) -> Connection:
-        return real(host, port, b"another" + key, bound_s)
-
-    monkeypatch.setattr(channel, "knock", stranger)
-
-    def do(group: Rank) -> None:
-        group.timeout_s = 1.0
-        try:
-            meet(group)  # type: ignore[arg-type]
-        except GroupError as error:
-            told.append(str(error))
-
-    ranks(2, do)
-    assert sorted(each.partition(":")[0] for each in told) == [
-        "only 0 of 1 ranks of this site came to rank 0",
-        "rank 1 of this site could not meet rank 0",
-    ]
-
-
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_rank_that_goes_while_they_meet_is_said_in_words(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    real = channel.knock
-
-    def goes(host: str, port: int, key: bytes, bound_s: float) -> Connection:
-        if gone == 0:
-            raise ConnectionRefusedError("nobody listens there any more")
-        real(host, port, key, bound_s).close()
-        raise EOFError
-
-    monkeypatch.setattr(channel, "knock", goes)
+    monkeypatch.setattr(ranks_module, "knock", knocks)
 
     def do(group: Rank) -> None:
         group.timeout_s = 1.0
         with pytest.raises(GroupError) as error:
-            meet(group)  # type: ignore[arg-type]
-        told.append(str(error.value))
+            meet(group)
+        told.append(str(error.value).partition(":")[0])
 
-    ranks(2, do)
-    assert len(told) == 2, "each of them ends in words"
-
-
-# --- The other ranks of a site hold what rank 0 has adopted, and stop when it stops ----------------------------------
-
-INFO = StepInfo(1, 1.0, 10, 0, 1000, 1, 1.0, 0.1, applied=True)
+    side_by_side(2, do)
+    assert sorted(told) == [words, "rank 1 of this site could not meet rank 0"]
 
 
-class Told:
-    """The process group of two replicas as rank 1 sees it: what rank 0 has said, in order."""
-
-    rank, world, device = 1, 2, torch.device("cpu")
-
-    def __init__(self, *said: Any) -> None:
-        self.said = list(said)
-
-    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        return [mine, mine]
-
-    def broadcast_small(self, values: Sequence[int], src: int = 0) -> list[int]:
-        return list(self.said.pop(0))
-
-    def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
-        tensor.copy_(self.said.pop(0))
-
-
-def held_by(group: Told) -> tuple[dict[str, Tensor], Holding]:
-    parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
-    return parameters, Holding(parameters, group)  # type: ignore[arg-type]
-
-
-def test_it_takes_what_it_is_told_and_nothing_else() -> None:
-    first, second, third = dice("v0", 0), dice("v0", 1), dice("v1", 0)
-    group = Told([RETAKE, 0, 0, 0], first, [RETAKE, 0, 1, 0], second, [GO_ON], [GO_ON], [ADOPT, 0, 0, 0], third, [STOP])
-    parameters, holding = held_by(group)
-    follower = Follower([LAYOUT], holding, "rebase")
-    follower.start()
-    assert torch.equal(gather(LAYOUT.fragments[0], parameters), first)
-    assert torch.equal(gather(LAYOUT.fragments[1], parameters), second)
-    assert not follower.after_step(INFO).stop
-    verdict = follower.after_step(INFO)
-    assert verdict.stop
-    assert torch.equal(gather(LAYOUT.fragments[0], parameters), third)
-    assert group.said == []
-
-
-def test_it_knows_when_rank_0_could_not_begin() -> None:
-    for said, stops in ((STOP, True), (GO_ON, False)):
-        group = Told([said])
-        assert Follower([LAYOUT], held_by(group)[1], "rebase").start() is stops
-
-
-def test_each_of_several_agents_orders_of_its_own_fragments() -> None:
-    first, second = dice("v0", 0), dice("v0", 1)
-    group = Told([RETAKE, 0, 0, 0], first, [RETAKE, 1, 0, 0], second, [GO_ON], [STOP])
-    parameters, holding = held_by(group)
-    follower = Follower([part_of(LAYOUT, [0]), part_of(LAYOUT, [1])], holding, "rebase")
-    follower.start()
-    assert torch.equal(gather(LAYOUT.fragments[0], parameters), first)
-    assert torch.equal(gather(LAYOUT.fragments[1], parameters), second)
-    assert follower.after_step(INFO).stop
-    assert group.said == []
-
-
-class Owned:
-    """What a rank owns of one agent's fragments."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.done, self.closed = name, 0, False
-
-    def do(self) -> None:
-        self.done += 1
-
-    def state(self) -> dict[str, Tensor]:
-        return {self.name: torch.ones(1)}
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_what_it_owns_is_its_own_to_do_and_to_keep() -> None:
-    group = Told([SEAL, 1, 0, 1], [RETAKE, 0, 0, 1], [GO_ON], [STOP])
-    _, holding = held_by(group)
-    owned: Any = [Owned("base.0"), Owned("base.1")]
-    layouts = [part_of(LAYOUT, [0]), part_of(LAYOUT, [1])]
-    follower = Follower(layouts, holding, "rebase", owned)
-    follower.start()
-    assert [each.done for each in owned] == [1, 1]
-    assert sorted(follower.state()[0]) == ["0.base.0", "1.base.1"], "by agent, as rank 0 names its own"
-    assert sorted(Follower([LAYOUT], holding, "rebase", owned[:1]).state()[0]) == ["base.0"]
-    follower.finish()
-    assert all(each.closed for each in owned)
-
-
-def test_of_an_agent_of_which_it_owns_nothing_it_does_and_keeps_nothing() -> None:
-    group = Told([SEAL, 1, 0, 1], [GO_ON], [STOP])
-    _, holding = held_by(group)
-    mine: Any = Owned("base.0")
-    follower = Follower([part_of(LAYOUT, [0]), part_of(LAYOUT, [1])], holding, "rebase", [None, mine])
-    follower.start()
-    assert mine.done == 1
-    assert list(follower.state()[0]) == ["1.base.0"]
-    follower.finish()
-    assert mine.closed
-
-
-def test_it_stays_until_rank_0_has_sent_everything() -> None:
-    last = dice("v1", 1)
-    group = Told([GO_ON], [ADOPT, 0, 1, 0], last, [GO_ON], [STOP])
-    parameters, holding = held_by(group)
-    follower = Follower([LAYOUT], holding, "overwrite")
-    follower.start()
-    follower.finish()
-    assert torch.equal(gather(LAYOUT.fragments[1], parameters), last)
-    assert group.said == []
-
-
-# --- Who knows the key comes in; who does not, or says nothing, keeps nobody waiting ---------------------------------
+# --- Who knows the key comes in; who does not, or says nothing, keeps none waiting ------------------------------------
 
 KEY = b"k" * 32
 
@@ -386,21 +249,18 @@ def test_who_knows_the_key_comes_in_and_both_hear_each_other() -> None:
         assert door.come.empty()
     with pytest.raises(ConnectionError):
         knock(NEAR, door.port, KEY, BOUND_S)
-
-
-def test_a_door_at_all_addresses_is_found_at_this_one() -> None:
     with Door(KEY) as door, knock("localhost", door.port, KEY, BOUND_S), door.come.get(timeout=BOUND_S):
-        pass
+        pass  # A door at all addresses is found at this one.
 
 
 def test_the_oldest_of_those_who_say_nothing_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "KNOCKING_MAX", 2)
+    monkeypatch.setattr(ranks_module, "KNOCKING_MAX", 2)
     with Door(KEY, NEAR) as door:
         silent = [socket.create_connection((NEAR, door.port), timeout=BOUND_S) for _ in range(3)]
         with knock(NEAR, door.port, KEY, BOUND_S), door.come.get(timeout=BOUND_S):
             assert ends(silent[0])
             assert ends(silent[1])
-    assert ends(silent[2]), "at the end nobody is left before the door"
+    assert ends(silent[2]), "at the end none is left before the door"
     for each in silent:
         each.close()
 
@@ -433,3 +293,176 @@ def test_what_is_no_door_of_ours_is_not_waited_for(says: bytes, kind: type[Excep
             knock(NEAR, other.getsockname()[1], KEY, 1.0 if not says else BOUND_S)
         thread.join(BOUND_S)
         came[0].close()
+
+
+# --- Fragments are dealt evenly where ranks hold parts, and not at all where each has everything ----------------------
+
+FIVE = plan_layout([("a", (90,)), ("b", (50,)), ("c", (40,)), ("d", (30,)), ("e", (9,))], 5)
+
+
+class Cut:
+    """A model that is held in parts by ``world`` ranks."""
+
+    def __init__(self, world: int, copied: bool = False) -> None:
+        self.group, self._copied = SiteGroup(), copied
+        self.group.world = world
+
+    def is_copied(self, pieces: object) -> bool:
+        return self._copied
+
+
+def test_fragments_are_dealt_the_largest_first_and_not_at_all_where_each_rank_has_everything() -> None:
+    found = owners_of(FIVE, Cut(2))
+    loads = [sum(FIVE.fragments[each].numel for each in Dealt(found, {}).of(rank)) for rank in (0, 1)]
+    assert sorted(loads) == [99, 120]
+    assert len(set(owners_of(FIVE, Cut(4)))) == 4
+    assert set(owners_of(FIVE, Cut(9))) == set(range(5)), "some own nothing"
+    assert owners_of(FIVE, Cut(4, copied=True)) == (0,) * 5
+    parameters = {name: torch.zeros(shape) for name, shape in FIVE.parameters}
+    assert deal(FIVE, held(parameters)) == all_mine(FIVE) == Dealt((0,) * 5, {}), "no rank is met"
+
+
+# --- What rank 0 does with the model's values all ranks do, each with its part, and one order is done before the next -
+
+LAYOUT = plan_layout(list(SHAPES.items()), 3)
+
+
+class Said:
+    """The process group of rank 0 of two, as far as it is told things."""
+
+    world = 2
+
+    def __init__(self) -> None:
+        self.words: list[list[int]] = []
+
+    def broadcast_small(self, words: Sequence[int]) -> None:
+        self.words.append(list(words))
+
+
+def test_an_order_names_the_agent_and_only_the_site_says_when_to_go_on() -> None:
+    group: Any = Said()
+    orders = Orders(group)
+    with orders.all_do(SEAL, 2):
+        assert group.words == [[SEAL, 0, 2, 0]], "it is said before a value is read"
+    second = orders.of(1)
+    with second.all_do(ADOPT, 0, 3):
+        second.go_on()
+    orders.go_on()
+    orders.go_on(stop=True)
+    assert group.words[1:] == [[ADOPT, 1, 0, 3], [GO_ON], [STOP]]
+
+
+def test_of_what_several_threads_order_one_is_done_before_the_next_is_said() -> None:
+    group: Any = Said()
+    orders = Orders(group)
+    parts, entered, leave = (orders.of(0), orders.of(1)), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with parts[0].all_do(SEAL, 0):
+            entered.set()
+            assert leave.wait(10)
+            group.words.append(["done"])
+
+    def second() -> None:
+        with parts[1].all_do(RETAKE, 1):
+            pass
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert entered.wait(10)
+    threads[1].start()
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert group.words == [[SEAL, 0, 0, 0], ["done"], [RETAKE, 1, 1, 0]]
+
+
+# --- four ranks, each rule, each layout -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def trained(parameters: dict[str, Tensor], step: int) -> None:
+    """The same step, whatever this rank holds."""
+    for name, values in dice("step", step).items():
+        mine = parameters[name]
+        (mine.to_local() if isinstance(mine, DTensor) else mine).add_(part_of(mine, values), alpha=0.01)
+
+
+def rounds(found: SiteTensors, orders: Orders, layout: Layout, train: Callable[[int], None]) -> list[Tensor]:
+    """Rank 0's boundaries: what it measured, in order."""
+    measured: list[Tensor] = []
+    for fragment in layout.fragments:
+        found.arrived(fragment.index, 0, gather(fragment, dice("v0")), "")
+        with orders.all_do(RETAKE, fragment.index):
+            found.retake(fragment.index, 0, [])
+    orders.go_on()
+    for version in (1, 2, 3):
+        train(version)
+        for fragment in layout.fragments:
+            with orders.all_do(SEAL, fragment.index):
+                inputs = found.measure(fragment.index, [])
+            measured.append(inputs.pseudo_gradient())
+            found.sent[fragment.index, version] = measured[-1]
+        orders.go_on()
+        train(10 + version)
+        for fragment in layout.fragments:
+            found.arrived(fragment.index, version, gather(fragment, dice("v", version)), "")
+            with orders.all_do(ADOPT, fragment.index):
+                found.adopt(fragment.index, version, [version])
+        orders.go_on()
+    orders.go_on(stop=True)
+    return measured
+
+
+def lead(name: str, rule: str, group: SiteGroup) -> tuple[list[Tensor], dict[str, Tensor]]:
+    parameters = named_parameters_once(LAYOUTS[name](Odd(), group.world))
+    holding = Holding(parameters, group)
+    measured: list[Tensor] = []
+    if group.is_first:
+        found = SiteTensors(LAYOUT, holding, rule, 0.25)
+        measured = rounds(found, Orders(group), LAYOUT, lambda step: trained(parameters, step))
+    else:
+        boundaries = iter([1, 11, 2, 12, 3, 13])
+        follower = Follower([LAYOUT], holding, rule)
+        while not follower.start():
+            step = next(boundaries, None)
+            if step is not None:
+                trained(parameters, step)
+    return measured, whole(parameters)
+
+
+PAIRS = [(name, "rebase") for name in ("ddp", "fsdp", "hsdp", "tp", "tp_fsdp")]
+
+PAIRS += [("ddp", "overwrite"), ("tp_fsdp", "overwrite"), ("ddp", "blend"), ("fsdp", "blend")]
+"""Each layout and each rule; what a rule does to a part it does to every part, whole or cut."""
+
+
+def program(group: SiteGroup, tell: Callable[[Any], None]) -> None:
+    for name, rule in PAIRS:
+        measured, values = lead(name, rule, group)
+        tell((name, rule, [value.numpy() for value in measured], {key: v.numpy() for key, v in values.items()}))
+
+
+@pytest.fixture(scope="module")
+def said() -> Iterator[dict[tuple[str, str], list[Any]]]:
+    """What four ranks measured and held at the end, by layout and rule."""
+    with ranks(program, 4) as ends:
+        found: dict[tuple[str, str], list[Any]] = {}
+        for end in ends:
+            for _ in PAIRS:
+                name, rule, *told = heard(end)
+                found.setdefault((name, rule), []).append(told)
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rule"), PAIRS)
+def test_the_layout_changes_no_bit(said: dict[tuple[str, str], list[Any]], name: str, rule: str) -> None:
+    parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
+    found = SiteTensors(LAYOUT, held(parameters), rule, 0.25)
+    alone = rounds(found, Orders(SiteGroup(device="cpu")), LAYOUT, lambda step: trained(parameters, step))
+    told = said[name, rule]
+    assert len(told[0][0]) == len(alone) == 9
+    assert all(same(torch.from_numpy(here), there) for here, there in zip(told[0][0], alone, strict=True))
+    for _, values in told:
+        assert all(same(torch.from_numpy(values[each]), value) for each, value in parameters.items()), "on every rank"

@@ -1,42 +1,48 @@
-"""How far a site got is known after any end of its process."""
+"""How far a site got and what it sealed is known after any end of its process, and an update says what is in it."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from diloco.inner.checkpoint import CheckpointError
-from diloco.inner.trainer import StepInfo
-from diloco.learner.agent import restored_machine
-from diloco.learner.seal import FIELDS, FRESH_MAX, SPARE_MAX, Odometer, Outbox, OutboxError
-from diloco.learner.seal import _read_slots as read_slots
-from diloco.learner.tensors import SiteTensors
-from diloco.outer.fragments import plan_layout
-from diloco.sync.effects import Retake
-from diloco.sync.events import (
-    BoundaryReached,
-    FragmentStanding,
-    JoinAnswered,
-    Outcome,
-    PushAnswered,
-    Sealed,
-    SealFailed,
-    StepDone,
-    VersionFetched,
+from diloco.codec.base import Buffers, NonFiniteError, digest, digest_of
+from diloco.codec.merging import RANGE_VALUES
+from diloco.codec.registry import make_codec, values_of
+from diloco.durable import Disk, Step
+from diloco.learner.seal import (
+    FIELDS,
+    FRESH_MAX,
+    SPARE_MAX,
+    Encoded,
+    Encoder,
+    Odometer,
+    Outbox,
+    OutboxError,
+    SealedUpdate,
+    Sealer,
+    SealJob,
+    seal,
 )
-from diloco.sync.learner import LearnerSync
-from diloco.sync.options import LearnerOptions
-from diloco.sync.progress import Ledger, site_ledger
-from tests.learner.held import held
-from tests.syncer.building import update
-from tests.wire.fake_syncer import push_header
+from diloco.learner.seal import _read_slots as read_slots
+from diloco.learner.tensors import HOST, Carried, Place, SealInputs
+from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.sync.effects import Seal
+from diloco.sync.events import (
+    SealFailed,
+)
+from tests.learner.participant import Elsewhere, Recorder
+from tests.syncer.building import dice, update
 
 PROGRAM = """
 import sys, time
@@ -44,54 +50,60 @@ from pathlib import Path
 from diloco.learner.seal import Odometer
 odometer = Odometer(Path(sys.argv[1]))
 for step in range(1, 1001):
-    odometer.write(step, 10 * step)
+    odometer.write(step << 54, step << 54)
 print("there", flush=True)
 time.sleep(60)
 """
 
 
-def test_a_new_one_stands_at_nought_and_what_was_written_is_read(tmp_path: Path) -> None:
-    odometer = Odometer(tmp_path / "site" / "odometer")
-    assert odometer.read() == (0, 0)
-    for reading in ((1, 10), (7, 1 << 40), (1 << 63, (1 << 64) - 1)):
-        odometer.write(*reading)
-        assert odometer.read() == reading
-    odometer.close()
-    again = Odometer(tmp_path / "site" / "odometer")
-    assert again.read() == (1 << 63, (1 << 64) - 1)
-    again.close()
+@contextmanager
+def odometer(folder: Path, notes: list[str] | None = None) -> Iterator[Odometer]:
+    found = Odometer(folder / "odometer", note=([] if notes is None else notes).append)
+    yield found
+    found.close()
 
 
 def test_it_survives_sigkill(tmp_path: Path) -> None:
-    path = tmp_path / "odometer"
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE) as process:
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "odometer")]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"there\n"
         process.kill()
         assert process.wait(10.0) == -9
-    odometer = Odometer(path)
-    assert odometer.read() == (1000, 10_000)
-    odometer.close()
+    with odometer(tmp_path) as again:
+        assert again.read() == (1000 << 54, 1000 << 54)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"x" * 17, b"x" * 48])
-def test_a_file_that_is_none_is_said_and_begun_anew(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "reading", "words"),
+    [
+        *((each, (0, 0), "is damaged: how far the site got is taken from its") for each in (b"", b"short", b"x" * 48)),
+        (
+            FIELDS.pack(7, 7168),
+            (7, 7168),
+            "is of an earlier release, without a checksum: 7,168 tokens are taken from it",
+        ),
+    ],
+)
+def test_a_file_of_something_else_or_of_the_release_before_is_said_once(
+    tmp_path: Path, content: bytes, reading: tuple[int, int], words: str
+) -> None:
     (tmp_path / "odometer").write_bytes(content)
     notes = list[str]()
-    odometer = Odometer(tmp_path / "odometer", note=notes.append)
-    assert odometer.read() == (0, 0)
-    odometer.close()
-    assert notes == [f"{tmp_path / 'odometer'} is damaged: how far the site got is taken from its checkpoint"]
-    Odometer(tmp_path / "odometer", note=notes.append).close()
-    assert len(notes) == 1
+    with odometer(tmp_path, notes) as found:
+        assert found.read() == reading
+        found.write(8, 8192)
+    with odometer(tmp_path, notes) as again:
+        assert again.read() == (8, 8192)
+    (note,) = notes
+    assert note.startswith(f"{tmp_path / 'odometer'} {words}")
 
 
 def test_no_flipped_bit_is_believed(tmp_path: Path) -> None:
     """One in a file without a checksum made 70 million million tokens of 16."""
-    odometer = Odometer(tmp_path / "odometer")
-    odometer.write(1, 16)
-    odometer.write(2, 32)
-    odometer.close()
+    with odometer(tmp_path) as found:
+        found.write(1, 16)
+        found.write(2, 32)
     whole = (tmp_path / "odometer").read_bytes()
     readings = set()
     for bit in range(8 * len(whole)):
@@ -99,44 +111,32 @@ def test_no_flipped_bit_is_believed(tmp_path: Path) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         reading, damage = read_slots(bytes(damaged))
         readings.add(reading)
-        assert damage or reading == (2, 32), "a bit in the padding is nobody's"
+        assert damage or reading == (2, 32), "a bit in the padding means nothing"
     assert readings == {(1, 16), (2, 32)}
-    (tmp_path / "odometer").write_bytes(whole[:24] + whole[24:32] + b"\xff" + whole[33:])
+    (tmp_path / "odometer").write_bytes(whole[:32] + b"\xff" + whole[33:])
     notes = list[str]()
-    again = Odometer(tmp_path / "odometer", note=notes.append)
-    assert again.read() == (1, 16)
-    again.close()
-    assert notes == [
-        f"{tmp_path / 'odometer'} is damaged in one of its two readings: the other one's 16 tokens are taken"
-    ]
-
-
-def test_one_of_the_release_before_is_read_and_said_to_have_no_checksum(tmp_path: Path) -> None:
-    (tmp_path / "odometer").write_bytes(FIELDS.pack(7, 7168))
-    notes = list[str]()
-    odometer = Odometer(tmp_path / "odometer", note=notes.append)
-    assert odometer.read() == (7, 7168)
-    odometer.write(8, 8192)
-    odometer.close()
+    with odometer(tmp_path, notes) as again:
+        assert again.read() == (1, 16)
     (note,) = notes
-    assert "is of an earlier release, without a checksum: 7,168 tokens are taken from it" in note
-    again = Odometer(tmp_path / "odometer", note=notes.append)
-    assert again.read() == (8, 8192)
-    again.close()
-    assert len(notes) == 1
+    assert note.endswith("odometer is damaged in one of its two readings: the other one's 16 tokens are taken")
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Outbox:
+    return Outbox(tmp_path)
 
 
 # --- Sealed updates --------------------------------------------------------------------------------------------------
 
 
-def test_the_same_bytes_are_sent_by_a_new_process(tmp_path: Path) -> None:
+def test_the_same_bytes_are_sent_by_a_new_process(outbox: Outbox, tmp_path: Path) -> None:
     header, payload = update(sequence=3, fragment=1, tokens=77)
-    Outbox(tmp_path).put(header, payload)
+    outbox.put(*update(sequence=3, fragment=1, encoding="int8"))
+    outbox.put(header, payload)  # A later one takes the place of an earlier of the same number.
     again = Outbox(tmp_path)
     assert again.digests() == {(1, 3): header.digest}
     found, view = again.get(1, 3, incarnation=9)
-    assert found == replace(header, incarnation=9)
-    assert bytes(view) == payload
+    assert (found, bytes(view)) == (replace(header, incarnation=9), payload)
     again.drop(1, 3)
     again.drop(1, 3)
     assert again.digests() == {}
@@ -144,36 +144,24 @@ def test_the_same_bytes_are_sent_by_a_new_process(tmp_path: Path) -> None:
         again.get(1, 3, 9)
 
 
-def test_its_folder_is_durable_before_anything_is_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_folder_is_durable_before_anything_is_put_there_and_each_update_when_put_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A site sends what is durable here; in a folder without a durable name nothing is."""
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
-    Outbox(tmp_path / "site-a" / "outbox")
+    folder = tmp_path / "site-a/outbox"
+    outbox = Outbox(folder)
     assert synced[:2] == [str(tmp_path / "site-a"), str(tmp_path)]
-
-
-def test_it_is_durable_when_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    outbox = Outbox(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    synced.clear()
     outbox.put(*update())
     assert len(synced) == 2
-    assert synced[1] == str(tmp_path)
+    assert synced[1] == str(folder)
 
 
-def test_a_later_one_takes_the_place_of_an_earlier_of_the_same_number(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path)
-    outbox.put(*update(values=None))
-    second, payload = update(site="a", values=None, encoding="int8")
-    outbox.put(second, payload)
-    assert outbox.get(0, 1, 1)[0] == second
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_every_damaged_byte_is_noticed_in_header_and_payload(tmp_path: Path) -> None:
+def test_every_damaged_byte_is_noticed_in_header_and_payload(outbox: Outbox, tmp_path: Path) -> None:
     """A flipped digit of ``tokens`` or ``base_version`` is as bad as one of the payload."""
     header, payload = update()
-    outbox = Outbox(tmp_path)
     outbox.put(header, payload)
     path = tmp_path / "0-1.update"
     whole = path.read_bytes()
@@ -190,54 +178,42 @@ def test_every_damaged_byte_is_noticed_in_header_and_payload(tmp_path: Path) -> 
         assert outbox.digests() == {}, length
     path.write_bytes(whole)
     assert outbox.digests() == {(0, 1): header.digest}
+    path.rename(tmp_path / "0-2.update")  # As a power cut may bring a name back.
+    assert outbox.digests() == {}
+    with pytest.raises(OutboxError, match="another name"):
+        outbox.get(0, 2, 1)
 
 
-def test_what_was_just_put_here_is_had_from_memory_once(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path)
-    header, payload = update()
-    outbox.put(header, payload)
-    found = outbox.fresh(0, 1, 9)
-    assert found is not None
-    assert (found[0], bytes(found[1])) == (replace(header, incarnation=9), payload)
-    assert outbox.fresh(0, 1, 9) is None
-    assert (outbox.get(0, 1, 9)[0], bytes(outbox.get(0, 1, 9)[1])) == (found[0], payload)
-
-
-def test_what_is_dropped_cleared_or_of_long_ago_is_not_in_memory(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path)
+def test_the_last_updates_are_had_from_memory_once(outbox: Outbox) -> None:
     for sequence in range(1, FRESH_MAX + 2):
         outbox.put(*update(sequence=sequence))
-    assert outbox.fresh(0, 1, 1) is None
+    header, payload = update(sequence=FRESH_MAX + 1)
+    found = outbox.fresh(0, FRESH_MAX + 1, 9)
+    assert found is not None
+    assert (found[0], bytes(found[1])) == (replace(header, incarnation=9), payload)
+    assert outbox.fresh(0, FRESH_MAX + 1, 9) is None
+    assert bytes(outbox.get(0, FRESH_MAX + 1, 9)[1]) == payload
     outbox.drop(0, 2)
-    assert outbox.fresh(0, 2, 1) is None
     outbox.clear({(0, 3)})
-    assert outbox.fresh(0, 3, 1) is None
+    assert [outbox.fresh(0, sequence, 1) for sequence in (1, 2, 3)] == [None] * 3, "too old, dropped, cleared"
     assert outbox.get(0, 3, 1) is not None
 
 
-def test_what_is_not_kept_is_cleared_and_leftovers_too(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path)
-    for sequence in (1, 2, 3):
+def test_what_is_not_kept_is_cleared_and_leftovers_too_but_not_by_another_rank(outbox: Outbox, tmp_path: Path) -> None:
+    for sequence in (1, 2):
         outbox.put(*update(sequence=sequence))
-    (tmp_path / ".0-4.update.77.tmp").write_bytes(b"half")
-    again = Outbox(tmp_path)
-    again.clear({(0, 2), (1, 3)})
-    assert [path.name for path in tmp_path.iterdir()] == ["0-2.update"]
-
-
-def test_another_rank_clears_nothing_and_has_the_same_files(tmp_path: Path) -> None:
-    Outbox(tmp_path).put(*update(sequence=1))
     half = tmp_path / ".0-4.update.77.tmp"
     half.write_bytes(b"half")
     other = Outbox(tmp_path, settled=True)
     assert half.exists(), "it may be one that is being written at this moment"
-    assert list(other.digests()) == [(0, 1)]
-    other.put(*update(sequence=2))
-    assert list(Outbox(tmp_path).digests()) == [(0, 1), (0, 2)]
+    other.put(*update(sequence=3))
+    assert list(other.digests()) == [(0, 1), (0, 2), (0, 3)]
+    Outbox(tmp_path).clear({(0, 2), (1, 3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["0-2.update"]
 
 
-def test_a_file_that_is_needed_no_more_is_written_over(tmp_path: Path) -> None:
-    outbox, room = Outbox(tmp_path), set()
+def test_a_file_that_is_needed_no_more_is_written_over(outbox: Outbox, tmp_path: Path) -> None:
+    room = set()
     for sequence, kind in enumerate(("fp32", "int8", "fp32", "bf16"), 1):
         header, payload = update(sequence=sequence, encoding=kind)
         outbox.put(header, payload)
@@ -246,38 +222,23 @@ def test_a_file_that_is_needed_no_more_is_written_over(tmp_path: Path) -> None:
         assert (found, bytes(view)) == (header, payload), "shorter or longer than what was there"
         outbox.drop(0, sequence)
         assert outbox.digests() == {}
-        with pytest.raises(FileNotFoundError):
-            outbox.get(0, sequence, 1)
-    assert len(room) == 1
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(room) == len(list(tmp_path.iterdir())) == 1
     Outbox(tmp_path)
     assert not list(tmp_path.iterdir()), "another process starts without"
 
 
-def test_a_name_that_a_power_cut_brought_back_has_nothing_behind_it(tmp_path: Path) -> None:
-    Outbox(tmp_path).put(*update(sequence=2))
-    (tmp_path / "0-2.update").rename(tmp_path / "0-1.update")
-    again = Outbox(tmp_path)
-    assert again.digests() == {}
-    with pytest.raises(OutboxError, match="another name"):
-        again.get(0, 1, 1)
-
-
-def test_no_more_than_a_few_are_kept_for_that(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path)
-    for sequence in range(SPARE_MAX + 2):
-        outbox.put(*update(sequence=sequence + 1))
-    for sequence in range(SPARE_MAX + 2):
-        outbox.drop(0, sequence + 1)
+def test_no_more_than_a_few_are_kept_for_that(outbox: Outbox, tmp_path: Path) -> None:
+    for do in (lambda sequence: outbox.put(*update(sequence=sequence)), lambda sequence: outbox.drop(0, sequence)):
+        for sequence in range(1, SPARE_MAX + 3):
+            do(sequence)
     assert len(list(tmp_path.iterdir())) == SPARE_MAX
     for path in tmp_path.iterdir():
-        path.unlink()  # Somebody tidied up.
+        path.unlink()  # An operator tidied up.
     outbox.put(*update(sequence=9))
     assert outbox.get(0, 9, 1) is not None
 
 
-def test_a_full_disk_takes_the_spare_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox = Outbox(tmp_path)
+def test_a_full_disk_takes_the_spare_file_too(outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outbox.put(*update(sequence=1))
     outbox.drop(0, 1)
 
@@ -293,139 +254,199 @@ def test_a_full_disk_takes_the_spare_file_too(tmp_path: Path, monkeypatch: pytes
     assert outbox.get(0, 2, 1) is not None
 
 
-# --- A new process takes over a checkpoint, an outbox and an odometer; no token is counted twice ---------------------
+# --- An update says truly what is in it -------------------------------------------------------------------------------
 
-TOKENS = 10
-
-
-def standing(watermark: int = 0, merged: int = 0) -> FragmentStanding:
-    return FragmentStanding(0, 0, "", watermark, 0, merged, 0, (), ())
+EFFECT = Seal(0, 7, 3, (5, 6), 120, 12, 1000, 99, final=True)
 
 
-def joined(part: FragmentStanding) -> JoinAnswered:
-    return JoinAnswered(1, 1, (part,), 0, 0, None)
+def encoder(codec: str) -> Encoder:
+    return Encoder(make_codec(codec), Place(HOST))
 
 
-def step(number: int) -> StepInfo:
-    return StepInfo(number, 1.0, TOKENS, number * TOKENS, 1000, number, 1.0, 0.1, applied=True)
+def inputs() -> SealInputs:
+    return SealInputs(dice("base", 0), [dice("local", 0)], [dice("d5", 0), dice("d6", 0)])
 
 
-def trained(steps: int) -> LearnerSync:
-    """A site that has trained ``steps`` steps on version 0 and sent nothing."""
-    machine = LearnerSync(LearnerOptions(inner_steps=100))
-    machine.handle(joined(standing()), 0)
-    machine.handle(VersionFetched(0, 0, ()), 0)
-    machine.handle(BoundaryReached(), 0)
-    for number in range(1, steps + 1):
-        machine.handle(StepDone(number, TOKENS, 1000, number), 0)
-    return machine
+def sealed_in(outbox: Outbox, *jobs: object, site: Recorder | None = None, codecs: str = "fp32") -> Recorder:
+    """A site whose sealer has done the jobs."""
+    site = site or Recorder()
+    sealer = Sealer(site, [encoder(codec) for codec in codecs.split()], outbox)
+    for order in (*jobs, None):
+        sealer.queue.put(order)
+    sealer.run()
+    return site
 
 
-def take_over(folder: Path, machine: LearnerSync, crashed_at: int, redo: StepInfo | None) -> LearnerSync:
-    """The machine of a new process, after the last one had got to step ``crashed_at``."""
-    layout = plan_layout([("w", (4,))], 1)
-    site_tensors = SiteTensors(layout, held({"w": torch.zeros(4)}), "rebase", 0.5)
-    odometer = Odometer(folder / "odometer")
-    odometer.write(crashed_at, crashed_at * TOKENS)
-    kept = ({"base.0": torch.zeros(4)}, {"machine": machine.snapshot()})
-    return restored_machine(machine.options, kept, redo, Outbox(folder / "outbox"), odometer, site_tensors)
+@pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
+def test_the_header_is_that_of_the_payload_and_of_the_values_that_the_syncer_reads(codec: str) -> None:
+    sealed = seal(SealJob(EFFECT, inputs(), codec), encoder(codec), "run", "a", 4)
+    measured = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
+    header, payload = sealed.header, sealed.encoded.payload
+    assert bytes(payload) == make_codec(codec).encode(measured)
+    assert (header.run_id, header.site_id, header.incarnation) == ("run", "a", 4)
+    assert (header.fragment, header.sequence, header.base_version) == (0, 7, 3)
+    assert (header.tokens, header.steps, header.step_ns, header.cursor, header.final) == (120, 12, 1000, 99, True)
+    assert (header.encoding, header.numel) == (codec, measured.numel())
+    assert (header.payload_bytes, header.digest) == (len(payload), digest_of(payload))
+    assert header.values_digest == digest(make_codec(codec).decode(payload, measured.numel()))
 
 
-@pytest.mark.parametrize(("crashed_at", "lost_steps"), [(4, 0), (5, 0), (6, 1), (9, 4)])
-def test_the_checkpoints_own_step_is_counted_once(tmp_path: Path, crashed_at: int, lost_steps: int) -> None:
-    """The checkpoint of step 5 is taken before the machine hears of that step; the process died at ``crashed_at``."""
-    machine = take_over(tmp_path, trained(4), crashed_at, step(5))
-    machine.handle(joined(standing()), 0)
-    read = max(5, crashed_at) * TOKENS
-    assert site_ledger(machine.state) == Ledger(read, 0, 0, 0, 5 * TOKENS, 0, lost_steps * TOKENS)
+@pytest.mark.parametrize(("codec", "bad"), [("fp32", float("nan")), ("bf16", float("inf")), ("int8", float("nan"))])
+def test_values_that_are_not_finite_are_never_encoded(codec: str, bad: float) -> None:
+    job = SealJob(EFFECT, inputs(), codec)
+    job.inputs.local[3] = bad
+    with pytest.raises(NonFiniteError):
+        seal(job, encoder(codec), "run", "a", 4)
 
 
-def test_of_a_damaged_odometer_the_checkpoint_is_believed(tmp_path: Path) -> None:
-    Odometer(tmp_path / "odometer").write(9, 9 * TOKENS)
-    whole = (tmp_path / "odometer").read_bytes()
-    (tmp_path / "odometer").write_bytes(bytes(each ^ 64 for each in whole))
-    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), held({"w": torch.zeros(4)}), "rebase", 0.5)
-    machine, outbox = trained(4), Outbox(tmp_path / "outbox")
-    kept = ({"base.0": torch.zeros(4)}, {"machine": machine.snapshot()})
-    again = restored_machine(machine.options, kept, step(5), outbox, Odometer(tmp_path / "odometer"), site_tensors)
-    again.handle(joined(standing()), 0)
-    assert site_ledger(again.state) == Ledger(5 * TOKENS, 0, 0, 0, 5 * TOKENS, 0, 0)
+def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_dropped(outbox: Outbox) -> None:
+    found: list[tuple[SealedUpdate, dict[tuple[int, int], str]]] = []
+
+    class Looks(Recorder):
+        def keep_sealed(self, sealed: SealedUpdate) -> None:
+            found.append((sealed, outbox.digests()))
+
+    ruined = SealInputs(dice("base", 0), [dice("local", 0) / 0.0], [])
+    jobs = SealJob(EFFECT, inputs(), "fp32"), SealJob(replace(EFFECT, sequence=8), ruined, "fp32")
+    site = sealed_in(outbox, *jobs, site=Looks())
+    ((sealed, held),) = found
+    assert held == {(0, 7): sealed.header.digest}
+    assert site.told == [SealFailed(0, 8)]
+    sealed_in(outbox, (0, 7))
+    assert outbox.digests() == {}
 
 
-def test_a_checkpoint_at_the_end_of_a_run_has_no_step_to_tell_again(tmp_path: Path) -> None:
-    machine = take_over(tmp_path, trained(5), 5, None)
-    machine.handle(joined(standing()), 0)
-    assert site_ledger(machine.state) == Ledger(5 * TOKENS, 0, 0, 0, 5 * TOKENS, 0, 0)
+class FullDisk(Disk):
+    """Has no room for the first ``refusals`` updates that are put on it."""
+
+    def __init__(self, refusals: int, stopping: threading.Event | None = None) -> None:
+        self.left, self.stopping = refusals, stopping
+
+    def keep(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
+        if self.left > 0:
+            self.left -= 1
+            if self.left == 0 and self.stopping is not None:
+                self.stopping.set()
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        super().keep(path, write, step)
 
 
-def test_a_step_that_later_work_has_outrun_is_lost_with_the_rest(tmp_path: Path) -> None:
-    """The syncer has merged an update of 3 steps that was sent after the checkpoint of step 5."""
-    machine = take_over(tmp_path, trained(4), 9, step(5))
-    machine.handle(joined(standing(watermark=1, merged=3 * TOKENS)), 0)
-    assert site_ledger(machine.state) == Ledger(9 * TOKENS, 3 * TOKENS, 0, 0, 0, 0, 6 * TOKENS)
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """Seen: it ended the training of the site."""
+    monkeypatch.setattr("diloco.learner.seal.ROOM_EVERY_S", 0.01)
+    site = Recorder()
+    outbox = Outbox(tmp_path, FullDisk(3, site.stopping if stops else None))
+    sealed_in(outbox, SealJob(EFFECT, inputs(), "fp32"), site=site)
+    said = [event.get("note", event["what"]) for event in site.events.all]
+    assert said == (["disk_full"] if stops else ["disk_full", "disk_has_room", "sealed"])
+    assert len(site.sealed) == len(outbox.digests()) == (0 if stops else 1)
 
 
-def test_a_checkpoint_taken_while_a_retake_is_due_can_be_resumed(tmp_path: Path) -> None:
-    """The seal of step 3 failed beside training, and the checkpoint of step 5 came before the next boundary."""
-    machine = LearnerSync(LearnerOptions(inner_steps=3))
-    machine.handle(joined(standing()), 0)
-    machine.handle(VersionFetched(0, 0, ()), 0)
-    machine.handle(BoundaryReached(), 0)
-    for number in range(1, 5):
-        machine.handle(StepDone(number, TOKENS, 1000, number), 0)
-    machine.handle(SealFailed(0, 1), 0)
-    assert machine.state.fragments[0].retaking is not None
-    resumed = take_over(tmp_path, machine, 5, step(5))
-    effects = [*resumed.handle(joined(standing()), 0), *resumed.handle(BoundaryReached(), 0)]
-    assert [type(effect) for effect in effects] == [Retake]
+def test_each_update_is_encoded_as_its_job_says_and_what_became_of_the_entropy_stage_is_said(outbox: Outbox) -> None:
+    even = SealInputs(torch.ones(4096), [torch.zeros(4096)], [])
+    jobs = [("int8", inputs()), ("int4+zstd", inputs()), ("fp32+auto", even), ("int8", inputs())]
+    codecs = [codec for codec, _ in jobs]
+    orders = [SealJob(replace(EFFECT, sequence=at), each, codec) for at, (codec, each) in enumerate(jobs, 1)]
+    site = sealed_in(outbox, *orders, codecs="int8 int4+zstd fp32+auto")
+    assert [each.header.encoding for each in site.sealed] == codecs
+    assert [event["codec"] for event in site.events.all] == codecs
+    assert [outbox.get(0, sequence, 4)[0].encoding for sequence in (1, 2, 3, 4)] == codecs
+    assert [event.get("stage") for event in site.events.all] == [None, "raw", "zstd", None]
 
 
-@pytest.mark.parametrize(
-    ("meta", "words"),
-    [
-        ({}, "not one of a site"),
-        ({"machine": {"fragments": [{}, {}]}}, "num_fragments is 1, and the checkpoint has 2"),
-        ({"machine": {"fragments": [{"colour": 1}]}}, "of another version: .*colour"),
-    ],
-)
-def test_a_checkpoint_of_something_else_is_refused_in_words(
-    tmp_path: Path, meta: dict[str, object], words: str
-) -> None:
-    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), held({"w": torch.zeros(4)}), "rebase", 0.5)
-    odometer, outbox = Odometer(tmp_path / "odometer"), Outbox(tmp_path / "outbox")
-    with pytest.raises(CheckpointError, match=words):
-        restored_machine(LearnerOptions(), ({}, meta), None, outbox, odometer, site_tensors)
+# --- The same update wherever it is encoded ---------------------------------------------------------------------------
 
 
-def test_a_site_without_a_checkpoint_has_lost_what_it_read(tmp_path: Path) -> None:
-    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), held({"w": torch.zeros(4)}), "rebase", 0.5)
-    odometer = Odometer(tmp_path / "odometer")
-    odometer.write(7, 7 * TOKENS)
-    machine = restored_machine(
-        LearnerOptions(inner_steps=100), None, None, Outbox(tmp_path / "outbox"), odometer, site_tensors
+ON_THE_DEVICE = ("int4", "int8:16", "int4:32+zstd1", "e3m0", "int2", "sign", "topk:256x16")
+
+CODECS = ("fp32", "bf16", "bf16+zstd1", *ON_THE_DEVICE)
+
+
+def drawn(num_sent: int, scale: float = 1e-3, seed: int = 0) -> SealInputs:
+    random = torch.Generator().manual_seed(seed)
+    base, step, *sent = torch.randn(2 + num_sent, 333, generator=random).unbind()
+    return SealInputs(base, [base - step * scale], [each * scale / 10 for each in sent])
+
+
+def assert_equal(one: Encoded, other: Encoded) -> None:
+    assert bytes(one.payload) == bytes(other.payload)
+    assert one.digest == other.digest == digest(values_of(other.sent).cpu())
+    assert torch.equal(values_of(one.sent).cpu(), values_of(other.sent).cpu())
+    assert one.norm == pytest.approx(other.norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_update_is_the_same_here_and_there(codec: str, interpreter: None) -> None:
+    here, there = Encoder(make_codec(codec), Place(HOST)), Encoder(make_codec(codec), Elsewhere())
+    assert str(here) == "host"
+    assert (str(there) == "cpu, Triton") == (codec in ON_THE_DEVICE)
+    made = [(there.encode(drawn(num_sent)), here.encode(drawn(num_sent))) for num_sent in (0, 2, 3)]
+    for one, other in made:
+        assert_equal(one, other)  # What one update was outlives the next: the buffers are used again.
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_fragment_of_many_ranges_is_encoded_as_by_the_definition(codec: str) -> None:
+    numel, random = 2 * RANGE_VALUES + 777, torch.Generator().manual_seed(3)
+    base, local, sent = (torch.randn(numel, generator=random) for _ in range(3))
+    measured = pseudo_gradient(base, local, [sent])
+    found = Encoder(make_codec(codec), Place(HOST), Buffers(2)).encode(SealInputs(base, [local], [sent]))
+    assert bytes(found.payload) == make_codec(codec).encode(measured)
+    assert torch.equal(values_of(found.sent), make_codec(codec).decode(found.payload, numel))
+    assert found.digest == digest(values_of(found.sent))
+    assert found.norm == pytest.approx(float(values_of(found.sent).double().norm()))
+
+
+def test_it_says_why_it_does_not_encode_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(Encoder(make_codec("bf16+zstd1"), Elsewhere())) == "host, values from cpu: bf16 has no kernel there"
+    monkeypatch.setattr("diloco.learner.seal.find_spec", lambda name: None)
+    without = Encoder(make_codec("int4"), Elsewhere())
+    assert "Triton is not installed" in str(without)
+    assert_equal(without.encode(drawn(1)), Encoder(make_codec("int4"), Place(HOST)).encode(drawn(1)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, warns of what is refused
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_what_is_not_finite_is_refused_there_too(codec: str, interpreter: None) -> None:
+    there, ruined = Encoder(make_codec(codec), Elsewhere()), drawn(0)
+    ruined.local[7] = torch.nan
+    with pytest.raises(NonFiniteError):
+        there.encode(ruined)
+    assert_equal(there.encode(drawn(0)), Encoder(make_codec(codec), Place(HOST)).encode(drawn(0)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", CODECS)
+def test_on_the_accelerator(codec: str, kernel_device: torch.device) -> None:
+    place = Place(kernel_device)
+    made = drawn(2)
+    there = SealInputs(
+        made.reference.to(kernel_device),
+        [made.local.to(kernel_device)],
+        [values_of(each).to(kernel_device) for each in made.in_flight],
     )
-    machine.handle(joined(standing()), 0)
-    assert site_ledger(machine.state) == Ledger(7 * TOKENS, 0, 0, 0, 0, 0, 7 * TOKENS)
+    assert_equal(Encoder(make_codec(codec), place).encode(there), Encoder(make_codec(codec), Place(HOST)).encode(made))
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_bytes_that_outlived_their_ack_go_unless_they_may_be_wanted_again(tmp_path: Path, kept: bool) -> None:
-    """The process died after the ack and before it had removed them."""
-    machine = LearnerSync(LearnerOptions(inner_steps=2))
-    machine.handle(JoinAnswered(1, 1, (standing(),), 0, 0, None, keep=kept), 0)
-    machine.handle(VersionFetched(0, 0, ()), 0)
-    for number in (0, 1, 2):
-        machine.handle(StepDone(number, TOKENS, 1000, number) if number else BoundaryReached(), 0)
-    machine.handle(Sealed(0, 1, "digest"), 0)
-    machine.handle(PushAnswered(0, 1, Outcome.ACCEPTED, None, "digest"), 0)
-    outbox = Outbox(tmp_path / "outbox")
-    header = push_header(b"bytes", fragment=0, sequence=1)
-    machine.state.fragments[0].in_flight[0].digest = header.digest
-    outbox.put(header, b"bytes")
-    layout = plan_layout([("w", (4,))], 1)
-    site_tensors = SiteTensors(layout, held({"w": torch.zeros(4)}), "rebase", 0.5)
-    tensors = {"base.0": torch.zeros(4), "sent.0.1": torch.zeros(4)}
-    restored = (tensors, {"machine": machine.snapshot()})
-    again = restored_machine(machine.options, restored, None, outbox, Odometer(tmp_path / "odometer"), site_tensors)
-    assert len(again.state.fragments[0].in_flight) == 1
-    assert set(outbox.digests()) == ({(0, 1)} if kept else set())
+@pytest.mark.parametrize("codec", ["bf16", "int4", "sign", "topk:256x4"])
+def test_what_is_fed_back_is_the_same_here_and_there(codec: str, interpreter: None) -> None:
+    residual = torch.randn(333, generator=torch.Generator().manual_seed(9)) * 1e-3
+    both = [Encoder(make_codec(codec), place) for place in (Place(HOST), Elsewhere())]
+    assert (str(both[1]) == "cpu, Triton") == (codec != "bf16")
+    fresh = drawn(1).pseudo_gradient()
+    for carried in (residual, None):
+        made = [drawn(1) for _ in both]  # An encoder uses them up.
+        for each in made:
+            each.carried = Carried(carried, 0.9)
+        here, there = (encoder.encode(each) for encoder, each in zip(both, made, strict=True))
+        assert here.payload == there.payload
+        assert torch.equal(values_of(here.sent), values_of(there.sent))
+        to_send = fresh if carried is None else fresh + carried * 0.9
+        assert here.payload == make_codec(codec).encode(to_send)
+        for encoded in (here, there):
+            assert encoded.fed is not None
+            assert torch.equal(encoded.fed.fresh, fresh)
+            assert torch.equal(encoded.fed.term, fresh - values_of(here.sent))
+            assert torch.equal(encoded.fed.residual, to_send - values_of(here.sent))
+    assert both[0].encode(drawn(1)).fed is None

@@ -1,3 +1,5 @@
+"""The threads beside training that send, fetch and listen, and how a site joins."""
+
 from __future__ import annotations
 
 import gc
@@ -9,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from diloco.codec.base import digest
 from diloco.codec.registry import make_codec
@@ -25,23 +29,37 @@ from diloco.learner.tensors import SiteTensors
 from diloco.learner.transfer import (
     MALFORMED_MAX,
     WAIT_S,
-    Ahead,
+    Fetcher,
     Incoming,
     Joiner,
     JoinFailed,
     LinkMeter,
+    LinkUse,
     Listener,
     Pause,
     Sender,
 )
-from diloco.outer.fragments import plan_layout
-from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason
+from diloco.outer.fragments import Layout, plan_layout
+from diloco.sync.events import (
+    Ending,
+    Fate,
+    FateTold,
+    FinalAnnounced,
+    Outcome,
+    OverlapChosen,
+    PushAnswered,
+    Reason,
+    VersionFetched,
+)
+from diloco.sync.link import AdaptOptions, Way
 from diloco.wire.channel import Backoff
+from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
     PULL_WAIT_NS_MAX,
     Alive,
     Dropped,
     Frame,
+    LinkInfo,
     PullAsk,
     PullHeader,
     PushHeader,
@@ -50,67 +68,11 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from diloco.wire.pulling import PulledVersion, PullSink
-from tests.learner.held import held as model_of
+from diloco.wire.pulling import Patience, PulledVersion, PullSink
 from tests.learner.participant import Recorder
+from tests.learner.participant import held as model_of
 from tests.syncer.building import LAYOUT, agreement, dice, eventually, update
 from tests.wire.samples import PULL
-
-if TYPE_CHECKING:
-    import pytest
-
-    from diloco.outer.fragments import Layout
-
-
-ASK = PullAsk("run-1", "site-a", 3, 7)
-
-
-class Syncer:
-    """Answers a pull when it is told to."""
-
-    def __init__(self, *parts: bytes) -> None:
-        self.parts = tuple(map(memoryview, parts))
-        self.made = threading.Event()
-        self.fails = False
-
-    def pull(self, ask: PullAsk, sink: PullSink, patience: Any) -> PulledVersion:
-        assert (ask, patience.seconds) == (ASK, WAIT_S)
-        assert self.made.wait(20)
-        if self.fails:
-            raise Unreachable("gone")
-        return PulledVersion(PULL, self.parts)
-
-
-def ahead(syncer: Syncer) -> Ahead:
-    return Ahead(syncer, ASK, PullSink())  # type: ignore[arg-type]
-
-
-def test_it_waits_no_longer_than_a_syncer_lets_anybody_wait() -> None:
-    assert WAIT_S * 1e9 <= PULL_WAIT_NS_MAX
-
-
-def test_what_came_is_taken() -> None:
-    syncer = Syncer(b"ab")
-    waiting = ahead(syncer)
-    assert not waiting.over
-    syncer.made.set()
-    taken = waiting.take()
-    assert taken is not None
-    assert bytes(taken.parts[0]) == b"ab"
-    assert not waiting.over, "what it brought is still to be taken"
-
-
-def test_nothing_newer_and_a_break_are_nothing() -> None:
-    for fails in (False, True):
-        syncer = Syncer()
-        syncer.fails = fails
-        waiting = ahead(syncer)
-        syncer.made.set()
-        eventually(lambda waiting=waiting: waiting.over, "it waits no more")
-        assert waiting.take() is None
-
-
-# --- The threads beside training -------------------------------------------------------------------------------------
 
 BOUND_S = 10.0
 
@@ -141,18 +103,18 @@ def thread(
         raise failures[0]
 
 
-def test_a_pause_ends_when_the_site_stops() -> None:
-    participant = Recorder()
-    pause = Pause(participant, cap_s=30.0)
-    for _ in range(3):
-        began = time.monotonic()
-        pause.wait()
-        assert 0.09 <= time.monotonic() - began < 3
-    pause.reset()
-    participant.stopping.set()
+def test_a_pause_ends_when_the_site_stops_or_another_syncer_has_taken_it_in() -> None:
+    class Moves(Recorder):
+        epochs = iter([1, 1])
+        epoch = property(lambda self: next(self.epochs, 2))
+
+    stops = Recorder()
+    stops.stopping.set()
     began = time.monotonic()
-    pause.wait(20.0)
-    assert time.monotonic() - began < 10
+    for participant in (stops, Moves()):
+        Pause(participant, cap_s=30.0).wait(30.0)
+    assert time.monotonic() - began < 20
+    assert WAIT_S * 1e9 <= PULL_WAIT_NS_MAX, "it waits ahead no longer than a syncer lets it"
 
 
 # --- Sender ----------------------------------------------------------------------------------------------------------
@@ -196,52 +158,58 @@ class Desk(Recorder):
         self.updates[fragment, sequence] = header.digest
         return header
 
+    @contextmanager
+    def sending(self, *orders: tuple[int, int]) -> Iterator[None]:
+        for order in orders:
+            self.sender.queue.put(order)
+        with thread(self.sender.run, self.stopping, lambda: self.sender.queue.put(None)):
+            yield
 
-ACCEPTED = PushResult(Outcome.ACCEPTED, 0)
+    def send(self, *orders: tuple[int, int], told: int = 1) -> None:
+        """Send until so much is told."""
+        with self.sending(*orders):
+            eventually(lambda: len(self.told) >= told, "it is answered")
 
 
-def test_an_update_is_sent_until_it_has_its_definite_answer(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+ACCEPTED, GAP = PushResult(Outcome.ACCEPTED, 0), PushResult(Outcome.RETRY, 0, Reason.GAP)
+
+
+def test_an_update_is_sent_until_it_has_its_definite_answer(desk: Desk) -> None:
     header = desk.seal(1)
     refused = Refused(Status.FAILED_PRECONDITION, "fenced")
-    gap = PushResult(Outcome.RETRY, 0, Reason.GAP)
-    desk.answers = [Unreachable("cut"), Unreachable("busy", 0.3), refused, gap, ACCEPTED]
+    desk.answers = [Unreachable("cut"), Unreachable("busy", 0.3), refused, GAP, ACCEPTED]
     began = time.monotonic()
-    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
-        desk.sender.queue.put((0, 1))
-        eventually(lambda: desk.told, "it is answered")
+    desk.send((0, 1))
     assert time.monotonic() - began >= 0.3, "the syncer's own word on when to come back"
     assert desk.told == [PushAnswered(0, 1, Outcome.ACCEPTED, None, header.digest)]
     assert desk.rejoins == ["a push was refused: fenced"], "what the syncer says at a join is clearer"
-    assert [pushed.incarnation for pushed in desk.pushed] == [3] * 5
-    assert {pushed.digest for pushed in desk.pushed} == {header.digest}
+    assert desk.expected == [0] * 5, "a version of it comes next"
+    assert {(pushed.digest, pushed.incarnation) for pushed in desk.pushed} == {(header.digest, 3)}
     assert [event["outcome"] for event in desk.events.of("pushed")] == ["retry", "accepted"]
 
 
-def test_one_that_waits_for_another_lets_it_go_first(tmp_path: Path) -> None:
+def test_one_that_waits_for_another_lets_it_go_first(desk: Desk) -> None:
     """A promoted standby lacks update 1, which was acknowledged; number 2 is on its way when that is found."""
-    desk = Desk(tmp_path)
     desk.seal(1)
     desk.seal(2)
-    gap = PushResult(Outcome.RETRY, 0, Reason.GAP)
-    desk.answers = [gap, ACCEPTED, ACCEPTED]
-    for order in ((0, 2), (0, 1)):
-        desk.sender.queue.put(order)
-    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
-        eventually(lambda: len(desk.told) == 2, "both are answered")
+    desk.answers = [GAP, ACCEPTED, ACCEPTED]
+    desk.send((0, 2), (0, 1), told=2)
     assert [pushed.sequence for pushed in desk.pushed] == [2, 1, 2]
 
 
 def test_one_that_is_to_come_later_holds_back_no_other_and_comes_again_with_another_syncer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Backoff, "next_s", lambda *_: 600.0)
-    desk = Desk(tmp_path)
     desk.seal(1)
     desk.seal(1, fragment=1)
     desk.answers = [PushResult(Outcome.RETRY, 0, Reason.OVERLOAD), ACCEPTED, ACCEPTED]
-    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
-        desk.sender.queue.put((0, 1))
+    with desk.sending((0, 1)):
         eventually(lambda: desk.events.of("pushed"), "it was told to come later")
         desk.sender.queue.put((1, 1))
         eventually(lambda: desk.told, "the other one goes out")
@@ -251,48 +219,27 @@ def test_one_that_is_to_come_later_holds_back_no_other_and_comes_again_with_anot
     assert [pushed.fragment for pushed in desk.pushed] == [0, 1, 0]
 
 
-def test_a_pause_ends_when_another_syncer_has_taken_the_site_in() -> None:
-    class Moves(Recorder):
-        epochs = iter([1, 1])
-        epoch = property(lambda self: next(self.epochs, 2))  # type: ignore[assignment]
-
-    pause, began = Pause(Moves()), time.monotonic()
-    pause.wait(30.0)
-    assert time.monotonic() - began < 10
-
-
-def test_a_fate_that_comes_with_the_answer_is_told_after_it(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+def test_a_fate_that_comes_with_the_answer_is_told_after_it(desk: Desk) -> None:
     fate = Fate(0, 1, 2, 100, desk.seal(1).digest)
     desk.answers = [PushResult(Outcome.DUPLICATE, 2, fate=fate)]
-    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
-        desk.sender.queue.put((0, 1))
-        eventually(lambda: len(desk.told) == 2, "both are told")
+    desk.send((0, 1), told=2)
     assert desk.told == [PushAnswered(0, 1, Outcome.DUPLICATE, None, fate.digest), FateTold(fate)]
 
 
-def test_an_update_is_sent_in_the_lineage_in_which_it_was_wanted(tmp_path: Path) -> None:
+def test_an_update_is_sent_in_the_lineage_in_which_it_was_wanted(desk: Desk) -> None:
     """The site may start over in a restored run after it was asked what is wanted, and before that is sent."""
-    desk = Desk(tmp_path)
     desk.restores = 1
     desk.seal(1)
     desk.answers = [PushResult(Outcome.REFUSED, 2, Reason.NOT_JOINED)]
-    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
-        desk.sender.queue.put((0, 1))
-        eventually(lambda: desk.told, "it is answered")
-    assert [header.lineage for header in desk.pushed] == [1]
-    assert desk.lineage == 2
+    desk.send((0, 1))
+    assert ([header.lineage for header in desk.pushed], desk.lineage) == ([1], 2)
 
 
-def test_an_order_that_has_outlived_its_update_sends_nothing(tmp_path: Path) -> None:
+def test_an_order_that_has_outlived_its_update_sends_nothing(desk: Desk) -> None:
     """A number that was refused is given again: the bytes of the first bearer must not go out under it."""
-    desk = Desk(tmp_path)
     desk.seal(1, "first")  # These bytes lie in the outbox still ...
     desk.updates[0, 1] = "f" * 64  # ... and another update by that number is being sealed.
-    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
-        for _ in range(3):
-            desk.sender.queue.put((0, 1))
-        desk.sender.queue.put((0, 2))
+    with desk.sending(*[(0, 1)] * 3, (0, 2)):
         time.sleep(0.1)
         desk.seal(1, "second")
         desk.answers = [ACCEPTED]
@@ -301,8 +248,7 @@ def test_an_order_that_has_outlived_its_update_sends_nothing(tmp_path: Path) -> 
     assert [pushed.digest for pushed in desk.pushed] == [update(values=dice((1, "second"), 0))[0].digest]
 
 
-def test_bytes_that_were_dropped_because_a_join_has_answered_are_no_damage(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+def test_bytes_that_were_dropped_because_a_join_has_answered_are_no_damage(desk: Desk) -> None:
     header = desk.seal(1)
     asked: list[int] = []
 
@@ -313,42 +259,31 @@ def test_bytes_that_were_dropped_because_a_join_has_answered_are_no_damage(tmp_p
             return header.digest
         return None
 
-    desk.wanted = wanted  # type: ignore[method-assign]
-    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
-        desk.sender.queue.put((0, 1))
+    desk.wanted = wanted
+    with desk.sending((0, 1)):
         eventually(lambda: len(asked) >= 2, "it asked again")
     assert desk.pushed == []
 
 
-def test_bytes_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+@pytest.mark.parametrize(("damage", "error"), [("gone", FileNotFoundError), ("cut", OutboxError)])
+def test_bytes_that_are_gone_or_damaged_are_named(
+    desk: Desk, tmp_path: Path, damage: str, error: type[Exception]
+) -> None:
     desk.seal(1)
-    desk.outbox.drop(0, 1)
-    desk.sender.queue.put((0, 1))
-    with (
-        pytest.raises(FileNotFoundError, match=r"0-1\.update"),
-        thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)),
-    ):
-        time.sleep(0.1)
-    desk = Desk(tmp_path)
-    desk.seal(2)
-    path = tmp_path / "0-2.update"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert desk.outbox.fresh(0, 2, 3) is not None
-    desk.sender.queue.put((0, 2))
-    with (
-        pytest.raises(OutboxError, match=f"{path} is damaged"),
-        thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)),
-    ):
+    path = tmp_path / "0-1.update"
+    if damage == "gone":
+        desk.outbox.drop(0, 1)
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+        assert desk.outbox.fresh(0, 1, 3) is not None
+    with pytest.raises(error, match=f"{path}.*" + ("" if damage == "gone" else "is damaged")), desk.sending((0, 1)):
         time.sleep(0.1)
 
 
-def test_an_update_that_the_syncer_cannot_read_ends_in_words_and_not_in_endless_sending(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+def test_an_update_that_the_syncer_cannot_read_ends_in_words_and_not_in_endless_sending(desk: Desk) -> None:
     desk.seal(1)
-    desk.answers = [Refused(Status.INVALID_ARGUMENT, "payload is no int8")] * 10  # type: ignore[list-item]
-    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
-        desk.sender.queue.put((0, 1))
+    desk.answers = [Refused(Status.INVALID_ARGUMENT, "payload is no int8")] * 10
+    with desk.sending((0, 1)):
         eventually(lambda: desk.gave_up, "it gives up", 20.0)
     assert desk.gave_up == ["the syncer cannot read update 1 of fragment 0: payload is no int8"]
     assert len(desk.pushed) == MALFORMED_MAX
@@ -401,26 +336,49 @@ class Ear(Recorder):
         return thread(self.listener.run, self.stopping, self.listener.wake)
 
 
-def test_events_are_told_in_order_and_a_drop_ends_the_site_in_words() -> None:
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (Reason.SUPERSEDED, "another process now speaks for this site: is it started twice?"),
+        (Reason.EVICTED, "the syncer ended this site's part: evicted"),
+    ],
+)
+def test_events_are_told_in_order_and_a_drop_ends_the_site_in_words(reason: Reason, words: str) -> None:
     ear = Ear()
-    ear.watches = [lambda: Stream([Alive(), FinalAnnounced(Ending.DRAINED), Dropped(Reason.SUPERSEDED)])]
+    ear.watches = [lambda: Stream([Alive(), FinalAnnounced(Ending.DRAINED), Dropped(reason)])]
     with ear.running():
         eventually(lambda: ear.gave_up, "it gives up")
-    assert ear.told == [FinalAnnounced(Ending.DRAINED)]
-    assert ear.gave_up == ["another process now speaks for this site: is it started twice?"]
+    assert (ear.told, ear.gave_up) == ([FinalAnnounced(Ending.DRAINED)], [words])
     assert [event["what"] for event in ear.events.all][:1] == ["connected"]
 
 
-def test_a_stream_that_breaks_is_opened_again_after_a_join() -> None:
+@pytest.mark.parametrize(
+    ("refused", "for_good"),
+    [
+        (Refused(Status.ALREADY_EXISTS, "a newer process speaks for site a", Reason.SUPERSEDED), True),
+        (Refused(Status.ALREADY_EXISTS, "a newer process speaks for site a", None), True),
+        (Refused(Status.PERMISSION_DENIED, "site a was put out", Reason.EVICTED), True),
+        (Refused(Status.FAILED_PRECONDITION, "run_id is 'x' at the site and 'y' at the syncer"), False),
+        (Refused(Status.PERMISSION_DENIED, "site a is not in the permissions of this run"), False),
+        (Refused(Status.UNAUTHENTICATED, "site/a was revoked"), False),
+        (Unreachable("Join: no answer; site a is not in the permissions", refused="not in the permissions"), False),
+    ],
+)
+def test_a_join_that_is_refused_ends_the_site_or_is_said_once_and_tried_again(
+    refused: Exception, for_good: bool
+) -> None:
+    """The operator who wrote that file may have slipped, and mends it: a site that ended would stay away."""
     ear = Ear()
-    first = Stream([Alive()])
-    ear.watches = [lambda: first]
+
+    def refuse() -> None:
+        raise refused
+
+    ear.listener.wake()
+    ear.joins = [refuse, refuse, lambda: None]
     with ear.running():
-        eventually(lambda: ear.listener.connected, "connected")
-        first.cancel()
-        eventually(lambda: ear.log[:3] == ["watch", "join", "watch"], "joined again")
-        eventually(lambda: len(ear.events.of("connected")) == 2, "connected again")
-    assert len(ear.events.of("disconnected")) >= 1
+        eventually(lambda: ear.gave_up if for_good else ear.listener.connected, "it gives up, or is connected")
+    assert ear.gave_up == ([refused.text] if for_good else [])
+    assert [note["note"] for note in ear.events.of("note")] == ["join_refused"]
 
 
 def test_a_word_to_join_again_is_never_lost() -> None:
@@ -442,96 +400,48 @@ def test_a_word_to_join_again_is_never_lost() -> None:
         assert ear.log.count("join") == before, "and then it is at peace"
 
 
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
-        (Status.ALREADY_EXISTS, Reason.SUPERSEDED),
-        (Status.ALREADY_EXISTS, None),
-        (Status.PERMISSION_DENIED, Reason.EVICTED),
-    ],
-)
-def test_a_join_that_is_refused_for_good_ends_the_site_in_words(status: Status, reason: Reason | None) -> None:
-    ear = Ear()
+@pytest.mark.parametrize("place", ["join", "watch", "stream"])
+def test_a_stop_is_noticed_wherever_the_listener_is(place: str) -> None:
+    ear, inside, go_on = Ear(), threading.Event(), threading.Event()
 
-    def refuse() -> None:
-        raise Refused(status, "a newer process speaks for site a", reason)
+    def wait() -> Stream:
+        inside.set()
+        assert go_on.wait(BOUND_S)
+        return Stream([Alive()])
 
-    ear.listener.wake()
-    ear.joins = [refuse]
-    with ear.running():
-        eventually(lambda: ear.gave_up, "it gives up")
-    assert ear.gave_up == ["a newer process speaks for site a"]
-
-
-@pytest.mark.parametrize(
-    "refused",
-    [
-        Refused(Status.FAILED_PRECONDITION, "run_id is 'x' at the site and 'y' at the syncer"),
-        Refused(Status.PERMISSION_DENIED, "site a is not in the permissions of this run"),
-        Refused(Status.UNAUTHENTICATED, "site/a was revoked"),
-        Unreachable("Join: nobody is there; site a is not in the permissions", refused="not in the permissions"),
-    ],
-)
-def test_a_join_that_is_refused_for_another_reason_is_said_once_and_tried_again(refused: Exception) -> None:
-    """Whoever wrote that file may have slipped, and mends it: a site that ended would stay away."""
-    ear = Ear()
-
-    def refuse() -> None:
-        raise refused
-
-    ear.listener.wake()
-    ear.joins = [refuse, refuse, lambda: None]
-    with ear.running():
-        eventually(lambda: ear.listener.connected, "connected")
-    assert ear.gave_up == []
-    assert [note["note"] for note in ear.events.of("note")] == ["join_refused"]
-
-
-def test_a_site_that_said_goodbye_listens_on_and_never_joins() -> None:
-    ear = Ear()
-    first = Stream([Alive()])
-    ear.watches = [lambda: first]
-    ear.left = True
-    with ear.running():
-        eventually(lambda: ear.listener.connected, "connected")
-        first.cancel()
-        eventually(lambda: ear.log.count("watch") >= 2, "listening again")
+    if place == "join":
         ear.listener.wake()
-        eventually(lambda: ear.log.count("watch") >= 3, "and again")
-    assert "join" not in ear.log
-
-
-def test_a_stop_is_noticed_wherever_the_listener_is() -> None:
-    for place in ("join", "watch", "stream"):
-        ear = Ear()
-        inside, go_on = threading.Event(), threading.Event()
-
-        def wait(inside: threading.Event = inside, go_on: threading.Event = go_on) -> None:
-            inside.set()
-            assert go_on.wait(BOUND_S)
-
-        if place == "join":
-            ear.listener.wake()
-            ear.joins = [wait]
-        elif place == "watch":
-            ear.watches = [lambda wait=wait: (wait(), Stream([Alive()]))[1]]  # type: ignore[misc]
-        began = time.monotonic()
-        running = threading.Thread(target=ear.listener.run)
-        running.start()
-        if place == "stream":
-            eventually(lambda ear=ear: ear.listener.connected, "connected")  # type: ignore[misc]
-        else:
-            assert inside.wait(BOUND_S)
+        ear.joins = [wait]
+    elif place == "watch":
+        ear.watches = [wait]
+    with ear.running():
+        eventually(lambda: ear.listener.connected if place == "stream" else inside.is_set(), place)
         ear.stopping.set()
         ear.listener.wake()
         go_on.set()
-        running.join(BOUND_S)
-        assert not running.is_alive(), place
-        assert time.monotonic() - began < 5, place
 
+
+def test_a_site_that_is_stopping_tries_to_join_no_more() -> None:
+    """It once went on until join_timeout_s, without a pause between two attempts."""
+    tries: list[float] = []
+
+    class Site(Recorder):
+        def join(self) -> None:
+            tries.append(time.monotonic())
+            self.stopping.set()
+            raise Unreachable("the channel is closed")
+
+    unused: Any = None
+    with pytest.raises(JoinFailed, match="stopping; last: the channel is closed"):
+        Joiner(Site(), unused, agreement(), LAYOUT, unused).first(time.monotonic() + 5.0)
+    assert len(tries) == 1
+
+
+# --- What a pull brings is made into values as it comes --------------------------------------------------------------
 
 RANGE = 1024
 """Values that are made at once where a test says so."""
+
 LONG = plan_layout((("long", (24 * RANGE + 7,)),), 1)
 
 
@@ -566,11 +476,10 @@ def long_one() -> tuple[torch.Tensor, bytes, torch.Tensor]:
     return held, *publish(theta, held, make_codec("int4:32"))
 
 
-def tensors(held: torch.Tensor, layout: Layout = LAYOUT) -> SiteTensors:
-    found = SiteTensors(
-        layout, model_of({name: torch.zeros(shape) for name, shape in layout.parameters}), "rebase", 0.5
-    )
-    found.latest[0] = (3, held)
+def tensors(held: torch.Tensor, layout: Layout = LAYOUT, have: int | None = 3) -> SiteTensors:
+    model = model_of({name: torch.zeros(shape) for name, shape in layout.parameters})
+    found = SiteTensors(layout, model, "rebase", 0.5)
+    found.latest[0] = None if have is None else (have, held)
     return found
 
 
@@ -578,14 +487,21 @@ def pulled(incoming: Incoming, header: PullHeader, payload: bytes) -> torch.Tens
     """What comes of a pull that brings the last bytes first, and then the others."""
     incoming.sink.begin(header)
     middle = len(payload) // 2
-    for offset, stop in ((middle, len(payload)), (0, middle)):
-        incoming.sink.accept(Frame(offset, memoryview(payload)[offset:stop]))
+    bring(incoming, payload, middle)
+    bring(incoming, payload, 0, middle)
     return incoming.values(incoming.sink.finish())
 
 
-def header_of(after: torch.Tensor, *parts: bytes, encoding: str = "int4:32", version: int = 4) -> PullHeader:
-    lengths = tuple(map(len, parts))
-    return PullHeader(0, 3, version, False, encoding, after.numel(), sum(lengths), lengths, digest(after), 0, ())
+def header_of(
+    after: torch.Tensor, *parts: bytes, encoding: str = "int4:32", have: int = 3, version: int = 4, whole: bool = False
+) -> PullHeader:
+    lengths, started = tuple(map(len, parts)), version if whole else have
+    told = (digest(after), checksum(parts), ())
+    return PullHeader(0, started, version, whole, encoding, after.numel(), sum(lengths), lengths, *told)
+
+
+def bring(incoming: Incoming, payload: bytes, start: int = 0, stop: int | None = None) -> None:
+    incoming.sink.accept(Frame(start, memoryview(payload)[start:stop]))
 
 
 @pytest.mark.parametrize("encoding", ["int4:32", "int4:32+zstd1", "fp32"])
@@ -597,100 +513,74 @@ def test_one_down_link_and_several_give_the_version(encoding: str) -> None:
         (header_of(after, one, encoding=encoding), one, after),
         (header_of(later, one, two, encoding=encoding, version=5), one + two, later),
     ):
-        found = pulled(Incoming(0, tensors(held)), header, payload)
-        assert found is not None
-        assert torch.equal(found, wanted)
+        assert same(pulled(Incoming(0, tensors(held)), header, payload), wanted)
 
 
-def test_a_whole_version_needs_none_before_it() -> None:
-    after, site = dice("after", 0), tensors(dice("held", 0))
-    site.latest[0] = None
-    payload = after.numpy().tobytes()
-    header = replace(header_of(after, payload, encoding="fp32"), whole=True)
-    found = pulled(Incoming(0, site), header, payload)
-    assert found is not None
-    assert torch.equal(found, after)
+def same(found: torch.Tensor | None, wanted: torch.Tensor) -> bool:
+    return found is not None and torch.equal(found, wanted)
 
 
 def test_other_bytes_than_were_told_are_nothing() -> None:
     held, codec = dice("held", 0), make_codec("int4:32")
     payload, after = publish(dice("one", 0), held, codec)
     other, _ = publish(dice("two", 0), held, codec)
-    header = header_of(after, payload)
+    header = replace(header_of(after, payload), payload_crc32=0)
     assert pulled(Incoming(0, tensors(held)), header, other) is None
     assert pulled(Incoming(0, tensors(held)), replace(header, numel=header.numel - 1), payload) is None
     assert pulled(Incoming(0, tensors(held)), replace(header, from_version=2), payload) is None
-
-
-def test_a_difference_to_a_version_that_was_left_meanwhile_is_nothing() -> None:
-    held, site = dice("held", 0), tensors(dice("held", 0))
-    payload, after = publish(dice("one", 0), held, make_codec("int4:32"))
+    site = tensors(held)
     incoming = Incoming(0, site)
-    incoming.sink.begin(header_of(after, payload))
-    incoming.sink.accept(Frame(0, memoryview(payload)))
+    incoming.sink.begin(header)
+    bring(incoming, payload)
     site.latest[0] = (4, after)
-    assert incoming.values(incoming.sink.finish()) is None
+    assert incoming.values(incoming.sink.finish()) is None, "that version was left meanwhile"
 
 
-def test_one_that_breaks_off_for_a_newer_one_is_forgotten() -> None:
+def test_one_that_breaks_off_for_a_newer_one_is_forgotten_and_its_memory_used_again() -> None:
     held, codec = dice("held", 0), make_codec("int4:32")
     old, old_after = publish(dice("one", 0), held, codec)
     new, new_after = publish(dice("two", 0), held, codec)
     incoming = Incoming(0, tensors(held))
     incoming.sink.begin(header_of(old_after, old))
-    incoming.sink.accept(Frame(0, memoryview(old)[:9]))
-    found = pulled(incoming, header_of(new_after, new, version=5), new)
-    assert found is not None
-    assert torch.equal(found, new_after)
-
-
-def test_its_memory_is_used_again() -> None:
-    held, codec = dice("held", 0), make_codec("int4:32")
-    payload, after = publish(dice("one", 0), held, codec)
-    incoming = Incoming(0, tensors(held))
-    incoming.sink.begin(header_of(after, payload))
-    incoming.sink.accept(Frame(0, memoryview(payload)))
-    taken = incoming.sink.finish()
-    memory = taken.parts[0].obj
-    assert incoming.values(taken) is not None
-    incoming.sink.give_back(taken)
-    incoming.sink.begin(header_of(after, payload))
-    incoming.sink.accept(Frame(0, memoryview(payload)))
-    assert incoming.sink.finish().parts[0].obj is memory
+    bring(incoming, old, 0, 9)
+    memory = []
+    for _ in range(2):
+        incoming.sink.begin(header_of(new_after, new, version=5))
+        bring(incoming, new)
+        taken = incoming.sink.finish()
+        memory.append(taken.parts[0].obj)
+        assert same(incoming.values(taken), new_after)
+        incoming.sink.give_back(taken)
+    assert memory[0] is memory[1]
 
 
 def test_values_are_made_before_the_last_byte_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     held, payload, after = long_one()
     ranges, incoming = Ranges(monkeypatch), Incoming(0, tensors(held, LONG))
     incoming.sink.begin(header_of(after, payload))
-    ends = [len(payload) // 2, len(payload) - 1]
-    for begin, end in zip([0, *ends], ends, strict=False):
-        incoming.sink.accept(Frame(begin, memoryview(payload)[begin:end]))
+    ends = [0, len(payload) // 2, len(payload) - 1]
+    for begin, end in pairwise(ends):
+        bring(incoming, payload, begin, end)
     assert ranges.stops == list(range(RANGE, 25 * RANGE, RANGE))
-    incoming.sink.accept(Frame(ends[1], memoryview(payload)[ends[1] :]))
-    found = incoming.values(incoming.sink.finish())
-    assert found is not None
-    assert torch.equal(found, after)
+    bring(incoming, payload, ends[-1])
+    assert same(incoming.values(incoming.sink.finish()), after)
 
 
 def test_streams_of_several_threads_bring_it_and_one_at_a_time_makes_values(monkeypatch: pytest.MonkeyPatch) -> None:
     held, payload, after = long_one()
     ranges, incoming = Ranges(monkeypatch, pause_s=0.001), Incoming(0, tensors(held, LONG))
     more = len(payload) // 100
-    frames = [Frame(at, memoryview(payload)[at : at + more]) for at in range(0, len(payload), more)]
 
-    def bring(frame: Frame) -> None:
+    def bring_some(at: int) -> None:
         time.sleep(0.001)
-        incoming.sink.accept(frame)
+        bring(incoming, payload, at, at + more)
 
     for _ in range(3):
         incoming.sink.begin(header_of(after, payload))
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(bring, frames))
+            list(pool.map(bring_some, range(0, len(payload), more)))
         assert len(ranges.stops) > 1
-        found = incoming.values(incoming.sink.finish())
-        assert found is not None
-        assert torch.equal(found, after)
+        assert same(incoming.values(incoming.sink.finish()), after)
         ranges.stops.clear()
     assert not ranges.crossed
 
@@ -699,8 +589,9 @@ def test_one_that_broke_off_keeps_what_came_and_no_values_and_goes_on_from_there
     held, payload, after = long_one()
     site, middle = tensors(held, LONG), len(payload) // 2
     incoming, kept = Incoming(0, site), weakref.ref(held)
-    incoming.sink.begin(header_of(after, payload))
-    incoming.sink.accept(Frame(0, memoryview(payload)[:middle]))
+    header = header_of(after, payload)
+    incoming.sink.begin(header)
+    bring(incoming, payload, 0, middle)
     incoming.sink.broke_off()
     site.latest[0], again = None, held.clone()
     del held
@@ -708,76 +599,208 @@ def test_one_that_broke_off_keeps_what_came_and_no_values_and_goes_on_from_there
     assert kept() is None, "it would be kept until this fragment is pulled again"
     assert incoming.sink.bytes_held == middle
     site.latest[0] = (3, again)
-    header = header_of(after, payload)
     assert incoming.sink.belongs(header)
     incoming.sink.begin(header)
-    incoming.sink.accept(Frame(middle, memoryview(payload)[middle:]))
-    found = incoming.values(incoming.sink.finish())
-    assert found is not None
-    assert torch.equal(found, after)
+    bring(incoming, payload, middle)
+    assert same(incoming.values(incoming.sink.finish()), after)
 
 
-# --- How a site joins ------------------------------------------------------------------------------------------------
+# --- The thread that fetches versions ---------------------------------------------------------------------------------
 
 
-def door(join: Callable[[Recorder], None]) -> Joiner:
-    class Site(Recorder):
-        def join(self) -> None:
-            join(self)
-
-    unused: Any = None
-    return Joiner(Site(), unused, agreement(), LAYOUT, unused)
+OLD, NEW = dice("old", 0), dice("new", 0)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (Refused(Status.FAILED_PRECONDITION, "another layout", None), "mismatch"),
-        (Refused(Status.PERMISSION_DENIED, "not you", None), "refused"),
-        (Unreachable("nobody there"), "unreachable"),
-    ],
-)
-def test_why_a_first_join_failed(error: Exception, kind: str) -> None:
-    def fails(site: Recorder) -> None:
-        raise error
+class Shelf(Recorder):
+    """A site that fetches, and a syncer whose answers to pulls are written down here."""
 
-    with pytest.raises(JoinFailed) as caught:
-        door(fails).first(time.monotonic())
-    assert caught.value.kind == kind
+    def __init__(self, have: int | None = None) -> None:
+        super().__init__()
+        self.site_tensors = tensors(OLD, have=have)
+        self.answers: list[Callable[[PullAsk], PulledVersion]] = []
+        self.asks: list[PullAsk] = []
+        self.bytes_down = 0
+        self.waiting: list[PullAsk] = []
+        self.made = threading.Event()
+        self.sinks: list[PullSink] = []
+        client: Any = self
+        self.fetcher = Fetcher(self, client, LinkMeter(client), self.site_tensors)
 
+    def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
+        if patience is not None:
+            assert patience.seconds == WAIT_S
+            self.waiting.append(ask)
+            self.sinks.append(sink)
+            assert self.made.wait(20)
+        else:
+            self.asks.append(ask)
+        return self.answers[0](ask) if len(self.answers) == 1 else self.answers.pop(0)(ask)
 
-def test_it_is_tried_until_somebody_answers() -> None:
-    left = [3]
+    def close(self) -> None:
+        """As an agent does: no more orders, and what waits at the syncer ends."""
+        self.fetcher.queue.put(None)
+        self.made.set()
 
-    def late(site: Recorder) -> None:
-        left[0] -= 1
-        if left[0]:
-            raise Unreachable("not yet", retry_after_s=0.01)
-
-    door(late).first(time.monotonic() + 10.0)
-    assert left == [0]
-
-
-def test_who_is_stopping_is_not_at_the_door_any_more() -> None:
-    """It once went on until join_timeout_s, without a pause between two attempts."""
-    tries: list[float] = []
-
-    def closed(site: Recorder) -> None:
-        tries.append(time.monotonic())
-        site.stopping.set()
-        raise Unreachable("the channel is closed")
-
-    with pytest.raises(JoinFailed, match="stopping; last: the channel is closed"):
-        door(closed).first(time.monotonic() + 5.0)
-    assert len(tries) == 1
+    def fetch(self, until: Callable[[], object]) -> None:
+        with thread(self.fetcher.run, self.stopping, self.close):
+            self.fetcher.queue.put(0)
+            eventually(until, "fetched")
 
 
-MS = 1_000_000
+def came(values: Tensor, *parts: bytes, **told: Any) -> PulledVersion:
+    return PulledVersion(header_of(values, *parts, **told), tuple(map(memoryview, parts)))
+
+
+def whole(values: Tensor, version: int, sent: Tensor | None = None) -> PulledVersion:
+    payload = (values if sent is None else sent).numpy().tobytes()
+    return came(values, payload, encoding="fp32", version=version, whole=True)
+
+
+@pytest.mark.parametrize("payload", [b"\x00" * 7, make_codec("int8").encode(dice("elsewhere", 0))])
+def test_a_difference_that_does_not_give_the_version_is_said_and_the_whole_is_fetched(payload: bytes) -> None:
+    shelf = Shelf(3)
+    shelf.answers = [lambda ask: came(NEW, payload, encoding="int8"), lambda ask: whole(NEW, 4)]
+    shelf.fetch(lambda: shelf.fetched)
+    assert [ask.have_version for ask in shelf.asks] == [3, -1]
+    (note,) = shelf.events.of("note")
+    assert note["note"] == "digest_differs"
+    assert "fetching it whole" in note["why"]
+    values, event = shelf.fetched[0]
+    assert (torch.equal(values, NEW), event) == (True, VersionFetched(0, 4, ()))
+    assert [fetched["whole"] for fetched in shelf.events.of("fetched")] == [True]
+
+
+@pytest.mark.parametrize("sent", [dice("else", 0), torch.full_like(NEW, float("nan")), NEW[:-1]])
+def test_a_whole_fragment_that_is_not_the_version_is_asked_for_again_but_not_in_a_hot_loop(sent: Tensor) -> None:
+    shelf = Shelf()
+    shelf.answers = [lambda ask: whole(NEW, 4, sent)]
+    with thread(shelf.fetcher.run, shelf.stopping, shelf.close):
+        shelf.fetcher.queue.put(0)
+        time.sleep(0.6)
+    assert shelf.fetched == []
+    assert 2 <= len(shelf.asks) <= 6, len(shelf.asks)
+
+
+def test_a_version_that_the_syncer_does_not_have_is_not_asked_for_in_a_hot_loop() -> None:
+    shelf = Shelf(4)
+    shelf.answers = [lambda ask: came(OLD, encoding="int8", have=4)]
+    with thread(shelf.fetcher.run, shelf.stopping, shelf.close):
+        for _ in range(1000):
+            shelf.fetcher.queue.put(0)
+        time.sleep(0.6)
+    assert 1 <= len(shelf.asks) <= 12, len(shelf.asks)
+    assert all(event == VersionFetched(0, 4, ()) for _, event in shelf.fetched)
+
+
+def test_a_fetch_goes_on_until_the_line_is_back() -> None:
+    shelf = Shelf()
+
+    def cut(ask: PullAsk) -> PulledVersion:
+        raise Unreachable("cut") if len(shelf.asks) < 2 else Refused(Status.NOT_FOUND, "not yet")
+
+    shelf.answers = [cut, cut, lambda ask: whole(NEW, 1)]
+    shelf.fetch(lambda: shelf.fetched)
+    assert len(shelf.asks) == 3
+
+
+def test_a_fetch_of_a_run_that_was_restored_meanwhile_leads_nowhere() -> None:
+    shelf = Shelf()
+
+    def restored(ask: PullAsk) -> PulledVersion:
+        del ask
+        shelf.lineage = 2
+        raise Unreachable("the syncer is being restored")
+
+    shelf.answers = [restored]
+    shelf.fetch(lambda: shelf.lineage == 2 and shelf.fetcher.queue.empty())
+    assert len(shelf.asks) == 1, "who asked for the old run goes on asking"
+    assert not shelf.fetched
+
+
+def difference() -> tuple[PulledVersion, Tensor]:
+    """The version after 3, as it comes and as it is."""
+    codec = make_codec("int8")
+    payload = codec.encode(NEW - OLD)
+    after = OLD + codec.decode(payload, OLD.numel())
+    return came(after, payload, encoding="int8"), after
+
+
+def test_a_version_that_was_waited_for_is_not_asked_for_again() -> None:
+    shelf, (version, after) = Shelf(3), difference()
+    shelf.answers = [lambda ask: version]
+    shelf.fetcher.expect(0)
+    shelf.fetcher.expect(0)  # One waits there already.
+    shelf.made.set()
+    shelf.fetch(lambda: shelf.fetched)
+    assert torch.equal(shelf.fetched[0][0], after)
+    assert (shelf.asks, [ask.have_version for ask in shelf.waiting]) == ([], [3])
+
+
+def broken(ask: PullAsk) -> PulledVersion:
+    raise Unreachable("gone")
+
+
+@pytest.mark.parametrize("waited", [broken, lambda ask: PulledVersion(PULL, ())])
+def test_what_came_of_waiting_to_nothing_is_asked_for(waited: Callable[[PullAsk], PulledVersion]) -> None:
+    shelf, (version, after) = Shelf(3), difference()
+    shelf.answers = [waited, lambda ask: version]
+    shelf.made.set()
+    shelf.fetcher.expect(0)
+    shelf.fetch(lambda: shelf.fetched)
+    assert torch.equal(shelf.fetched[0][0], after)
+    assert len(shelf.asks) == 1
+
+
+@pytest.mark.parametrize("changed", ["lineage", "base"])
+def test_what_was_waited_for_as_of_another_base_is_not_taken_and_its_memory_left_to_it(changed: str) -> None:
+    shelf = Shelf(3)
+    shelf.answers = [lambda ask: whole(NEW, 9)]
+    shelf.fetcher.expect(0)
+    if changed == "lineage":
+        shelf.lineage = 2
+    else:
+        shelf.site_tensors.latest[0] = (5, OLD)
+    shelf.fetch(lambda: shelf.fetched)
+    assert [event.version for _, event in shelf.fetched] == [9]
+    assert shelf.fetcher._of(0, shelf.lineage).sink is not shelf.sinks[0]
+    shelf.made.set()
+
+
+def test_no_thread_that_waits_ahead_outlives_the_fetcher() -> None:
+    """Else torch aborts a process that ends while such a thread decodes."""
+    without, shelf, slow = Shelf(), Shelf(3), threading.Event()
+
+    def closed(ask: PullAsk) -> PulledVersion:
+        time.sleep(0.3)
+        slow.set()
+        raise Unreachable("closed")
+
+    shelf.answers = [closed]
+    for each in (without, shelf):
+        each.fetcher.expect(0)
+    with thread(shelf.fetcher.run, shelf.stopping, shelf.close):
+        pass
+    assert slow.is_set()
+    shelf.fetcher.expect(0)  # By the sender, which ends as well.
+    assert (len(without.waiting), len(shelf.waiting)) == (0, 1), "none waits where there is no base"
+
+
+# --- The link, and how it is used ------------------------------------------------------------------------------------
+
+MS, STEP_NS = 1_000_000, 100_000_000
+
+WAYS = (Way("int8", 8_000_000), Way("int4", 4_000_000))
 
 
 class Traffic:
     bytes_up = 0
     bytes_down = 0
+
+    def __init__(self) -> None:
+        self.channels: list[int] = []
+
+    def use_channels(self, count: int) -> None:
+        self.channels.append(count)
 
 
 def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -796,15 +819,41 @@ def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) ->
     found = meter.read()
     assert (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s) == (20 * MS, 10_000_000, 10_000_000)
     meter.came(3_000_000, 0.15)
-    assert meter.read().down_bytes_per_s == 20_000_000
-
-
-def test_a_call_that_failed_measures_nothing() -> None:
-    traffic = Traffic()
-    meter = LinkMeter(traffic)  # type: ignore[arg-type]
+    found = meter.read()
+    assert found.down_bytes_per_s == 20_000_000
     for call in (meter.control, partial(meter.transfer, up=True), partial(meter.transfer, up=False)):
         with suppress(Unreachable), call():
-            traffic.bytes_up += 1_000_000
-            traffic.bytes_down += 1_000_000
+            traffic.bytes_up, traffic.bytes_down = 2_000_000, 9_000_000
+            now[0] += MS
             raise Unreachable("gone")
-    assert meter.read() == LinkMeter(traffic).read()  # type: ignore[arg-type]
+    assert meter.read() == found, "a call that failed measures nothing"
+
+
+def test_a_choice_is_taken_told_once_with_its_reason_and_stays_to_be_seen() -> None:
+    site, traffic = Recorder(), Traffic()
+    sizes = {"version_bytes": 4_000_000, "window_bytes": 10_000, "inner_steps": 20}
+    options = AdaptOptions(ways=WAYS, channels_max=6, overlap_steps=1, overlap_steps_max=12, **sizes)
+    use = LinkUse(site, traffic, options)
+    use.begin()
+    assert [use.codec(STEP_NS) for _ in range(4)] == ["int8"] * 4
+    assert use.info(STEP_NS) == LinkInfo(up_codec="int8", channels=1, overlap_steps=1)
+    assert (site.events.all, site.told) == ([], [OverlapChosen(1)]), "nothing is measured yet"
+    use._estimator.answered(10_000_000)
+    for _ in range(3):
+        use._estimator.carried(4_000_000, 1_010_000_000, up=True)
+        use._estimator.carried(10_000_000, 1_010_000_000, up=False)
+    assert [use.codec(STEP_NS) for _ in range(9)] == ["int8", *["int4"] * 8]
+    chosen = site.events.of("adapted")
+    assert traffic.channels == [facts["channels"] for facts in chosen]
+    assert site.told[1:] == [OverlapChosen(facts["overlap_steps"]) for facts in chosen]
+    info = use.info(STEP_NS)
+    assert (info.up_codec, info.channels, info.overlap_steps, info.why) == tuple(
+        chosen[-1][name] for name in ("codec", "channels", "overlap_steps", "why")
+    )
+    assert info.channels > 1
+    assert info.overlap_steps == 12
+    assert (info.rtt_ns, info.up_bytes_per_s, info.down_bytes_per_s) == (10_000_000, 4_000_000, 10_000_000)
+    use.heard(PushAnswered(0, 1, Outcome.ACCEPTED, None))
+    assert use.info(STEP_NS).round_ns == 0
+    use.heard(FateTold(Fate(0, 1, 1, 10, "d")))
+    assert use.info(STEP_NS).round_ns > 0, "by the site's own clock"
