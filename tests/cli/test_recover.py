@@ -359,3 +359,50 @@ def test_a_site_alone_is_taken_but_none_of_an_earlier_lineage(
     shutil.rmtree(run / "syncer")
     words = f"is of lineage 1, and lineage {told['lineage']} has begun since"
     refused(1, words, "restore", str(run), "--from-site", str(site))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "verb", "arguments"),
+    [
+        ("holds no journal", 2, "journal", ["show", "EMPTY"]),
+        ("is no run folder", 2, "replay", ["NOTHING"]),
+        ("has no config.yaml", 2, "replay", ["EMPTY"]),
+        ("--without 'b' has 'b': site=NAME", 2, "replay", ["RUN", "--without", "b"]),
+        ("the run has no site x; it has a, b", 1, "replay", ["RUN", "--without", "site=x:versions=1"]),
+        ("no such update was merged", 1, "replay", ["RUN", "--without", "site=b:versions=90..99"]),
+        ("--to is -1", 2, "replay", ["RUN", "--to", "-1"]),
+        ("invalid int value", 2, "replay", ["RUN", "--to", "x"]),
+        ("--out is '.': it exists already", 2, "replay", ["RUN", "--out", "."]),
+        ("give --from IMAGE|BACKUP or --from-site FOLDER", 2, "restore", ["RUN"]),
+        ("one of them", 2, "restore", ["RUN", "--from", "x", "--from-site", "y"]),
+        ("cluster.syncer.backup is ''", 2, "restore", ["RUN", "--list"]),
+        ("holds neither an image nor a backup of run past", 1, "restore", ["RUN", "--from", "nowhere"]),
+        ("Protocol not known", 1, "restore", ["RUN", "--from", "zz://x"]),
+        ("nowhere is not there", 1, "restore", ["RUN", "--from-site", "nowhere"]),
+    ],
+)
+def test_nonsense_is_one_line(
+    words: str, code: int, verb: str, arguments: list[str], run: Path, here: Path, refused: Callable[..., None]
+) -> None:
+    for name in ("EMPTY", "NOTHING"):
+        (here / name).mkdir()
+    (here / "EMPTY" / "events.jsonl").touch()
+    refused(code, words, verb, *(str(run) if text == "RUN" else text for text in arguments))
+
+
+@pytest.fixture
+def image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a replay of the run has left."""
+    assert main(["replay", str(run), "--out", str(tmp_path / "image")]) == 0
+    capsys.readouterr()
+    return str(tmp_path / "image")
+
+
+@pytest.mark.slow
+def test_a_data_folder_that_is_named_is_where_the_run_goes_on(
+    run: Path, image: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved(run)
+    assert main(["restore", str(run / "syncer"), "--from", image]) == 0
+    assert f"the run goes on in {run / 'syncer'} from now on" in capsys.readouterr().out
+    assert_goes_on(run, [9, 9]).stop()
