@@ -79,23 +79,6 @@ def test_a_site_has_an_address_for_each() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["outer.num_syncers=0"], "outer.num_syncers is 0: at least 1"),
-        (["outer.num_syncers=2"], "outer.num_syncers is 2: at most outer.num_fragments=1"),
-        ([*TWO, "outer.syncer_mbps=[1,2,3]"], r"outer.syncer_mbps is \[1.0, 2.0, 3.0\]: one for each of num_syncers=2"),
-        ([*TWO, "outer.syncer_mbps=[1,-2]"], r"outer.syncer_mbps is \[1.0, -2.0\]: rates has -2.0: positive"),
-        ([*TWO, "outer.syncer_mbps=[1000,1]"], "syncer 1 of 2 would hold none of 4 fragments"),
-        ([*TWO, "cluster.syncer.index=2"], "cluster.syncer.index is 2: from 0 to 1, with outer.num_syncers=2"),
-        (["cluster.syncer.index=1"], "cluster.syncer.index is 1: from 0 to 0, with outer.num_syncers=1"),
-    ],
-)
-def test_settings_that_cannot_be_are_named(settings: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        build_syncer.check(compose(settings))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
         ([*TWO, "site.syncer=a:1"], "site.syncer is 'a:1': 2 addresses with / between, one for each"),
         (["site.syncer=a:1/b:2"], "site.syncer is 'a:1/b:2': one address, since outer.num_syncers=1"),
     ],
