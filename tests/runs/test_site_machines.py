@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -33,7 +34,6 @@ from diloco.runs.site_machines import (
     Machines,
     Order,
     Ranks,
-    Report,
     check_machines,
     differs,
     ending_of_ranks,
@@ -415,39 +415,14 @@ def come(meeting: Machines, folder: Path, node: int) -> Line:
     return line
 
 
-def heard(line: Line) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
-    wait(lambda: bool(found.extend(line.heard()) or found), "a word")
-    return found
-
-
-def test_the_first_says_what_is_to_be_done_and_hears_what_was(meeting: Machines, tmp_path: Path) -> None:
-    one, two = come(meeting, tmp_path, 1), come(meeting, tmp_path, 2)
-    assert sorted(meeting.lives) == [1, 2]
-    assert meeting.reports[1] == Report()
-    meeting.attend(Order(start=0, port=99))
-    wait(lambda: heard(one)[-1]["port"] == 99, "the order")
-    two.say({"running": 0, "ended": -1, "code": 0, "leave": True})
-
-    def reported() -> bool:
-        meeting.attend(Order(start=0, port=99))
-        return meeting.reports[2] == Report(running=0, leave=True)
-
-    wait(reported, "the report")
-    lives = dict(meeting.lives)
-    one.close()
-
-    def gone() -> bool:
-        meeting.attend(Order())
-        return 1 not in meeting.lives
-
-    wait(gone, "the loss to be seen")
-    again = come(meeting, tmp_path, 1)
-    assert meeting.lives[1] != lives[1], "one that has come back is another"
-    more = come(meeting, tmp_path, 1)  # The first does not know yet that the one before is no more.
+def test_a_machine_that_has_come_back_is_another_and_its_line_of_before_ends(meeting: Machines, tmp_path: Path) -> None:
+    before = come(meeting, tmp_path, 1)
+    life = meeting.lives[1]
+    again = come(meeting, tmp_path, 1)  # The first does not know yet that the one before is no more.
+    assert meeting.lives[1] != life
     with pytest.raises(Gone):
-        wait(lambda: bool(list(again.heard()) and False), "the end")
-    for line in (again, more, two):
+        wait(lambda: bool(list(before.heard()) and False), "the end")
+    for line in (before, again):
         line.close()
 
 
@@ -473,29 +448,18 @@ def test_who_is_cut_off_in_the_middle_of_a_word_is_gone(monkeypatch: pytest.Monk
     line.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["site.node_rank=1", "outer.lr=0.1"], "outer.lr is 0.1 here and "),
-        (["site.node_rank=0"], "site.node_rank is 0: from 1 to 2 beside machine 0"),
-    ],
-)
-def test_who_does_not_belong_to_the_site_is_told_why(
-    meeting: Machines, tmp_path: Path, settings: list[str], words: str
-) -> None:
-    line = reached(three(*settings), SiteDir(tmp_path))
+def test_a_machine_of_a_number_that_is_taken_is_told_why(meeting: Machines, tmp_path: Path) -> None:
+    line = reached(three("site.node_rank=0"), SiteDir(tmp_path))
     told: list[dict[str, object]] = []
 
     def answered() -> bool:
         meeting.attend(Order())
-        try:
+        with suppress(Gone):
             told.extend(line.heard())
-        except Gone:
-            return True
         return bool(told)
 
     wait(answered, "an answer")
-    assert str(told[0]["refused"]).startswith(words)
+    assert str(told[0]["refused"]).startswith("site.node_rank is 0: from 1 to 2 beside machine 0")
     assert meeting.lives == {}
     line.close()
 

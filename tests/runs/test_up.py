@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -23,7 +24,7 @@ from diloco.observe.eventlog import EventLog, read_events
 from diloco.observe.history import RunHistory
 from diloco.observe.view import Facts, PlainView
 from diloco.runs.process import SAME_REQUEST_S, Child, Interrupts, child_environment
-from diloco.runs.scenario import Step, link_name, site_of
+from diloco.runs.scenario import Step
 from diloco.runs.up import (
     Outcome,
     StatusWatch,
@@ -31,7 +32,6 @@ from diloco.runs.up import (
     Up,
     UpOptions,
     check_syncers,
-    children_of,
     not_played,
     restore_line,
     syncer_address,
@@ -334,17 +334,6 @@ def test_what_was_not_played_is_said(tmp_path: Path) -> None:
     stage.log.close()
 
 
-def test_the_processes_of_a_run_are_our_verbs(tmp_path: Path) -> None:
-    options = Stage(tmp_path).options
-    options.sites = {"site-a": ["site.id=site-a", "site.syncer=127.0.0.1:2"]}
-    children = children_of(options, RunDir(tmp_path))
-    assert list(children) == ["syncer", "site-a", "eval"]
-    words = " ".join(children["site-a"].command)
-    assert words.endswith(f"-m diloco site --config {tmp_path}/config.yaml site.id=site-a site.syncer=127.0.0.1:2")
-    assert children["syncer"].command[-1] == "cluster.syncer.listen=127.0.0.1:1"
-    assert [child.is_site for child in children.values()] == [False, True, False]
-
-
 TWO = ["outer.num_fragments=2", "outer.num_syncers=2", "run.name=x"]
 
 
@@ -352,27 +341,19 @@ def config_in(path: Path, *overrides: str) -> RunConfig:
     return compose([f"run.dir={path}/runs", "run.name=x", *overrides])
 
 
-def test_the_address_is_free_unless_it_was_chosen(tmp_path: Path) -> None:
+def test_each_syncer_has_an_address_a_folder_and_what_is_typed_once_its_data_are_lost(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "x"
     first = syncer_address(config_in(tmp_path))
     assert first.startswith("127.0.0.1:")
-    assert first != "127.0.0.1:7077"
+    assert first != "127.0.0.1:7077", "a free one, unless it was chosen"
     assert syncer_address(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123")) == "127.0.0.1:7123"
-
-
-@pytest.mark.parametrize(
-    ("setting", "source"),
-    [("cluster.syncer.backup=s3://bucket/x", "--from s3://bucket/x"), ("seed=1", "--from-site {}/sites/site-a")],
-)
-def test_who_loses_the_syncers_folder_is_told_what_to_type(tmp_path: Path, setting: str, source: str) -> None:
-    root = tmp_path / "runs" / "x"
-    assert restore_line(config_in(tmp_path, setting)) == f"diloco restore {root} {source.format(root)}"
-
-
-def test_each_of_two_has_an_address_a_folder_and_a_way_back(tmp_path: Path) -> None:
-    one, other = syncers_of(config_in(tmp_path, *TWO, "cluster.syncer.backup=s3://bucket"))
+    assert restore_line(config_in(tmp_path)) == f"diloco restore {root} --from-site {root}/sites/site-a"
+    backup = "cluster.syncer.backup=s3://bucket"
+    assert restore_line(config_in(tmp_path, backup)) == f"diloco restore {root} --from s3://bucket"
+    one, other = syncers_of(config_in(tmp_path, *TWO, backup))
     assert (one.name, other.name) == ("syncer", "syncer-1")
     assert one.address != other.address
-    assert other.run_dir.root == tmp_path / "runs/x/syncers/1"
+    assert other.run_dir.root == root / "syncers/1"
     assert other.restore == f"diloco restore {other.run_dir.root} --from s3://bucket/syncer-1"
 
 
@@ -389,11 +370,6 @@ def test_what_two_on_one_machine_cannot_share_is_named(tmp_path: Path, setting: 
     with pytest.raises(ConfigError, match=words):
         check_syncers(config_in(tmp_path, *TWO, *(["cluster.lease.kind=file"] if "lease" in setting else []), setting))
     check_syncers(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123"))
-
-
-def test_a_sites_links_bear_its_name() -> None:
-    assert [link_name("site-a", index) for index in range(2)] == ["site-a", "site-a@1"]
-    assert [site_of(link_name("site-a", index)) for index in range(2)] == ["site-a"] * 2
 
 
 @pytest.fixture
@@ -462,32 +438,21 @@ def test_what_two_syncers_say_is_what_one_would() -> None:
     assert together([]) is None
 
 
-class Heard:
-    """A watch that has heard what it was told."""
-
-    def __init__(self) -> None:
-        self.latest: dict[str, object] | None = None
-        self.drain_accepted, self.drain_refused = False, ""
-
-    def hurry(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def drain(self) -> None:
-        self.drain_accepted = True
-
-
 def test_all_syncers_are_drained() -> None:
-    pair: Any = [Heard(), Heard()]
-    watches = StatusWatches(pair)
+    pair = [Mock(latest=None, drain_accepted=False, drain_refused="") for _ in range(2)]
+    watches = StatusWatches(pair)  # type: ignore[arg-type]
     assert watches.latest is None
-    pair[0].drain()
-    assert not watches.drain_accepted
     watches.drain()
+    watches.hurry()
+    watches.close()
+    for each in pair:
+        for told in (each.drain, each.hurry, each.close):
+            told.assert_called_once_with()
+    pair[0].drain_accepted = True
+    assert not watches.drain_accepted
+    pair[1].drain_accepted = True
     assert watches.drain_accepted
     pair[1].drain_refused = "an admin's token, please"
     assert watches.drain_refused == "an admin's token, please"
     watches.drain_refused = ""
     assert not watches.drain_refused
-    watches.hurry()
-    watches.close()
