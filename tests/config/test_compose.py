@@ -232,6 +232,9 @@ def test_which_settings_may_change_on_a_running_run(tmp_path: Path) -> None:
         with pytest.raises(VerbError, match=f"{key} is .* now and"):
             configs.require_same(compose(["outer.sites_max=40", f"{key}={value}"]), path)
     assert {"outer.sites_max"} == MAY_CHANGE
+    one, more = compose([]), compose(["outer.sites_max=40"])
+    assert shared_digest(one) == shared_digest(more) == earlier_digest(one) != earlier_digest(more)
+    assert set(ALWAYS_SHARED.split()) >= MAY_CHANGE, "or it were left out at its default, and the digest another"
 
 
 def test_one_that_may_change_and_is_not_named_stays_as_the_run_has_it(tmp_path: Path) -> None:
@@ -241,12 +244,6 @@ def test_one_that_may_change_and_is_not_named_stays_as_the_run_has_it(tmp_path: 
     assert (kept.outer.sites_max, changed) == (20, ["outer.sites_max=20"])
     now = compose(["outer.sites_max=40"])
     assert configs.keep_run_settings(now, path, {"outer.sites_max"}) == (now, [])
-
-
-def test_a_digest_of_a_run_says_nothing_of_what_may_change() -> None:
-    one, more = compose([]), compose(["outer.sites_max=40"])
-    assert shared_digest(one) == shared_digest(more) == earlier_digest(one) != earlier_digest(more)
-    assert set(ALWAYS_SHARED.split()) >= MAY_CHANGE, "or it were left out at its default, and the digest another"
 
 
 def test_19_a_run_that_began_without_a_setting_goes_on_without_it(tmp_path: Path) -> None:

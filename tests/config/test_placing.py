@@ -10,7 +10,6 @@ from diloco.config import build, build_syncer
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
 from diloco.config.placing import (
-    at,
     backup_of,
     has_several,
     in_whole_order,
@@ -74,6 +73,7 @@ def test_a_site_has_an_address_for_each() -> None:
     config = compose([*TWO, "site.syncer=a:1,b:1/c:2"])
     assert [part.site.syncer for part in towards(config)] == ["a:1,b:1", "c:2"]
     assert [part.cluster.syncer.index for part in towards(config)] == [0, 1]
+    assert in_whole_order(((0, 2), (1, 3)), ([10, 12], [11, 13])) == [10, 11, 12, 13]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,3 @@ def test_a_site_has_an_address_for_each() -> None:
 def test_too_few_or_too_many_addresses_are_named(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         towards(compose(settings))
-
-
-def test_numbers_of_parts_in_the_order_of_the_whole() -> None:
-    assert in_whole_order(((0, 2), (1, 3)), ([10, 12], [11, 13])) == [10, 11, 12, 13]
-    assert at(compose(TWO), 1).cluster.syncer.index == 1

@@ -154,11 +154,6 @@ def test_each_of_several_syncers_is_a_site_of_the_one_above_of_its_number(tmp_pa
                 speaker(region(f"{address}/{address}", *TWO), tmp_path / "none")
 
 
-def test_of_one_above_with_a_standby_both_addresses_are_given() -> None:
-    assert region("127.0.0.1:1,127.0.0.1:2").upstream.endpoint == "127.0.0.1:1,127.0.0.1:2"
-    assert is_region(region("a:1,b:1/c:1", *TWO))
-
-
 def test_an_endpoint_that_was_a_mistake_is_asked_no_more_and_one_of_another_run_is_refused(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with above(tmp_path / "wrong", "model.dim=32", name="wrong") as address, pytest.raises(VerbError) as refused:
