@@ -174,20 +174,6 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     end_all(made.children.values(), 0.0)
 
 
-def test_a_killed_child_is_not_wanted_until_it_is_healed(stage: Stage) -> None:
-    child = stage.children["syncer"]
-    stage.start(child)
-    first = child.pid
-    assert stage.play(do="kill", target="syncer", for_s=3) == (
-        "fault",
-        {"fault": "kill", "target": "syncer", "seconds": 3},
-    )
-    until(child.ended)
-    assert (child.code, child.wanted) == (-signal.SIGKILL, False)
-    assert stage.play(do="kill", target="syncer", for_s=3, heals=True)[0] == "healed"
-    assert (child.wanted, child.running, child.pid != first) == (True, True, True)
-
-
 def test_a_frozen_child_goes_on(stage: Stage) -> None:
     child = stage.children["site-a"]
     stage.start(child)

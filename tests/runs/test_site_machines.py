@@ -42,6 +42,7 @@ from diloco.runs.site_machines import (
     tell_speaker,
 )
 from tests.runs.test_supervise import alive
+from tests.syncer.building import eventually
 
 BOUND_S = 30.0
 
@@ -57,10 +58,7 @@ def config(*settings: str) -> RunConfig:
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
-    until = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.005)
+    eventually(condition, what, BOUND_S)
 
 
 class Machine:
@@ -93,6 +91,12 @@ class Machine:
         self.thread.join(BOUND_S)
         assert not self.thread.is_alive()
         return self.how
+
+    def fails(self, code: ExitCode, words: str) -> None:
+        how = self.ended()
+        assert isinstance(how, VerbError)
+        assert how.code is code
+        assert re.search(words, str(how)), how
 
     def runs(self, start: int) -> None:
         """Wait until the ranks of this start run."""
@@ -175,10 +179,9 @@ def test_a_loss_anywhere_is_a_new_start_everywhere_and_there_is_an_end_to_it(
     assert any("the ranks of machine 1 ended with code 1" in text for text in first.said)
     assert any("the ranks of machine 0 ended with code 1" in text for text in first.said)
     again.ends(-9)
-    for how in (first.ended(), again.ended()):
-        assert isinstance(how, VerbError)
-        assert how.code is ExitCode.FAILED
-        assert "site a has lost ranks 4 times (site.rank_restarts=3); at last the ranks of machine 1 ended" in str(how)
+    for each in (first, again):
+        words = r"site a has lost ranks 4 times \(site.rank_restarts=3\); at last the ranks of machine 1 ended"
+        each.fails(ExitCode.FAILED, words)
 
 
 def test_the_others_wait_for_a_first_machine_that_comes_back(made: Callable[..., Machine], tmp_path: Path) -> None:
@@ -193,10 +196,8 @@ def test_the_others_wait_for_a_first_machine_that_comes_back(made: Callable[...,
     wait(lambda: len(second.places) == 2, "the ranks of the other machine")
     says(tmp_path, 4, "another run")
     first.ends(0)
-    for how in (first.ended(), second.ended()):
-        assert isinstance(how, VerbError)
-        assert how.code is ExitCode.MISMATCH
-        assert "another run" in str(how)
+    for each in (first, second):
+        each.fails(ExitCode.MISMATCH, "another run")
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -232,10 +233,7 @@ def test_who_was_asked_to_stop_and_goes_before_the_site_has_left_is_not_waited_f
     second.asked = True
     assert told.wait(BOUND_S)
     second.killed = True  # Asked twice, or its machine was taken away.
-    how = first.ended()
-    assert isinstance(how, VerbError)
-    assert how.code is ExitCode.DRAINED
-    assert "stopped while it waited for machine 1 of 2; the same command goes on" in str(how)
+    first.fails(ExitCode.DRAINED, "stopped while it waited for machine 1 of 2; the same command goes on")
 
 
 @pytest.mark.parametrize(
@@ -248,15 +246,11 @@ def test_who_was_asked_to_stop_and_goes_before_the_site_has_left_is_not_waited_f
 def test_a_machine_waits_neither_for_ever_nor_once_it_is_asked_to_stop(
     node_rank: int, words: str, made: Callable[..., Machine]
 ) -> None:
-    how = made(node_rank, "site.nodes_wait_s=0.05").ended()
-    assert isinstance(how, VerbError)
-    assert re.search(words, str(how))
+    made(node_rank, "site.nodes_wait_s=0.05").fails(ExitCode.FAILED, words)
     alone = made(node_rank)
     wait(lambda: alone.said, "a word")
     alone.asked = True
-    how = alone.ended()
-    assert isinstance(how, VerbError)
-    assert how.code is ExitCode.DRAINED
+    alone.fails(ExitCode.DRAINED, "")
 
 
 def test_a_machine_with_another_folder_or_other_settings_is_told(

@@ -241,23 +241,19 @@ class Rank:
 
 def checked(*folders: Path, within_s: float) -> list[str]:
     """What each rank is told that has this folder for the site's."""
-    barrier, said, told = threading.Barrier(len(folders)), dict[int, bytes](), dict[int, str]()
+    barrier, said = threading.Barrier(len(folders)), dict[int, bytes]()
     config = compose(["run.dir=here"])
 
-    def check(rank: int) -> None:
+    def check(rank: int) -> str:
         group = Rank(rank, len(folders), barrier, said)
         try:
             check_one_folder(config, SiteDir(folders[rank]), group, within_s)  # type: ignore[arg-type]
-            told[rank] = ""
         except ConfigError as error:
-            told[rank] = str(error)
+            return str(error)
+        return ""
 
-    threads = [threading.Thread(target=check, args=(rank,)) for rank in range(len(folders))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * BOUND_S)
-    return [told[rank] for rank in range(len(folders))]
+    with ThreadPoolExecutor(len(folders)) as ranks:
+        return list(ranks.map(check, range(len(folders))))
 
 
 def test_one_folder_is_enough_and_nothing_is_left_in_it(tmp_path: Path) -> None:
