@@ -42,14 +42,21 @@ def test_the_line_that_a_site_needs_means_the_same_run() -> None:
     assert "--config run.yaml" in join_line(config, "x:1", [], Path("run.yaml"))
 
 
-def test_the_first_line_says_how_a_run_without_a_name_goes_on(tmp_path: Path) -> None:
+def test_a_run_without_a_name_says_how_it_goes_on_and_its_syncer_ends_in_words_once_its_folder_is_gone(
+    tmp_path: Path,
+) -> None:
     with place_in(tmp_path) as place:
-        syncer = place.start("syncer", "syncer", *TINY, LISTEN)
+        syncer = place.start("syncer", "syncer", *TINY, LISTEN, "cluster.syncer.linger_s=0")
         wait_for(lambda: "a site joins with" in syncer.text(), "the syncer's greeting", syncer.text)
         name = next((tmp_path / "runs").glob("*/syncer.address")).parent.name
         first = syncer.text().splitlines()[0]
         assert first.startswith(f"run {name} in runs/{name}, listening on 127.0.0.1:")
         assert first.endswith(f"; the same command with run.name={name} goes on")
+        shutil.rmtree(tmp_path / f"runs/{name}/syncer")
+        assert syncer.end() == 1
+        last = f"diloco syncer: runs/{name}/syncer is gone, or was emptied, under this process"
+        assert syncer.text().splitlines()[-1] == last
+        assert "Traceback" not in syncer.text()
 
 
 def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp_path: Path) -> None:
@@ -147,17 +154,6 @@ def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_sta
         assert syncer.text().count(said) == 1
         assert main(["status", address, f"site.token_file={token}"]) == 0
         assert "cannot be used" not in capsys.readouterr().out
-
-
-def test_a_syncer_whose_folder_is_taken_away_ends_in_words(tmp_path: Path) -> None:
-    with place_in(tmp_path) as place:
-        syncer, _ = place.syncer("lost", "cluster.syncer.linger_s=0")
-        shutil.rmtree(tmp_path / "runs/lost/syncer")
-        assert syncer.end() == 1
-        assert syncer.text().splitlines()[-1] == (
-            "diloco syncer: runs/lost/syncer is gone, or was emptied, under this process"
-        )
-        assert "Traceback" not in syncer.text()
 
 
 def test_a_start_on_an_old_copy_says_so_and_what_to_type() -> None:

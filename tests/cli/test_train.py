@@ -51,15 +51,6 @@ def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, capsys
     assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.resume=never"]) == 2
 
 
-@pytest.mark.slow
-def test_the_baseline_begins_where_it_is_told_to(place: Place) -> None:
-    assert main(["train", *TINY, "run.name=warm", "run.tokens=6400"]) == 0
-    assert main(["train", *TINY, "run.name=on", "run.tokens=640", "run.init_from=runs/warm/train/checkpoints"]) == 0
-    warm, on = (json.loads(Path(f"runs/{name}/summary.json").read_text())["global"] for name in ("warm", "on"))
-    assert on["val_loss_start"] == pytest.approx(warm["val_loss"], rel=0.1)
-    assert on["val_loss_start"] < warm["val_loss_start"] - 1
-
-
 def test_what_cannot_be_trained_here_is_refused_and_nothing_is_touched(
     place: Place, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

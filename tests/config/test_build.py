@@ -23,7 +23,7 @@ from diloco.config.build import (
     up_codecs,
 )
 from diloco.config.compose import choices, compose, from_shared, shared_config
-from diloco.config.errors import ConfigError, section
+from diloco.config.errors import ConfigError
 from diloco.config.placing import at
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
@@ -32,7 +32,6 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import model_tensors
 from diloco.outer.fragments import named_parameters_once
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.runs.site_rank import in_words
 from diloco.sync.options import CORPUS, disagreement
 from diloco.syncer.snapshots import full_parameters
 from diloco.wire.messages import STREAMS_MAX
@@ -55,12 +54,6 @@ def test_every_model_has_a_layout_without_being_allocated(model: str) -> None:
     wanted = {"tiny": 7e5, "small": 5e6, "15m": 15e6, "60m": 60e6, "150m": 150e6, "1b": 1e9}[model]
     assert wanted * 0.7 < layout.numel < wanted * 1.3
     assert len(layout.fragments) == 4
-
-
-def test_a_text_that_is_not_there_is_a_matter_of_the_data(tmp_path: Path) -> None:
-    config = small("data=text", "data.path=nowhere", f"data.cache={tmp_path}")
-    with pytest.raises(ConfigError, match=r"^data: path is 'nowhere': there is no such file or folder"), in_words():
-        build.build_trainer(config, SiteGroup(device="cpu"), (0, 1), None, lambda *told: None, None)
 
 
 def test_the_layout_is_that_of_the_model() -> None:
@@ -320,13 +313,6 @@ def test_who_cuts_no_model_does_not_pay_for_what_does() -> None:
     """torch's DTensor is a third of the start of a syncer, a region and every command."""
     asked = "import sys, diloco.config.build; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False, timeout=120).returncode == 0
-
-
-def test_an_options_class_says_its_field_and_the_section_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"^inner\.lr is -1: positive$"), section("inner"):
-        raise ValueError("lr is -1: positive")
-    with pytest.raises(ConfigError, match=r"^run\.name is null$"), section("inner"):
-        raise ConfigError("run.name is null")
 
 
 ALLOWED = ["codec.up=int8", "codec.up_allowed=[int4,'topk']"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from diloco.config.placing import (
     towards,
 )
 from diloco.config.run_dir import RunDir
+from diloco.observe.console import syncer_log
+from diloco.observe.eventlog import read_events
 from diloco.sync.options import disagreement
 
 TWO = ["outer.num_fragments=4", "outer.num_syncers=2", "run.name=otter"]
@@ -86,3 +89,20 @@ def test_a_site_has_an_address_for_each() -> None:
 def test_too_few_or_too_many_addresses_are_named(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         towards(compose(settings))
+
+
+def test_a_syncers_own_numbers_and_the_whole_models(tmp_path: Path) -> None:
+    config = compose(["outer.num_fragments=4", "outer.num_syncers=2", "run.name=x", f"run.dir={tmp_path}"])
+    config.cluster.syncer.index = 1
+    held = build.held_of(config)
+    with ExitStack() as stack:
+        log = syncer_log(config, stack)
+        log.emit("published", {"fragment": 1, "version": 7})
+        log.emit("syncer_started", {"versions": [5, 6]})
+    own, _ = read_events(tmp_path / "x/syncers/1/events.jsonl")
+    whole, _ = read_events(tmp_path / "x/events.jsonl")
+    assert [event["who"] for event in own + whole] == ["syncer-1"] * 4
+    assert [event.get("fragment") for event in own] == [1, None]
+    assert [event.get("fragment") for event in whole] == [held[1], None]
+    assert whole[1]["fragments"] == list(held)
+    assert {event["of_syncer"] for event in whole} == {1}

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.config.compose import compose, is_name
 from diloco.config.errors import ConfigError
-from diloco.config.run_dir import HOW, WHO, RunDir, existing_run, name_run, new_name, point_latest, run_dir_of
+from diloco.config.run_dir import HOW, WHO, RunDir, existing_run, name_run, new_name, run_dir_of
 
 
 def test_a_run_has_one_folder_by_its_name() -> None:
@@ -21,14 +21,6 @@ def test_a_run_has_one_folder_by_its_name() -> None:
     assert first
     name_run(unnamed)
     assert unnamed.run.name == first
-
-
-def test_latest_points_at_the_newest(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        point_latest(RunDir(tmp_path / name))
-    assert (tmp_path / "latest").resolve() == tmp_path / "b"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "latest"]
 
 
 def test_a_run_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
