@@ -98,14 +98,6 @@ def test_every_yaml_file_is_short_and_reached_by_a_group() -> None:
     assert all(len(path.read_text().splitlines()) <= 15 for path in files)
 
 
-def test_an_experiment_is_a_difference_that_the_command_line_still_overrides() -> None:
-    config = compose(["experiment=diloco", "outer.inner_steps=7"])
-    assert config.outer.kind == "nesterov"
-    assert config.outer.lock_step
-    assert config.outer.inner_steps == 7
-    assert compose(["experiment=diloco", "outer=async"]).outer.kind == "sgd"
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [

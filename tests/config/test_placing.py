@@ -1,4 +1,4 @@
-"""Several syncers in the configuration."""
+"""Several syncers in the configuration, and where one of several writes its events."""
 
 from __future__ import annotations
 

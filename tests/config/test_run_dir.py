@@ -6,7 +6,7 @@ import pytest
 
 from diloco.config.compose import compose, is_name
 from diloco.config.errors import ConfigError
-from diloco.config.run_dir import HOW, WHO, RunDir, existing_run, name_run, new_name, run_dir_of
+from diloco.config.run_dir import HOW, WHO, RunDir, name_run, new_name, run_dir_of
 
 
 def test_a_run_has_one_folder_by_its_name() -> None:
@@ -21,16 +21,6 @@ def test_a_run_has_one_folder_by_its_name() -> None:
     assert first
     name_run(unnamed)
     assert unnamed.run.name == first
-
-
-def test_a_run_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "config.yaml").touch()
-    assert existing_run("a").root == Path("runs/a")
-    assert existing_run("runs/a").root == Path("runs/a")
-    with pytest.raises(ConfigError, match="'b' is no run folder"):
-        existing_run("b")
 
 
 def test_a_run_has_lost_its_data_when_it_published_and_no_snapshot_is_left(tmp_path: Path) -> None:
