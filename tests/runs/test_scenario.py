@@ -63,6 +63,7 @@ def test_every_kind_can_be_written() -> None:
         ("\n- {at_s: 1, do: kill, target: site-a, for: 3}", "faults.yaml:2: unknown key for: did you mean for_s?"),
         ("- {at_s: 1, do: kill, target: site-a, mbps: 3}", "unknown key mbps"),
         ("- {at_s: -1, do: kill, target: site-a}", "at_s is -1: seconds"),
+        ("- {at_s: .nan, do: kill, target: site-a}", "at_s is nan"),
         ("- {at_s: yes, do: kill, target: site-a}", "at_s is True"),
         ("- {at_progress: 30, do: kill, target: site-a}", "at_progress is 30: the share"),
         ("- {do: kill, target: site-a}", "either at_s (seconds) or at_progress"),
