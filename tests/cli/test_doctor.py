@@ -1,4 +1,4 @@
-"""``diloco canary`` says what it found, in its exit code as well."""
+"""The verbs that look at a machine: ``diloco canary`` says what it found in its exit code as well, and so does ``doctor``."""
 
 from __future__ import annotations
 

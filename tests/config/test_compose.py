@@ -39,7 +39,7 @@ from tests.lab.laboratories import rows, written
 from tests.sooner import sooner
 
 CHOICES = {group: choices()[group] for group in GROUPS if group != "experiment"}
-"""Those of the experiments are composed in test_config_presets.py."""
+"""Those of the experiments are composed below."""
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 2000, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3},
     **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
