@@ -1,4 +1,4 @@
-"""The verbs that look at a machine: ``diloco canary`` says what it found in its exit code as well, and so does ``doctor``."""
+"""``diloco canary`` and ``diloco doctor`` say what they found, in their exit codes as well."""
 
 from __future__ import annotations
 
