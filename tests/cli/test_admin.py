@@ -1,8 +1,9 @@
-"""``diloco admit`` says what it does; ``test_operating`` says it to a syncer."""
+"""An operator's words, said with the verbs to a real syncer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,18 +18,11 @@ if TYPE_CHECKING:
     from diloco.syncer.server import Syncer
 
 
-def test_help_names_the_words_that_follow(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb", ["admit", "refuse", "evict", "readmit", "drain"])
+def test_help_names_the_words_that_follow(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["admit", "--help"])
-    assert "diloco admit runs/nimble-otter" in capsys.readouterr().out
-
-
-# --- An operator's words, said with the verbs to a real syncer -------------------------------------------------------
-
-
-def address(syncer: Syncer) -> str:
-    assert syncer._server is not None
-    return syncer._server.address
+        main([verb, "--help"])
+    assert f"diloco {verb} runs/nimble-otter" in capsys.readouterr().out
 
 
 def hold_one(syncer: Syncer) -> None:
@@ -69,67 +63,6 @@ def test_a_held_update_gets_the_fate_that_was_said(
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["admit", "nobody", "0", "5"], "site_id is 'nobody': the run has no such site"),
-        (["refuse", "a", "9", "5"], "fragment is 9: the run has no such fragment"),
-        (["admit", "a", "0", "77"], "sequence is 77: a has sent no such update of fragment 0"),
-        (["evict", "nobody"], "site_id is 'nobody': the run has no such site"),
-        (["readmit", "nobody"], "site_id is 'nobody': the run has no such site"),
-    ],
-)
-def test_what_is_not_there_is_said_in_one_line(
-    tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
-        verb, *rest = words
-        assert main([verb, address(syncer), *rest]) == ExitCode.FAILED
-        error = capsys.readouterr().err
-        assert said in error
-        assert error.count("\n") == 1
-
-
-def test_a_site_is_put_out_and_let_in_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
-        where = address(syncer)
-        for verb, status in (("evict", "evicted"), ("evict", "evicted"), ("readmit", "left"), ("readmit", "left")):
-            assert main([verb, where, "a"]) == ExitCode.OK
-            assert syncer.api.status()["sites"]["a"]["status"] == status  # type: ignore[index]
-        assert "a may join" in capsys.readouterr().out
-        join(syncer, process="feedbeef01")
-
-
-def test_a_run_is_drained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tmp_path) as syncer:
-        assert main(["drain", address(syncer)]) == ExitCode.OK
-        assert syncer.wait(10.0) is not None
-        assert "can be taken up again" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["admit", "127.0.0.1:1", "a", "0"], "HOST:PORT or run folder, SITE, FRAGMENT, SEQUENCE"),
-        (["refuse", "127.0.0.1:1", "a", "zero", "1"], "FRAGMENT is 'zero': a number"),
-        (["evict", "127.0.0.1:1", "../x"], "site_id"),
-        (["drain"], "HOST:PORT or run folder"),
-    ],
-)
-def test_a_word_that_cannot_be_is_a_mistake_of_the_user(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == ExitCode.USAGE
-    assert said in capsys.readouterr().err
-
-
-def test_a_syncer_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["drain", "127.0.0.1:1"]) == ExitCode.UNREACHABLE
-    assert "does not answer" in capsys.readouterr().err
-
-
 def test_what_is_said_to_a_run_is_said_to_all_its_syncers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path / "one") as one, serving(tmp_path / "other") as other:
         join(one)
@@ -144,3 +77,47 @@ def test_what_is_said_to_a_run_is_said_to_all_its_syncers(tmp_path: Path, capsys
         join(third)
         assert main(["evict", f"{address(one)}/{address(third)}", "a"]) == ExitCode.UNREACHABLE
         assert capsys.readouterr().out.startswith(address(third)), "one that is away keeps no other from hearing it"
+
+
+def address(syncer: Syncer) -> str:
+    assert syncer._server is not None
+    return syncer._server.address
+
+
+def test_a_site_is_put_out_and_let_in_again_and_a_run_is_drained(
+    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer)
+        where = address(syncer)
+        for verb, status in (("evict", "evicted"), ("evict", "evicted"), ("readmit", "left"), ("readmit", "left")):
+            assert main([verb, where, "a"]) == ExitCode.OK
+            assert syncer.api.status()["sites"]["a"]["status"] == status  # type: ignore[index]
+        assert "a may join" in capsys.readouterr().out
+        join(syncer, process="feedbeef01")
+        for said, verb, *words in (
+            ("site_id is 'nobody': the run has no such site", "admit", "nobody", "0", "5"),
+            ("fragment is 9: the run has no such fragment", "refuse", "a", "9", "5"),
+            ("sequence is 77: a has sent no such update of fragment 0", "admit", "a", "0", "77"),
+            ("site_id is 'nobody': the run has no such site", "evict", "nobody"),
+            ("site_id is 'nobody': the run has no such site", "readmit", "nobody"),
+        ):
+            refused(ExitCode.FAILED, said, verb, where, *words)
+    with serving(tmp_path / "drained") as syncer:
+        assert main(["drain", address(syncer)]) == ExitCode.OK
+        assert syncer.wait(10.0) is not None
+        assert "can be taken up again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "words"),
+    [
+        ("HOST:PORT or run folder, SITE, FRAGMENT, SEQUENCE", ExitCode.USAGE, ["admit", "127.0.0.1:1", "a", "0"]),
+        ("FRAGMENT is 'zero': a number", ExitCode.USAGE, ["refuse", "127.0.0.1:1", "a", "zero", "1"]),
+        ("site_id", ExitCode.USAGE, ["evict", "127.0.0.1:1", "../x"]),
+        ("HOST:PORT or run folder", ExitCode.USAGE, ["drain"]),
+        ("does not answer", ExitCode.UNREACHABLE, ["drain", "127.0.0.1:1"]),
+    ],
+)
+def test_a_mistake_is_one_line(said: str, code: ExitCode, words: list[str], refused: Callable[..., None]) -> None:
+    refused(code, said, *words)

@@ -100,46 +100,19 @@ def test_what_a_certificate_is_can_be_read(certs: Callable[..., Said]) -> None:
         ("--site says nothing to diloco certs init", ["init", "--site", "a"]),
         ("--days says nothing to diloco certs revoke", ["revoke", "--site", "a", "--days", "3"]),
         ("names no certificate of site/b", ["revoke", "--site", "b"]),
+        ("ca.pem is not there: diloco certs init", ["issue", "--site", "a", "in another folder"]),
+        ("revoked.json is not there: diloco certs init", ["revoke", "--site", "a", "in another folder"]),
+        ("is not there", ["show", "in another folder"]),
     ],
 )
 def test_a_mistake_is_one_line(certs: Callable[..., Said], words: str, arguments: list[str]) -> None:
     certs("init")
-    code, _, complaint = certs(*arguments)
+    *given, last = arguments
+    elsewhere = last == "in another folder"
+    code, _, complaint = certs(*given, target="nothing") if elsewhere else certs(*arguments)
     assert code in (1, 2)
     assert words in complaint
     assert complaint.count("\n") == 1
-
-
-def test_without_an_authority_there_is_nothing_to_issue_or_show(certs: Callable[..., Said]) -> None:
-    assert "ca.pem is not there: diloco certs init" in certs("issue", "--site", "a")[2]
-    assert "revoked.json is not there: diloco certs init" in certs("revoke", "--site", "a")[2]
-    assert "is not there" in certs("show", target="nothing.pem")[2]
-
-
-def test_revoking_names_all_that_were_issued_and_a_new_one_is_good_again(
-    certs: Callable[..., Said], tmp_path: Path
-) -> None:
-    certs("init")
-    for arguments in (["a"], ["a", "--force"], ["b"]):
-        assert certs("issue", "--site", *arguments)[0] == 0
-    assert "names 2 more of site/a" in certs("revoke", "--site", "a")[1]
-    listed = json.loads((tmp_path / "pki/revoked.json").read_text())
-    issued = [json.loads(line) for line in (tmp_path / "pki/issued.jsonl").read_text().splitlines()]
-    assert listed == {"certificates": [each["fingerprint"] for each in issued[:2]], "ids": []}
-    certs("issue", "--site", "a", "--force")
-    assert certs("show", target="pki/sites/a.pem")[1].split()[-1] not in listed["certificates"]
-
-
-def test_revoking_leaves_what_was_listed_by_hand(certs: Callable[..., Said], tmp_path: Path) -> None:
-    certs("init")
-    certs("issue", "--site", "a")
-    listed = {"certificates": ["ab" * 32], "ids": ["site/b", "observer"]}
-    (tmp_path / "pki/revoked.json").write_text(json.dumps(listed))
-    assert "names 1 more of site/a" in certs("revoke", "--site", "a")[1]
-    found = json.loads((tmp_path / "pki/revoked.json").read_text())
-    assert found["ids"] == listed["ids"]
-    assert found["certificates"][0] == "ab" * 32
-    assert len(found["certificates"]) == 2
 
 
 @pytest.mark.parametrize("table", ["[]", "{", '{"ids": ["b"]}', '{"certificates": "all"}', "\xff"])
@@ -234,3 +207,19 @@ def test_a_site_cannot_pass_for_the_syncer(certs: Callable[..., Said]) -> None:
             client.join(join_ask())
     finally:
         server.stop(0.2)
+
+
+def test_revoking_names_all_that_were_issued_besides_what_was_listed_by_hand_and_a_new_one_is_good_again(
+    certs: Callable[..., Said], tmp_path: Path
+) -> None:
+    certs("init")
+    for arguments in (["a"], ["a", "--force"], ["b"]):
+        assert certs("issue", "--site", *arguments)[0] == 0
+    by_hand = {"certificates": ["ab" * 32], "ids": ["site/b", "observer"]}
+    (tmp_path / "pki/revoked.json").write_text(json.dumps(by_hand))
+    assert "names 2 more of site/a" in certs("revoke", "--site", "a")[1]
+    listed = json.loads((tmp_path / "pki/revoked.json").read_text())
+    issued = [json.loads(line) for line in (tmp_path / "pki/issued.jsonl").read_text().splitlines()]
+    assert listed == {**by_hand, "certificates": ["ab" * 32, *(each["fingerprint"] for each in issued[:2])]}
+    certs("issue", "--site", "a", "--force")
+    assert certs("show", target="pki/sites/a.pem")[1].split()[-1] not in listed["certificates"]

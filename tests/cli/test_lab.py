@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,23 +16,20 @@ from tests.lab.laboratories import rows, written
 from tests.loopback.cluster import eventually
 
 
-def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = written(tmp_path, rows("a"))
+def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path, refused: Callable[..., None]) -> None:
+    mine = f"+lab={written(tmp_path, rows('a'))}"
     for arguments, words in (
         ([], "+lab is not given"),
         (["+lab=smok"], "did you mean smoke?"),
-        ([f"+lab={mine}", "--rows", "b"], "--rows is 'b': one of a"),
-        ([f"+lab={mine}", "--seeds", "x"], "--seeds is 'x'"),
-        ([f"+lab={mine}", "--seeds", ""], "--seeds is ''"),
-        ([f"+lab={mine}", "--jobs", "0"], "--jobs is 0"),
-        ([f"+lab={mine}", "outer.lrr=1"], "row a: unknown key outer.lrr"),
-        ([f"+lab={mine}", "run.tokens=null"], "row a: run.tokens is None"),
-        ([f"+lab={mine}", "outer.kind=nesterov", "outer.momentum=0"], "row a: outer.momentum is 0.0: kind"),
+        ([mine, "--rows", "b"], "--rows is 'b': one of a"),
+        ([mine, "--seeds", "x"], "--seeds is 'x'"),
+        ([mine, "--seeds", ""], "--seeds is ''"),
+        ([mine, "--jobs", "0"], "--jobs is 0"),
+        ([mine, "outer.lrr=1"], "row a: unknown key outer.lrr"),
+        ([mine, "run.tokens=null"], "row a: run.tokens is None"),
+        ([mine, "outer.kind=nesterov", "outer.momentum=0"], "row a: outer.momentum is 0.0: kind"),
     ):
-        assert main(["lab", *arguments, "--out", str(tmp_path / "out")]) == 2
-        said = capsys.readouterr().err
-        assert words in said
-        assert said.count("\n") == 1
+        refused(2, words, "lab", *arguments, "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out" / "cells").exists()
 
 

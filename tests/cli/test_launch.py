@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from pathlib import Path
 
@@ -19,10 +18,8 @@ EVERY = [*AWAY, *OPEN, "launch.secrets=false"]
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose tools write down how they are called."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
     (tmp_path / "bin").mkdir()
     for tool in TOOLS.values():
         file = tmp_path / "bin" / tool
@@ -88,20 +85,21 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("answer", "calls"), [("y\n", 3), ("\n", 0)])
-def test_somebody_must_agree(answer: str, calls: int, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    assert main(["launch", "slurm", *EVERY]) == 0
-    assert len(called(place)) == calls
-
-
-def test_where_nobody_can_be_asked_nothing_is_done(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stdin", "code", "calls"), [(Terminal("y\n"), 0, 3), (Terminal("\n"), 0, 0), (io.StringIO(), 2, 0)]
+)
+def test_a_user_must_agree(
+    stdin: io.StringIO,
+    code: int,
+    calls: int,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert main(["launch", "slurm", *EVERY]) == 2
-    assert "nobody is here to be asked: --yes does it" in capsys.readouterr().err
-    assert called(place) == []
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["launch", "slurm", *EVERY]) == code
+    assert len(called(place)) == calls
+    assert ("nobody is here to be asked: --yes does it" in capsys.readouterr().err) is (code == 2)
 
 
 def test_a_syncer_that_runs_elsewhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:

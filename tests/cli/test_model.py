@@ -1,20 +1,34 @@
-"""``diloco export``: what it says, what it leaves behind, and what it says of nonsense."""
+"""``diloco export``, ``eval`` and ``generate``: what they say, what they leave behind, what they say of nonsense."""
 
 from __future__ import annotations
 
-import os
+import json
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from diloco.cli.main import main
-from diloco.cli.model import size_of
+from diloco.cli.model import size_of, texts
+from diloco.config import build
+from diloco.config.compose import compose, write
 from diloco.config.errors import ConfigError
 from diloco.config.model_files import read_options, read_values
+from diloco.inner import checkpoint
+from diloco.inner.evaluate import SamplingOptions, generate
+from diloco.inner.tokenizer import make_tokenizer
+from diloco.models.evaluate import Evaluator
 from diloco.models.read import take
+from diloco.models.sources import Kind, kind_of
+from diloco.observe.eventlog import read_events
+from diloco.outer.fragments import named_parameters_once
 from tests.models.pasts import Hand, configured, with_a_past
-from tests.syncer.building import files
+from tests.runs.processes import TINY, Place
+from tests.syncer.building import eventually, files
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_a_past(tmp_path_factory.mktemp("exported"))
 
 
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 @pytest.mark.parametrize(("asked", "version"), [pytest.param([], 8, marks=pytest.mark.slow), (["--version", "3"], 3)])
@@ -51,22 +63,6 @@ def test_it_can_be_rounded_and_cut(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert {value.dtype for value in values.values()} == {torch.bfloat16}
 
 
-def test_a_running_syncer_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hand = Hand(configured(tmp_path))
-    config = str(tmp_path / "past" / "config.yaml")
-    try:
-        asked = ["export", "--syncer", hand.address, "--config", config, "--to", str(tmp_path / "model")]
-        assert main(asked) == 0
-        assert "version 0 of past" in capsys.readouterr().out
-        assert main([*asked[:-1], str(tmp_path / "other"), "model.dim=64"]) == 4
-        assert "by the settings here: give the run's own" in capsys.readouterr().err
-        assert main([*asked[:-1], str(tmp_path / "other"), "--version", "2"]) == 2
-        assert "--version is 2: a syncer hands out its newest alone" in capsys.readouterr().err
-    finally:
-        hand.stop()
-    assert (tmp_path / "model" / "config.json").is_file()
-
-
 def test_a_syncer_says_of_which_model_its_values_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hand = Hand(configured(tmp_path))
     try:
@@ -83,22 +79,256 @@ def test_a_syncer_says_of_which_model_its_values_are(tmp_path: Path, capsys: pyt
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_sizes() -> None:
+    assert [size_of(text) for text in ("5GB", "1.5 MB", "20kB")] == [5 * 10**9, 1_500_000, 20_000]
+    for text in ("", "0GB", "-1GB", "5 TB", "GB"):
+        with pytest.raises(ConfigError, match="--shard-size"):
+            size_of(text)
+
+
+def wanted(run: Path, prompt: bytes, version: int | None = None, **options: float) -> str:
+    """The text by the parts that the verb is made of."""
+    tokens = list(generate(take(str(run), version=version).model(), list(prompt), SamplingOptions(**options), 256))  # type: ignore[arg-type]
+    return prompt.decode() + make_tokenizer("bytes").decode(tokens) + "\n"
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), "x=1 the sites", "--tokens", "30", "--seed", "4", "--top-k", "3"]) == 0
+    assert capsys.readouterr().out == wanted(run, b"x=1 the sites", tokens=30, seed=4, top_k=3)
+    asked = ["generate", str(run), "--version", "2", "--tokens", "9", "--temperature", "0", "x=1 the sites"]
+    assert main(asked) == 0
+    assert capsys.readouterr().out == wanted(run, b"x=1 the sites", 2, tokens=9, temperature=0)
+
+
+def test_without_a_prompt_a_text_begins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), ""]) == 0
+    assert len(capsys.readouterr().out) > 1
+    assert main(["generate", str(run), "data.end_of_file=false", "model.vocab_size=257", ""]) == 2
+    assert "prompt is '': at least one token" in capsys.readouterr().err
+
+
+def test_letters_come_whole_and_nothing_is_held_for_ever() -> None:
+    tokenizer = make_tokenizer("bytes")
+    whole = "é日\U0001f600x"
+    assert list(texts(whole.encode(), tokenizer)) == list(whole)
+    assert list(texts(whole.encode()[:-2], tokenizer)) == ["é", "日", "�"]
+    assert "".join(texts(b"\xff" * 9 + b"end", tokenizer)) == "�" * 9 + "end"
+    bpe = make_tokenizer("bpe1024")
+    ids = [int(token) for token in bpe.encode_batch(["def f(x):\n    return é + x\n"])[0]]
+    parts = list(texts(iter(ids), bpe))
+    assert "".join(parts) == "def f(x):\n    return é + x\n"
+    assert len(parts) >= len(ids) - 1
+
+
+def test_what_lies_somewhere_is_known_by_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in (
+        "otter/config.json",
+        "runs/warm/config.yaml",
+        "runs/warm/train/checkpoints/step-1/manifest.json",
+        "runs/first/events.jsonl",
+        "runs/first/syncer/journal/x",
+        "runs/first/sites/a/config.yaml",
+        "runs/first/sites/a/checkpoints/step-1/manifest.json",
+        "runs/first/syncer/final/model.safetensors",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    warm, site = Path("runs/warm/train/checkpoints"), Path("runs/first/sites/a")
+    final = Path("runs/first/syncer/final/model.safetensors")
+    for source, kind, path in (
+        ("otter", Kind.FOLDER, Path("otter")),
+        ("warm", Kind.TRAINED, warm),
+        ("runs/warm", Kind.TRAINED, warm),
+        (str(warm), Kind.TRAINED, warm),
+        (str(warm / "step-1"), Kind.TRAINED, warm / "step-1"),
+        (str(site), Kind.TRAINED, site),
+        (str(site / "checkpoints"), Kind.TRAINED, site / "checkpoints"),
+        (str(final), Kind.TRAINED, final),
+        ("runs/first/syncer", Kind.DATA, Path("runs/first/syncer")),
+        ("first", Kind.RUN, Path("runs/first")),
+    ):
+        assert kind_of(source) == (kind, path), source
+    with pytest.raises(ConfigError, match="'nowhere' is no run folder"):
+        kind_of("nowhere")
+
+
+@pytest.fixture
+def ended(here: Path) -> Path:
+    Place(here)
+    config = compose([*TINY, "run.name=ended"])
+    folder = here / "runs" / "ended"
+    write(config, folder / "config.yaml")
+    final = folder / "syncer" / "final"
+    final.mkdir(parents=True)
+    parameters = named_parameters_once(build.build_model(config))
+    save_file({name: value.detach() for name, value in parameters.items()}, final / "model.safetensors")
+    (final / "final.json").write_text(json.dumps({"versions": [7], "digests": ["0"]}))
+    return folder
+
+
+@pytest.mark.parametrize("follow", [[], ["--follow"]])
+def test_a_finished_run_is_evaluated_on_the_whole_validation_split(
+    ended: Path, follow: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(ended), *follow]) == 0
+    assert "versions 7: val loss 5.5" in capsys.readouterr().out
+    (event,) = read_events(ended / "events.jsonl")[0]
+    assert (event["who"], event["what"], event["versions"], event["whole"]) == ("eval", "eval", [7], True)
+
+
+def test_one_who_follows_begins_with_version_zero(ended: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A quick run has left version 0 behind before it can be fetched."""
+    final = ended / "syncer/final/final.json"
+    hidden = final.rename(final.with_suffix(".later"))
+    told = ended / "events.jsonl"
+
+    def end() -> None:
+        eventually(lambda: told.exists() and read_events(told)[0], "an evaluation", bound_s=60.0)
+        hidden.rename(final)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    assert main(["eval", str(ended), "--follow"]) == 0
+    ending.join()
+    events, _ = read_events(told)
+    assert [event["versions"] for event in events] == [[0], [7]]
+    assert events[0]["val_loss"] == pytest.approx(5.5, abs=0.1)
+
+
+def test_the_loss_is_of_the_model_that_the_syncer_says(
+    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Place(tmp_path)
+    text = [
+        "data=text",
+        "data.validation_sequences=32",
+        f"data.path={tmp_path / 'text'}",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
+    hand = Hand(configured(tmp_path / "runs", "model.rope_theta=70000", *text))
+    try:
+        assert main(["eval", "--syncer", hand.address, "--json", "inner.precision=fp32", *text]) == 0
+        found = json.loads(capsys.readouterr().out)
+        words = "model.rope_theta is 70000.0 in run past and 10000.0 here"
+        refused(4, words, "eval", "--syncer", hand.address, "model.rope_theta=10000", *text)
+        config = hand.config
+    finally:
+        hand.stop()
+    score = Evaluator(config, build.corpus(config)).score(build.build_model(config))
+    assert found["versions"] == [0, 0]
+    assert found["val_loss"] == pytest.approx(score.val_loss, abs=1e-6)
+
+
+@pytest.fixture
+def trained(ended: Path) -> Path:
+    """A checkpoint of the values that the run's final model has."""
+    values = load_file(ended / "syncer/final/model.safetensors")
+    folder = ended.parent / "warm" / "train" / "checkpoints"
+    checkpoint.save(folder, "step-0000000001", {f"model/{name}": value for name, value in values.items()}, {})
+    (folder.parents[1] / "config.yaml").write_bytes((ended / "config.yaml").read_bytes())
+    return folder
+
+
+def test_what_lies_in_files_has_the_loss_of_the_run(
+    ended: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(ended), "--json"]) == 0
+    of_run = json.loads(capsys.readouterr().out)
+    assert of_run["versions"] == [7]
+    assert main(["export", str(trained), "--to", "model"]) == 0
+    capsys.readouterr()
+    text = ["data=text", "data.path=text", "data.cache=cache", "inner.precision=fp32"]
+    for source, settings in ((str(trained), []), ("warm", []), ("model", text)):
+        assert main(["eval", source, *settings, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["whole"], source
+        assert found["val_loss"] == pytest.approx(of_run["val_loss"], abs=1e-5), source
+        assert found["val_bits_per_byte"] == pytest.approx(of_run["val_bits_per_byte"], abs=1e-5), source
+        assert main(["eval", source, *settings]) == 0
+        said = capsys.readouterr().out
+        assert f"val loss {found['val_loss']:.4f} nats/token" in said
+        assert said.endswith("(whole validation split), of the text text text\n"), "which text it is judged on"
+    assert len(read_events(ended / "events.jsonl")[0]) == 1, "only of the run itself"
+
+
+@pytest.mark.slow
+def test_an_earlier_version_is_evaluated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Place(tmp_path)
+    past = with_a_past(tmp_path / "runs", 2, f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}")
+    losses = []
+    for version in (0, 4):
+        assert main(["eval", str(past), "--version", str(version), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["versions"] == [version, version]
+        losses.append(found["val_loss"])
+    assert losses[0] != losses[1]
+
+
+def test_a_running_syncer_is_asked(
+    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hand = Hand(configured(tmp_path))
+    asked = ["export", "--syncer", hand.address, "--config", str(tmp_path / "past" / "config.yaml"), "--to"]
+    other = [*asked, str(tmp_path / "other")]
+    try:
+        assert main([*asked, str(tmp_path / "model")]) == 0
+        assert "version 0 of past" in capsys.readouterr().out
+        refused(4, "by the settings here: give the run's own", *other, "model.dim=64")
+        refused(2, "--version is 2: a syncer hands out its newest alone", *other, "--version", "2")
+        assert main(["generate", "--syncer", hand.address, "--tokens", "3", "a"]) == 0
+    finally:
+        hand.stop()
+    assert capsys.readouterr().out == wanted(tmp_path / "past", b"a", tokens=3)
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+SCORED = ["eval", "nowhere", "--tasks", "pets"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "arguments"),
     [
-        ("give one run folder", 2, ["--to", "x"]),
-        ("give one run folder", 2, ["RUN", "RUN", "--to", "x"]),
-        ("--to is missing", 2, ["RUN"]),
-        ("it exists already", 2, ["RUN", "--to", "RUN"]),
-        ("--version is 'last': a number from 0 on, or newest", 2, ["RUN", "--to", "x", "--version", "last"]),
-        ("holds no more than version 8", 1, ["RUN", "--to", "x", "--version", "9"]),
-        ("--shard-size is '5': a size", 2, ["RUN", "--to", "x", "--shard-size", "5"]),
-        ("invalid choice: 'int4'", 2, ["RUN", "--to", "x", "--dtype", "int4"]),
-        ("'nowhere' is no run folder", 2, ["nowhere", "--to", "x"]),
-        ("unknown key model.dimm", 2, ["RUN", "--to", "x", "model.dimm=3"]),
-        ("is of another model, or of other fragments, than", 2, ["RUN", "--to", "x", "model.tied=true"]),
-        ("does not answer", 3, ["--syncer", "127.0.0.1:1", "--to", "x"]),
-        ("does not answer", 3, ["--syncer", "127.0.0.1:1", "--to", "x", "run.name=past"]),
+        ("give one run folder", 2, ["export", "--to", "x"]),
+        ("give one run folder", 2, ["export", "RUN", "RUN", "--to", "x"]),
+        ("--to is missing", 2, ["export", "RUN"]),
+        ("it exists already", 2, ["export", "RUN", "--to", "RUN"]),
+        ("--version is 'last': a number from 0 on, or newest", 2, ["export", "RUN", "--to", "x", "--version", "last"]),
+        ("--version is '²'", 2, ["export", "RUN", "--to", "x", "--version", "²"]),
+        ("holds no more than version 8", 1, ["export", "RUN", "--to", "x", "--version", "9"]),
+        ("--shard-size is '5': a size", 2, ["export", "RUN", "--to", "x", "--shard-size", "5"]),
+        ("invalid choice: 'int4'", 2, ["export", "RUN", "--to", "x", "--dtype", "int4"]),
+        ("unknown key model.dimm", 2, ["export", "RUN", "--to", "x", "model.dimm=3"]),
+        ("is of another model, or of other fragments, than", 2, ["export", "RUN", "--to", "x", "model.tied=true"]),
+        ("does not answer", 3, ["export", "--syncer", "127.0.0.1:1", "--to", "x"]),
+        ("does not answer", 3, ["export", "--syncer", "127.0.0.1:1", "--to", "x", "run.name=past"]),
+        ("give a run, a checkpoint or a model's folder, a prompt", 2, ["generate", "RUN"]),
+        ("give a run, a checkpoint or a model's folder, a prompt", 2, ["generate", "RUN", "def", "f"]),
+        ("give a syncer's HOST:PORT and a prompt", 2, ["generate", "--syncer", "127.0.0.1:1"]),
+        ("--tokens is 0: at least 1", 2, ["generate", "RUN", "a", "--tokens", "0"]),
+        ("--temperature is -1.0", 2, ["generate", "RUN", "a", "--temperature", "-1"]),
+        ("--seed is -1", 2, ["generate", "RUN", "a", "--seed", "-1"]),
+        ("--top-k is -1", 2, ["generate", "RUN", "a", "--top-k", "-1"]),
+        ("invalid int value: 'x'", 2, ["generate", "RUN", "a", "--seed", "x"]),
+        ("'nowhere' is no run folder", 2, ["generate", "nowhere", "a"]),
+        ("the syncer of run ended does not answer", 3, ["eval", "ENDED"]),
+        ("run.name is null", 2, ["eval", "--syncer", "127.0.0.1:1", "--follow", *TINY]),
+        ("is evaluated as it lies", 2, ["eval", "CHECKPOINT", "--follow"]),
+        ("is evaluated as it lies", 2, ["eval", "CHECKPOINT", "--syncer", "127.0.0.1:1"]),
+        ("--version is 3: a syncer hands out", 2, ["eval", "--syncer", "127.0.0.1:1", "--version", "3"]),
+        ("data: path is 'nowhere'", 2, ["eval", "CHECKPOINT", "data.path=nowhere"]),
+        ("of another model", 2, ["eval", "CHECKPOINT", "model.dim=64"]),
+        ("--fewshot is 2: it is for --tasks", 2, ["eval", "nowhere", "--fewshot", "2"]),
+        ("--include-path is there: it is for --tasks", 2, ["eval", "nowhere", "--include-path", "there"]),
+        ("--tasks are scored once: no --follow", 2, [*SCORED, "--follow"]),
+        ("--tasks is 'a,,b': names of different tasks", 2, ["eval", "nowhere", "--tasks", "a,,b"]),
+        ("--tasks is 'a, a': names of different tasks", 2, ["eval", "nowhere", "--tasks", "a, a"]),
+        ("--include-path is 'there': a folder that is there", 2, [*SCORED, "--include-path", "there"]),
+        ("--fewshot is -1: at least 0", 2, [*SCORED, "--fewshot", "-1"]),
+        ("--limit is 0: at least 1", 2, [*SCORED, "--limit", "0"]),
+        ("--tasks are scored of nowhere or of what --syncer", 2, [*SCORED, "--syncer", "127.0.0.1:1"]),
+        ("): pip install 'diloco[harness]'", 1, SCORED),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -106,20 +336,17 @@ def test_a_mistake_is_one_line(
     code: int,
     arguments: list[str],
     run: Path,
-    tmp_path: Path,
+    here: Path,
+    refused: Callable[..., None],
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", *(text.replace("RUN", str(run)) for text in arguments)]) == code
-    told = capsys.readouterr().err
-    assert words in told
-    assert told.count("\n") == 1
-    assert not (tmp_path / "x").exists()
-
-
-def test_sizes() -> None:
-    assert [size_of(text) for text in ("5GB", "1.5 MB", "20kB")] == [5 * 10**9, 1_500_000, 20_000]
-    for text in ("", "0GB", "-1GB", "5 TB", "GB"):
-        with pytest.raises(ConfigError, match="--shard-size"):
-            size_of(text)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # As where the harness is not installed.
+    monkeypatch.delitem(sys.modules, "diloco.integrations.lm_eval", raising=False)
+    places = {"RUN": run}
+    if {"CHECKPOINT", "ENDED"} & {*arguments}:
+        places |= {"CHECKPOINT": request.getfixturevalue("trained"), "ENDED": request.getfixturevalue("ended")}
+    if "ENDED" in arguments:
+        (places["ENDED"] / "syncer/final/final.json").unlink()
+    refused(code, words, *(str(places.get(text, text)) for text in arguments))
+    assert not (here / "x").exists()

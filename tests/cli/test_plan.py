@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -73,21 +72,6 @@ def test_a_model_of_ones_own_in_words(
     ]
 
 
-def test_help_lists_every_setting_without_torch() -> None:
-    code = (
-        "import sys\nfrom diloco.cli.main import main\ntry:\n    main(['plan', '--help'])\nfinally:\n"
-        "    print('HEAVY', [name for name in ('torch', 'hydra', 'grpc') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "HEAVY []" in done.stdout
-    assert "100t_20dc | gpt3_4dc | 10b_8dc" in done.stdout
-    settings = [line for line in done.stdout.partition("What can be set")[2].splitlines()[1:] if line.startswith("  ")]
-    assert {line.split()[0] for line in settings} == {"experiment=", *(item.name for item in fields(Question))}
-    assert any(line.startswith("  up_gbps [10]") for line in settings)
-    assert all(len(line.split("]")[-1].split()) > 1 for line in settings), "a setting without a word about it"
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -96,7 +80,6 @@ def test_help_lists_every_setting_without_torch() -> None:
         (["+experiment=zzz"], "+experiment is 'zzz': one of 100t_20dc, gpt3_4dc, 10b_8dc"),
         ([*SMALL, "sits=3"], "unknown key sits: did you mean sites?"),
         ([*SMALL, "outer.inner_steps=3"], "unknown key outer.inner_steps: did you mean inner_steps?"),
-        ([*SMALL, "sites=many"], "sites is 'many': a whole number"),
         ([*SMALL, "sites=2.5"], "sites is '2.5': a whole number"),
         ([*SMALL, "sites=inf"], "sites is 'inf': a whole number"),
         ([*SMALL, "up_gbps=1,x"], "up_gbps is '1,x': numbers with commas between"),
@@ -108,8 +91,16 @@ def test_help_lists_every_setting_without_torch() -> None:
         ([*SMALL, "--nope"], "--nope"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.strip().splitlines()) == 1
+def test_a_mistake_is_one_line(arguments: list[str], words: str, refused: Callable[..., None]) -> None:
+    refused(2, words, "plan", *arguments)
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    said = capsys.readouterr().out
+    assert "100t_20dc | gpt3_4dc | 10b_8dc" in said
+    settings = [line for line in said.partition("What can be set")[2].splitlines()[1:] if line.startswith("  ")]
+    assert {line.split()[0] for line in settings} == {"experiment=", *(item.name for item in fields(Question))}
+    assert any(line.startswith("  up_gbps [10]") for line in settings)
+    assert all(len(line.split("]")[-1].split()) > 1 for line in settings), "a setting without a word about it"

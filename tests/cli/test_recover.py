@@ -1,18 +1,38 @@
+"""``diloco journal``, ``replay`` and ``restore``: what they say, leave behind, and refuse in words."""
+
 from __future__ import annotations
 
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from diloco.cli.main import main
+from diloco.codec.base import digest
+from diloco.config import compose as configs
+from diloco.config.run_dir import RunDir
+from diloco.durable import locked
+from diloco.observe.eventlog import EventLog, read_events
 from diloco.sync.events import SyncerStarted
 from diloco.sync.journal import Record
+from diloco.sync.progress import FragmentProgress, LearnerState
+from diloco.syncer.backups import Vault, back_up
+from diloco.syncer.snapshots import read_image
+from tests.models.pasts import Hand, with_a_past
+from tests.models.test_read_warm_site import checkpointed
 from tests.sync.format_1 import encode_record
+from tests.syncer.building import files
 from tests.syncer.test_store import told
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def journal(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "syncer" / "journal"
     folder.mkdir(parents=True)
     (tmp_path / "run" / "events.jsonl").touch()
@@ -22,19 +42,19 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_journal_is_shown_as_lines_whatever_names_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for target in (run, run / "syncer"):
+def test_a_journal_is_shown_as_lines_whatever_names_it(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target in (journal, journal / "syncer"):
         assert main(["journal", "show", str(target)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[1] for line in lines if "SyncerStarted" in line] == ["SyncerStarted"] * 2
         assert lines[1].split()[0] == "1.000000"
         assert lines[3].split()[0] == "2.000000"
-    assert main(["journal", "show", str(run / "syncer/journal/journal-000002.log")]) == 0
+    assert main(["journal", "show", str(journal / "syncer/journal/journal-000002.log")]) == 0
     assert capsys.readouterr().out.count("SyncerStarted") == 1
 
 
-def test_a_torn_end_is_said_and_damage_is_an_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = run / "syncer/journal/journal-000002.log"
+def test_a_torn_end_is_said_and_damage_is_an_error(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = journal / "syncer/journal/journal-000002.log"
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:20])
     assert main(["journal", "show", str(path)]) == 0
@@ -42,12 +62,6 @@ def test_a_torn_end_is_said_and_damage_is_an_error(run: Path, capsys: pytest.Cap
     path.write_bytes(whole[:-3] + b"xxx" + whole)
     assert main(["journal", "show", str(path)]) == 1
     assert "damaged" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_journal_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "events.jsonl").touch()
-    assert main(["journal", "show", str(tmp_path)]) == 2
-    assert "holds no journal" in capsys.readouterr().err
 
 
 def test_everything_is_verified_and_the_first_damage_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,3 +84,325 @@ def test_everything_is_verified_and_the_first_damage_named(tmp_path: Path, capsy
     assert main(["journal", "verify", str(tmp_path / "run")]) == 1
     captured = capsys.readouterr()
     assert (captured.out, str(path) in captured.err) == ("", True)
+
+
+def test_every_version_is_compared_with_its_digest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(run)
+    assert main(["replay", str(run), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "versions 0 0 to 8 8" in said
+    assert "16 versions have the digest that the journal says, bit for bit" in said
+    assert "1 snapshots hold what the journal gives" in said
+    assert files(run) == before, "the folder is only read"
+
+
+def test_without_an_update_it_says_what_is_gone_and_keeps_an_image(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "image"
+    chosen = ["--without", "site=b:versions=3..4:fragment=1"]
+    assert main(["replay", str(run), *chosen, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "left out: b, fragment 1, sequence 2, merged into version 4, 100 tokens" in said
+    assert "skipped: version 4 of fragment 1: nothing of it remained; it keeps its number" in said
+    assert "4 later updates were trained on a base with those inside (a 2, b 2) and are merged as they are" in said
+    assert f"diloco restore {run} --from {out}" in said
+    image = read_image(out)
+    assert [values.version for values in image.fragments] == [8, 8]
+    assert image.card["run_id"] == "past"
+    assert main(["replay", str(run), *chosen, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["digests"] == [values.digest for values in image.fragments]
+    assert facts["left_out"] == [
+        {"site": "b", "fragment": 1, "sequence": 2, "version": 4, "tokens": 100, "chosen": True}
+    ]
+    assert facts["skipped"] == [{"fragment": 1, "version": 4}]
+    final = load_file(out / "model.safetensors")
+    assert sum(values.numel() for values in final.values()) == sum(v.published.numel() for v in image.fragments)
+    assert all(bool(torch.isfinite(values).all()) for values in final.values())
+
+
+def test_up_to_a_version(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(run), "--to", "3", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"] == [3, 3]
+    assert facts["versions_compared"] == 6
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return with_a_past(tmp_path)
+
+
+def again(run: Path) -> Hand:
+    """The run's syncer, started once more."""
+    return Hand(configs.read(run / "config.yaml"))
+
+
+def assert_goes_on(run: Path, expected: list[int]) -> Hand:
+    hand = again(run)
+    assert hand.versions() == expected
+    lineage = hand.syncer.core.ask(lambda machine: machine.state.lineage)
+    assert lineage > time.time() - 600
+    assert json.loads((run / "syncer/run.json").read_text())["lineage"] == lineage
+    assert hand.syncer.api.status()["lineage"] == lineage
+    for site in "ab":
+        hand.push(site, 0, hand.join(site))
+    assert hand.versions() == [expected[0] + 2, expected[1]]
+    return hand
+
+
+@pytest.mark.slow
+def test_from_an_image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "image"
+    assert main(["replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main(["restore", str(run), "--from", str(image), "--why", "b was poisoned"]) == 0
+    said = capsys.readouterr().out
+    assert "begins with versions 9 9" in said
+    assert "without site=b:versions=3..4" in said
+    assert "momentum as it was then" in said
+    hand = again(run)
+    assert hand.digests() == told["digests"]
+    merged = hand.syncer.core.ask(lambda machine: [line.tokens_merged for line in machine.state.sites["b"].lines])
+    assert merged == [300, 300], "what was left out is merged no more"
+    hand.stop()
+    assert_goes_on(run, [9, 9]).stop()
+    (event,) = [event for event in read_events(run / "events.jsonl")[0] if event["what"] == "restored"]
+    assert event["held"] == [["a", 0, 400, 4], ["a", 1, 400, 4], ["b", 0, 300, 3], ["b", 1, 300, 3]]
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_is_restored_has_not_finished(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`diloco up` would not have gone on with it."""
+    final = RunDir(run).final_model
+    final.parent.mkdir()
+    final.write_bytes(b"of before")
+    image = tmp_path / "image"
+    assert main(["replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image)]) == 0
+    assert main(["restore", str(run), "--from", str(image)]) == 0
+    (before,) = (run / "syncer").glob("final-before-*/model.safetensors")
+    assert f"the run had finished and goes on; the final model that it had is in {before.parent}" in (
+        capsys.readouterr().out
+    )
+    assert before.read_bytes() == b"of before"
+    assert not final.exists()
+    assert_goes_on(run, [9, 9]).stop()
+
+
+def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "vault")
+    made, _ = back_up(run / "syncer", Vault(url))
+    first = "20440101T000000.000000Z"  # By the release before, when the clock was ahead.
+    (tmp_path / "vault/past" / made).rename(tmp_path / "vault/past" / first)
+    again(run).stop()  # Its start is in the journal.
+    newest, _ = back_up(run / "syncer", Vault(url))
+    assert Vault(url).names("past") == [first, newest]
+    assert main(["restore", str(run), "--from", url]) == 1
+    assert "is not empty" in capsys.readouterr().err
+    hand = again(run)
+    digests = hand.digests()
+    hand.stop()
+    for source, wanted in ((url, newest), (f"{url}/past", newest), (f"{url}/past/{first}", first)):
+        shutil.rmtree(run / "syncer")
+        assert main(["restore", str(run), "--from", source]) == 0
+        assert f"backup {wanted}" in capsys.readouterr().out
+    hand = assert_goes_on(run, [9, 9])
+    hand.stop()
+    assert hand.syncer.holdings.values[1].digest == digests[1]
+    assert main(["restore", str(run), "--list", "--from", url]) == 0
+    said = capsys.readouterr().out
+    assert first in said
+    assert "2 backups of past" in said
+    assert main(["restore", str(run), "--list", "--from", url, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {first, newest}
+
+
+def warm(run: Path, folder: Path, *, flip: bool = False) -> tuple[Path, list[str]]:
+    """A site that holds what the run has published last."""
+    hand = again(run)
+    values = hand.syncer.holdings.values
+    parts = [FragmentProgress(each.version, next_sequence=5, tokens_merged=400, updates_merged=4) for each in values]
+    bases = [each.published.clone() for each in values]
+    if flip:
+        bases[1].view(torch.int32)[0] ^= 1
+    known = {"run_id": "past", "layout_fingerprint": hand.layout.fingerprint, "digests": [digest(b) for b in bases]}
+    hand.stop()
+    checkpointed(folder, LearnerState(parts, epoch=30, step=9), bases=tuple(bases), **known)
+    return folder, [each.digest for each in values]
+
+
+def with_events(run: Path, tmp_path: Path) -> Path:
+    """The same run with its syncer's events written down."""
+    log = EventLog(run / "events.jsonl", "syncer")
+    shutil.rmtree(run / "syncer")
+    hand = Hand(configs.read(run / "config.yaml"), log.emit)
+    for site in "ab":
+        hand.join(site)
+    for _ in range(3):
+        for site in "ab":
+            for fragment in range(2):
+                hand.push(site, fragment)
+    hand.stop()
+    log.close()
+    return run
+
+
+def test_from_a_warm_site_whose_bases_are_what_was_published(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_events(run, tmp_path)
+    site, digests = warm(run, tmp_path / "site")
+    shutil.rmtree(run / "syncer")
+    assert main(["restore", str(run), "--from-site", str(site)]) == 0
+    said = capsys.readouterr().out
+    assert "begins with versions 7 7" in said
+    assert "momentum is lost" in said
+    assert "nothing else knows" not in said
+    assert "is not known" not in said
+    hand = again(run)
+    assert hand.digests() == digests
+    merged = hand.syncer.core.ask(
+        lambda machine: {
+            name: [line.tokens_merged for line in site.lines] for name, site in machine.state.sites.items()
+        }
+    )
+    assert merged == {"a": [300, 300], "b": [300, 300]}, "the run's events say what is inside"
+    assert hand.syncer.core.ask(lambda machine: machine.state.epoch) == 31
+    hand.stop()
+    assert_goes_on(run, [7, 7]).stop()
+
+
+@pytest.mark.slow
+def test_a_site_that_says_otherwise_than_what_was_published_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_events(run, tmp_path)
+    site, _ = warm(run, tmp_path / "site", flip=True)
+    shutil.copytree(run / "syncer", tmp_path / "old")
+    shutil.rmtree(run / "syncer")
+    assert main(["restore", str(run), "--from-site", str(site)]) == 1
+    assert "it is not what was published" in capsys.readouterr().err
+    (run / "events.jsonl").unlink()
+    assert main(["restore", str(run), "--from-site", str(site), "--evidence", str(tmp_path / "old")]) == 1
+    assert f"in {tmp_path / 'old'}: it is not what was published" in capsys.readouterr().err
+    assert not [path for path in (run / "syncer").iterdir() if path.name != "lock"], "nothing was restored"
+
+
+def moved(run: Path) -> Path:
+    """The folder in which the run went on after a failover: that of the standby, ahead of the dead one."""
+    shutil.copytree(run / "syncer", run / "standby")
+    RunDir(run).move_to(run / "standby")
+    hand = again(run)
+    hand.push("a", 0, hand.join("a"))
+    assert hand.versions() == [9, 8]
+    hand.stop()
+    return run / "standby"
+
+
+def test_after_a_failover_all_that_look_back_look_where_the_run_went_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved(run)
+    before = files(run / "syncer")
+    image = tmp_path / "image"
+    assert main(["replay", str(run), "--out", str(image), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"] == [9, 8]
+    assert main(["journal", "verify", str(run)]) == 0
+    assert f"in {run / 'standby'}" in capsys.readouterr().out
+    assert main(["restore", str(run), "--from", str(image)]) == 0
+    assert "begins with versions 10 9" in capsys.readouterr().out
+    hand = again(run)
+    assert hand.versions() == [10, 9]
+    hand.stop()
+    assert_unchanged(run / "syncer", before)
+
+
+def test_a_run_that_another_process_leads_or_follows_is_left_alone(
+    run: Path, image: str, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(run / "syncer")
+    with locked(run / "syncer"):
+        refused(1, "stop this run's syncer first", "restore", str(run), "--from", image)
+    assert_unchanged(run / "syncer", before)
+    standby = moved(run)
+    before = files(standby)
+    for asked, held in ((run, run / "syncer"), (run / "syncer", standby)):
+        with locked(held):
+            refused(1, f"{held} is in use by process", "restore", str(asked), "--from", image)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        RunDir(run).address.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        refused(1, "the run's syncer answers at 127.0.0.1:", "restore", str(run), "--from", image)
+    assert_unchanged(standby, before)
+    above = int(time.time()) + 10**6
+    asked_again = ["restore", str(run), "--from", image, "--above", str(above), "--json"]
+    assert main(asked_again) == 0, "an address that nobody serves is a dead one's"
+    assert json.loads(capsys.readouterr().out)["lineage"] == above + 1
+
+
+def assert_unchanged(folder: Path, before: dict[str, bytes]) -> None:
+    assert {name for name, data in files(folder).items() if before.get(name) != data} <= {"lock"}
+
+
+def test_a_site_alone_is_taken_but_none_of_an_earlier_lineage(
+    run: Path, tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, _ = warm(run, tmp_path / "site")
+    shutil.rmtree(run / "syncer")
+    assert main(["restore", str(run), "--from-site", str(site), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["versions"] == [9, 9]
+    assert "nothing else knows its version of fragment 1" in told["said"]
+    assert told["held"] == [["b", 0, 400, 4], ["b", 1, 400, 4]]
+    shutil.rmtree(run / "syncer")
+    words = f"is of lineage 1, and lineage {told['lineage']} has begun since"
+    refused(1, words, "restore", str(run), "--from-site", str(site))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "verb", "arguments"),
+    [
+        ("holds no journal", 2, "journal", ["show", "EMPTY"]),
+        ("is no run folder", 2, "replay", ["NOTHING"]),
+        ("has no config.yaml", 2, "replay", ["EMPTY"]),
+        ("--without 'b' has 'b': site=NAME", 2, "replay", ["RUN", "--without", "b"]),
+        ("the run has no site x; it has a, b", 1, "replay", ["RUN", "--without", "site=x:versions=1"]),
+        ("no such update was merged", 1, "replay", ["RUN", "--without", "site=b:versions=90..99"]),
+        ("--to is -1", 2, "replay", ["RUN", "--to", "-1"]),
+        ("invalid int value", 2, "replay", ["RUN", "--to", "x"]),
+        ("--out is '.': it exists already", 2, "replay", ["RUN", "--out", "."]),
+        ("give --from IMAGE|BACKUP or --from-site FOLDER", 2, "restore", ["RUN"]),
+        ("one of them", 2, "restore", ["RUN", "--from", "x", "--from-site", "y"]),
+        ("cluster.syncer.backup is ''", 2, "restore", ["RUN", "--list"]),
+        ("holds neither an image nor a backup of run past", 1, "restore", ["RUN", "--from", "nowhere"]),
+        ("Protocol not known", 1, "restore", ["RUN", "--from", "zz://x"]),
+        ("nowhere is not there", 1, "restore", ["RUN", "--from-site", "nowhere"]),
+    ],
+)
+def test_nonsense_is_one_line(
+    words: str, code: int, verb: str, arguments: list[str], run: Path, here: Path, refused: Callable[..., None]
+) -> None:
+    for name in ("EMPTY", "NOTHING"):
+        (here / name).mkdir()
+    (here / "EMPTY" / "events.jsonl").touch()
+    refused(code, words, verb, *(str(run) if text == "RUN" else text for text in arguments))
+
+
+@pytest.fixture
+def image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a replay of the run has left."""
+    assert main(["replay", str(run), "--out", str(tmp_path / "image")]) == 0
+    capsys.readouterr()
+    return str(tmp_path / "image")
+
+
+@pytest.mark.slow
+def test_a_data_folder_that_is_named_is_where_the_run_goes_on(
+    run: Path, image: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved(run)
+    assert main(["restore", str(run / "syncer"), "--from", image]) == 0
+    assert f"the run goes on in {run / 'syncer'} from now on" in capsys.readouterr().out
+    assert_goes_on(run, [9, 9]).stop()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -20,16 +19,7 @@ from tests.runs.processes import START_S, TINY, place_in, wait_for
 from tests.syncer.test_standby import BOUND_S, a_toy
 from tests.syncer.test_standby_alone import standing_by
 
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    before = dict(os.environ)
-    yield tmp_path
-    os.environ.clear()
-    os.environ.update(before)
-
-
+pytestmark = pytest.mark.usefixtures("here")
 FOLLOW = ["follow", *TINY, "run.name=otter", "cluster.syncer.listen=127.0.0.1:0"]
 
 
@@ -52,14 +42,13 @@ FOLLOW = ["follow", *TINY, "run.name=otter", "cluster.syncer.listen=127.0.0.1:0"
         (["status", "nowhere"], "'nowhere' is no run folder"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["standby", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert why in said
-    assert said.count("\n") == 1
+def test_mistakes_are_one_line(arguments: list[str], why: str, refused: Callable[..., None]) -> None:
+    refused(2, why, "standby", *arguments)
 
 
-def test_what_an_operator_says_to_a_standby_and_to_a_syncer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_operator_says_to_a_standby_and_to_a_syncer(
+    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     toy = a_toy(tmp_path)
     with serving(toy) as (_, first, log):
         standing = standing_by(toy, first, 0)
@@ -71,12 +60,9 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(tmp_path: Path, caps
             for verb in (["standby", "status"], ["status"]):
                 assert main([*verb, address]) == 0
                 assert f"standby standby follows {first}  versions " in capsys.readouterr().out
-            assert main(["standby", "status", first]) == 1
-            assert "is no standby, but the syncer" in capsys.readouterr().err
-            assert main(["standby", "promote", first]) == 1
-            assert "this is no standby: it is the syncer" in capsys.readouterr().err
-            assert main(["standby", "detach", address]) == 3
-            assert f"this is the standby of {first}: ask there" in capsys.readouterr().err
+            refused(1, "is no standby, but the syncer", "standby", "status", first)
+            refused(1, "this is no standby: it is the syncer", "standby", "promote", first)
+            refused(3, f"this is the standby of {first}: ask there", "standby", "detach", address)
             eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
             assert main(["standby", "promote", address, "--lossy"]) == 0
             assert standing.promoted.is_set()

@@ -4,16 +4,32 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from diloco.cli import status
 from diloco.cli.main import main
-from diloco.cli.status import heading, report, sites_table, stages_lines, syncer_address, syncer_addresses, units_line
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.cli.status import (
+    answering,
+    as_one,
+    asked_all,
+    code_of,
+    heading,
+    one_line,
+    report,
+    sites_table,
+    stages_lines,
+    syncer_address,
+    syncer_addresses,
+    units_line,
+    whole_line,
+)
+from diloco.config.errors import ExitCode, VerbError
 from tests.loopback.cluster import free_port
 from tests.observe.recorded import Recorder, write
 
@@ -27,55 +43,22 @@ def test_it_writes_the_report_and_prints_the_table(tmp_path: Path, capsys: pytes
     assert str(tmp_path / "report.html") in out
 
 
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run folder"):
-        report([str(tmp_path)])
-    with pytest.raises(VerbError):
-        report([])
-
-
 UNITS = {
-    "processed": 1201,
-    "leased": 1300,
-    "merged": 1200,
-    "partly": 0,
-    "in_hand": 100,
-    "given_back": 0,
-    "reissued": 7,
-    "repeated": 0,
-    "sequences": 64,
+    **dict.fromkeys(["partly", "in_hand", "given_back", "reissued", "repeated"], 0),
+    **{"processed": 1201, "leased": 1300, "merged": 1200, "sequences": 64},
 }
 STATUS = {
-    "run_id": "nimble-otter",
-    "phase": "ending",
-    "ending": "drained",
-    "progress": 0.25,
-    "run_tokens": 12000,
-    "epoch": 3,
-    "up_seconds": 12.3,
-    "kernels": "native (AVX2)",
+    **{"run_id": "nimble-otter", "phase": "ending", "ending": "drained", "progress": 0.25, "run_tokens": 12000},
+    **{"epoch": 3, "up_seconds": 12.3, "kernels": "native (AVX2)"},
     "fragments": [{"version": 4, "arrived": ["site-a"]}, {"version": 5, "arrived": []}],
     "sites": {
         "site-a": {
-            "status": "live",
-            "step": 120,
-            "loss": 2.5,
-            "tokens_per_s": 8120.0,
-            "tokens_processed": 15000,
-            "tokens_merged": 12000,
-            "tokens_in_flight": 2000,
-            "staleness": 1,
-            "bytes_up": 2048,
-            "bytes_down": 4096,
-            "payload_bytes_up": 2000,
-            "payload_bytes_down": 4000,
-            "heard_seconds_ago": 0.4,
+            **{"status": "live", "step": 120, "loss": 2.5, "tokens_per_s": 8120.0, "tokens_processed": 15000},
+            **{"tokens_merged": 12000, "tokens_in_flight": 2000, "staleness": 1, "bytes_up": 2048, "bytes_down": 4096},
+            **{"payload_bytes_up": 2000, "payload_bytes_down": 4000, "heard_seconds_ago": 0.4},
         },
         "site-b": {
-            "status": "silent",
-            "tokens_merged": 0,
-            "payload_bytes_up": 0,
-            "payload_bytes_down": 10,
+            **{"status": "silent", "tokens_merged": 0, "payload_bytes_up": 0, "payload_bytes_down": 10},
             "heard_seconds_ago": None,
         },
     },
@@ -88,18 +71,9 @@ def test_the_table_shows_a_site_that_reports_and_one_that_never_did() -> None:
         console.print(heading(STATUS))
         console.print(sites_table(STATUS))
     text = told.get()
-    for words in (
-        "nimble-otter",
-        "ending (drained)",
-        "25%",
-        "versions 4,5",
-        "kernels native (AVX2)",
-        "12,000",
-        "8,120",
-        "2.5000",
-        "0.4 s ago",
-        "never",
-    ):
+    for words in ("nimble-otter", "ending (drained)", "25%", "versions 4,5", "kernels native (AVX2)"):
+        assert words in text, text
+    for words in ("12,000", "8,120", "2.5000", "0.4 s ago", "never"):
         assert words in text, text
 
 
@@ -113,29 +87,21 @@ def test_a_watch_ended_by_ctrl_c_has_not_failed(option: list[str], monkeypatch: 
     assert main(["status", "127.0.0.1:7077", "--watch", *option]) == 0
 
 
-def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path) -> None:
-    assert syncer_address("127.0.0.1:7077") == "127.0.0.1:7077"
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(VerbError, match="no syncer of"):
-        syncer_address(str(tmp_path))
+def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path, refused: Callable[..., None]) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: x}")
+    refused(3, "no syncer of", "status", str(tmp_path))
     (tmp_path / "syncer.address").write_text("127.0.0.1:4000")
     assert syncer_address(str(tmp_path)) == "127.0.0.1:4000"
-    with pytest.raises(ConfigError, match="no run folder"):
-        syncer_address("nowhere:at-all")
-
-
-def test_where_the_units_are_is_shown_where_any_are_leased() -> None:
-    assert units_line(STATUS) == units_line({**STATUS, "units": None}) == ""
-    assert units_line({**STATUS, "units": UNITS}).startswith("units of 64 sequences: 1,300 leased, 1,201 processed, ")
-
-
-def test_the_stages_of_the_latest_rounds_are_shown_once_there_are_any() -> None:
-    assert stages_lines(STATUS) == ""
-    costs = {"receive_s": 1.25, "read_s": 0.001, "publish_s": 0.0125}
-    fragments = [{"version": 4, "costs": costs}, {"version": 5, "costs": None}]
-    assert stages_lines({**STATUS, "fragments": fragments}) == (
-        "round 4 of fragment 0: receive 1,250.0 ms, read 1.0 ms, publish 12.5 ms\n"
-    )
+    refused(2, "no run folder", "status", "nowhere:at-all")
+    for index, address in enumerate(("a:1", "b:2")):
+        folder = tmp_path / "several" / "syncers" / str(index)
+        folder.mkdir(parents=True)
+        (folder / "syncer.address").write_text(address)
+    assert syncer_addresses(str(tmp_path / "several")) == syncer_addresses("a:1/b:2") == ["a:1", "b:2"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there, gone = f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{free_port()}"
+        assert syncer_addresses(f"{gone},{there}/{there}") == [there, there], "of a syncer and its standby"
+    assert syncer_address(f"{gone},{there}") == gone
 
 
 def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
@@ -163,9 +129,6 @@ def test_a_restored_run_and_its_backups_are_in_the_first_line() -> None:
     assert "restored 2026-11-21 04:31:07 UTC  backup 12 s old" in told
     failing = heading({**STATUS, "backup": {**backup, "age_s": None, "failing": "no route"}})
     assert "backup none yet, FAILING: no route" in failing
-
-
-# --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------
 
 
 def a_run(folder: Path, *events: dict[str, object]) -> Path:
@@ -204,13 +167,6 @@ def test_the_runs_of_a_folder_are_listed_the_latest_first(tmp_path: Path, capsys
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_of_a_syncer_and_its_standby_the_one_that_listens_is_asked() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        there, gone = f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{free_port()}"
-        assert syncer_addresses(f"{gone},{there}/{there}") == [there, there]
-    assert syncer_address(f"{gone},{there}") == gone
-
-
 def test_what_a_run_said_is_printed_and_followed_until_it_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,3 +190,63 @@ def test_what_a_run_said_is_printed_and_followed_until_it_has_ended(
     assert "[fra] step:      4" in said
     assert "[syncer] final: ending finished" in said
     assert "[fra] step:      2" not in said, "that was there before"
+
+
+def of(held: list[int], tokens: int, progress: float) -> dict[str, Any]:
+    fragments = [{"version": 10 + place, "arrived": []} for place in held]
+    return {**STATUS, "held": held, "run_tokens": tokens, "progress": progress, "fragments": fragments}
+
+
+def away() -> dict[str, Any]:
+    raise VerbError(ExitCode.UNREACHABLE, "the syncer at b:2 does not answer: refused")
+
+
+def test_the_tokens_of_the_whole_are_the_mean_over_fragments() -> None:
+    found = asked_all({"a:1": lambda: of([0, 2, 3], 100, 0.25), "b:2": lambda: of([1], 200, 0.5)})
+    one = as_one(found)
+    assert one["run_tokens"] == (3 * 100 + 200) // 4
+    assert one["versions"] == {"0": 10, "1": 11, "2": 12, "3": 13}
+    assert one["progress"] == [0.25, 0.5]
+    line = whole_line(found)
+    assert "on 2 syncers  25% to 50% of the run  versions 0:10,1:11,2:12,3:13  125 tokens merged, the mean" in line
+    assert code_of(found) is ExitCode.OK
+    assert one_line("a:1", found["a:1"]) == "syncer a:1 holds fragments 0,2,3 of the model, and counts them from 0:"
+
+
+def test_one_that_is_away_is_named_and_the_others_are_shown() -> None:
+    found = asked_all({"a:1": lambda: of([0], 100, 0.25), "b:2": away})
+    assert whole_line(found).endswith("100 tokens merged, the mean over these fragments  DOES NOT ANSWER: b:2")
+    assert len(answering(found)) == 1
+    assert code_of(found) is ExitCode.UNREACHABLE
+    assert "does not answer: refused" in one_line("b:2", found["b:2"])
+    assert as_one({"b:2": {"unreachable": "gone"}})["run_tokens"] is None
+    assert whole_line({"b:2": {"unreachable": "gone"}}) == "1 syncers  DOES NOT ANSWER: b:2"
+
+
+def test_a_refusal_is_no_absence() -> None:
+    def refuses() -> dict[str, Any]:
+        raise VerbError(ExitCode.FAILED, "it does not tell")
+
+    with pytest.raises(VerbError, match="does not tell"):
+        asked_all({"a:1": refuses})
+
+
+def test_the_verb_shows_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"a:1": of([0], 100, 0.25), "b:2": of([1], 100, 0.25)}
+    monkeypatch.setattr(status, "_asker", lambda address, settings: lambda: known[address])
+    assert main(["status", "a:1/b:2"]) == ExitCode.OK
+    told = capsys.readouterr().out
+    assert "on 2 syncers  25% of the run" in told
+    assert told.count("nimble-otter") == 3
+    assert main(["status", "a:1", "b:2", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["run_tokens"] == 100
+
+
+def test_units_and_the_stages_of_the_latest_rounds_are_shown_where_there_are_any() -> None:
+    assert units_line(STATUS) == units_line({**STATUS, "units": None}) == stages_lines(STATUS) == ""
+    assert units_line({**STATUS, "units": UNITS}).startswith("units of 64 sequences: 1,300 leased, 1,201 processed, ")
+    costs = {"receive_s": 1.25, "read_s": 0.001, "publish_s": 0.0125}
+    fragments = [{"version": 4, "costs": costs}, {"version": 5, "costs": None}]
+    assert stages_lines({**STATUS, "fragments": fragments}) == (
+        "round 4 of fragment 0: receive 1,250.0 ms, read 1.0 ms, publish 12.5 ms\n"
+    )

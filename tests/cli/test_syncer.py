@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import argparse
-import os
+import shlex
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ import pytest
 
 from diloco.cli.main import main
 from diloco.cli.syncer import again, join_line, old_copy
-from diloco.config.arguments import settings_help
-from diloco.config.compose import compose, read, write
+from diloco.config.compose import compose, read, shared_digest, write
 from diloco.config.run_dir import RunDir
 from diloco.durable import locked
 from tests.loopback.cluster import free_port
@@ -22,35 +21,18 @@ from tests.runs.processes import TINY, place_in, wait_for
 LISTEN = "cluster.syncer.listen=127.0.0.1:0"
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    before = dict(os.environ)
-    yield tmp_path
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_the_line_that_a_site_needs_means_the_same_run() -> None:
-    from diloco.config.compose import shared_digest
-
-    settings = [
-        "outer=diloco",
-        "run.tokens=5",
-        "cluster=local4",
-        LISTEN,
-        "run.dir=elsewhere",
-        "data.path=a b",
-        "data=text",
-    ]
+    settings = ["outer=diloco", "run.tokens=5", "cluster=local4", LISTEN, "run.dir=elsewhere", "data.path=a b"]
+    settings.append("data=text")
     config = compose([*settings, "run.name=otter"])
     line = join_line(config, "10.0.0.1:7077", settings, None)
     assert line.startswith("diloco site outer=diloco run.tokens=5 ")
     assert line.endswith(" site.syncer=10.0.0.1:7077 site.id=site-a")
     assert "'data.path=a b'" in line
     assert LISTEN not in line
-    import shlex
-
     joined = compose(shlex.split(line)[2:])
     assert join_line(config, "10.0.0.1:7077", ["run.tokens=5", "outer.lr=0.5", LISTEN], None) == (
         "diloco site site.syncer=10.0.0.1:7077 site.id=site-a"
@@ -58,17 +40,23 @@ def test_the_line_that_a_site_needs_means_the_same_run() -> None:
     assert shared_digest(joined) == shared_digest(config)
     assert list(joined.cluster.sites) == list(config.cluster.sites), "into how many shares the text is dealt"
     assert "--config run.yaml" in join_line(config, "x:1", [], Path("run.yaml"))
-    assert settings_help()
 
 
-def test_the_first_line_says_how_a_run_without_a_name_goes_on(tmp_path: Path) -> None:
+def test_a_run_without_a_name_says_how_it_goes_on_and_its_syncer_ends_in_words_once_its_folder_is_gone(
+    tmp_path: Path,
+) -> None:
     with place_in(tmp_path) as place:
-        syncer = place.start("syncer", "syncer", *TINY, LISTEN)
+        syncer = place.start("syncer", "syncer", *TINY, LISTEN, "cluster.syncer.linger_s=0")
         wait_for(lambda: "a site joins with" in syncer.text(), "the syncer's greeting", syncer.text)
         name = next((tmp_path / "runs").glob("*/syncer.address")).parent.name
         first = syncer.text().splitlines()[0]
         assert first.startswith(f"run {name} in runs/{name}, listening on 127.0.0.1:")
         assert first.endswith(f"; the same command with run.name={name} goes on")
+        shutil.rmtree(tmp_path / f"runs/{name}/syncer")
+        assert syncer.end() == 1
+        last = f"diloco syncer: runs/{name}/syncer is gone, or was emptied, under this process"
+        assert syncer.text().splitlines()[-1] == last
+        assert "Traceback" not in syncer.text()
 
 
 def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp_path: Path) -> None:
@@ -101,38 +89,19 @@ def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp
         assert "note: outer.sites_max=2, as the run has it" in syncer.text()
 
 
-def test_another_run_under_the_same_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_folder_holds_is_left_alone(tmp_path: Path, refused: Callable[..., None]) -> None:
+    given = ["syncer", *TINY, LISTEN, "run.name=otter"]
+    refused(2, "run.init_from is 'nowhere': neither a .safetensors file nor a folder", *given, "run.init_from=nowhere")
+    assert not Path("runs").exists()
+    refused(2, "there is no run otter in runs", *given, "run.resume=must")
+    with locked(Path("runs/otter/syncer")):
+        refused(1, "is this run's syncer running already?", *given)
+        refused(1, "running already?", *given, "run.init_from=nowhere")  # A run that goes on has long had it.
+    refused(2, "take another run.name", *given, "run.resume=never")
     config = compose([*TINY, "run.name=otter"])
     write(config, Path("runs/otter/config.yaml"))
-    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "outer.lr=0.1"]) == 4
-    assert "outer.lr is 0.1 now and 0.7 in runs/otter/config.yaml" in capsys.readouterr().err
+    refused(4, "outer.lr is 0.1 now and 0.7 in runs/otter/config.yaml", *given, "outer.lr=0.1")
     assert read(Path("runs/otter/config.yaml")) == config
-
-
-def test_a_second_syncer_in_one_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with locked(Path("runs/otter/syncer")):
-        assert main(["syncer", *TINY, LISTEN, "run.name=otter"]) == 1
-    assert "is this run's syncer running already?" in capsys.readouterr().err
-
-
-def test_a_version_zero_that_cannot_be_made_is_refused_before_anything_is_written(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = [*TINY, LISTEN, "run.name=otter", "run.init_from=nowhere"]
-    assert main(["syncer", *given]) == 2
-    assert "run.init_from is 'nowhere': neither a .safetensors file nor a folder" in capsys.readouterr().err
-    assert not Path("runs").exists()
-    with locked(Path("runs/otter/syncer")):  # A run that goes on has long had it.
-        assert main(["syncer", *given]) == 1
-
-
-def test_never_and_must(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "run.resume=must"]) == 2
-    Path("runs/otter/syncer").mkdir(parents=True)
-    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "run.resume=never"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert "there is no run otter in runs" in told[0]
-    assert "take another run.name" in told[1]
 
 
 def test_a_standby_that_was_promoted_goes_on_as_a_syncer() -> None:
@@ -146,28 +115,24 @@ def test_a_standby_that_was_promoted_goes_on_as_a_syncer() -> None:
     assert again(config, given, promoted=True).startswith("`diloco syncer --config run.yaml run.name=otter ")
 
 
-def test_a_folder_that_the_run_has_left_is_not_gone_on_in(capsys: pytest.CaptureFixture[str]) -> None:
-    write(compose([*TINY, "run.name=otter"]), Path("runs/otter/config.yaml"))
+def test_a_folder_that_the_run_has_left_is_not_gone_on_in(refused: Callable[..., None]) -> None:
+    given = ["syncer", *TINY, LISTEN, "run.name=otter"]
+    write(compose(given[1:]), Path("runs/otter/config.yaml"))
     RunDir(Path("runs/otter")).move_to(Path("runs/otter/standby"))
-    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "cluster.syncer.folder=runs/otter/syncer"]) == 2
-    said = capsys.readouterr().err
-    assert "the run goes on in runs/otter/standby since it was moved there" in said
+    words = "the run goes on in runs/otter/standby since it was moved there"
+    refused(2, words, *given, "cluster.syncer.folder=runs/otter/syncer")
     with locked(Path("runs/otter/standby")):
         for named in ([], ["cluster.syncer.folder=runs/otter/standby"]):
-            assert main(["syncer", *TINY, LISTEN, "run.name=otter", *named]) == 1
-            assert "runs/otter/standby is in use by process" in capsys.readouterr().err
+            refused(1, "runs/otter/standby is in use by process", *given, *named)
 
 
-def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(refused: Callable[..., None]) -> None:
     Path("runs/otter").mkdir(parents=True)
     Path("runs/otter/events.jsonl").write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
-    for there in (False, True):
-        if there:
-            Path("runs/otter/syncer").mkdir()  # An empty volume in its place.
-        assert main(["syncer", *TINY, LISTEN, "run.name=otter"]) == 1
-        said = capsys.readouterr().err
-        assert "has published versions and runs/otter/syncer is gone: diloco restore takes it up again" in said
-        assert said.count("\n") == 1
+    words = "has published versions and runs/otter/syncer is gone: diloco restore takes it up again"
+    refused(1, words, "syncer", *TINY, LISTEN, "run.name=otter")
+    Path("runs/otter/syncer").mkdir()  # An empty volume in its place.
+    refused(1, words, "syncer", *TINY, LISTEN, "run.name=otter")
 
 
 def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_status(
@@ -189,17 +154,6 @@ def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_sta
         assert syncer.text().count(said) == 1
         assert main(["status", address, f"site.token_file={token}"]) == 0
         assert "cannot be used" not in capsys.readouterr().out
-
-
-def test_a_syncer_whose_folder_is_taken_away_ends_in_words(tmp_path: Path) -> None:
-    with place_in(tmp_path) as place:
-        syncer, _ = place.syncer("lost", "cluster.syncer.linger_s=0")
-        shutil.rmtree(tmp_path / "runs/lost/syncer")
-        assert syncer.end() == 1
-        assert syncer.text().splitlines()[-1] == (
-            "diloco syncer: runs/lost/syncer is gone, or was emptied, under this process"
-        )
-        assert "Traceback" not in syncer.text()
 
 
 def test_a_start_on_an_old_copy_says_so_and_what_to_type() -> None:

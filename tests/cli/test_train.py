@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -20,12 +20,8 @@ from tests.runs.processes import ROOT, TINY, Place, wait_for
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.chdir(tmp_path)
-    before = dict(os.environ)
-    yield Place(tmp_path)
-    os.environ.clear()
-    os.environ.update(before)
+def place(here: Path) -> Place:
+    return Place(here)
 
 
 def steps(name: str) -> list[int]:
@@ -55,21 +51,20 @@ def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, capsys
     assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.resume=never"]) == 2
 
 
-@pytest.mark.slow
-def test_the_baseline_begins_where_it_is_told_to(place: Place) -> None:
-    assert main(["train", *TINY, "run.name=warm", "run.tokens=6400"]) == 0
-    assert main(["train", *TINY, "run.name=on", "run.tokens=640", "run.init_from=runs/warm/train/checkpoints"]) == 0
-    warm, on = (json.loads(Path(f"runs/{name}/summary.json").read_text())["global"] for name in ("warm", "on"))
-    assert on["val_loss_start"] == pytest.approx(warm["val_loss"], rel=0.1)
-    assert on["val_loss_start"] < warm["val_loss_start"] - 1
-
-
-def test_kernels_that_this_machine_cannot_have_are_refused_at_once(
-    place: Place, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_trained_here_is_refused_and_nothing_is_touched(
+    place: Place, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["train", *TINY, "run.name=base", "inner.kernels=liger", "site.device=cpu"]) == 2
-    assert "inner.kernels is 'liger': its kernels are for accelerators" in capsys.readouterr().err
+    words = "inner.kernels is 'liger': its kernels are for accelerators"
+    refused(2, words, "train", *TINY, "run.name=base", "inner.kernels=liger", "site.device=cpu")
     assert not Path("runs/base").exists()
+    Path("runs/sites/syncer").mkdir(parents=True)
+    Path("runs/sites/config.yaml").write_text("of the syncer")
+    words = "run.name is 'sites': a run of sites, see runs/sites/syncer"
+    refused(2, words, "train", *TINY, "run.name=sites")
+    assert Path("runs/sites/config.yaml").read_text() == "of the syncer"
+    monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
+    with locked(Path("runs/held")):
+        refused(1, f"in use by process {os.getpid()}: is it started twice?", "train", *TINY, "run.name=held")
 
 
 @pytest.mark.slow
@@ -82,14 +77,6 @@ def test_seconds_are_counted_over_restarts(place: Place) -> None:
     assert len(steps("timed")) <= len(done) + 1
 
 
-def test_a_run_of_sites_is_left_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("runs/sites/syncer").mkdir(parents=True)
-    Path("runs/sites/config.yaml").write_text("of the syncer")
-    assert main(["train", *TINY, "run.name=sites"]) == 2
-    assert "run.name is 'sites': a run of sites, see runs/sites/syncer" in capsys.readouterr().err
-    assert Path("runs/sites/config.yaml").read_text() == "of the syncer"
-
-
 def test_training_that_was_asked_to_stop_is_drained(place: Place) -> None:
     def ask() -> None:
         wait_for(lambda: Path("runs/asked/events.jsonl").is_file() and bool(steps("asked")), "a step")
@@ -100,15 +87,6 @@ def test_training_that_was_asked_to_stop_is_drained(place: Place) -> None:
     assert main(["train", *TINY, "run.name=asked"]) == 75
     asking.join()
     assert json.loads(Path("runs/asked/summary.json").read_text())["status"] == "drained"
-
-
-def test_two_at_once_in_one_folder_are_refused(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
-    with locked(Path("runs/held")):
-        assert main(["train", *TINY, "run.name=held"]) == 1
-    assert f"in use by process {os.getpid()}: is it started twice?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,12 +21,9 @@ from diloco.runs.up import OneSyncer, Outcome, syncers_of
 from tests.sooner import sooner
 
 
-def test_compressors_on_the_validation_text() -> None:
+def test_compressors_on_the_validation_text_but_not_on_a_users_own() -> None:
     bits = reference_bits(DataSection())
     assert 1.0 < bits["xz"] < bits["zlib -9"] < 4.0
-
-
-def test_a_users_own_text_is_not_read_for_it() -> None:
     assert reference_bits(DataSection(kind="text", path="/nowhere")) == {}
 
 
@@ -62,23 +59,19 @@ def test_a_new_run_has_a_name_a_configuration_and_is_the_latest(tmp_path: Path) 
     assert configs.read(run_dir.config).run.resume == "auto"
 
 
-def test_the_latest_run_goes_on_though_its_syncers_folder_is_gone(tmp_path: Path) -> None:
+def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished_though_its_syncers_folder_is_gone(
+    tmp_path: Path,
+) -> None:
     """The syncer then says what to do; a new run would leave the sites' work behind in silence."""
     first = begun(tmp_path)
-    first.syncer.rmdir()
-    assert chosen(config_in(tmp_path)) != (first, True), "nothing was in it"
-    first = begun(tmp_path)
-    first.events.write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
-    first.syncer.rmdir()
-    assert chosen(config_in(tmp_path)) == (first, True)
-
-
-def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished(tmp_path: Path) -> None:
-    first = begun(tmp_path)
     (first.root / "summary.json").write_text("{}")
-    run_dir, again = chosen(config_in(tmp_path, "run.log_every=3"))
-    assert (run_dir.root, again) == (first.root, True)
-    assert not run_dir.summary.exists(), "a summary of the part before"
+    assert chosen(config_in(tmp_path, "run.log_every=3")) == (first, True)
+    assert not first.summary.exists(), "a summary of the part before"
+    first.syncer.rmdir()
+    second, again = chosen(config_in(tmp_path))
+    assert (second == first, again) == (False, False), "nothing was in it"
+    second.events.write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
+    assert chosen(config_in(tmp_path)) == (second, True)
 
 
 @pytest.mark.parametrize(
@@ -119,24 +112,32 @@ def test_a_named_run_goes_on_with_more_room_for_sites(tmp_path: Path, capsys: An
     assert capsys.readouterr().out == "note: outer.sites_max=40, as the run has it\n"
 
 
-def test_a_finished_run_does_not_go_on(tmp_path: Path) -> None:
-    first = begun(tmp_path)
-    finish(first)
-    assert chosen(config_in(tmp_path))[0].root != first.root
-    with pytest.raises(ConfigError, match="has finished"):
-        chosen(config_in(tmp_path, f"run.name={first.root.name}"))
-
-
-def test_resume_is_obeyed(tmp_path: Path) -> None:
+def test_what_does_not_go_on_gives_way_to_a_new_run_and_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none that can go on"):
         chosen(config_in(tmp_path, "run.resume=must"))
     with pytest.raises(ConfigError, match="there is no run otter"):
         chosen(config_in(tmp_path, "run.resume=must", "run.name=otter"))
     first = begun(tmp_path)
-    assert chosen(config_in(tmp_path, "run.resume=never"))[0].root != first.root
+    name = f"run.name={first.root.name}"
+    assert chosen(config_in(tmp_path, "run.resume=must", name))[1]
     with pytest.raises(ConfigError, match="holds a run"):
-        chosen(config_in(tmp_path, "run.resume=never", f"run.name={first.root.name}"))
-    assert chosen(config_in(tmp_path, "run.resume=must", f"run.name={first.root.name}"))[1]
+        chosen(config_in(tmp_path, "run.resume=never", name))
+    with pytest.raises(VerbError, match=r"outer.lr is 0.5 now and \d\.\d+ in") as refusal:
+        chosen(config_in(tmp_path, name, "outer.lr=0.5"))
+    assert refusal.value.code is ExitCode.MISMATCH
+    with locked(first.root):
+        assert chosen(config_in(tmp_path))[0].root != first.root
+        with pytest.raises(VerbError, match="running already"):
+            chosen(config_in(tmp_path, name))
+    finish(first)
+    assert chosen(config_in(tmp_path))[0].root != first.root
+    with pytest.raises(ConfigError, match="has finished"):
+        chosen(config_in(tmp_path, name))
+
+
+def test_a_new_run_is_made_where_the_latest_could_go_on_when_told_to(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    assert chosen(config_in(tmp_path, "run.resume=never"))[0].root != first.root
 
 
 @pytest.mark.parametrize(
@@ -171,21 +172,6 @@ def test_a_run_that_goes_on_leases_as_it_did(tmp_path: Path) -> None:
     assert refusal.value.code is ExitCode.MISMATCH
 
 
-def test_another_configuration_under_the_same_name_is_a_mismatch(tmp_path: Path) -> None:
-    first = begun(tmp_path)
-    with pytest.raises(VerbError, match=r"outer.lr is 0.5 now and \d\.\d+ in") as refusal:
-        chosen(config_in(tmp_path, f"run.name={first.root.name}", "outer.lr=0.5"))
-    assert refusal.value.code is ExitCode.MISMATCH
-
-
-def test_a_run_that_runs_is_left_alone(tmp_path: Path) -> None:
-    first = begun(tmp_path)
-    with locked(first.root):
-        assert chosen(config_in(tmp_path))[0].root != first.root
-        with pytest.raises(VerbError, match="running already"):
-            chosen(config_in(tmp_path, f"run.name={first.root.name}"))
-
-
 def test_the_demo_is_played_as_far_as_it_applies(tmp_path: Path) -> None:
     def targets(*overrides: str) -> list[str]:
         return [step.target for step in scenario_of(config_in(tmp_path, *overrides))]
@@ -210,10 +196,10 @@ def test_a_users_scenario_is_checked(tmp_path: Path) -> None:
         scenario_of(config_in(tmp_path, "scenario=nothing.yaml"))
 
 
-def test_every_site_gets_its_link_and_its_speed(tmp_path: Path) -> None:
-    config = config_in(tmp_path, "run.name=otter", "cluster.sites.site-b.link.rtt_ms=200")
+def test_every_site_gets_its_speed_and_a_link_to_each_syncer(tmp_path: Path) -> None:
+    far = ["run.name=otter", "cluster.sites.site-b.link.rtt_ms=200"]
     one = OneSyncer("syncer", "127.0.0.1:7001", RunDir(tmp_path), "diloco restore")
-    options = up_options(config, [one], None, [], {})
+    options = up_options(config_in(tmp_path, *far), [one], None, [], {})
     assert list(options.sites) == ["site-a", "site-b", "site-c"]
     assert "site.slowdown=1.25" in options.sites["site-b"]
     assert {"site.id=site-b", "site.index=1", "site.num_sites=3"} <= set(options.sites["site-b"])
@@ -221,11 +207,7 @@ def test_every_site_gets_its_link_and_its_speed(tmp_path: Path) -> None:
     assert [options.links[name]["rtt_ms"] for name in options.sites] == [80.0, 200.0, 80.0]
     assert sum(options.layout) > 600_000
     assert options.ending_s_max > 60
-
-
-def test_every_site_gets_a_link_to_each_syncer(tmp_path: Path) -> None:
-    two = ["outer.num_fragments=2", "outer.num_syncers=2"]
-    config = config_in(tmp_path, "run.name=otter", "cluster.sites.site-b.link.rtt_ms=200", *two)
+    config = config_in(tmp_path, *far, "outer.num_fragments=2", "outer.num_syncers=2")
     syncers = syncers_of(config)
     options = up_options(config, syncers, None, [], {})
     assert options.address == "/".join(each.address for each in syncers)
@@ -303,36 +285,18 @@ def test_a_site_needs_a_name_of_its_own(name: str, wanted: str, tmp_path: Path) 
         check(config)
 
 
-def test_a_version_zero_that_cannot_be_made_is_refused_before_a_run_begins(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.init_from is 'nowhere': neither a \.safetensors file nor"):
-        chosen(config_in(tmp_path, "run.init_from=nowhere", "run.name=otter"))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"outer\.lr"):
-        main(["outer.lr=-1"])
+def test_a_wrong_setting_is_refused_before_anything_starts(here: Path) -> None:
     Path("no-sites.yaml").write_text("run: {name: otter}\n")
-    with pytest.raises(ConfigError, match=r"cluster\.sites is empty"):
-        main(["--config", "no-sites.yaml"])
-    assert os.listdir(tmp_path) == ["no-sites.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+    for words, arguments in (
+        (r"run\.init_from is 'nowhere': neither a \.safetensors file nor", ["run.init_from=nowhere", "run.name=otter"]),
+        (r"outer\.lr", ["outer.lr=-1"]),
+        (r"cluster\.sites is empty", ["--config", "no-sites.yaml"]),
         (
+            r"^site\.memory_folder is 'none': no such folder",
             ["inner.memory_checkpoint_every_steps=5", "site.memory_folder=none"],
-            "site.memory_folder is 'none': no such folder",
         ),
-        (["inner.kernels=liger", "site.device=cpu"], "inner.kernels is 'liger': its kernels are for accelerators"),
-    ],
-)
-def test_what_no_site_could_do_here_is_refused_before_anything_starts(
-    settings: list[str], words: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"^{words}"):
-        main(settings)
-    assert os.listdir(tmp_path) == []
+        (r"^inner\.kernels is 'liger': its kernels are for accel", ["inner.kernels=liger", "site.device=cpu"]),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            main(arguments)
+        assert os.listdir(here) == ["no-sites.yaml"]

@@ -8,28 +8,19 @@ import pytest
 from diloco.cli.main import main
 from diloco.config.arguments import OWN, goes_on, limit_threads, load_config, settings_help, settings_parser
 from diloco.config.compose import GROUPS, choices, compose, write
-from diloco.config.errors import ExitCode, VerbError
 from diloco.config.keys import leaves
 
 
-def test_settings_stand_between_options_and_on_top_of_a_file(tmp_path: Path) -> None:
+def test_settings_stand_on_both_sides_of_an_option_and_on_top_of_a_file(tmp_path: Path) -> None:
     write(compose(["outer=diloco", "run.seed=3"]), tmp_path / "c.yaml")
-    given = settings_parser("site", "").parse_args(["--config", str(tmp_path / "c.yaml"), "run.seed=4", "site.id=x"])
+    given = settings_parser("up", "").parse_args(["seed=4", "--config", str(tmp_path / "c.yaml"), "site.id=x"])
     config = load_config(given)
     assert (config.outer.lock_step, config.run.seed, config.site.id) == (True, 4, "x")
     assert load_config(settings_parser("site", "").parse_args(["run.seed=5"])).run.seed == 5
-
-
-def test_settings_stand_on_both_sides_of_an_option(tmp_path: Path) -> None:
-    write(compose([]), tmp_path / "c.yaml")
-    given = settings_parser("up", "").parse_args(["seed=3", "--config", str(tmp_path / "c.yaml"), "run.seconds=5"])
-    config = load_config(given)
-    assert (config.run.seed, config.run.seconds) == (3, 5)
     parser = settings_parser("status", "", file=False, shown=False)
     parser.add_argument("--watch", action="store_true")
     given = parser.parse_args(["runs/x", "--watch", "site.token_file=t"])
-    assert given.watch
-    assert given.settings == ["runs/x", "site.token_file=t"]
+    assert (given.watch, given.settings) == (True, ["runs/x", "site.token_file=t"])
 
 
 def test_19_the_commands_that_a_run_prints_name_what_it_keeps_of_its_settings(
@@ -54,12 +45,6 @@ def test_19_the_commands_that_a_run_prints_name_what_it_keeps_of_its_settings(
         assert not capsys.readouterr().out
     given = settings_parser("site", "").parse_args([])
     assert goes_on(load_config(given), tmp_path / "none.yaml", given) == load_config(given)
-
-
-def test_a_wrong_option_is_one_line() -> None:
-    with pytest.raises(VerbError, match="unrecognized arguments: --nope") as ended:
-        settings_parser("site", "").parse_args(["--nope"])
-    assert ended.value.code is ExitCode.USAGE
 
 
 def test_threads_are_set_for_torch_and_for_children(monkeypatch: pytest.MonkeyPatch) -> None:

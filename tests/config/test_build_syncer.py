@@ -13,8 +13,9 @@ def config() -> RunConfig:
     return settle(RunConfig())
 
 
-def test_without_a_word_nothing_is_replicated(config: RunConfig) -> None:
+def test_without_a_word_nothing_is_replicated_and_an_operator_says_who_leads(config: RunConfig) -> None:
     assert replication_options(config).mode == "off"
+    assert lease(config) is None
 
 
 def test_a_short_timeout_asks_more_often(config: RunConfig) -> None:
@@ -52,15 +53,8 @@ def test_a_standby_needs_whom_to_follow_and_a_name(config: RunConfig, primary: s
     config.cluster.standby.primary, config.cluster.standby.name = primary, name
     with pytest.raises(ConfigError, match=why):
         standby_primary(config)
-
-
-def test_whom_it_follows(config: RunConfig) -> None:
-    config.cluster.standby.primary = "fra.example:7077"
+    config.cluster.standby.primary, config.cluster.standby.name = "fra.example:7077", "standby"
     assert standby_primary(config) == "fra.example:7077"
-
-
-def test_without_a_word_an_operator_says_who_leads(config: RunConfig) -> None:
-    assert lease(config) is None
 
 
 def test_a_lease_is_built_as_it_is_said(config: RunConfig) -> None:

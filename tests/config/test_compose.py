@@ -28,7 +28,7 @@ from diloco.config.compose import (
     to_yaml,
     write,
 )
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, advice
 from diloco.config.keys import leaves
 from diloco.config.schema import OuterSection, RunConfig
 from diloco.inner.tokenizer import make_tokenizer
@@ -39,19 +39,11 @@ from tests.lab.laboratories import rows, written
 from tests.sooner import sooner
 
 CHOICES = {group: choices()[group] for group in GROUPS if group != "experiment"}
-"""Those of the experiments are composed in test_config_presets.py."""
+"""Those of the experiments are composed below."""
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 2000,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "tie_word_embeddings": True,
+    **{"model_type": "llama", "vocab_size": 2000, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 5e5, "tie_word_embeddings": True},
 }
 """A ``config.json``."""
 
@@ -106,26 +98,11 @@ def test_every_yaml_file_is_short_and_reached_by_a_group() -> None:
     assert all(len(path.read_text().splitlines()) <= 15 for path in files)
 
 
-def test_an_experiment_is_a_difference_that_the_command_line_still_overrides() -> None:
-    config = compose(["experiment=diloco", "outer.inner_steps=7"])
-    assert config.outer.kind == "nesterov"
-    assert config.outer.lock_step
-    assert config.outer.inner_steps == 7
-    assert compose(["experiment=diloco", "outer=async"]).outer.kind == "sgd"
-
-
-def test_what_every_command_has_may_be_typed_short() -> None:
-    config = compose(["seed=3", "seconds=60", "tokens=1e6"])
-    assert (config.run.seed, config.run.seconds, config.run.tokens) == (3, 60, 1_000_000)
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("outter.lr=1", "unknown key outter.lr: did you mean outer.lr?"),
-        ("+outter.lr=1", "unknown key outter.lr: did you mean outer.lr?"),
         ("+typo=1", "unknown key typo: there are run, model, data,"),
-        ("++typo=1", "unknown key typo"),
         ("lr=1", "unknown key lr: did you mean inner.lr?"),
         ("outer.lr.x=3", "unknown key outer.lr.x: did you mean outer.lr?"),
         (
@@ -165,28 +142,18 @@ def test_what_cannot_be_is_refused_in_one_line(override: str, words: str) -> Non
 def test_settings_land_where_they_say() -> None:
     config = compose(
         [
-            "run.tokens=1e6",
-            "+inner.lr=0.5",
-            "outer.quorum=2",
-            "cluster.sites.site-z.slowdown=2",
-            "cluster.sites.site-z.link.mbps=5",
-            "inner.betas=[0.8,0.9]",
-            "scenario=faults.yaml",
-            "data=stdlib_bytes",
+            *("seed=3", "tokens=1e6", "+inner.lr=0.5", "outer.quorum=2", "cluster.sites.site-z.slowdown=2"),
+            *("cluster.sites.site-z.link.mbps=5", "inner.betas=[0.8,0.9]", "scenario=faults.yaml", "data=stdlib_bytes"),
         ]
     )
-    assert config.run.tokens == 1_000_000
-    assert config.run.seconds is None
-    assert config.inner.lr == 0.5
-    assert config.outer.quorum == "2"
-    assert config.cluster.sites["site-z"].slowdown == 2.0
-    assert config.cluster.sites["site-z"].link.mbps == 5.0
+    assert (config.run.seed, config.run.tokens, config.run.seconds, config.inner.lr) == (3, 1_000_000, None, 0.5)
+    assert compose(["seconds=60"]).run.seconds == 60
+    assert (config.outer.quorum, config.inner.betas, config.scenario) == ("2", [0.8, 0.9], "faults.yaml")
     assert list(config.cluster.sites) == ["site-a", "site-b", "site-c", "site-z"]
-    assert config.inner.betas == [0.8, 0.9]
-    assert config.scenario == "faults.yaml"
-    assert config.model.vocab_size == 257
+    late = config.cluster.sites["site-z"]
+    assert (late.slowdown, late.link.mbps) == (2.0, 5.0)
+    assert (config.model.vocab_size, config.data.cache) == (257, "runs/.data")
     assert config.inner.sequence_length == config.model.context
-    assert config.data.cache == "runs/.data"
 
 
 def test_a_written_configuration_reads_the_same_without_hydra(tmp_path: Path) -> None:
@@ -230,22 +197,12 @@ def test_a_file_is_checked_like_a_command_line(tmp_path: Path, text: str, overri
     assert "\n" not in str(refused.value)
 
 
-def test_numbers_on_top_of_a_file_are_written_as_on_a_command_line(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("{}")
-    config = read(path, ["tokens=1e6", "inner.lr=1e-4", "inner.betas=[8e-1,0.9]"])
-    assert (config.run.tokens, config.inner.lr, config.inner.betas) == (1_000_000, 1e-4, [0.8, 0.9])
-
-
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.yaml").write_bytes(b"\xff\xfe\x00")
+@pytest.mark.parametrize("data", [b"\xff\xfe\x00", None])
+def test_a_file_that_is_no_text_or_not_there_is_named(data: bytes | None, tmp_path: Path) -> None:
+    if data is not None:
+        (tmp_path / "model.yaml").write_bytes(data)
     with pytest.raises(ConfigError, match=r"model\.yaml cannot be read"):
         read(tmp_path / "model.yaml")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
-        read(tmp_path / "none.yaml")
 
 
 def test_the_run_card_of_an_earlier_release_is_still_that_of_the_same_settings() -> None:
@@ -263,17 +220,13 @@ def test_which_settings_may_change_on_a_running_run(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     configs.write(compose(["outer.sites_max=20"]), path)
     configs.require_same(compose(["outer.sites_max=40"]), path)
-    for key, value in {
-        "outer.quorum": "2",
-        "outer.site_timeout_s": "9",
-        "outer.discards_max": "9",
-        "outer.updates_in_flight_max": "1",
-        "run.seconds": "5",
-        "codec.up": "fp32",
-    }.items():
+    for key, value in (("outer.quorum", "2"), ("outer.site_timeout_s", "9"), ("run.seconds", "5")):
         with pytest.raises(VerbError, match=f"{key} is .* now and"):
             configs.require_same(compose(["outer.sites_max=40", f"{key}={value}"]), path)
     assert {"outer.sites_max"} == MAY_CHANGE
+    one, more = compose([]), compose(["outer.sites_max=40"])
+    assert shared_digest(one) == shared_digest(more) == earlier_digest(one) != earlier_digest(more)
+    assert set(ALWAYS_SHARED.split()) >= MAY_CHANGE, "or it were left out at its default, and the digest another"
 
 
 def test_one_that_may_change_and_is_not_named_stays_as_the_run_has_it(tmp_path: Path) -> None:
@@ -283,12 +236,6 @@ def test_one_that_may_change_and_is_not_named_stays_as_the_run_has_it(tmp_path: 
     assert (kept.outer.sites_max, changed) == (20, ["outer.sites_max=20"])
     now = compose(["outer.sites_max=40"])
     assert configs.keep_run_settings(now, path, {"outer.sites_max"}) == (now, [])
-
-
-def test_a_digest_of_a_run_says_nothing_of_what_may_change() -> None:
-    one, more = compose([]), compose(["outer.sites_max=40"])
-    assert shared_digest(one) == shared_digest(more) == earlier_digest(one) != earlier_digest(more)
-    assert set(ALWAYS_SHARED.split()) >= MAY_CHANGE, "or it were left out at its default, and the digest another"
 
 
 def test_19_a_run_that_began_without_a_setting_goes_on_without_it(tmp_path: Path) -> None:
@@ -340,18 +287,9 @@ def test_shared_settings_differ_only_by_what_is_shared() -> None:
     ):
         assert shared_config(compose(same)) == shared_config(one), same
     shared = shared_config(one)
-    for key, value in {
-        "model.dim": "64",
-        "outer.lr": "0.1",
-        "outer.num_fragments": "2",
-        "codec.up": "fp32",
-        "codec.down": "bf16",
-        "run.tokens": "5000",
-        "run.seconds": "5",
-        "run.seed": "1",
-        "data.end_of_file": "false",
-    }.items():
-        other = compose([f"{key}={value}"])
+    different = "model.dim=64 outer.lr=0.1 codec.up=fp32 run.tokens=5000 run.seconds=5 data.end_of_file=false"
+    for setting in different.split():
+        key, other = setting.partition("=")[0], compose([setting])
         assert shared_config(other).keys() == shared.keys()
         assert shared_config(other)[key] != shared[key]
         assert shared_digest(other) != shared_digest(one)
@@ -429,6 +367,8 @@ def test_a_file_says_numbers_as_the_command_line_does_and_each_key_once(tmp_path
     path.write_text("run: {tokens: 1e6, name: 2026-11-24}\nouter: {lr: 5e-1}\n")
     found = read(path)
     assert (found.run.tokens, found.run.name, found.outer.lr) == (1_000_000, "2026-11-24", 0.5)
+    found = read(path, ["tokens=2e6", "inner.lr=1e-4", "inner.betas=[8e-1,0.9]"])
+    assert (found.run.tokens, found.inner.lr, found.inner.betas) == (2_000_000, 1e-4, [0.8, 0.9]), "on top of it"
     path.write_text("run:\n  tokens: 1\n  tokens: 2\n")
     with pytest.raises(ConfigError, match=r"cannot be read at line 3, column 3: found duplicate key tokens"):
         read(path)
@@ -562,16 +502,6 @@ def test_every_preset_has_a_row() -> None:
     assert {*choices()["experiment"]} == {*PRESETS, DEMO}
 
 
-@pytest.mark.parametrize("preset", PAPERS)
-def test_19_a_preset_of_a_paper_takes_whole_steps(preset: str) -> None:
-    assert not compose([f"experiment={preset}"]).outer.share_weighted
-
-
-@pytest.mark.parametrize("settings", [[], ["outer=nesterov"], ["experiment=default"], ["experiment=demo"]])
-def test_19_ours_take_the_share_that_a_round_is(settings: list[str]) -> None:
-    assert compose(settings).outer.share_weighted
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_what_its_paper_says(preset: str) -> None:
     paper, values = PRESETS[preset]
@@ -580,11 +510,15 @@ def test_a_preset_is_what_its_paper_says(preset: str) -> None:
     text = (folder() / "experiment" / f"{preset}.yaml").read_text(encoding="utf-8")
     head = "".join(line for line in text.splitlines() if line.startswith("#"))
     assert f"arXiv {paper}" in head
+    assert config.outer.share_weighted is (preset in OURS), "a paper takes whole steps"
+    assert advice(config) == []
     build_syncer.check(config)
 
 
 def test_the_demo_is_what_runs_without_a_word() -> None:
     assert compose([f"experiment={DEMO}"]) == compose([])
+    assert compose([]).outer.share_weighted
+    assert advice(compose([])) == []
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, DEMO])

@@ -114,20 +114,14 @@ class Named(torch.nn.Module):
         return self.theirs(tokens).logits
 
 
-def own_loss(llama: Any, *, whole: bool = False) -> float:
-    """The loss that their code has on the validation text."""
-    config = compose(IMPORTED)
-    evaluator = Evaluator(config, build.corpus(config))
-    return evaluator.score(Named(llama), whole=whole).val_loss  # type: ignore[arg-type]
-
-
 def test_an_imported_model_begins_at_its_own_loss(foreign: tuple[Path, Any]) -> None:
     folder, llama = foreign
     assert len(list(folder.glob("*.safetensors"))) > 1
     config = compose(IMPORTED)
     assert (config.model.dim, config.model.kv_heads, config.model.rope_theta) == (32, 2, 70_000.0)
     assert config.model.vocab_size == 264
-    wanted = own_loss(llama)
+    # The loss that their code has on the validation text.
+    wanted = Evaluator(config, build.corpus(config)).score(Named(llama), whole=False).val_loss  # type: ignore[arg-type]
     model = build.build_model(config)
     load_values("foreign", model)
     batches = Evaluator(config, build.corpus(config))._batches(config.data.validation_sequences)

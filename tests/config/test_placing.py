@@ -1,7 +1,8 @@
-"""Several syncers in the configuration."""
+"""Several syncers in the configuration, and where one of several writes its events."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from diloco.config import build, build_syncer
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
 from diloco.config.placing import (
-    at,
     backup_of,
     has_several,
     in_whole_order,
@@ -24,6 +24,8 @@ from diloco.config.placing import (
     towards,
 )
 from diloco.config.run_dir import RunDir
+from diloco.observe.console import syncer_log
+from diloco.observe.eventlog import read_events
 from diloco.sync.options import disagreement
 
 TWO = ["outer.num_fragments=4", "outer.num_syncers=2", "run.name=otter"]
@@ -74,23 +76,7 @@ def test_a_site_has_an_address_for_each() -> None:
     config = compose([*TWO, "site.syncer=a:1,b:1/c:2"])
     assert [part.site.syncer for part in towards(config)] == ["a:1,b:1", "c:2"]
     assert [part.cluster.syncer.index for part in towards(config)] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["outer.num_syncers=0"], "outer.num_syncers is 0: at least 1"),
-        (["outer.num_syncers=2"], "outer.num_syncers is 2: at most outer.num_fragments=1"),
-        ([*TWO, "outer.syncer_mbps=[1,2,3]"], r"outer.syncer_mbps is \[1.0, 2.0, 3.0\]: one for each of num_syncers=2"),
-        ([*TWO, "outer.syncer_mbps=[1,-2]"], r"outer.syncer_mbps is \[1.0, -2.0\]: rates has -2.0: positive"),
-        ([*TWO, "outer.syncer_mbps=[1000,1]"], "syncer 1 of 2 would hold none of 4 fragments"),
-        ([*TWO, "cluster.syncer.index=2"], "cluster.syncer.index is 2: from 0 to 1, with outer.num_syncers=2"),
-        (["cluster.syncer.index=1"], "cluster.syncer.index is 1: from 0 to 0, with outer.num_syncers=1"),
-    ],
-)
-def test_settings_that_cannot_be_are_named(settings: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        build_syncer.check(compose(settings))
+    assert in_whole_order(((0, 2), (1, 3)), ([10, 12], [11, 13])) == [10, 11, 12, 13]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +91,18 @@ def test_too_few_or_too_many_addresses_are_named(settings: list[str], words: str
         towards(compose(settings))
 
 
-def test_numbers_of_parts_in_the_order_of_the_whole() -> None:
-    assert in_whole_order(((0, 2), (1, 3)), ([10, 12], [11, 13])) == [10, 11, 12, 13]
-    assert at(compose(TWO), 1).cluster.syncer.index == 1
+def test_a_syncers_own_numbers_and_the_whole_models(tmp_path: Path) -> None:
+    config = compose(["outer.num_fragments=4", "outer.num_syncers=2", "run.name=x", f"run.dir={tmp_path}"])
+    config.cluster.syncer.index = 1
+    held = build.held_of(config)
+    with ExitStack() as stack:
+        log = syncer_log(config, stack)
+        log.emit("published", {"fragment": 1, "version": 7})
+        log.emit("syncer_started", {"versions": [5, 6]})
+    own, _ = read_events(tmp_path / "x/syncers/1/events.jsonl")
+    whole, _ = read_events(tmp_path / "x/events.jsonl")
+    assert [event["who"] for event in own + whole] == ["syncer-1"] * 4
+    assert [event.get("fragment") for event in own] == [1, None]
+    assert [event.get("fragment") for event in whole] == [held[1], None]
+    assert whole[1]["fragments"] == list(held)
+    assert {event["of_syncer"] for event in whole} == {1}

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.config.compose import compose, is_name
 from diloco.config.errors import ConfigError
-from diloco.config.run_dir import HOW, WHO, RunDir, existing_run, name_run, new_name, point_latest, run_dir_of
+from diloco.config.run_dir import HOW, WHO, RunDir, name_run, new_name, run_dir_of
 
 
 def test_a_run_has_one_folder_by_its_name() -> None:
@@ -15,33 +15,12 @@ def test_a_run_has_one_folder_by_its_name() -> None:
     assert run_dir_of(config).site("site-a").checkpoints == Path("somewhere/nimble-otter/sites/site-a/checkpoints")
     with pytest.raises(ConfigError, match=r"run\.name is null"):
         run_dir_of(compose([]))
-
-
-def test_a_run_without_a_name_gets_a_new_one() -> None:
-    config = compose([])
-    name_run(config)
-    first = config.run.name
+    unnamed = compose([])
+    name_run(unnamed)
+    first = unnamed.run.name
     assert first
-    name_run(config)
-    assert config.run.name == first
-
-
-def test_latest_points_at_the_newest(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        point_latest(RunDir(tmp_path / name))
-    assert (tmp_path / "latest").resolve() == tmp_path / "b"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "latest"]
-
-
-def test_a_run_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "config.yaml").touch()
-    assert existing_run("a").root == Path("runs/a")
-    assert existing_run("runs/a").root == Path("runs/a")
-    with pytest.raises(ConfigError, match="'b' is no run folder"):
-        existing_run("b")
+    name_run(unnamed)
+    assert unnamed.run.name == first
 
 
 def test_a_run_has_lost_its_data_when_it_published_and_no_snapshot_is_left(tmp_path: Path) -> None:
@@ -58,26 +37,15 @@ def test_a_run_has_lost_its_data_when_it_published_and_no_snapshot_is_left(tmp_p
     assert run_dir.has_lost(tmp_path / "elsewhere")
 
 
-def test_a_name_is_two_words_fit_for_a_folder() -> None:
-    name = new_name(lambda name: False)
-    how, _, who = name.partition("-")
+def test_a_name_is_two_words_fit_for_a_folder_and_not_given_again() -> None:
+    how, _, who = new_name(lambda name: False).partition("-")
     assert how in HOW.split()
     assert who in WHO.split()
-    assert is_name(name)
-
-
-def test_a_taken_name_is_not_given_again() -> None:
     taken: set[str] = set()
     for _ in range(200):
         name = new_name(taken.__contains__)
+        assert is_name(name)
         assert name not in taken
         taken.add(name)
-
-
-def test_there_is_always_a_name() -> None:
-    assert is_name(new_name(lambda name: True))
-
-
-def test_what_a_name_may_be() -> None:
-    assert is_name("site-a")
+    assert is_name(new_name(lambda name: True)), "there is always one"
     assert not any(is_name(name) for name in ("", "-a", "a/b", "a b", "é", "x" * 65, ".."))

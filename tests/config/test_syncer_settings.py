@@ -85,9 +85,6 @@ def test_what_is_no_address_is_named() -> None:
         syncer_settings.ask("here/there", PLAIN, 1.0)
 
 
-# --- The settings of a run from its syncer; what is then done with them is tests/cli/test_model.py -------------------
-
-
 @pytest.fixture
 def hand(tmp_path: Path) -> Iterator[Hand]:
     made = Hand(configured(tmp_path, "model.rope_theta=70000", "model.tied=true"))
@@ -149,13 +146,13 @@ def test_a_site_that_contradicts_its_run_is_refused_by_name(
     assert refused.value.code is ExitCode.MISMATCH
 
 
-@pytest.mark.parametrize("key", ["run.dir", "data.cache", "site.memory_folder", "cluster.syncer.folder"])
-def test_a_syncer_decides_nothing_that_is_this_machines(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told("mine", {**shared_config(compose([])), key: "/elsewhere"})
-    assert "/elsewhere" not in as_text(fill_in(["site.id=fra"], told)).values()
-    monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: told)
-    with pytest.raises(VerbError, match=f"{key} is /elsewhere in run mine"):
-        of_site(["site.id=fra"])
+def test_a_syncer_decides_nothing_that_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("run.dir", "data.cache", "site.memory_folder", "cluster.syncer.folder"):
+        told = Told("mine", {**shared_config(compose([])), key: "/elsewhere"})
+        assert "/elsewhere" not in as_text(fill_in(["site.id=fra"], told)).values()
+        monkeypatch.setattr(syncer_settings, "ask", lambda *asked, told=told: told)
+        with pytest.raises(VerbError, match=f"{key} is /elsewhere in run mine"):
+            of_site(["site.id=fra"])
 
 
 def test_what_cannot_be_with_the_runs_own_is_said_by_the_name_of_what_contradicts_it(
@@ -203,15 +200,6 @@ def test_a_token_that_nobody_reads_is_said(hand: Hand, tmp_path: Path, capsys: p
     said = capsys.readouterr()
     assert "the syncer has no cluster.syncer.tokens_file" in said.err
     assert said.out == "", "where --print-config writes"
-
-
-def test_what_is_said_otherwise_is_refused(hand: Hand) -> None:
-    with pytest.raises(VerbError, match=r"model\.rope_theta is 70000\.0 in run past and 10000\.0 here") as refused:
-        of_client(hand.address, ["model.rope_theta=10000"])
-    assert refused.value.code is ExitCode.MISMATCH
-    with pytest.raises(VerbError, match=r"the syncer at 127\.0\.0\.1:1 does not answer") as away:
-        of_client("127.0.0.1:1", [])
-    assert away.value.code is ExitCode.UNREACHABLE
 
 
 def test_a_tokenizer_of_a_file_must_be_here_too(tmp_path: Path) -> None:

@@ -19,22 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0  # importing torch on two busy cores
 SENTENCES = ("the sites train alone and meet now and then", "a syncer holds the fragments", "what is late is not lost")
 TINY = [
-    "data=text",
-    "data.path=text",
-    "data.tokenizer=bytes",
-    "data.cache=cache",
-    "data.validation_sequences=32",
-    "model.layers=2",
-    "model.dim=32",
-    "model.heads=2",
-    "model.context=32",
-    "inner.batch_sequences=4",
-    "inner.precision=fp32",
-    "inner.checkpoint_every_steps=20",
-    "outer.inner_steps=10",
-    "outer.lr=0.7",
-    "run.seconds=100",
-    "run.log_every=20",
+    *("data=text", "data.path=text", "data.tokenizer=bytes", "data.cache=cache", "data.validation_sequences=32"),
+    *("model.layers=2", "model.dim=32", "model.heads=2", "model.context=32", "inner.batch_sequences=4"),
+    *("inner.precision=fp32", "inner.checkpoint_every_steps=20", "outer.inner_steps=10", "outer.lr=0.7"),
+    *("run.seconds=100", "run.log_every=20"),
 ]
 
 

@@ -17,7 +17,6 @@ from diloco.config.compose import compose, write
 from diloco.config.errors import ConfigError
 from diloco.inner.parallel import SiteGroup
 from diloco.runs.canary import Canaries, command, digest_after, recorded, repeatable
-from diloco.runs.process import PARENT_VARIABLE
 from tests.runs.processes import TINY, Place
 from tests.syncer.building import Events
 
@@ -79,12 +78,9 @@ def test_one_wrong_bit_in_the_second_run_shows(site: Path, monkeypatch: pytest.M
     assert digest_of(site) != first
 
 
-def test_a_checkpoint_may_be_named_itself(site: Path) -> None:
+def test_a_site_or_its_checkpoint_is_found_and_what_is_none_is_named(site: Path, tmp_path: Path) -> None:
     (one,) = (site / "checkpoints").iterdir()
     assert recorded(site) == recorded(one)
-
-
-def test_what_is_no_site_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no site's folder and no checkpoint of one"):
         recorded(tmp_path / "nothing")
     (tmp_path / "checkpoints").mkdir()
@@ -97,39 +93,28 @@ def saying(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def test_a_canary_beside_training_ends_in_an_event() -> None:
-    events = Events()
-    with Canaries(
-        saying("import os; print('{\"same\": true, \"parent\": %s}' % os.environ['DILOCO_PARENT'])"), 0.05, events.emit
-    ):
-        (told, *_) = events.wait_for("canary", bound_s=BOUND_S)
-    assert told["same"] is True
-    assert PARENT_VARIABLE == "DILOCO_PARENT"
-    assert told["seconds"] >= 0
-
-
-def test_a_canary_that_cannot_be_run_is_said_in_its_own_words() -> None:
-    events = Events()
-    with Canaries(saying("import sys; sys.exit('no checkpoint yet')"), 0.05, events.emit):
-        (told, *_) = events.wait_for("canary", bound_s=BOUND_S)
-    assert (told["same"], told["why"]) == (None, "no checkpoint yet")
+PARENT = "import os; print('{\"same\": true, \"parent\": %s}' % os.environ['DILOCO_PARENT'])"
 
 
 @pytest.mark.parametrize(
-    ("command", "why"),
+    ("command", "same", "why"),
     [
-        (["/nowhere/python"], "/nowhere/python: No such file or directory"),
-        (saying("print([1])"), "it printed no JSON object: [1]"),
-        (saying("import sys; sys.stdout.buffer.write(bytes([255]))"), "can't decode byte 0xff"),
+        (saying(PARENT), True, ""),
+        (saying("import sys; sys.exit('no checkpoint yet')"), None, "no checkpoint yet"),
+        (["/nowhere/python"], None, "/nowhere/python: No such file or directory"),
+        (saying("print([1])"), None, "it printed no JSON object: [1]"),
+        (saying("import sys; sys.stdout.buffer.write(bytes([255]))"), None, "can't decode byte 0xff"),
     ],
 )
-def test_a_canary_that_fails_is_said_each_time_and_the_next_is_tried(command: list[str], why: str) -> None:
+def test_each_canary_ends_in_an_event_however_it_ends_and_the_next_is_tried(
+    command: list[str], same: bool | None, why: str
+) -> None:
     events = Events()
     with Canaries(command, 0.05, events.emit):
         told = events.wait_for("canary", count=2, bound_s=BOUND_S)
     for each in told[:2]:
-        assert each["same"] is None
-        assert why in str(each["why"])
+        assert each["same"] is same
+        assert why in str(each.get("why", ""))
 
 
 def test_a_site_that_ends_does_not_wait_for_its_canary_and_0_means_none() -> None:

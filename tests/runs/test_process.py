@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import subprocess
 import sys
 import time
-import weakref
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,105 +13,79 @@ import pytest
 import diloco
 from diloco.cli.main import VERBS
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.durable import PLAIN_DISK, KillingDisk
+from diloco.durable import PLAIN_DISK
 from diloco.inner.parallel import OpenStore
 from diloco.runs.process import (
     ARENAS_MAX,
     KILL_VARIABLE,
     LINUX_ONLY,
+    PARENT_VARIABLE,
     SAME_REQUEST_S,
     SUPPORT,
     Stopping,
     disk_from_environment,
-    keep_what_is_loaded,
     refusal,
 )
 from tests.forked import forkserver
 from tests.integrations.serving import serving
 from tests.runs import elsewhere
+from tests.runs.test_supervise import alive, until
 
 PARENT = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-m", "diloco.runs.process", str(os.getpid()), "sleep", "60"])
-time.sleep(float(sys.argv[1]))
 print(child.pid, flush=True)
 time.sleep(60)
 """
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def ends(pid: int) -> bool:
-    until = time.monotonic() + 10
-    while running(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not running(pid)
-
-
 def test_a_child_even_a_stopped_one_is_killed_with_its_parent() -> None:
     for freeze in (False, True):
-        parent = subprocess.Popen([sys.executable, "-c", PARENT, "0.7"], stdout=subprocess.PIPE, text=True)
+        parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
         assert parent.stdout is not None
         with parent.stdout as out:
             child = int(out.readline())
         try:
-            assert running(child)
+            until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n", 60.0)  # noqa: B023
             if freeze:
                 os.kill(child, signal.SIGSTOP)
             parent.kill()
             parent.wait(10)
-            assert ends(child), f"child {child} lives on, stopped: {freeze}"
+            until(lambda: not alive(child))  # noqa: B023
         finally:
             parent.kill()
-            if running(child):
+            if alive(child):
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_child_whose_parent_has_gone_does_not_begin() -> None:
+@pytest.mark.parametrize("what", ["diloco.runs.process 1 echo began", "diloco status 127.0.0.1:1"])
+def test_a_child_whose_parent_has_gone_does_not_begin_nor_does_a_verb_that_is_tied_to_it(what: str) -> None:
+    environment = {**os.environ, PARENT_VARIABLE: "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "diloco.runs.process", "1", "echo", "began"], capture_output=True, check=False
+        [sys.executable, "-m", *what.split()], capture_output=True, check=False, env=environment, timeout=60
     )
-    assert done.returncode == 1
-    assert not done.stdout
+    assert (done.returncode, done.stdout, done.stderr if "status" in what else b"") == (1, b"", b"")
 
 
-def test_a_verb_is_tied_by_a_variable() -> None:
-    environment = {**os.environ, "DILOCO_PARENT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "diloco", "status", "127.0.0.1:1"], capture_output=True, check=False, env=environment
-    )
-    assert done.returncode == 1
-    assert not done.stderr
-
-
-SHOW = "import gc; from diloco.runs.process import keep_what_is_loaded as keep; keep(); print(gc.get_freeze_count())"
-
-
+KEEP = """
+import gc, weakref
+from diloco.runs.process import keep_what_is_loaded
 class Circle:
-    """Holds itself."""
+    pass
+keep_what_is_loaded()
+circle = Circle()
+circle.itself, gone = circle, weakref.ref(circle)
+del circle
+gc.collect()
+print(gc.get_freeze_count(), gone())
+"""
 
-    def __init__(self) -> None:
-        self.itself = self
 
-
-def test_what_is_loaded_is_looked_at_no_more() -> None:
-    done = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, timeout=60)
-    assert int(done.stdout) > 1000
-
-
-def test_garbage_made_later_is_collected() -> None:
-    try:
-        keep_what_is_loaded()
-        gone = weakref.ref(Circle())
-        gc.collect()
-        assert gone() is None
-    finally:
-        gc.unfreeze()
+def test_what_is_loaded_is_looked_at_no_more_and_garbage_made_later_is_collected() -> None:
+    done = subprocess.run([sys.executable, "-c", KEEP], capture_output=True, text=True, check=True, timeout=60)
+    kept, gone = done.stdout.split()
+    assert int(kept) > 1000
+    assert gone == "None"
 
 
 COUNT = """
@@ -228,13 +199,6 @@ def test_a_process_that_was_a_rank_ends_with_its_code() -> None:
     assert [out for out, _ in told] == ["trained at the end\n"] * WORLD
 
 
-def test_the_plain_disk_without_it_and_a_killing_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KILL_VARIABLE, raising=False)
-    assert disk_from_environment() is PLAIN_DISK
-    monkeypatch.setenv(KILL_VARIABLE, "outbox.put:3")
-    assert isinstance(disk_from_environment(), KillingDisk)
-
-
 @pytest.mark.parametrize("text", ["journal.sync", "journal.sync:0", "journal.sync:-1", "journal.sink:1", ":1", "x"])
 def test_what_names_no_step_and_passage_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KILL_VARIABLE, text)
@@ -242,7 +206,9 @@ def test_what_names_no_step_and_passage_is_refused(text: str, monkeypatch: pytes
         disk_from_environment()
 
 
-def test_the_process_ends_at_that_passage_and_not_before() -> None:
+def test_the_process_ends_at_that_passage_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KILL_VARIABLE, raising=False)
+    assert disk_from_environment() is PLAIN_DISK
     program = (
         "from diloco.durable import Step; from diloco.runs.process import disk_from_environment\n"
         "disk = disk_from_environment()\n"
@@ -267,6 +233,7 @@ def test_before_anything_began_the_first_signal_ends_the_verb() -> None:
 
 def test_the_first_signal_asks_once_and_an_echo_of_it_is_not_a_second(capfd: pytest.CaptureFixture[str]) -> None:
     asked: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
     with Stopping("the site leaves") as stopping:
         stopping.ask(lambda: asked.append("please"))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -274,12 +241,6 @@ def test_the_first_signal_asks_once_and_an_echo_of_it_is_not_a_second(capfd: pyt
         time.sleep(0.01)
     assert asked == ["please"]
     assert capfd.readouterr().err == "the site leaves; once more: at once\n"
-
-
-def test_handlers_are_given_back() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with Stopping("stops"):
-        assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -356,53 +317,32 @@ COMMANDS = {
 }
 
 
-@cache
-def on(system: str, folder: Path) -> tuple[dict[str, str], dict[tuple[str, ...], tuple[int, str]]]:
-    """Return what fails on ``system`` when it is imported, and what commands say there."""
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_elsewhere_every_module_is_imported_and_what_needs_linux_says_so_in_one_line(
+    system: str, tmp_path: Path
+) -> None:
     commands = [*COMMANDS, *((verb, *more) for verb in sorted(LINUX_ONLY) for more in ((), ("--help",)))]
     context = forkserver()
     here, there = context.Pipe()
-    process = context.Process(target=elsewhere.be_on, args=(system, folder, [list(each) for each in commands], there))
+    asked = (system, tmp_path, [list(each) for each in commands], there)
+    process = context.Process(target=elsewhere.be_on, args=asked)
     process.start()
     there.close()
     try:
         assert here.poll(WAIT_S), "it says nothing"
-        found, said = here.recv()
+        found, answers = here.recv()
     finally:
         process.kill()
         process.join(WAIT_S)
-    return found, dict(zip(commands, said, strict=True))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("elsewhere")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_every_module_can_be_imported_elsewhere(system: str, folder: Path) -> None:
-    found, _ = on(system, folder)
     assert not found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_what_needs_linux_says_so_in_one_line_and_has_its_help(system: str, folder: Path) -> None:
-    _, said = on(system, folder)
+    said = dict(zip(commands, answers, strict=True))
+    assert {each: said[each] for each, code in COMMANDS.items() if said[each][0] != code} == {}
     for verb in LINUX_ONLY:
         code, line = said[(verb,)]
         assert (code, line.count("\n")) == (2, 1), line
         assert line.startswith(f"diloco {verb}: it needs Linux, and this is {SYSTEMS[system]}: run it in ")
         assert said[verb, "--help"][0] == 0
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_what_does_not_need_it_works(system: str, command: tuple[str, ...], folder: Path) -> None:
-    _, said = on(system, folder)
-    assert said[command][0] == COMMANDS[command], said[command][1]
 
 
 def test_linux_refuses_no_verb_and_each_that_needs_it_is_one() -> None:

@@ -50,6 +50,7 @@ def test_every_kind_can_be_written() -> None:
     assert steps[7].changes == {"mbps": 1.0, "rtt_ms": 300.0, "jitter_ms": 20.0}
     assert late_sites(steps) == {"site-c"}
     assert [step.site for step in steps[2:5]] == ["", "", "site-c"]
+    assert load("") == load("[]") == load("# nothing") == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,6 @@ def test_every_kind_can_be_written() -> None:
         ("- {at_s: -1, do: kill, target: site-a}", "at_s is -1: seconds"),
         ("- {at_s: .nan, do: kill, target: site-a}", "at_s is nan"),
         ("- {at_s: yes, do: kill, target: site-a}", "at_s is True"),
-        ("- {at_s: '1', do: kill, target: site-a}", "at_s is '1'"),
         ("- {at_progress: 30, do: kill, target: site-a}", "at_progress is 30: the share"),
         ("- {do: kill, target: site-a}", "either at_s (seconds) or at_progress"),
         ("- {at_s: 1, at_progress: 0.1, do: kill, target: site-a}", "either at_s (seconds) or at_progress"),
@@ -99,20 +99,6 @@ def test_what_cannot_be_played_is_refused_with_line_and_value(text: str, wanted:
     assert "\n" not in str(refusal.value)
 
 
-def test_an_empty_scenario_is_one() -> None:
-    assert load("") == load("[]") == load("# nothing") == []
-
-
-def test_the_demo_can_be_played_with_the_default_sites() -> None:
-    file = Path(__file__).parents[2] / "configs" / "scenario" / "demo.yaml"
-    steps = load(file.read_text("utf-8"))
-    assert {(step.do, step.target) for step in steps} == {
-        ("kill", "site-b"),
-        ("partition", "link:site-c"),
-        ("kill", "syncer"),
-    }
-
-
 def test_steps_begin_once_and_end_once() -> None:
     first = Step(do="kill", target="site-a", at_s=10, for_s=5)
     second = Step(do="reset", target="link:site-b", at_progress=0.5)
@@ -128,21 +114,17 @@ def test_steps_begin_once_and_end_once() -> None:
     assert schedule.not_begun() == []
 
 
-def test_what_lasts_is_ended_before_something_begins() -> None:
+def test_what_lasts_is_ended_before_something_begins_and_by_a_drain() -> None:
     first = Step(do="stop", target="site-a", at_s=1, for_s=5)
     second = Step(do="kill", target="site-a", at_s=6, for_s=1)
     schedule = Schedule([first, second])
     schedule.due(1.0, 0.0)
     assert schedule.due(6.0, 0.0) == [Play(first, heals=True), Play(second)]
-
-
-def test_a_drain_ends_everything_and_begins_nothing() -> None:
-    first = Step(do="stop", target="site-a", at_s=1, for_s=5)
-    schedule = Schedule([first, Step(do="kill", target="site-b", at_s=2)])
-    schedule.due(1.0, 0.0)
-    assert len(schedule.not_begun()) == 1
-    assert schedule.heal_all() == [Play(first, heals=True)]
-    assert schedule.due(99.0, 1.0) == []
+    drained = Schedule([first, second])
+    drained.due(1.0, 0.0)
+    assert len(drained.not_begun()) == 1
+    assert drained.heal_all() == [Play(first, heals=True)]
+    assert drained.due(99.0, 1.0) == []
 
 
 def test_what_an_earlier_part_of_the_run_played_is_not_left() -> None:
@@ -193,20 +175,6 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     end_all(made.children.values(), 0.0)
 
 
-def test_a_killed_child_is_not_wanted_until_it_is_healed(stage: Stage) -> None:
-    child = stage.children["syncer"]
-    stage.start(child)
-    first = child.pid
-    assert stage.play(do="kill", target="syncer", for_s=3) == (
-        "fault",
-        {"fault": "kill", "target": "syncer", "seconds": 3},
-    )
-    until(child.ended)
-    assert (child.code, child.wanted) == (-signal.SIGKILL, False)
-    assert stage.play(do="kill", target="syncer", for_s=3, heals=True)[0] == "healed"
-    assert (child.wanted, child.running, child.pid != first) == (True, True, True)
-
-
 def test_a_frozen_child_goes_on(stage: Stage) -> None:
     child = stage.children["site-a"]
     stage.start(child)
@@ -217,7 +185,7 @@ def test_a_frozen_child_goes_on(stage: Stage) -> None:
     assert child.wanted
 
 
-def test_a_site_starts_late_and_leaves(stage: Stage) -> None:
+def test_a_site_starts_late_and_leaves_and_what_is_not_there_is_skipped(stage: Stage) -> None:
     child = stage.children["site-a"]
     assert stage.play(do="start", target="site-a")[0] == "fault"
     assert child.running
@@ -228,9 +196,6 @@ def test_a_site_starts_late_and_leaves(stage: Stage) -> None:
     stage.play(do="leave", target="site-a")
     until(child.ended)
     assert (child.code, child.wanted) == (-signal.SIGTERM, False)
-
-
-def test_what_is_not_there_is_skipped_with_a_word(stage: Stage) -> None:
     assert stage.play(do="kill", target="site-a")[1]["why"] == "it does not run"
     assert "network.emulate" in str(stage.play(do="reset", target="link:site-a")[1]["why"])
 

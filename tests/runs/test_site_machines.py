@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
+import stat
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,7 +26,23 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.run_dir import SiteDir
 from diloco.config.schema import RunConfig
 from diloco.runs import site_machines
-from diloco.runs.site_machines import Another, First, Ranks, ending_of_ranks, forget_ending, tell_speaker
+from diloco.runs.site_machines import (
+    Another,
+    First,
+    Gone,
+    Line,
+    Machines,
+    Order,
+    Ranks,
+    check_machines,
+    differs,
+    ending_of_ranks,
+    forget_ending,
+    reached,
+    tell_speaker,
+)
+from tests.runs.test_supervise import alive
+from tests.syncer.building import eventually
 
 BOUND_S = 30.0
 
@@ -35,10 +58,7 @@ def config(*settings: str) -> RunConfig:
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
-    until = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.005)
+    eventually(condition, what, BOUND_S)
 
 
 class Machine:
@@ -71,6 +91,12 @@ class Machine:
         self.thread.join(BOUND_S)
         assert not self.thread.is_alive()
         return self.how
+
+    def fails(self, code: ExitCode, words: str) -> None:
+        how = self.ended()
+        assert isinstance(how, VerbError)
+        assert how.code is code
+        assert re.search(words, str(how)), how
 
     def runs(self, start: int) -> None:
         """Wait until the ranks of this start run."""
@@ -153,10 +179,9 @@ def test_a_loss_anywhere_is_a_new_start_everywhere_and_there_is_an_end_to_it(
     assert any("the ranks of machine 1 ended with code 1" in text for text in first.said)
     assert any("the ranks of machine 0 ended with code 1" in text for text in first.said)
     again.ends(-9)
-    for how in (first.ended(), again.ended()):
-        assert isinstance(how, VerbError)
-        assert how.code is ExitCode.FAILED
-        assert "site a has lost ranks 4 times (site.rank_restarts=3); at last the ranks of machine 1 ended" in str(how)
+    for each in (first, again):
+        words = r"site a has lost ranks 4 times \(site.rank_restarts=3\); at last the ranks of machine 1 ended"
+        each.fails(ExitCode.FAILED, words)
 
 
 def test_the_others_wait_for_a_first_machine_that_comes_back(made: Callable[..., Machine], tmp_path: Path) -> None:
@@ -171,10 +196,8 @@ def test_the_others_wait_for_a_first_machine_that_comes_back(made: Callable[...,
     wait(lambda: len(second.places) == 2, "the ranks of the other machine")
     says(tmp_path, 4, "another run")
     first.ends(0)
-    for how in (first.ended(), second.ended()):
-        assert isinstance(how, VerbError)
-        assert how.code is ExitCode.MISMATCH
-        assert "another run" in str(how)
+    for each in (first, second):
+        each.fails(ExitCode.MISMATCH, "another run")
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -210,10 +233,7 @@ def test_who_was_asked_to_stop_and_goes_before_the_site_has_left_is_not_waited_f
     second.asked = True
     assert told.wait(BOUND_S)
     second.killed = True  # Asked twice, or its machine was taken away.
-    how = first.ended()
-    assert isinstance(how, VerbError)
-    assert how.code is ExitCode.DRAINED
-    assert "stopped while it waited for machine 1 of 2; the same command goes on" in str(how)
+    first.fails(ExitCode.DRAINED, "stopped while it waited for machine 1 of 2; the same command goes on")
 
 
 @pytest.mark.parametrize(
@@ -223,21 +243,14 @@ def test_who_was_asked_to_stop_and_goes_before_the_site_has_left_is_not_waited_f
         (1, r"waited 0.05 s in vain for machine 0 at 127.0.0.1:0 \(site.nodes_wait_s; .*machines.json is where"),
     ],
 )
-def test_nobody_waits_for_ever(node_rank: int, words: str, made: Callable[..., Machine]) -> None:
-    how = made(node_rank, "site.nodes_wait_s=0.05").ended()
-    assert isinstance(how, VerbError)
-    with pytest.raises(VerbError, match=words):
-        raise how
-
-
-@pytest.mark.parametrize("node_rank", [0, 1])
-def test_who_waits_can_be_asked_to_stop(node_rank: int, made: Callable[..., Machine]) -> None:
+def test_a_machine_waits_neither_for_ever_nor_once_it_is_asked_to_stop(
+    node_rank: int, words: str, made: Callable[..., Machine]
+) -> None:
+    made(node_rank, "site.nodes_wait_s=0.05").fails(ExitCode.FAILED, words)
     alone = made(node_rank)
     wait(lambda: alone.said, "a word")
     alone.asked = True
-    how = alone.ended()
-    assert isinstance(how, VerbError)
-    assert how.code is ExitCode.DRAINED
+    alone.fails(ExitCode.DRAINED, "")
 
 
 def test_a_machine_with_another_folder_or_other_settings_is_told(
@@ -278,17 +291,12 @@ def test_torchrun_is_started_for_this_machine_and_ends_with_its_ranks(
     ranks = Ranks(2, tmp_path / "config.yaml", tmp_path / "own" / "torchrun.log")
     ranks.kill()  # Of nothing.
     ranks.start(3, "place")
-    until = time.monotonic() + BOUND_S
-    while not (tmp_path / "below").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait((tmp_path / "below").exists, "what torchrun starts")
     assert ranks.code() is None
     below = int((tmp_path / "below").read_text())
     ranks.kill()
     assert ranks.code() == -9
-    while Path(f"/proc/{below}").exists() and "Z" not in Path(f"/proc/{below}/stat").read_text().split()[2]:
-        assert time.monotonic() < until, "what torchrun has started is left behind"
-        time.sleep(0.01)
+    wait(lambda: not alive(below), "what torchrun has started is left behind")
     words = ranks.log.read_text().split()
     assert words[:3] == ["-m", "diloco.runs.process", str(os.getpid())]
     assert words[4:] == [
@@ -297,16 +305,9 @@ def test_torchrun_is_started_for_this_machine_and_ends_with_its_ranks(
     ]
 
 
-def test_what_ranks_of_before_said_is_forgotten(tmp_path: Path) -> None:
-    folder = SiteDir(tmp_path)
-    forget_ending(folder)
-    for path in (folder.ending, folder.speaker):
-        path.write_text("of before")
-    forget_ending(folder)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_how_rank_0_ended_is_how_the_site_ended(tmp_path: Path) -> None:
+def test_how_rank_0_ended_is_how_the_site_ended_or_its_log_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, ranks = SiteDir(tmp_path), Ranks(1, tmp_path / "config.yaml", tmp_path / "torchrun.log")
     for code in (ExitCode.OK, ExitCode.DRAINED):
         folder.ending.write_text(json.dumps({"code": int(code), "text": "so it was"}))
@@ -315,16 +316,14 @@ def test_how_rank_0_ended_is_how_the_site_ended(tmp_path: Path) -> None:
     with pytest.raises(VerbError, match="another run") as ended:
         ending_of_ranks("a", folder, ranks)
     assert ended.value.code is ExitCode.MISMATCH
-
-
-def test_ranks_that_died_without_a_word_are_said_with_the_end_of_their_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(1, tmp_path / "config.yaml", tmp_path / "torchrun.log")
+    folder.speaker.write_text("of before")
+    for _ in range(2):
+        forget_ending(folder)
+        assert list(tmp_path.iterdir()) == []
     ranks.log.write_text("x" * 5000 + "the last\nwords")
     monkeypatch.setattr(Ranks, "code", lambda self: -9)
     with pytest.raises(VerbError, match=r"ended with code -9.*the last\s+words") as ended:
-        ending_of_ranks("a", SiteDir(tmp_path), ranks)
+        ending_of_ranks("a", folder, ranks)
     assert ended.value.code is ExitCode.FAILED
 
 
@@ -352,3 +351,137 @@ def test_each_speaker_is_told_once_it_has_said_who_it_is(tmp_path: Path) -> None
         for child in (first, second):
             child.kill()
             child.wait()
+
+
+@cache
+def three(*settings: str) -> RunConfig:
+    return compose(["site.nodes=3", "site.rendezvous=127.0.0.1:0", *settings])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["site.nodes=0"], "site.nodes is 0: at least 1"),
+        (["site.node_rank=3"], "site.node_rank is 3: from 0 to 2, with site.nodes=3"),
+        (["site.node_rank=-1"], "site.node_rank is -1: from 0"),
+        (["site.nodes_wait_s=0"], r"site.nodes_wait_s is 0.0: seconds, more than 0"),
+        (["site.rendezvous=''"], "site.rendezvous is '': HOST:PORT of machine 0"),
+        (["site.rendezvous=node-a"], "site.rendezvous is 'node-a': HOST:PORT"),
+        (["site.rendezvous=node-a:70000"], "site.rendezvous is 'node-a:70000': HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_is_named(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match="^" + words):
+        check_machines(three(*settings))
+
+
+def test_what_can_be_is_taken() -> None:
+    check_machines(compose([]))
+    check_machines(three("site.node_rank=2"))
+    assert site_machines.rendezvous_of(three("site.rendezvous='[::1]:29500'")) == ("::1", 29500)
+
+
+def test_only_a_few_settings_may_be_others_on_each_machine() -> None:
+    here = site_machines.configs.as_text(three())
+    own = ["site.node_rank=1", "site.rendezvous=a:1", "run.dir=there", "data.path=x", "data.cache=y"]
+    assert differs(here, site_machines.configs.as_text(three(*own))) == ""
+    assert differs(here, site_machines.configs.as_text(three("site.nproc=2"))) == (
+        "site.nproc is 2 here and 1 on machine 0: the machines of a site have the same settings"
+    )
+
+
+@pytest.fixture
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    monkeypatch.setattr(site_machines, "KNOCK_S", BOUND_S)
+    with Machines(three(), SiteDir(tmp_path)) as made:
+        yield made
+
+
+def come(meeting: Machines, folder: Path, node: int) -> Line:
+    line = reached(three(f"site.node_rank={node}"), SiteDir(folder))
+    before = meeting.lives.get(node)
+
+    def taken_in() -> bool:
+        meeting.attend(Order())
+        return meeting.lives.get(node) not in (None, before)
+
+    wait(taken_in, "the machine to be taken in")
+    return line
+
+
+def test_a_machine_that_has_come_back_is_another_and_its_line_of_before_ends(meeting: Machines, tmp_path: Path) -> None:
+    before = come(meeting, tmp_path, 1)
+    life = meeting.lives[1]
+    again = come(meeting, tmp_path, 1)  # The first does not know yet that the one before is no more.
+    assert meeting.lives[1] != life
+    with pytest.raises(Gone):
+        wait(lambda: bool(list(before.heard()) and False), "the end")
+    for line in (before, again):
+        line.close()
+
+
+def test_who_says_nothing_is_gone(meeting: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = come(meeting, tmp_path, 1)
+    monkeypatch.setattr(site_machines, "SILENT_S", 0.0)
+    time.sleep(0.001)
+    meeting.attend(Order())
+    assert meeting.lives == {}
+    with pytest.raises(Gone):
+        list(line.heard())
+    line.close()
+
+
+def test_who_is_cut_off_in_the_middle_of_a_word_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_machines, "SILENT_S", 1.0)
+    here, there = socket.socketpair()
+    line = Line(Connection(here.detach()))
+    with there:
+        there.sendall(struct.pack("!i", 100) + b"{")
+        with pytest.raises(Gone):
+            list(line.heard())
+    line.close()
+
+
+def test_a_machine_of_a_number_that_is_taken_is_told_why(meeting: Machines, tmp_path: Path) -> None:
+    line = reached(three("site.node_rank=0"), SiteDir(tmp_path))
+    told: list[dict[str, object]] = []
+
+    def answered() -> bool:
+        meeting.attend(Order())
+        with suppress(Gone):
+            told.extend(line.heard())
+        return bool(told)
+
+    wait(answered, "an answer")
+    assert str(told[0]["refused"]).startswith("site.node_rank is 0: from 1 to 2 beside machine 0")
+    assert meeting.lives == {}
+    line.close()
+
+
+def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder(tmp_path: Path) -> None:
+    here, there = SiteDir(tmp_path / "here"), SiteDir(tmp_path / "there")
+    with pytest.raises(OSError, match="No such file"):
+        reached(three("site.node_rank=1"), here)
+    here.root.mkdir()
+    there.root.mkdir()
+    with Machines(three(), here) as meeting:
+        assert stat.S_IMODE(here.meeting.stat().st_mode) == 0o600
+        known = three("site.node_rank=1", f"site.rendezvous=127.0.0.1:{meeting.port}")
+        with pytest.raises(AuthenticationError, match="is not there"):
+            reached(known, there)
+        there.meeting.write_text('{"host": "x", "port": 1, "key": "00"}')
+        with pytest.raises(AuthenticationError):
+            reached(known, there)
+        there.meeting.write_text("nonsense")
+        with pytest.raises(OSError, match="JSONDecodeError"):
+            reached(known, there)
+    assert not here.meeting.exists()
+    with pytest.raises(OSError, match="refused"):
+        reached(known, here)
+
+
+def test_a_port_that_cannot_be_had_is_said(tmp_path: Path) -> None:
+    with Machines(three(), SiteDir(tmp_path)) as meeting:
+        taken = three(f"site.rendezvous=127.0.0.1:{meeting.port}")
+        with pytest.raises(ConfigError, match=r"^site\.rendezvous is '127\.0\.0\.1:\d+': Address already in use"):
+            Machines(taken, SiteDir(tmp_path)).__enter__()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from diloco.runs import site_rank
 from diloco.runs.site_rank import (
     Place,
     among_machines,
+    check_one_folder,
     check_resume,
     ending,
     in_words,
@@ -107,9 +109,6 @@ def test_an_ending_has_a_code_and_says_where_the_tokens_are(
     got, text = ending("site-a", Finished(how, "why", ledger), resumed_step)
     assert got is code
     assert words in text
-
-
-def test_a_site_that_gave_up_failed() -> None:
     with pytest.raises(VerbError, match="site-a stopped: five discards in a row") as ended:
         ending("site-a", Finished("failed", "five discards in a row", {}), None)
     assert ended.value.code is ExitCode.FAILED
@@ -126,44 +125,6 @@ def test_what_training_says_becomes_one_line() -> None:
             raise error
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "told"),
-    [
-        (RankLost(ExitCode.FAILED, "rank 1 of 2 failed"), 1, ExitCode.FAILED),
-        (VerbError(ExitCode.MISMATCH, "another model"), 0, ExitCode.MISMATCH),
-        (ConfigError("data: no text"), 0, ExitCode.USAGE),
-    ],
-)
-def test_only_a_lost_rank_has_all_ranks_started_again(
-    error: Exception, code: int, told: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = compose([f"run.dir={tmp_path}", "run.name=again", "site.id=a", "site.nproc=2"])
-    folder = run_dir_of(config).site("a")
-    folder.agent.mkdir(parents=True)
-    write(config, folder.config)
-    for name, value in {**TORCHRUN, "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(site_rank, "die_with_parent", lambda parent: None)
-    monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=error))
-    assert site_rank.main([str(folder.config)]) == code
-    ended = {"code": int(told), "text": str(error), "start": 0, "again": bool(code)}
-    assert json.loads(folder.ending.read_text()) == ended
-
-    # Another rank is lost with it; that is worth a new start where it is to rank 0, and of this start only.
-    monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=RankLost(ExitCode.FAILED, "rank 0 is gone")))
-    monkeypatch.setenv("RANK", "1")
-    assert site_rank.main([str(folder.config)]) == code
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert site_rank.main([str(folder.config)]) == 1
-    assert json.loads(folder.ending.read_text()) == ended
-
-    # A new rank 0 takes back how the one before it ended.
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(site_rank, "run_rank", lambda config, place: (ExitCode.OK, str(folder.ending.exists())))
-    assert site_rank.main([str(folder.config)]) == 0
-    assert json.loads(folder.ending.read_text())["text"] == "False"
-
-
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The exit code of one rank of the site ``a`` at one start, which ends as it is told."""
@@ -177,7 +138,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         environment = {**TORCHRUN, "RANK": str(number), "TORCHELASTIC_RESTART_COUNT": str(start)}
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=[how]))
+        monkeypatch.setattr(site_rank, "run_rank", how if callable(how) else Mock(side_effect=[how]))
         return site_rank.main([str(folder.config)])
 
     return run
@@ -185,6 +146,30 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 LOST = RankLost(ExitCode.FAILED, "another rank is gone")
 MISTAKE = ConfigError("data: no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "of"),
+    [
+        (RankLost(ExitCode.FAILED, "rank 1 of 2 failed"), 1, ExitCode.FAILED),
+        (VerbError(ExitCode.MISMATCH, "another model"), 0, ExitCode.MISMATCH),
+        (ConfigError("data: no text"), 0, ExitCode.USAGE),
+    ],
+)
+def test_only_a_lost_rank_has_all_ranks_started_again(
+    error: Exception, code: int, of: ExitCode, rank: Callable[..., int], tmp_path: Path
+) -> None:
+    ending = tmp_path / "again/sites/a/ending.json"
+    ended = {"code": int(of), "text": str(error), "start": 0, "again": bool(code)}
+    assert rank(0, error) == code
+    assert json.loads(ending.read_text()) == ended
+    # Another rank is lost with it; that is worth a new start where it is to rank 0, and of this start only.
+    assert rank(1, LOST) == code
+    assert rank(1, LOST, start=1) == 1
+    assert json.loads(ending.read_text()) == ended
+    # A new rank 0 takes back how the one before it ended.
+    assert rank(0, lambda config, place: (ExitCode.OK, str(ending.exists())), start=1) == 0
+    assert told(tmp_path) == (0, "False")
 
 
 def told(tmp_path: Path) -> tuple[int, str]:
@@ -231,3 +216,67 @@ def test_two_ranks_that_end_at_once_say_one_after_the_other(rank: Callable[..., 
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"site\.device is 'tpu'"):
         join_group(compose(["site.device=tpu"]), Place())
+
+
+BOUND_S = 20.0
+
+
+class Rank:
+    """One of two threads as a rank."""
+
+    def __init__(self, rank: int, world: int, barrier: threading.Barrier, said: dict[int, bytes]) -> None:
+        self.rank, self.world, self.is_first = rank, world, rank == 0
+        self._barrier, self._said = barrier, said
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        self._said[self.rank] = mine
+        self._barrier.wait(BOUND_S)
+        found = [self._said[rank] for rank in range(self.world)]
+        self._barrier.wait(BOUND_S)
+        return found
+
+    def broadcast_small(self, values: list[int]) -> list[int]:
+        return [int(self.all_gather_bytes(str(values[0]).encode())[0])]
+
+
+def checked(*folders: Path, within_s: float) -> list[str]:
+    """What each rank is told that has this folder for the site's."""
+    barrier, said = threading.Barrier(len(folders)), dict[int, bytes]()
+    config = compose(["run.dir=here"])
+
+    def check(rank: int) -> str:
+        group = Rank(rank, len(folders), barrier, said)
+        try:
+            check_one_folder(config, SiteDir(folders[rank]), group, within_s)  # type: ignore[arg-type]
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(folders)) as ranks:
+        return list(ranks.map(check, range(len(folders))))
+
+
+def test_one_folder_is_enough_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    assert checked(tmp_path, tmp_path, within_s=BOUND_S) == ["", ""]
+    assert checked(tmp_path, within_s=0) == [""]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_sees_another_folder_is_named_to_all(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    told = checked(tmp_path, tmp_path, tmp_path / "other", within_s=0.2)
+    assert len(set(told)) == 1
+    assert told[0].startswith("run.dir is 'here': rank 2, on ")
+    assert "does not see there what rank 0 writes" in told[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_folder_that_shows_it_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists, asked = Path.exists, list[str]()
+
+    def later(path: Path) -> bool:
+        asked.append(path.name)
+        return len(asked) > 4 and exists(path)
+
+    monkeypatch.setattr(Path, "exists", later)
+    assert checked(tmp_path, tmp_path, within_s=BOUND_S) == ["", ""]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.runs.process import Child, Interrupts, child_environment, descendants, end_all
+from diloco.runs.process import PARENT_VARIABLE, Child, Interrupts, child_environment, descendants, end_all
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -112,31 +111,10 @@ def test_back_off_grows_and_is_bounded(tmp_path: Path) -> None:
     assert waits[-1] == 15.0
 
 
-def test_children_die_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """The parent is killed and can do nothing for them; the verbs tie themselves to it by ``DILOCO_PARENT``."""
-    code = f"""
-import os, sys, time
-from pathlib import Path
-from diloco.runs.process import Child, child_environment
-inner = "import os; from diloco.runs.process import *; die_with_parent(int(os.environ[PARENT_VARIABLE])); "
-child = Child("a", [sys.executable, "-c", inner + {SLEEPER!r}], Path({str(tmp_path / "log")!r}))
-child.start(child_environment(os.environ))
-while child.last_words() != "up": time.sleep(0.01)
-print(child.pid, flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment()) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert alive(pid)
-        parent.kill()
-    until(lambda: not alive(pid))
-
-
-def test_the_environment_leads_to_this_package() -> None:
+def test_the_environment_leads_to_this_package_and_to_its_parent() -> None:
     made = child_environment({"PYTHONPATH": "/else", "HOME": "/h"})
     assert made["PYTHONPATH"] == f"{Path(__file__).resolve().parents[2]}{os.pathsep}/else"
-    assert made["HOME"] == "/h"
+    assert (made["HOME"], made[PARENT_VARIABLE]) == ("/h", str(os.getpid()))
 
 
 def test_interrupts_are_counted_and_the_same_one_counts_once() -> None:

@@ -6,8 +6,11 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -21,22 +24,27 @@ from diloco.observe.eventlog import EventLog, read_events
 from diloco.observe.history import RunHistory
 from diloco.observe.view import Facts, PlainView
 from diloco.runs.process import SAME_REQUEST_S, Child, Interrupts, child_environment
-from diloco.runs.scenario import Step, link_name, site_of
+from diloco.runs.scenario import Step
 from diloco.runs.up import (
     Outcome,
+    StatusWatch,
+    StatusWatches,
     Up,
     UpOptions,
     check_syncers,
-    children_of,
     not_played,
     restore_line,
     syncer_address,
     syncers_of,
+    together,
 )
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
-from tests.runs.test_supervise import alive
+from diloco.wire.messages import Refusal, Status
+from diloco.wire.options import SecurityOptions, ServerOptions
+from tests.runs.test_supervise import alive, until
 from tests.syncer.building import eventually
+from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,9 +142,14 @@ class Stage:
         return [e for e in events if e["what"] == what and all(e.get(key) == value for key, value in fields.items())]
 
 
-def test_a_run_begins_ends_and_leaves_nobody(tmp_path: Path) -> None:
+def test_a_run_begins_ends_and_leaves_no_process(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    outcome = stage.play()
+    units = {"leased": 9, "merged": 4, "partly": 1, "repeated": 0}
+    stage.watch.latest = {"sites": {}, "units": units}
+    with RelayProcess() as relay:
+        relay.add("site-a", LinkOptions(), "127.0.0.1:9")
+        stage.relay = relay
+        outcome = stage.play()
     assert (outcome.code, outcome.wrong) == (ExitCode.OK, [])
     assert stage.history.ending == "finished"
     assert stage.left == []
@@ -145,19 +158,9 @@ def test_a_run_begins_ends_and_leaves_nobody(tmp_path: Path) -> None:
     assert len(stage.seen("process", state="started")) == 4
     assert stage.history.references == {"xz": 1.7}
     assert stage.history.evaluations
-
-
-def test_what_the_syncer_says_of_units_is_told_when_it_changes(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    units = {"leased": 9, "merged": 4, "partly": 1, "repeated": 0}
-    stage.watch.latest = {"sites": {}, "units": units}
-    stage.play()
-    assert len(stage.seen("units")) == 1
     assert stage.history.units == units
-    nobody = Stage(tmp_path / "unleased")
-    nobody.watch.latest = {"sites": {}, "units": None}
-    nobody.play()
-    assert nobody.seen("units") == []
+    assert len(stage.seen("units")) == 1, "it is told when it changes"
+    assert stage.seen("link", site="site-a", bytes_up=0)
 
 
 def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
@@ -247,20 +250,15 @@ def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
     assert stage.children["site-c"].code == 75
 
 
-def test_one_interrupt_drains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+def test_one_interrupt_drains_and_by_signal_where_the_drain_needs_another_token(refuses: bool, tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
+    stage.watch.refuses = refuses
     stage.play(stage.has_begun)
     assert stage.history.ending == "drained"
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
     assert stage.left == []
     assert "asked to stop" in stage.out.getvalue()
-
-
-def test_a_drain_that_needs_another_token_goes_by_signal(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, seconds=60)
-    stage.watch.refuses = True
-    stage.play(stage.has_begun)
-    assert stage.history.ending == "drained"
 
 
 def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
@@ -311,28 +309,6 @@ def test_a_run_without_sites_is_drained(tmp_path: Path) -> None:
     assert stage.history.ending == "drained"
 
 
-def test_links_are_counted(tmp_path: Path) -> None:
-    with RelayProcess() as relay:
-        relay.add("site-a", LinkOptions(), "127.0.0.1:9")
-        stage = Stage(tmp_path, seconds=0.7)
-        stage.relay = relay
-        stage.play()
-    assert stage.seen("link", site="site-a", bytes_up=0)
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_is_not_taken_for_ended(tmp_path: Path) -> None:
-    first = Stage(tmp_path, seconds=60)
-    first.play(first.has_begun)
-    (tmp_path / "ending").unlink()
-    again = Stage(tmp_path, Step(do="kill", target="site-a", at_progress=0.0), seconds=1.0)
-    outcome = again.play()
-    assert outcome.wrong == []
-    assert again.history.ending == "finished"
-    assert again.history.sites["site-a"].spans[1].end_s is not None
-    assert not again.history.faults, "the scenario was played twice"
-
-
 @pytest.mark.slow
 def test_what_was_played_is_not_played_again(tmp_path: Path) -> None:
     steps = [Step(do="start", target="site-b", at_s=0.1), Step(do="kill", target="site-a", at_s=0.2, for_s=0.1)]
@@ -342,6 +318,8 @@ def test_what_was_played_is_not_played_again(tmp_path: Path) -> None:
     (tmp_path / "ending").unlink()
     again = Stage(tmp_path, *steps, seconds=1.0)
     assert again.play().wrong == []
+    assert again.history.ending == "finished", "the drain before is not taken for its end"
+    assert again.history.sites["site-a"].spans[-1].end_s is not None
     assert [fault.what for fault in again.history.faults] == ["start", "kill"]
     assert len(again.seen("process", name="site-b", state="started")) == 2, "the late site was not started at once"
 
@@ -356,19 +334,6 @@ def test_what_was_not_played_is_said(tmp_path: Path) -> None:
     stage.log.close()
 
 
-def test_the_processes_of_a_run_are_our_verbs(tmp_path: Path) -> None:
-    options = Stage(tmp_path).options
-    options.sites = {"site-a": ["site.id=site-a", "site.syncer=127.0.0.1:2"]}
-    children = children_of(options, RunDir(tmp_path))
-    assert list(children) == ["syncer", "site-a", "eval"]
-    words = " ".join(children["site-a"].command)
-    assert words.endswith(f"-m diloco site --config {tmp_path}/config.yaml site.id=site-a site.syncer=127.0.0.1:2")
-    assert children["syncer"].command[-1] == "cluster.syncer.listen=127.0.0.1:1"
-    assert [child.is_site for child in children.values()] == [False, True, False]
-
-
-# --- The syncers of ``diloco up`` ------------------------------------------------------------------------------------
-
 TWO = ["outer.num_fragments=2", "outer.num_syncers=2", "run.name=x"]
 
 
@@ -376,27 +341,19 @@ def config_in(path: Path, *overrides: str) -> RunConfig:
     return compose([f"run.dir={path}/runs", "run.name=x", *overrides])
 
 
-def test_the_address_is_free_unless_it_was_chosen(tmp_path: Path) -> None:
+def test_each_syncer_has_an_address_a_folder_and_what_is_typed_once_its_data_are_lost(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "x"
     first = syncer_address(config_in(tmp_path))
     assert first.startswith("127.0.0.1:")
-    assert first != "127.0.0.1:7077"
+    assert first != "127.0.0.1:7077", "a free one, unless it was chosen"
     assert syncer_address(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123")) == "127.0.0.1:7123"
-
-
-@pytest.mark.parametrize(
-    ("setting", "source"),
-    [("cluster.syncer.backup=s3://bucket/x", "--from s3://bucket/x"), ("seed=1", "--from-site {}/sites/site-a")],
-)
-def test_who_loses_the_syncers_folder_is_told_what_to_type(tmp_path: Path, setting: str, source: str) -> None:
-    root = tmp_path / "runs" / "x"
-    assert restore_line(config_in(tmp_path, setting)) == f"diloco restore {root} {source.format(root)}"
-
-
-def test_each_of_two_has_an_address_a_folder_and_a_way_back(tmp_path: Path) -> None:
-    one, other = syncers_of(config_in(tmp_path, *TWO, "cluster.syncer.backup=s3://bucket"))
+    assert restore_line(config_in(tmp_path)) == f"diloco restore {root} --from-site {root}/sites/site-a"
+    backup = "cluster.syncer.backup=s3://bucket"
+    assert restore_line(config_in(tmp_path, backup)) == f"diloco restore {root} --from s3://bucket"
+    one, other = syncers_of(config_in(tmp_path, *TWO, backup))
     assert (one.name, other.name) == ("syncer", "syncer-1")
     assert one.address != other.address
-    assert other.run_dir.root == tmp_path / "runs/x/syncers/1"
+    assert other.run_dir.root == root / "syncers/1"
     assert other.restore == f"diloco restore {other.run_dir.root} --from s3://bucket/syncer-1"
 
 
@@ -406,20 +363,96 @@ def test_each_of_two_has_an_address_a_folder_and_a_way_back(tmp_path: Path) -> N
         ("cluster.syncer.listen=127.0.0.1:7123", "cluster.syncer.listen is '127.0.0.1:7123': diloco up gives each"),
         ("cluster.syncer.metrics=9464", "cluster.syncer.metrics is '9464': diloco up gives each"),
         ("cluster.syncer.index=1", "cluster.syncer.index is 1: diloco up gives each"),
+        ("cluster.lease.path=/x/lease", "cluster.lease.path is '/x/lease': several syncers need a file each"),
     ],
 )
 def test_what_two_on_one_machine_cannot_share_is_named(tmp_path: Path, setting: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_syncers(config_in(tmp_path, *TWO, setting))
+        check_syncers(config_in(tmp_path, *TWO, *(["cluster.lease.kind=file"] if "lease" in setting else []), setting))
     check_syncers(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123"))
 
 
-def test_a_lease_file_is_for_one(tmp_path: Path) -> None:
-    lease = ["cluster.lease.kind=file", "cluster.lease.path=/x/lease"]
-    with pytest.raises(ConfigError, match=r"cluster.lease.path is '/x/lease': several syncers need a file each"):
-        check_syncers(config_in(tmp_path, *TWO, *lease))
+@pytest.fixture
+def syncer() -> FakeSyncer:
+    return FakeSyncer()
 
 
-def test_a_sites_links_bear_its_name() -> None:
-    assert [link_name("site-a", index) for index in range(2)] == ["site-a", "site-a@1"]
-    assert [site_of(link_name("site-a", index)) for index in range(2)] == ["site-a"] * 2
+@pytest.fixture
+def watch(syncer: FakeSyncer) -> Iterator[StatusWatch]:
+    server = serve(syncer, ServerOptions(run_id=RUN))
+    watch = StatusWatch(server.address, SecurityOptions())
+    yield watch
+    watch.close()
+    server.stop(0.1)
+
+
+def test_the_newest_answer_is_kept_and_a_drain_is_passed_on_once(watch: StatusWatch, syncer: FakeSyncer) -> None:
+    until(lambda: watch.latest is not None)
+    assert watch.latest == {"run_id": RUN, "sites": {"site-a": {"step": 1}}}
+    watch.hurry()
+    watch.drain()
+    until(lambda: watch.drain_accepted)
+    seen = syncer.calls.count("status")
+    until(lambda: syncer.calls.count("status") >= seen + 4, 3.0)
+    assert syncer.calls.count("drain") == 1
+
+
+def test_a_refusal_is_kept_in_words(watch: StatusWatch, syncer: FakeSyncer) -> None:
+    def refuse() -> None:
+        raise Refusal(Status.PERMISSION_DENIED, "only an admin may do this")
+
+    syncer.drain = refuse  # type: ignore[method-assign]
+    watch.drain()
+    until(lambda: watch.drain_refused)
+    assert watch.drain_refused == "only an admin may do this"
+    assert not watch.drain_accepted
+
+
+def test_a_syncer_that_is_not_there_holds_nobody_up() -> None:
+    watch = StatusWatch("127.0.0.1:9", SecurityOptions())
+    watch.drain()
+    time.sleep(0.1)
+    assert watch.latest is None
+    began = time.monotonic()
+    watch.close()
+    assert time.monotonic() - began < 5
+
+
+def test_what_two_syncers_say_is_what_one_would() -> None:
+    site = {"tokens_merged": 100, "tokens_in_flight": 10, "tokens_processed": 150, "updates_merged": 4, "undecided": 1}
+    first = {"fragments": [{}] * 3, "sites": {"a": {**site, "updates_refused": {"stale": 1}}}}
+    late = {**site, "tokens_merged": 60, "tokens_processed": None, "updates_refused": {"stale": 2}}
+    other = {"fragments": [{}], "sites": {"a": late, "b": site}}
+    told = together([first, other])
+    assert told is not None
+    sites: Any = told["sites"]
+    assert sites["a"] == {
+        "tokens_merged": (3 * 100 + 60) // 4,
+        "tokens_in_flight": 10,
+        "tokens_processed": 150,
+        "updates_merged": 8,
+        "undecided": 2,
+        "updates_refused": {"stale": 3},
+    }
+    assert sites["b"]["tokens_merged"] == 25, "one that the other syncer does not know has merged nothing there"
+    assert together([]) is None
+
+
+def test_all_syncers_are_drained() -> None:
+    pair = [Mock(latest=None, drain_accepted=False, drain_refused="") for _ in range(2)]
+    watches = StatusWatches(pair)  # type: ignore[arg-type]
+    assert watches.latest is None
+    watches.drain()
+    watches.hurry()
+    watches.close()
+    for each in pair:
+        for told in (each.drain, each.hurry, each.close):
+            told.assert_called_once_with()
+    pair[0].drain_accepted = True
+    assert not watches.drain_accepted
+    pair[1].drain_accepted = True
+    assert watches.drain_accepted
+    pair[1].drain_refused = "an admin's token, please"
+    assert watches.drain_refused == "an admin's token, please"
+    watches.drain_refused = ""
+    assert not watches.drain_refused
