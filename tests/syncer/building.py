@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.spool import Spool
 from diloco.wire.identity import Identity
-from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, ReportInfo
+from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, Refusal, ReportInfo, Status
 from diloco.wire.options import SecurityOptions, ServerOptions
 
 LAYOUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 2)
@@ -182,6 +183,13 @@ def push(syncer: Syncer, header: PushHeader, payload: bytes) -> PushResult:
         return opened.commit(header.digest)
     finally:
         opened.close()
+
+
+@contextmanager
+def refused(status: Status, words: str | None = None) -> Iterator[None]:
+    with pytest.raises(Refusal, match=words) as raised:
+        yield
+    assert raised.value.status is status
 
 
 def files(folder: Path) -> dict[str, bytes]:
