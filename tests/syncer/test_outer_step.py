@@ -174,8 +174,9 @@ def test_19_a_buffer_update_by_update_is_fedbuff_s_sum_over_its_size(tmp_path: P
             where = {"payload": kept.payload, "digest": kept.digest}
             effects = machine.push(site, sent[site], base_version=base, **where)
             theta -= 0.7 / size * (1 + version - base) ** -0.5 * d.double()
-        parts = list(only(StartOuterStep, effects).contributions)
-        held = made(spool, parts, held, "fp32", rule).values
+        result = run_outer_step(only(StartOuterStep, effects), held, spool, rule, "fp32")
+        assert result is not None
+        held = result.values
         machine.done()
     torch.testing.assert_close(held.theta.double(), theta, rtol=0, atol=1e-6)
 
