@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,20 +123,25 @@ def fresh_syncer(folder: Path, told: Told, chosen: Sequence[Selection]) -> list[
     return desk.values
 
 
-def assert_bits(left: Tensor | None, right: Tensor | None, why: object) -> None:
-    assert (left is None) == (right is None), why
-    if left is not None and right is not None:
-        assert torch.equal(left.view(torch.int32), right.view(torch.int32)), why
+def assert_bits(mine: FragmentValues, theirs: tuple[Tensor, Tensor, Tensor | None], why: object) -> None:
+    found = (mine.theta, mine.published, mine.optimizer.momentum)
+    for left, right in zip(found, theirs, strict=True):
+        assert (left is None) == (right is None), why
+        if left is not None and right is not None:
+            assert torch.equal(left.view(torch.int32), right.view(torch.int32)), why
 
 
-def without(told: Told, chosen: Sequence[Selection], last: int | None = None) -> ReplayerWithout:
-    machine = OuterSync.restore(OUTER, told.first.state)
-    store = told.desk.store
-    replayer = ReplayerWithout(
-        machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, last
-    )
-    told.replay(replayer)
-    return replayer
+def replayer(told: Told, chosen: Sequence[Selection] = (), **how: Any) -> ReplayerWithout:
+    desk = told.desk
+    machine = OuterSync.restore(desk.machine.options, told.first.state)
+    store = desk.store
+    return ReplayerWithout(machine, told.first.fragments, store.spool, desk.rules, store.lineages, chosen, **how)
+
+
+def without(told: Told, *chosen: Selection, **how: Any) -> ReplayerWithout:
+    found = replayer(told, chosen, **how)
+    told.replay(found)
+    return found
 
 
 def drawn(told: Told, dice: random.Random) -> list[Selection]:
@@ -155,97 +161,64 @@ def test_without_some_updates_it_is_the_plain_loop_and_a_syncer_that_never_got_t
         dice = random.Random(seed)
         told = Told(tmp_path / f"{seed}", seed, codec, length=60)
         chosen = drawn(told, dice)
-        replayer = without(told, chosen)
-        taken, skipped = taken + len(replayer.left_out), skipped + len(replayer.skipped)
+        rebuilt = without(told, *chosen)
+        taken, skipped = taken + len(rebuilt.left_out), skipped + len(rebuilt.skipped)
         fresh = fresh_syncer(tmp_path / f"fresh-{seed}", told, chosen)
         plain = plain_loop(told, chosen)
-        for mine, (theta, published, momentum), other in zip(replayer.values, plain, fresh, strict=True):
+        for mine, formula, other in zip(rebuilt.values, plain, fresh, strict=True):
             why = (seed, [str(one) for one in chosen])
-            assert_bits(mine.theta, theta, why)
-            assert_bits(mine.published, published, why)
-            assert_bits(mine.optimizer.momentum, momentum, why)
-            assert_bits(mine.theta, other.theta, why)
-            assert_bits(mine.published, other.published, why)
-            assert_bits(mine.optimizer.momentum, other.optimizer.momentum, why)
+            assert_bits(mine, formula, why)
+            assert_bits(mine, (other.theta, other.published, other.optimizer.momentum), why)
             assert mine.digest == other.digest, why
-        for (site, index), (tokens, updates) in replayer.held.items():
+        for (site, index), (tokens, updates) in rebuilt.held.items():
             line = told.desk.machine.state.sites[site].lines[index]
-            gone = [out.tokens for out in replayer.left_out if (out.site, out.fragment) == (site, index)]
+            gone = [out.tokens for out in rebuilt.left_out if (out.site, out.fragment) == (site, index)]
             assert (tokens + sum(gone), updates + len(gone)) == (line.tokens_merged, line.updates_merged)
         versions = [fragment.version for fragment in told.desk.machine.state.fragments]
-        assert [mine.version for mine in replayer.values] == versions, "a skipped step keeps its number"
+        assert [mine.version for mine in rebuilt.values] == versions, "a skipped step keeps its number"
     assert taken > 6, "the dice left nothing out"
     assert skipped > 0, "no step was left empty"
 
 
 def test_with_nothing_left_out_it_is_the_run(tmp_path: Path) -> None:
     told = Told(tmp_path, 5)
-    replayer = without(told, [])
-    assert replayer.compared == sum(values.version for values in replayer.values) > 3
-    for mine, theirs in zip(replayer.values, told.desk.values, strict=True):
-        assert mine.digest == theirs.digest
-    assert not replayer.left_out
-    assert replayer.old_base_waiting == 0
+    rebuilt = without(told)
+    assert rebuilt.compared == sum(values.version for values in rebuilt.values) > 3
+    assert [mine.digest for mine in rebuilt.values] == [theirs.digest for theirs in told.desk.values]
+    assert not rebuilt.left_out
+    assert rebuilt.old_base_waiting == 0
 
 
-def test_what_was_left_out_and_what_was_trained_on_it_is_told(tmp_path: Path) -> None:
+def test_what_was_left_out_is_told_and_what_was_trained_on_it_is_told_or_left_out_as_well(tmp_path: Path) -> None:
     told = Told(tmp_path, 7, length=80)
-    merged = rounds_of(told)
+    merged = [(each, version) for (index, version), us in rounds_of(told).items() for each in us if index == 0]
     chosen = Selection("b", "versions", 2, 4, 0)
-    replayer = without(told, [chosen])
+    rebuilt = without(told, chosen)
     wanted = {
         (each.site, each.sequence, version, each.tokens)
-        for (fragment, version), members in merged.items()
-        for each in members
-        if fragment == 0 and each.site == "b" and 2 <= version <= 4
+        for each, version in merged
+        if each.site == "b" and 2 <= version <= 4
     }
-    assert {(out.site, out.sequence, out.version, out.tokens) for out in replayer.left_out} == wanted
+    assert {(out.site, out.sequence, out.version, out.tokens) for out in rebuilt.left_out} == wanted
     assert wanted, "site b had no part in these versions: the dice prove nothing"
     first = min(version for _, _, version, _ in wanted)
-    later = [
-        each.site
-        for (fragment, version), members in merged.items()
-        for each in members
-        if fragment == 0 and each.base_version >= first and (each.site, each.sequence) not in {w[:2] for w in wanted}
-    ]
-    assert sum(replayer.on_old_base.values()) == len(later) > 0
-    assert replayer.on_old_base["a"] == later.count("a")
-
-
-def test_what_was_trained_on_it_is_left_out_as_well_if_that_is_wanted(tmp_path: Path) -> None:
-    told = Told(tmp_path, 7, length=80)
-    merged = rounds_of(told)
-    machine = OuterSync.restore(OUTER, told.first.state)
-    chosen = [Selection("b", "versions", 2, 4, 0)]
-    store = told.desk.store
-    replayer = ReplayerWithout(
-        machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, and_later=True
-    )
-    told.replay(replayer)
-    first = min(out.version for out in replayer.left_out)
-    gone = {(out.site, out.sequence) for out in replayer.left_out}
-    later = {(out.site, out.sequence) for out in replayer.left_out if not out.chosen}
-    assert later == {
-        (each.site, each.sequence)
-        for (fragment, version), members in merged.items()
-        for each in members
-        if fragment == 0 and each.base_version >= first and not chosen[0].takes(each.site, 0, each.sequence, version)
-    }
-    assert later, "nothing was trained on it: the dice prove nothing"
-    assert not replayer.on_old_base
-    each_by_name = [Selection(site, "sequences", sequence, sequence, 0) for site, sequence in sorted(gone)]
-    for mine, (theta, published, momentum) in zip(replayer.values, plain_loop(told, each_by_name), strict=True):
-        assert_bits(mine.theta, theta, gone)
-        assert_bits(mine.published, published, gone)
-        assert_bits(mine.optimizer.momentum, momentum, gone)
+    named = {(site, sequence) for site, sequence, _, _ in wanted}
+    later = [(u.site, u.sequence) for u, _ in merged if u.base_version >= first and (u.site, u.sequence) not in named]
+    assert sum(rebuilt.on_old_base.values()) == len(later) > 0
+    assert rebuilt.on_old_base["a"] == [site for site, _ in later].count("a")
+    both = without(told, chosen, and_later=True)
+    assert {(out.site, out.sequence) for out in both.left_out if not out.chosen} == set(later)
+    assert not both.on_old_base
+    gone = sorted({(out.site, out.sequence) for out in both.left_out})
+    assert gone == sorted(named | set(later))
+    each_by_name = [Selection(site, "sequences", sequence, sequence, 0) for site, sequence in gone]
+    for mine, formula in zip(both.values, plain_loop(told, each_by_name), strict=True):
+        assert_bits(mine, formula, gone)
 
 
 def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:
     told = Told(tmp_path, 9, length=80)
-    half = without(told, [], last=2)
-    machine = OuterSync.restore(OUTER, told.first.state)
-    store = told.desk.store
-    stepwise = ReplayerWithout(machine, told.first.fragments, store.spool, told.desk.rules, store.lineages)
+    half, stepwise = without(told, last=2), replayer(told)
     for record in told.records:
         stepwise.apply(record)
         for index, values in enumerate(stepwise.values):
@@ -260,7 +233,7 @@ def test_a_damaged_payload_is_named(tmp_path: Path) -> None:
     path = told.desk.store.spool.folder / members[0].payload
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(SpoolError, match=r"is damaged: its digest"):
-        without(told, [Selection("nobody", "versions", version, version, index)])
+        without(told, Selection("nobody", "versions", version, version, index))
 
 
 def test_what_has_no_finite_result_is_an_error(tmp_path: Path) -> None:
