@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,14 @@ from tests.syncer.building import (
 )
 
 QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    """One that waits for two sites, and has one."""
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        yield syncer
 
 
 def memory(syncer: Syncer) -> object:
@@ -237,15 +246,13 @@ def test_invariant_15_what_cannot_be_is_refused_before_a_byte_is_taken(
     ],
 )
 def test_invariant_15_what_the_machine_refuses_leaves_no_trace(
-    tmp_path: Path, changes: dict[str, Any], outcome: Outcome, reason: Reason
+    syncer: Syncer, tmp_path: Path, changes: dict[str, Any], outcome: Outcome, reason: Reason
 ) -> None:
     header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        before = files(tmp_path), memory(syncer)
-        answer = push(syncer, replace(header, **changes), payload)
-        assert replace(answer, epoch=0) == PushResult(outcome, 0, reason)
-        assert (files(tmp_path), memory(syncer)) == before
+    before = files(tmp_path), memory(syncer)
+    answer = push(syncer, replace(header, **changes), payload)
+    assert replace(answer, epoch=0) == PushResult(outcome, 0, reason)
+    assert (files(tmp_path), memory(syncer)) == before
 
 
 def test_an_update_may_say_the_present_lineage_or_none_and_be_shorter_than_a_packed_one_s_bound(tmp_path: Path) -> None:
@@ -258,24 +265,22 @@ def test_an_update_may_say_the_present_lineage_or_none_and_be_shorter_than_a_pac
 
 
 def test_the_decision_loop_is_asked_once_for_a_header_and_makes_no_checksum_of_a_pull(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    syncer: Syncer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, threads = list[object](), list[str]()
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        ask, checksum = syncer.core.ask, api_module.checksum
-        monkeypatch.setattr(syncer.core, "ask", lambda question, *rest: (asked.append(question), ask(question))[1])
-        syncer.api.open_push(update(incarnation=5)[0])
-        assert len(asked) == 1
-        here = threading.current_thread().name
-        monkeypatch.setattr(
-            api_module, "checksum", lambda parts: (threads.append(threading.current_thread().name), checksum(parts))[1]
-        )
-        syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
-        assert threads == [], "protocol 3 has none"
-        syncer.api.pull(PullAsk(RUN, "", 0, -1, protocol=2), ANYONE)
-        assert threads == [here]
-        monkeypatch.undo()
+    ask, checksum = syncer.core.ask, api_module.checksum
+    monkeypatch.setattr(syncer.core, "ask", lambda question, *rest: (asked.append(question), ask(question))[1])
+    syncer.api.open_push(update(incarnation=5)[0])
+    assert len(asked) == 1
+    here = threading.current_thread().name
+    monkeypatch.setattr(
+        api_module, "checksum", lambda parts: (threads.append(threading.current_thread().name), checksum(parts))[1]
+    )
+    syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
+    assert threads == [], "protocol 3 has none"
+    syncer.api.pull(PullAsk(RUN, "", 0, -1, protocol=2), ANYONE)
+    assert threads == [here]
+    monkeypatch.undo()
 
 
 # --- watch, pull, report, leave --------------------------------------------------------------------------------------
@@ -320,61 +325,55 @@ def test_a_pull_reads_version_and_fates_at_one_instant(tmp_path: Path) -> None:
         assert sites["a"]["payload_bytes_down"] == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
 
 
-def test_an_evicted_site_is_told_so_on_every_way_and_reads_no_more_under_whatever_name(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        site = Identity(site="a", grant=Grant(roles=frozenset({"observer"})))
-        for name in ("a", ""):
-            syncer.api.pull(PullAsk(RUN, name, 0, -1), site)
-        feed = syncer.api.watch("a", 1)
-        syncer.api.evict("a")
-        assert "evicted" in [getattr(feed.get(1.0), "reason", None) for _ in range(3)]
-        feed.close()
-        for call in (
-            lambda: syncer.api.watch("a", 1),
-            lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), site),
-            lambda: syncer.api.pull(PullAsk(RUN, "", 0, -1), site),
-            lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE),
-        ):
-            with pytest.raises(Refusal, match="site a was put out of the run by an operator") as raised:
-                call()
-            assert (raised.value.status, raised.value.reason) == (Status.PERMISSION_DENIED, Reason.EVICTED)
-        syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
-        assert push(syncer, *update()).reason is Reason.EVICTED
-        assert not syncer.api.report(report()).known
-        with refused(Status.NOT_FOUND, "no such site"):
-            syncer.api.evict("nobody")
-        syncer.api.readmit("a")
-        syncer.api.pull(PullAsk(RUN, "a", 0, -1), site)
+def test_an_evicted_site_is_told_so_on_every_way_and_reads_no_more_under_whatever_name(syncer: Syncer) -> None:
+    site = Identity(site="a", grant=Grant(roles=frozenset({"observer"})))
+    for name in ("a", ""):
+        syncer.api.pull(PullAsk(RUN, name, 0, -1), site)
+    feed = syncer.api.watch("a", 1)
+    syncer.api.evict("a")
+    assert "evicted" in [getattr(feed.get(1.0), "reason", None) for _ in range(3)]
+    feed.close()
+    for call in (
+        lambda: syncer.api.watch("a", 1),
+        lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), site),
+        lambda: syncer.api.pull(PullAsk(RUN, "", 0, -1), site),
+        lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE),
+    ):
+        with pytest.raises(Refusal, match="site a was put out of the run by an operator") as raised:
+            call()
+        assert (raised.value.status, raised.value.reason) == (Status.PERMISSION_DENIED, Reason.EVICTED)
+    syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
+    assert push(syncer, *update()).reason is Reason.EVICTED
+    assert not syncer.api.report(report()).known
+    with refused(Status.NOT_FOUND, "no such site"):
+        syncer.api.evict("nobody")
+    syncer.api.readmit("a")
+    syncer.api.pull(PullAsk(RUN, "a", 0, -1), site)
 
 
-def test_strangers_leave_nothing_in_memory(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        before = memory(syncer)
-        for number in range(50):
-            assert not syncer.api.report(report(f"stranger-{number}")).known
-            syncer.api.pull(PullAsk(RUN, f"stranger-{number}", 0, -1), ANYONE)
-            syncer.api.open_push(update(f"stranger-{number}")[0])
-        assert not syncer.api.report(report(incarnation=4)).known
-        assert syncer.api.report(report()).known
-        tally = syncer.api.tally.sites()
-        assert list(tally) == ["a"]
-        assert (tally["a"].payload_bytes_up, tally["a"].payload_bytes_down) == (0, 0)
-        assert memory(syncer) == before
+def test_strangers_leave_nothing_in_memory(syncer: Syncer) -> None:
+    before = memory(syncer)
+    for number in range(50):
+        assert not syncer.api.report(report(f"stranger-{number}")).known
+        syncer.api.pull(PullAsk(RUN, f"stranger-{number}", 0, -1), ANYONE)
+        syncer.api.open_push(update(f"stranger-{number}")[0])
+    assert not syncer.api.report(report(incarnation=4)).known
+    assert syncer.api.report(report()).known
+    tally = syncer.api.tally.sites()
+    assert list(tally) == ["a"]
+    assert (tally["a"].payload_bytes_up, tally["a"].payload_bytes_down) == (0, 0)
+    assert memory(syncer) == before
 
 
-def test_a_site_that_pushes_pulls_or_reports_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        heard: list[str] = []
-        monkeypatch.setattr(syncer.core, "heard", heard.append)
-        syncer.api.open_push(update()[0]).close()
-        assert heard == ["a"]
-        syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
-        assert heard == ["a"] * 2
-        syncer.api.report(report())
-        assert heard == ["a"] * 3
+def test_a_site_that_pushes_pulls_or_reports_is_alive(syncer: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(syncer.core, "heard", heard.append)
+    syncer.api.open_push(update()[0]).close()
+    assert heard == ["a"]
+    syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
+    assert heard == ["a"] * 2
+    syncer.api.report(report())
+    assert heard == ["a"] * 3
 
 
 def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Path) -> None:

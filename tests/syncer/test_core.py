@@ -178,6 +178,14 @@ def running(**options: Any) -> Iterator[Desk]:
         assert not desk.core.alive
 
 
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    """With a site that has joined."""
+    with running() as desk:
+        desk.join()
+        yield desk
+
+
 def background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
     """``work`` in a thread; what it gave, or the refusal that it met, is in the list afterwards."""
     got: list[object] = []
@@ -215,23 +223,21 @@ def test_nothing_is_answered_or_carried_out_before_it_is_durable() -> None:
         assert durable or what == "append", f"{what} before its record is durable: {log}"
 
 
-def test_a_failed_fsync_ends_the_loop_and_nobody_is_acknowledged() -> None:
-    with running() as desk:
-        desk.join("a")
-        desk.disk.broken = OSError(5, "Input/output error")
-        effects = list(desk.effects)
-        calls = [background(lambda number=number: desk.push(digest=f"d{number}")) for number in range(6)]
-        for thread, got in calls:
-            thread.join(10.0)
-            (refusal,) = got
-            assert isinstance(refusal, CoreStopped)
-            assert refusal.status is WireStatus.UNAVAILABLE, "who is not answered may come back"
-        assert desk.failures == [desk.core.failed] == [desk.disk.broken]
-        assert desk.effects == effects
-        with pytest.raises(CoreStopped, match="the syncer stopped before it could answer"):
-            desk.core.ask(lambda machine: None)
-        with pytest.raises(CoreStopped):
-            desk.join("b")
+def test_a_failed_fsync_ends_the_loop_and_nobody_is_acknowledged(desk: Desk) -> None:
+    desk.disk.broken = OSError(5, "Input/output error")
+    effects = list(desk.effects)
+    calls = [background(lambda number=number: desk.push(digest=f"d{number}")) for number in range(6)]
+    for thread, got in calls:
+        thread.join(10.0)
+        (refusal,) = got
+        assert isinstance(refusal, CoreStopped)
+        assert refusal.status is WireStatus.UNAVAILABLE, "who is not answered may come back"
+    assert desk.failures == [desk.core.failed] == [desk.disk.broken]
+    assert desk.effects == effects
+    with pytest.raises(CoreStopped, match="the syncer stopped before it could answer"):
+        desk.core.ask(lambda machine: None)
+    with pytest.raises(CoreStopped):
+        desk.join("b")
 
 
 def test_an_event_that_cannot_be_or_work_that_fails_ends_the_loop_and_is_told() -> None:
@@ -287,20 +293,18 @@ def test_work_is_done_when_every_effect_of_the_turn_is_carried_out() -> None:
         assert seen == [0], "each join's note was carried out before the work saw the machine"
 
 
-def test_a_call_that_takes_too_long_is_given_up_and_its_answer_is_given_to_who_was_named_for_it() -> None:
+def test_a_call_that_takes_too_long_is_given_up_and_its_answer_is_given_to_who_was_named_for_it(desk: Desk) -> None:
     late: list[object] = []
-    with running() as desk:
-        desk.join()
-        desk.disk.gate.clear()
-        with pytest.raises(CoreStopped):
-            desk.core.call(arrived, 0.05, late.append)
-        assert late == []
-        desk.disk.gate.set()
-        eventually(lambda: late, "the answer comes after all")
-        (answer,) = late
-        assert isinstance(answer, AnswerPush)
-        assert answer.outcome is Outcome.ACCEPTED
-        assert desk.push().outcome is Outcome.DUPLICATE
+    desk.disk.gate.clear()
+    with pytest.raises(CoreStopped):
+        desk.core.call(arrived, 0.05, late.append)
+    assert late == []
+    desk.disk.gate.set()
+    eventually(lambda: late, "the answer comes after all")
+    (answer,) = late
+    assert isinstance(answer, AnswerPush)
+    assert answer.outcome is Outcome.ACCEPTED
+    assert desk.push().outcome is Outcome.DUPLICATE
 
 
 def test_a_question_that_nobody_waits_for_any_more_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,18 +412,16 @@ def test_leases_begin_anew_with_a_new_process_and_time_goes_on() -> None:
     core.worker.shutdown()
 
 
-def test_a_stop_ends_whoever_waits() -> None:
-    with running() as desk:
-        desk.join()
-        desk.disk.gate.clear()
-        calls = [background(desk.push) for _ in range(3)]
-        eventually(lambda: desk.disk.log[-1] == "append", "the loop is at the disk")
-        stopper, _ = background(desk.core.stop)
-        desk.disk.gate.set()
-        stopper.join(10.0)
-        for thread, got in calls:
-            thread.join(10.0)
-            assert isinstance(got[0], CoreStopped | AnswerPush)
+def test_a_stop_ends_whoever_waits(desk: Desk) -> None:
+    desk.disk.gate.clear()
+    calls = [background(desk.push) for _ in range(3)]
+    eventually(lambda: desk.disk.log[-1] == "append", "the loop is at the disk")
+    stopper, _ = background(desk.core.stop)
+    desk.disk.gate.set()
+    stopper.join(10.0)
+    for thread, got in calls:
+        thread.join(10.0)
+        assert isinstance(got[0], CoreStopped | AnswerPush)
 
 
 # --- What the loop journals, and what it need not --------------------------------------------------------------------
@@ -517,19 +519,17 @@ def test_what_was_due_is_decided_by_a_record_of_its_own() -> None:
         assert "DeadlinePassed" in kinds
 
 
-def test_heartbeats_and_refusals_write_nothing() -> None:
-    with running() as desk:
-        desk.join("a")
-        written = len(desk.disk.events)
-        for _ in range(50):
-            desk.core.heard("a")
-        desk.join("a")
-        assert desk.push("a", 5).reason is Reason.GAP
-        assert desk.push("b", 1).reason is Reason.NOT_JOINED
-        answer = desk.core.call(lambda call: SiteEvicted(call, "nobody"))
-        assert isinstance(answer, AnswerDone)
-        assert answer.reason is Reason.NOT_JOINED
-        assert len(desk.disk.events) == written
+def test_heartbeats_and_refusals_write_nothing(desk: Desk) -> None:
+    written = len(desk.disk.events)
+    for _ in range(50):
+        desk.core.heard("a")
+    desk.join("a")
+    assert desk.push("a", 5).reason is Reason.GAP
+    assert desk.push("b", 1).reason is Reason.NOT_JOINED
+    answer = desk.core.call(lambda call: SiteEvicted(call, "nobody"))
+    assert isinstance(answer, AnswerDone)
+    assert answer.reason is Reason.NOT_JOINED
+    assert len(desk.disk.events) == written
 
 
 def test_a_start_is_decided_before_what_came_due_while_nobody_was_there() -> None:
@@ -613,20 +613,18 @@ def test_what_is_durable_here_only_is_told_to_nobody() -> None:
         assert isinstance(joined[0], AnswerJoin)
 
 
-def test_a_process_that_is_stopped_while_it_waits_lets_the_turn_never_have_happened() -> None:
-    with running() as desk:
-        desk.join()
-        effects = list(desk.effects)
-        desk.disk.full = True
-        pushing, pushed = background(lambda: desk.push(cursor=1))
-        eventually(lambda: desk.core.held, "the loop says that it waits")
-        desk.core.stop()
-        assert not desk.core.alive
-        pushing.join(10.0)
-        assert isinstance(pushed[0], Refusal)
-        assert desk.effects == effects
-        assert desk.failures == []
-        assert desk.core.failed is None
+def test_a_process_that_is_stopped_while_it_waits_lets_the_turn_never_have_happened(desk: Desk) -> None:
+    effects = list(desk.effects)
+    desk.disk.full = True
+    pushing, pushed = background(lambda: desk.push(cursor=1))
+    eventually(lambda: desk.core.held, "the loop says that it waits")
+    desk.core.stop()
+    assert not desk.core.alive
+    pushing.join(10.0)
+    assert isinstance(pushed[0], Refusal)
+    assert desk.effects == effects
+    assert desk.failures == []
+    assert desk.core.failed is None
 
 
 def test_who_may_not_lead_tells_nobody_anything_not_even_what_it_knew_before() -> None:
