@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import threading
 import time
@@ -25,18 +24,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from diloco.durable import PLAIN_DISK, DiskFullError, locked
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, OuterEffect, StartOuterStep
 from diloco.sync.events import (
-    DeadlinePassed,
     DrainRequested,
     JoinRequested,
     Outcome,
     OuterEvent,
     OuterStepDone,
-    OuterStepFailed,
     Reason,
     SiteEvicted,
-    SiteHeard,
-    SiteLeft,
-    SiteSilent,
     SyncerStarted,
     UpdateArrived,
 )
@@ -60,6 +54,7 @@ from diloco.syncer.core import (
 from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
+from tests.sync.test_syncer import play
 from tests.syncer.building import NO_WAIT, RUN, Events, eventually, join, new_syncer, serving
 
 MS = 1_000_000
@@ -427,80 +422,19 @@ def test_a_stop_ends_whoever_waits(desk: Desk) -> None:
 # --- What the loop journals, and what it need not --------------------------------------------------------------------
 
 
-def without_time(machine: OuterSync) -> object:
-    plain = machine.snapshot()
-    assert isinstance(plain, dict)
-    return {**plain, "now_ns": 0}
-
-
-def any_event(dice: random.Random, machine: OuterSync) -> OuterEvent:
-    site = dice.choice(("a", "b", "c", "d"))
-    known = machine.state.sites.get(site)
-    fragment = dice.randrange(2)
-    merging = [i for i, each in enumerate(machine.state.fragments) if each.merging_since_ns is not None]
-    kind = dice.random()
-    if merging and kind < 0.2:
-        index = dice.choice(merging)
-        version = machine.state.fragments[index].version + 1
-        if dice.random() < 0.15:
-            return OuterStepFailed(index, version)
-        return OuterStepDone(index, version, f"v{version}", "d")
-    if kind < 0.55:
-        line = known.lines[fragment] if known else None
-        follows = line.watermark + 1 if line else 1
-        version = machine.state.fragments[fragment].version
-        sequence = max(0, follows + dice.choice((0, 0, 0, -1, -2, 1)))
-        return arrived(
-            1,
-            site,
-            sequence,
-            fragment=fragment,
-            incarnation=dice.choice((known.incarnation if known else 1,) * 5 + (1, 9)),
-            base_version=max(0, version - dice.choice((0, 0, 1, 2, 5))),
-            digest=f"{site}{fragment}{sequence}{dice.choice(('', '', '', '!'))}",
-            finite=dice.random() > 0.05,
-            final=dice.random() < 0.3,
-        )
-    if kind < 0.70:
-        return JoinRequested(1, site, f"p{dice.randrange(3)}")
-    if kind < 0.80:
-        return dice.choice((SiteSilent, SiteHeard))(site) if known else DeadlinePassed()
-    if kind < 0.84:
-        return SiteLeft(1, site, known.incarnation if known and dice.random() < 0.7 else 7)
-    if kind < 0.85:
-        return SiteEvicted(1, site)
-    if kind < 0.853:
-        return DrainRequested(1)
-    return DeadlinePassed()
-
-
 def test_what_is_not_journalled_has_changed_nothing_but_the_clock() -> None:
     """Against the machine itself, over random runs; otherwise a replay would lose what was decided."""
     skipped: set[str] = set()
     for seed in range(16):
-        dice = random.Random(seed)
-        options = OuterOptions(
-            num_fragments=2,
-            quorum=dice.choice((1, 2, "all")),
-            grace=dice.choice(("fixed", "adaptive")),
-            grace_ns=dice.choice((0, 5 * MS, 50 * MS)),
-            staleness_max=dice.choice((1, 4)),
-            token_budget=dice.choice((0, 3000)),
-            run_ns=dice.choice((0, 400 * MS)),
-            final_wait_ns=50 * MS,
-            sites_max=3,
-        )
-        machine = OuterSync(options)
-        machine.handle(SyncerStarted(1), 0)
-        now_ns = 0
-        for number in range(120):
-            event = any_event(dice, machine)
-            now_ns += dice.choice((0, 1, MS, 20 * MS))
-            before = without_time(machine)
-            effects = machine.handle(event, now_ns)
-            if changes_nothing(event, effects):
-                assert without_time(machine) == before, (seed, number, event, effects)
-                skipped.add(type(event).__name__)
+        told = play(seed).syncer
+        machine = OuterSync(told.options)
+        for number, record in enumerate(told.records):
+            before = machine.snapshot()
+            effects = machine.handle(record.event, record.at_ns)
+            if changes_nothing(record.event, effects):
+                after = machine.snapshot()
+                assert {**after, "now_ns": 0} == {**before, "now_ns": 0}, (seed, number, record.event, effects)  # type: ignore[dict-item]
+                skipped.add(type(record.event).__name__)
     assert skipped >= {"DeadlinePassed", "UpdateArrived", "JoinRequested", "SiteSilent", "SiteHeard", "SiteLeft"}
 
 
@@ -785,33 +719,27 @@ def test_the_reserve_is_kept_free_and_an_edge_is_told_once(folder: Path, monkeyp
     assert Room(folder, 0, told.append).wanting(1 << 40) is None, "without a reserve the disk is not asked"
 
 
-def test_what_the_loop_waits_for_counts_whatever_is_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, told = with_free(monkeypatch), list[Want | None]()
-    room = Room(folder, 64 * MB, told.append)
-    quota = Want(Unready.DISK_FULL, "disk full: quota")
-    room.held(quota)
-    assert (room.wanting(), told) == ("disk full: quota", [quota])
-    free["bytes"] = 0
-    room.held(None)
-    assert told == [quota], "still full, for another reason"
-    free["bytes"] = 100 * MB
-    room.look()
-    assert told == [quota, None]
-
-
-def test_that_something_else_is_wanting_now_is_a_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_change_of_what_is_wanting_is_told_once_whatever_is_free(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk fills up while a standby is away: nobody had heard of that when the standby was back."""
-    free, told = with_free(monkeypatch), list[Want | None]()
-    room = Room(folder, 64 * MB, told.append)
-    room.held(Want(Unready.STANDBY_AWAY, "the standby is away"))
-    free["bytes"] = 63 * MB
-    room.held(Want(Unready.STANDBY_AWAY, "no standby has followed"))
-    room.held(None)
-    room.held(Want(Unready.LEASE_LOST, "not renewed"))
-    free["bytes"] = 100 * MB
-    room.held(None)
-    kinds = [want.kind if want is not None else None for want in told]
-    assert kinds == [Unready.STANDBY_AWAY, Unready.DISK_FULL, Unready.LEASE_LOST, None]
+    free, told = with_free(monkeypatch), list[Unready | None]()
+    room = Room(folder, 64 * MB, lambda want: told.append(want and want.kind))
+    full, away, lost = Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST
+    for kind, text, free_mb, said in (
+        (full, "disk full: quota", 100, [full]),
+        (None, "disk full: 0 MB are free, 64 MB in reserve are wanted", 0, []),
+        (None, None, 100, [None]),
+        (away, "the standby is away", 100, [away]),
+        (away, "no standby has followed", 63, []),
+        (None, "disk full: 63 MB are free, 64 MB in reserve are wanted", 63, [full]),
+        (lost, "not renewed", 63, [lost]),
+        (None, None, 100, [None]),
+    ):
+        free["bytes"] = free_mb * MB
+        room.held(Want(kind, str(text)) if kind else None)
+        assert (room.wanting(), told) == (text, said)
+        told.clear()
 
 
 def test_the_thread_sees_it_heal_when_nobody_comes_and_one_that_cannot_look_any_more_says_so(

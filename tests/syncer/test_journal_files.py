@@ -497,7 +497,7 @@ def a_journal(folder: Path, segments: int = 2) -> JournalFiles:
     return journal
 
 
-def test_a_journal_that_is_cut_off_between_two_units_is_named(tmp_path: Path) -> None:
+def test_a_journal_that_is_cut_off_between_two_units_or_lacks_its_last_segment_is_named(tmp_path: Path) -> None:
     journal = a_journal(tmp_path)
     path = journal.path(2)
     found = read_file(path).found
@@ -510,11 +510,7 @@ def test_a_journal_that_is_cut_off_between_two_units_is_named(tmp_path: Path) ->
         os.truncate(path, frame.offset)
         with pytest.raises(JournalError, match=f"{path} ends at byte .* and its byte {size - UNIT.size} was"):
             read(tmp_path)
-
-
-def test_a_last_segment_that_is_gone_is_named(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path)
-    journal.path(2).unlink()
+    path.unlink()
     with pytest.raises(JournalError, match=r"journal-000002\.log is missing, and its byte"):
         read(tmp_path)
 
@@ -532,15 +528,13 @@ def test_what_was_never_acknowledged_is_not_missed(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 3
 
 
-def test_without_a_note_a_journal_is_read_as_it_is(tmp_path: Path) -> None:
+def test_without_a_note_a_journal_is_read_as_it_is_and_one_that_begins_anew_has_none(tmp_path: Path) -> None:
     """After a power cut, or where a folder was put together from a copy."""
     journal = a_journal(tmp_path)
+    note = (tmp_path / "journal.end").read_bytes()
     (tmp_path / "journal.end").unlink()
     os.truncate(journal.path(2), read_file(journal.path(2)).found.frames[-1].offset)  # type: ignore[union-attr]
     assert len(read(tmp_path)) == 5
-
-
-def test_a_journal_that_begins_anew_forgets_it(tmp_path: Path) -> None:
-    a_journal(tmp_path)
+    (tmp_path / "journal.end").write_bytes(note)
     begun(tmp_path).close()
     assert read(tmp_path) == []
