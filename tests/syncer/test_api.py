@@ -620,19 +620,20 @@ def test_what_is_not_finite_is_found_wherever_it_stands(tmp_path: Path, place: i
     assert (found.finite, found.norm, found.cosine) == (False, 0.0, None)
 
 
-@pytest.mark.parametrize("block", [0, 60, 156])
-def test_what_nobody_encoded_is_refused_wherever_it_stands(tmp_path: Path, block: int) -> None:
-    header, payload = update(values=normal(1), encoding="int8:32")
-    broken = payload[: 2 * block] + b"\xff\xff" + payload[2 * block + 2 :]
-    with pytest.raises(DecodeError, match="negative, subnormal or not finite"):
-        Arriving(tmp_path, header, broken).all(333)
-
-
-@pytest.mark.parametrize("payload", [b"\x02" + bytes(100), b"\x01" + bytes(100), b"\x00" + bytes(100)])
-def test_an_entropy_stage_that_is_none_is_refused(tmp_path: Path, payload: bytes) -> None:
-    header = replace(update(values=normal(1), encoding="int4+zstd")[0], payload_bytes=len(payload))
-    with pytest.raises(DecodeError):
-        Arriving(tmp_path, header, payload).all(33)
+@pytest.mark.parametrize(
+    ("encoding", "place", "broken", "words"),
+    [
+        *(("int8:32", 2 * block, b"\xff\xff", "negative, subnormal or not finite") for block in (0, 60, 156)),
+        *(("int4+zstd", 0, stage + bytes(100), "") for stage in (b"\x00", b"\x01", b"\x02")),
+    ],
+)
+def test_what_nobody_encoded_is_refused_wherever_it_stands(
+    tmp_path: Path, encoding: str, place: int, broken: bytes, words: str
+) -> None:
+    header, payload = update(values=normal(1), encoding=encoding)
+    payload = payload[:place] + broken + payload[place + len(broken) :] if words else broken
+    with pytest.raises(DecodeError, match=words or None):
+        Arriving(tmp_path, replace(header, payload_bytes=len(payload)), payload).all(33)
 
 
 def test_blocks_are_measured_against_the_momentum_of_their_time(tmp_path: Path) -> None:
@@ -643,16 +644,3 @@ def test_blocks_are_measured_against_the_momentum_of_their_time(tmp_path: Path) 
     seen = torch.cat([normal(2)[:2048], normal(3)[2048:]])
     cosine = arriving.all(4 * SIZE).cosine
     assert cosine == pytest.approx(float(torch.cosine_similarity(values, seen, dim=0)), abs=1e-6)
-
-
-def test_who_looks_has_entered(tmp_path: Path) -> None:
-    header, payload = update(values=normal(1))
-    (tmp_path / "payload").write_bytes(payload)
-    checks = threading.BoundedSemaphore(1)
-    told: list[bool] = []
-    momentum = lambda: told.append(checks.acquire(blocking=False))  # noqa: E731
-    inspection = Inspection(tmp_path / "payload", header, momentum, checks, lambda: None, Buffers(1))
-    inspection.finish()
-    inspection.close()
-    assert told == [False] * 5
-    assert checks.acquire(blocking=False)
