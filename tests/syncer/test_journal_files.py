@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +17,7 @@ import pytest
 
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError, ReadingDisk, Step
 from diloco.sync.events import JoinRequested
-from diloco.sync.journal import CHAIN_START, FRAME, FRAME_1, UNIT, JournalError, Record, units
+from diloco.sync.journal import CHAIN_START, FRAME, FRAME_1, UNIT, JournalError, Record, Segment, units
 from diloco.syncer.journal_files import SLOT_BYTES, JournalEnd, JournalFiles, Position, read_file
 from tests.sync.format_1 import encode_record
 
@@ -40,6 +40,12 @@ def begun(folder: Path, disk: Disk = PLAIN_DISK) -> JournalFiles:
 
 def read(folder: Path, first: int = 1, chain: str = "") -> list[Record]:
     return JournalFiles(folder).read(first, chain)
+
+
+def framed(path: Path) -> Segment:
+    found = read_file(path).found
+    assert found is not None
+    return found
 
 
 def written(folder: Path, segments: int, each: int) -> tuple[list[Record], list[Position]]:
@@ -77,9 +83,7 @@ def test_an_end_that_was_not_acknowledged_is_cut_at_every_byte_and_written_over(
     records, _ = written(tmp_path / "run", segments=1, each=3)
     name = "journal-000001.log"
     whole = (tmp_path / "run" / name).read_bytes()
-    found = read_file(tmp_path / "run" / name).found
-    assert found is not None
-    last = found.frames[-1].offset
+    last = framed(tmp_path / "run" / name).frames[-1].offset
     (tmp_path / "run" / "journal.end").unlink()  # The note says that it was acknowledged: as if there were none.
     for cut in range(last, len(whole)):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -130,30 +134,22 @@ def test_a_segment_that_its_maker_died_over_is_dropped_and_its_number_given_agai
         assert read(folder, 2, places[1].chain) == [*records[2:], record(7)]
 
 
-def test_any_flipped_bit_is_damage_at_its_unit(tmp_path: Path) -> None:
-    """Of every segment: header, frames, marks.  Only the very last mark may pass for torn; then nothing is lost."""
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_a_flipped_bit_in_any_unit_of_any_segment_is_damage_there(tmp_path: Path, index: int) -> None:
+    """Of header, frames and marks.  Only the very last mark may pass for torn; then nothing is lost."""
     records, places = written(tmp_path, segments=3, each=5)
-    seed = random.randrange(1 << 30)
-    dice = random.Random(seed)
-    for index in (1, 2, 3):
-        path = tmp_path / f"journal-{index:06d}.log"
-        whole = path.read_bytes()
-        found = read_file(path).found
-        assert found is not None
-        starts = [0, found.frames[0].offset - UNIT.size, len(whole) - UNIT.size]
-        starts += [frame.offset for frame in found.frames]
-        starts += [frame.offset + UNIT.size + len(frame.body) for frame in found.frames]
-        for _ in range(100):
-            at, bit = dice.randrange(len(whole)), dice.randrange(8)
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
-            begin = max(start for start in starts if start <= at)
-            if index == 3 and begin == len(whole) - UNIT.size:
+    path = tmp_path / f"journal-{index:06d}.log"
+    whole = path.read_bytes()
+    bounds = list(pairwise([0, *(unit.end for unit in units(whole))]))
+    assert bounds[-1][1] == len(whole)
+    for begin, end in bounds:
+        for at in {*range(begin, end, 7), end - 1}:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+            if index == 3 and end == len(whole):
                 assert read(tmp_path, 1, places[0].chain) == records
                 continue
             with pytest.raises(JournalError, match=rf"{path}.*byte {begin}\D"):
                 read(tmp_path, 1, places[0].chain)
-        path.write_bytes(whole)
-    assert read(tmp_path) == records, seed
 
 
 def test_a_segment_that_ends_in_a_torn_unit_must_be_the_last(tmp_path: Path) -> None:
@@ -377,9 +373,7 @@ def test_a_turn_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_pat
     journal.close()
     assert read(tmp_path) == [record(0), record(1), record(2)]
     assert journal.path(1).read_bytes().startswith(before)
-    found = read_file(journal.path(1)).found
-    assert found is not None
-    assert found.marked
+    assert framed(journal.path(1)).marked
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
@@ -404,31 +398,28 @@ def test_a_new_segment_that_finds_no_room_or_cannot_even_be_named_leaves_the_old
     assert read(tmp_path) == [record(0), record(1), record(2)]
 
 
-def test_what_is_left_of_a_failed_write_and_cannot_be_taken_away_is_final(tmp_path: Path) -> None:
+def test_a_failed_sync_and_what_is_left_of_a_failed_write_and_cannot_be_taken_away_are_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tried again, the turn would stand behind half of itself: a journal that no start reads."""
     disk = FullDisk()
     journal = begun(tmp_path, disk)
-    for put in (lambda: journal.append([record(0)]), journal.rotate):
-        disk.room, disk.cleans = 10, False
-        with pytest.raises(OSError, match="No space left") as told:
-            put()
-        assert not isinstance(told.value, DiskFullError)
-        disk.room, disk.cleans = 1 << 20, True
-    journal.close()
-
-
-def test_a_failed_sync_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it nobody knows what is on the disk, so that it must not be tried again."""
-    journal = begun(tmp_path)
-    journal.append([record(0)])
 
     def refuse(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fdatasync", refuse)
-    with pytest.raises(OSError, match="No space left") as raised:
-        journal.flush()
-    assert not isinstance(raised.value, DiskFullError)
+    for room, call in (
+        (10, lambda: journal.append([record(0)])),
+        (10, journal.rotate),
+        (1 << 20, lambda: put(journal, 0)),
+    ):
+        disk.room, disk.cleans = room, False
+        if room > 10:  # It is written, and what is on the disk after a failed sync is not known.
+            monkeypatch.setattr(os, "fdatasync", refuse)
+        with pytest.raises(OSError, match="No space left") as told:
+            call()
+        assert not isinstance(told.value, DiskFullError)
+        disk.room, disk.cleans = 1 << 20, True
     journal.close()
 
 
@@ -486,22 +477,10 @@ def test_a_note_that_is_not_whole_leaves_the_one_before_it(tmp_path: Path, damag
     assert JournalEnd(path, PLAIN_DISK).read() is None
 
 
-def a_journal(folder: Path, segments: int = 2) -> JournalFiles:
-    journal = begun(folder)
-    for index in range(segments):
-        if index:
-            journal.rotate()
-        for number in range(3):
-            put(journal, 10 * index + number)
-    journal.close()
-    return journal
-
-
 def test_a_journal_that_is_cut_off_between_two_units_or_lacks_its_last_segment_is_named(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path)
-    path = journal.path(2)
-    found = read_file(path).found
-    assert found is not None
+    written(tmp_path, segments=2, each=3)
+    path = tmp_path / "journal-000002.log"
+    found = framed(path)
     size = path.stat().st_size
     assert len(read(tmp_path)) == 6
     os.truncate(path, size - UNIT.size)  # The last mark: it is not synced, and nothing is lost with it.
@@ -517,9 +496,9 @@ def test_a_journal_that_is_cut_off_between_two_units_or_lacks_its_last_segment_i
 
 def test_what_was_never_acknowledged_is_not_missed(tmp_path: Path) -> None:
     """A frame that was written and not flushed has no note: it may go."""
-    journal = a_journal(tmp_path, 1)
-    whole = journal.path(1).stat().st_size
+    written(tmp_path, segments=1, each=3)
     journal = JournalFiles(tmp_path)
+    whole = journal.path(1).stat().st_size
     journal.read(1)
     journal.take_over()
     journal.append([record(7)])
@@ -530,10 +509,11 @@ def test_what_was_never_acknowledged_is_not_missed(tmp_path: Path) -> None:
 
 def test_without_a_note_a_journal_is_read_as_it_is_and_one_that_begins_anew_has_none(tmp_path: Path) -> None:
     """After a power cut, or where a folder was put together from a copy."""
-    journal = a_journal(tmp_path)
+    written(tmp_path, segments=2, each=3)
+    path = tmp_path / "journal-000002.log"
     note = (tmp_path / "journal.end").read_bytes()
     (tmp_path / "journal.end").unlink()
-    os.truncate(journal.path(2), read_file(journal.path(2)).found.frames[-1].offset)  # type: ignore[union-attr]
+    os.truncate(path, framed(path).frames[-1].offset)
     assert len(read(tmp_path)) == 5
     (tmp_path / "journal.end").write_bytes(note)
     begun(tmp_path).close()
