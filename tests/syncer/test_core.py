@@ -407,16 +407,21 @@ def test_leases_begin_anew_with_a_new_process_and_time_goes_on() -> None:
     core.worker.shutdown()
 
 
-def test_a_stop_ends_whoever_waits(desk: Desk) -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_stop_ends_whoever_waits_and_what_it_waits_for_has_never_happened(desk: Desk, is_held: bool) -> None:
+    effects = list(desk.effects)
+    desk.disk.full = is_held
     desk.disk.gate.clear()
     calls = [background(desk.push) for _ in range(3)]
-    eventually(lambda: desk.disk.log[-1] == "append", "the loop is at the disk")
-    stopper, _ = background(desk.core.stop)
+    eventually(lambda: desk.core.held if is_held else desk.disk.log[-1] == "append", "the loop is at the disk")
+    stopping, _ = background(desk.core.stop)
     desk.disk.gate.set()
-    stopper.join(10.0)
-    for thread, got in calls:
+    for thread in (stopping, *(thread for thread, _ in calls)):
         thread.join(10.0)
-        assert isinstance(got[0], CoreStopped | AnswerPush)
+    assert not desk.core.alive
+    assert all(isinstance(got, Refusal if is_held else CoreStopped | AnswerPush) for _, (got,) in calls)
+    assert not is_held or desk.effects == effects
+    assert (desk.failures, desk.core.failed) == ([], None)
 
 
 # --- What the loop journals, and what it need not --------------------------------------------------------------------
@@ -547,20 +552,6 @@ def test_what_is_durable_here_only_is_told_to_nobody() -> None:
         assert isinstance(joined[0], AnswerJoin)
 
 
-def test_a_process_that_is_stopped_while_it_waits_lets_the_turn_never_have_happened(desk: Desk) -> None:
-    effects = list(desk.effects)
-    desk.disk.full = True
-    pushing, pushed = background(lambda: desk.push(cursor=1))
-    eventually(lambda: desk.core.held, "the loop says that it waits")
-    desk.core.stop()
-    assert not desk.core.alive
-    pushing.join(10.0)
-    assert isinstance(pushed[0], Refusal)
-    assert desk.effects == effects
-    assert desk.failures == []
-    assert desk.core.failed is None
-
-
 def test_who_may_not_lead_tells_nobody_anything_not_even_what_it_knew_before() -> None:
     why: list[str | None] = [None]
     with running(leads=lambda: why[0]) as desk:
@@ -578,45 +569,34 @@ def test_who_may_not_lead_tells_nobody_anything_not_even_what_it_knew_before() -
         assert desk.push().outcome is Outcome.ACCEPTED
 
 
-@pytest.mark.parametrize("acks_first", [False, True])
-def test_a_lease_that_is_lost_while_a_turn_becomes_durable_ends_the_loop_before_it_is_told(acks_first: bool) -> None:
-    lost = [False]
+@pytest.mark.parametrize(("is_away", "acks_first"), [(False, False), (False, True), (True, False)])
+def test_a_lease_that_is_lost_ends_the_loop_and_every_wait_before_a_turn_is_told(
+    is_away: bool, acks_first: bool
+) -> None:
+    """The standby that is waited for will never be back: it is the one that leads now."""
+    lost, away = [False], [False]
 
     def leads() -> str | None:
         if lost[0] and "flush" in desk.disk.log:
             raise LeaseLostError("another has taken it")
         return None
 
-    with running(leads=leads, acks_first=acks_first) as desk:
+    with running(
+        leads=leads, replicated=lambda turn: "the standby is away" if away[0] else None, acks_first=acks_first
+    ) as desk:
         desk.join()
         desk.disk.log.clear()
         effects = list(desk.effects)
-        lost[0] = True
+        away[0], lost[0] = is_away, not is_away
         pushing, pushed = background(desk.push)
+        if is_away:
+            eventually(lambda: desk.core.held, "the loop says that it waits")
+            lost[0] = True
+        eventually(lambda: desk.failures, "the loop's owner is told")
         pushing.join(10.0)
-        assert isinstance(pushed[0], CoreStopped), "nobody was told that it is accepted"
+        assert isinstance(pushed[0], CoreHeld | CoreStopped), "it was never told to be accepted"
         assert "flush" in desk.disk.log, "it was durable here"
         assert desk.effects == effects
-        eventually(lambda: desk.failures, "whoever owns the loop is told")
-        assert isinstance(desk.core.failed, LeaseLostError)
-
-
-def test_a_lease_that_is_lost_ends_the_wait_for_whatever_is_wanting() -> None:
-    lost, wanting = [False], [False]
-
-    def leads() -> str | None:
-        if lost[0]:
-            raise LeaseLostError("another has taken it")
-        return None
-
-    with running(leads=leads, replicated=lambda turn: "the standby is away" if wanting[0] else None) as desk:
-        desk.join()
-        wanting[0] = True
-        pushing, _ = background(desk.push)
-        eventually(lambda: desk.core.held, "the loop says that it waits")
-        lost[0] = True
-        eventually(lambda: desk.failures, "the standby will never be back: it is the one that leads now")
-        pushing.join(10.0)
         assert isinstance(desk.core.failed, LeaseLostError)
 
 
