@@ -346,8 +346,9 @@ def test_a_place_that_cannot_be_reached_or_says_a_password_is_refused_without_sa
 class WatchingDisk(Disk):
     """Ends before the last rename, if it should, and notes which folders' names were made durable until then."""
 
-    def __init__(self, *, dies: bool = False) -> None:
-        self.dies = dies
+    dies = True
+
+    def __init__(self) -> None:
         self.synced: set[Path] = set()
 
     def rename(self, path: Path, target: Path, step: Step) -> None:
@@ -360,20 +361,17 @@ class WatchingDisk(Disk):
         self.synced.add(folder)
 
 
-def test_a_backup_whose_last_file_is_cut_short_is_none(tmp_path: Path) -> None:
+def test_a_backup_whose_last_file_is_cut_short_is_none_and_every_name_of_a_whole_one_is_durable(tmp_path: Path) -> None:
+    disk = WatchingDisk()
+    vault = Vault(str(tmp_path / "vault"), disk)
     with pytest.raises(RuntimeError, match="as by a death"):
-        Vault(str(tmp_path / "vault"), WatchingDisk(dies=True)).put("run", "first", content(tmp_path), FACTS)
-    vault = Vault(str(tmp_path / "vault"))
+        vault.put("run", "first", content(tmp_path), FACTS)
     assert (vault.names("run"), vault.leftovers("run")) == ([], ["first"])
     with pytest.raises(BackupError, match=r"run/first/backup\.json is missing"):
         vault.fetch("run", "first", tmp_path / "back")
     vault.drop("run", "first")
     assert vault.leftovers("run") == []
-
-
-def test_every_name_of_a_backup_and_of_what_is_fetched_is_durable(tmp_path: Path) -> None:
-    disk = WatchingDisk()
-    vault = Vault(str(tmp_path / "vault"), disk)
+    disk.dies, disk.synced = False, set()
     vault.put("run", "first", content(tmp_path), FACTS)
     vault.fetch("run", "first", tmp_path / "back", disk)
     for place in (tmp_path / "vault", tmp_path / "back"):

@@ -357,25 +357,18 @@ def snapshots_in(folder: Path) -> list[str]:
     return [name for name in files(folder) if name.startswith("snapshots")]
 
 
-def test_a_syncer_ends_in_words_and_goes_on_from_its_disk(tmp_path: Path) -> None:
-    syncer = new_syncer(tmp_path, Events().emit, memory_check_s=0.01)
+@pytest.mark.parametrize("every_s", [0.01, 0.0])
+def test_a_syncer_ends_in_words_keeps_nothing_of_it_and_goes_on_from_its_disk(tmp_path: Path, every_s: float) -> None:
+    syncer = new_syncer(tmp_path, Events().emit, memory_check_s=every_s)
     syncer.start()
-    flip(syncer.holdings.values[1].published)
-    with pytest.raises(MemoryDamaged, match="version 0 of fragment 1 changed in this process's memory"):
-        eventually(lambda: syncer.wait(0.1), "an end")
     snapshots = snapshots_in(tmp_path)
+    flip(syncer.holdings.values[0].published)
+    ends = syncer.api.snapshot if not every_s else lambda: eventually(lambda: syncer.wait(0.1), "an end")
+    with pytest.raises(
+        MemoryDamaged if every_s else Exception, match="version 0 of fragment 0 changed in this process"
+    ):
+        ends()
     syncer.stop(0.1)
-    assert snapshots_in(tmp_path) == snapshots, "nothing of it is kept"
+    assert snapshots_in(tmp_path) == snapshots
     with serving(tmp_path) as again:
         assert [digest(values.published) for values in again.holdings.values] == [digest(v) for v in version_zero()]
-
-
-def test_no_snapshot_is_made_of_damaged_values(tmp_path: Path) -> None:
-    syncer = new_syncer(tmp_path, Events().emit, memory_check_s=0.0)
-    syncer.start()
-    before = snapshots_in(tmp_path)
-    flip(syncer.holdings.values[0].published)
-    with pytest.raises(Exception, match="changed in this process's memory"):
-        syncer.api.snapshot()
-    syncer.stop(0.1)
-    assert snapshots_in(tmp_path) == before

@@ -23,7 +23,6 @@ from diloco.sync.rounds import Selection
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.replaying import LeaveOutError, ReplayerWithout
 from diloco.syncer.snapshots import FragmentValues
-from diloco.syncer.spool import SpoolError
 from tests.sooner import sooner
 from tests.syncer.building import stored, update, version_zero
 from tests.syncer.desk import OPTIMIZER, OUTER, Desk
@@ -138,15 +137,6 @@ def test_without_some_updates_it_is_the_plain_loop_over_the_others(tmp_path: Pat
     assert skipped > 0, "no step was left empty"
 
 
-def test_with_nothing_left_out_it_is_the_run(tmp_path: Path) -> None:
-    told = Told(tmp_path, 5)
-    rebuilt = without(told)
-    assert rebuilt.compared == sum(values.version for values in rebuilt.values) > 3
-    assert [mine.digest for mine in rebuilt.values] == [theirs.digest for theirs in told.desk.values]
-    assert not rebuilt.left_out
-    assert rebuilt.old_base_waiting == 0
-
-
 def test_what_was_left_out_is_told_and_what_was_trained_on_it_is_told_or_left_out_as_well(tmp_path: Path) -> None:
     told = Told(tmp_path, 7, length=80)
     merged = [(each, version) for (index, version), us in rounds_of(told).items() for each in us if index == 0]
@@ -183,15 +173,6 @@ def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:
             if values.version == 2:
                 assert values.digest == half.values[index].digest
     assert all(values.version > 2 for values in half.values), "the run was too short to be cut"
-
-
-def test_a_damaged_payload_is_named(tmp_path: Path) -> None:
-    told = Told(tmp_path, 3)
-    (index, version), members = next(iter(rounds_of(told).items()))
-    path = told.desk.store.spool.folder / members[0].payload
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(SpoolError, match=r"is damaged: its digest"):
-        without(told, Selection("nobody", "versions", version, version, index))
 
 
 def test_what_has_no_finite_result_is_an_error(tmp_path: Path) -> None:
