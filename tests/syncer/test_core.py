@@ -322,31 +322,33 @@ def test_a_deadline_is_met_without_any_traffic() -> None:
         desk.join("a")
         desk.join("b")  # It is waited for until the grace is over.
         desk.push("a")
-        assert "StartOuterStep" not in desk.disk.log
         eventually(lambda: "StartOuterStep" in desk.disk.log, "the round closes")
 
 
 def test_a_silent_site_is_declared_so_and_comes_back_when_heard() -> None:
-    hand = Hand()
+    hand, live, silent = Hand(), Status.LIVE, Status.SILENT
     with running(clock_ns=hand, site_timeout_ns=1000 * MS) as desk:
-        desk.join("a")
+        desk.join()
 
-        def after(steps: int, *, heard: bool) -> list[Status]:
+        def after(steps: int, does: Callable[[], object] = lambda: None) -> list[Status]:
             found = []
             for _ in range(steps):
-                if heard:  # Signs of life renew the lease.
-                    desk.core.heard("a")
-                    assert desk.status() is Status.LIVE
+                does()
+                desk.status()  # By then the loop has seen it.
                 hand.now_ns += 400 * MS
                 found.append(desk.status())
             return found
 
-        assert after(10, heard=True) == [Status.LIVE] * 10
-        assert after(3, heard=False) == [Status.LIVE, Status.SILENT, Status.SILENT], "its lease is over"
-        desk.core.heard("a")
-        assert desk.status() is Status.LIVE
-        assert after(3, heard=False) == [Status.LIVE, Status.LIVE, Status.SILENT], "its lease is over again"
-        assert [type(event).__name__ for event in desk.disk.events].count("SiteSilent") == 2
+        assert after(10, lambda: desk.core.heard("a")) == [live] * 10, "signs of life renew its lease"
+        assert after(3) == [live, silent, silent], "its lease is over"
+        for comes_back in (lambda: desk.core.heard("a"), desk.push):
+            comes_back()
+            assert desk.status() is live
+            assert after(3) == [live, live, silent], "its lease is over again"
+        assert [type(event).__name__ for event in desk.disk.events].count("SiteSilent") == 3
+        desk.join("a", "00000002")
+        assert after(3, desk.join) == [live, live, silent], "an old process that asks in vain does not keep it alive"
+        assert desk.join().reason is Reason.SUPERSEDED
         desk.core.heard("stranger")
         assert desk.core.ask(lambda machine: sorted(machine.state.sites)) == ["a"]
 
@@ -373,26 +375,6 @@ def test_a_syncer_that_was_away_itself_calls_nobody_silent() -> None:
         assert desk.status() is Status.LIVE
         assert "SiteSilent" not in [type(event).__name__ for event in desk.disk.events]
         eventually(lambda: desk.status() is Status.SILENT, "a whole lease later nothing was heard")
-
-
-def test_a_site_that_an_update_brings_back_can_become_silent_again() -> None:
-    with running(site_timeout_ns=200 * MS) as desk:
-        desk.join("a")
-        eventually(lambda: desk.status() is Status.SILENT, "its lease is over")
-        assert desk.push().outcome is Outcome.ACCEPTED
-        assert desk.status() is Status.LIVE
-        eventually(lambda: desk.status() is Status.SILENT, "nothing was heard since the update")
-
-
-def test_an_old_process_that_asks_in_vain_does_not_keep_a_site_alive() -> None:
-    with running(site_timeout_ns=300 * MS) as desk:
-        desk.join("a", "00000001")
-        desk.join("a", "00000002")
-        until = time.monotonic() + 10
-        while desk.status() is Status.LIVE:
-            assert time.monotonic() < until, "the newer process says nothing, and the site still counts as live"
-            assert desk.join("a", "00000001").reason is Reason.SUPERSEDED
-            time.sleep(0.02)
 
 
 def test_leases_begin_anew_with_a_new_process_and_time_goes_on() -> None:
