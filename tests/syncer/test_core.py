@@ -24,7 +24,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from diloco.durable import PLAIN_DISK, DiskFullError, locked
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, OuterEffect, StartOuterStep
 from diloco.sync.events import (
-    DrainRequested,
     JoinRequested,
     Outcome,
     OuterEvent,
@@ -288,33 +287,27 @@ def test_work_is_done_when_every_effect_of_the_turn_is_carried_out() -> None:
         assert seen == [0], "each join's note was carried out before the work saw the machine"
 
 
-def test_a_call_that_takes_too_long_is_given_up_and_its_answer_is_given_to_who_was_named_for_it(desk: Desk) -> None:
-    late: list[object] = []
+def test_a_call_that_is_given_up_is_decided_all_the_same_and_a_question_is_not_asked(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer that comes too late is given to who was named for it."""
+    late, asked = list[object](), list[str]()
     desk.disk.gate.clear()
     with pytest.raises(CoreStopped):
         desk.core.call(arrived, 0.05, late.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(core_module, "TIMEOUT_S", 0.05)
+        with pytest.raises(CoreStopped):
+            desk.core.ask(lambda machine: asked.append("late"))
     assert late == []
     desk.disk.gate.set()
     eventually(lambda: late, "the answer comes after all")
     (answer,) = late
     assert isinstance(answer, AnswerPush)
     assert answer.outcome is Outcome.ACCEPTED
-    assert desk.push().outcome is Outcome.DUPLICATE
-
-
-def test_a_question_that_nobody_waits_for_any_more_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    with running() as desk:
-        desk.core.ask(lambda machine: None)
-        desk.disk.gate.clear()
-        desk.core.post(DrainRequested(99))
-        with monkeypatch.context() as patch:
-            patch.setattr(core_module, "TIMEOUT_S", 0.05)
-            with pytest.raises(CoreStopped):
-                desk.core.ask(lambda machine: asked.append("late"))
-        desk.disk.gate.set()
-        desk.core.ask(lambda machine: asked.append("in time"))
+    desk.core.ask(lambda machine: asked.append("in time"))
     assert asked == ["in time"]
+    assert desk.push().outcome is Outcome.DUPLICATE
 
 
 def test_a_deadline_is_met_without_any_traffic() -> None:
