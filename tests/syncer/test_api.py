@@ -121,7 +121,7 @@ OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
         ({"layout_fingerprint": "0" * 64, "layout_json": b""}, "layout fingerprint is 000000000000 at the site"),
     ],
 )
-def test_a_mismatch_is_refused_in_words_that_name_the_field_and_a_probe_is_told_the_same(
+def test_a_mismatch_is_refused_and_a_probe_told_of_it_by_its_field(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     if "layout" in changes:
@@ -219,7 +219,7 @@ def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
         ({"fragment": 2}, "fragment is 2"),
     ],
 )
-def test_invariant_15_what_cannot_be_is_refused_before_a_byte_is_taken(
+def test_invariant_15_what_cannot_be_is_refused_at_the_door(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     (field,) = changes
@@ -264,7 +264,7 @@ def test_an_update_may_say_the_present_lineage_or_none_and_be_shorter_than_a_pac
             assert push(syncer, replace(header, lineage=lineage), payload).outcome is Outcome.ACCEPTED
 
 
-def test_the_decision_loop_is_asked_once_for_a_header_and_makes_no_checksum_of_a_pull(
+def test_the_loop_is_asked_once_for_a_header_and_makes_no_checksum(
     syncer: Syncer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, threads = list[object](), list[str]()
@@ -436,9 +436,7 @@ def units(syncer: Syncer, site: str = "a", known: int = 0, upto: int = 4) -> Uni
     return syncer.api.report(report(site, versions=(), units=UnitAsk(known, known, upto, 0, 0))).units
 
 
-def test_a_heartbeat_brings_units_and_the_same_one_the_same_without_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_brings_units_and_the_same_one_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decided, right = list[object](), fates.asked
     monkeypatch.setattr(fates, "asked", lambda turn, event: (decided.append(event), right(turn, event))[1])
     with serving(tmp_path, **LEASING) as syncer:
@@ -476,9 +474,7 @@ def test_another_text_is_refused_in_words_that_name_both(tmp_path: Path) -> None
 # --- A run that goes on without a standby says so in its journal, whoever let it -------------------------------------
 
 
-def test_a_word_that_cannot_be_journalled_now_is_when_the_loop_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_word_that_cannot_be_journalled_now_is_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing had waited for a standby any more, and no record said why."""
     monkeypatch.setattr(api_module, "DETACH_S", 0.1)
     events, sync = Events(), ReplicationOptions(mode="sync", timeout_s=1.0, alive_s=0.1)
@@ -509,7 +505,7 @@ class Nobody:
 
 
 @pytest.mark.parametrize(("mode", "why"), [("off", []), ("sync", ["from now on one disk holds what is acknowledged"])])
-def test_who_took_over_by_itself_tells_of_no_operator_and_of_nothing_where_none_follows(
+def test_a_take_over_without_an_operator_is_told_where_one_may_follow(
     tmp_path: Path, mode: str, why: list[str]
 ) -> None:
     with serving(tmp_path) as first:
@@ -576,9 +572,7 @@ class Arriving:
         ("int4+zstd1", 1 << 20),
     ],
 )
-def test_the_pieces_it_came_in_change_nothing_and_other_values_than_the_site_has_decoded_are_not_intact(
-    tmp_path: Path, name: str, step: int
-) -> None:
+def test_the_pieces_it_came_in_change_nothing_and_other_values_show(tmp_path: Path, name: str, step: int) -> None:
     momentum = normal(2)
     header, payload = update(values=normal(1), encoding=name)
     decoded = make_codec(name).decode(payload, SIZE)
@@ -591,9 +585,7 @@ def test_the_pieces_it_came_in_change_nothing_and_other_values_than_the_site_has
         assert arriving.begun == 1
 
 
-def test_what_has_come_has_been_looked_at_and_only_the_rest_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_come_was_looked_at_and_the_rest_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header, payload = update(values=normal(1), encoding="int4:32")
     arriving = Arriving(tmp_path, header, payload)
     looked: list[tuple[int, int]] = []

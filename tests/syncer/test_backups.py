@@ -155,9 +155,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, year: int, second: int) -> None:
 
 
 @options(keep=3)
-def test_the_newest_survives_and_is_taken_whatever_the_clock_says(
-    backed: Backed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_survives_whatever_the_clock_says(backed: Backed, monkeypatch: pytest.MonkeyPatch) -> None:
     """With names of wall time each was dropped as soon as it was made once the clock had been ahead for three."""
     made: list[str] = []
     for second, year in enumerate((2031, 2031, 2031, 2026, 2026, 1999, 2044)):

@@ -287,9 +287,7 @@ def test_work_is_done_when_every_effect_of_the_turn_is_carried_out() -> None:
         assert seen == [0], "each join's note was carried out before the work saw the machine"
 
 
-def test_a_call_that_is_given_up_is_decided_all_the_same_and_a_question_is_not_asked(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_is_given_up_is_decided_and_a_question_is_not(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer that comes too late is given to who was named for it."""
     late, asked = list[object](), list[str]()
     desk.disk.gate.clear()
@@ -545,9 +543,7 @@ def test_who_may_not_lead_tells_nobody_anything_not_even_what_it_knew_before() -
 
 
 @pytest.mark.parametrize(("is_away", "acks_first"), [(False, False), (False, True), (True, False)])
-def test_a_lease_that_is_lost_ends_the_loop_and_every_wait_before_a_turn_is_told(
-    is_away: bool, acks_first: bool
-) -> None:
+def test_a_lease_that_is_lost_ends_the_loop_before_a_turn_is_told(is_away: bool, acks_first: bool) -> None:
     """The standby that is waited for will never be back: it is the one that leads now."""
     lost, away = [False], [False]
 
@@ -641,8 +637,9 @@ MB = 1_000_000
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A data folder that this process has taken."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A data folder that this process has taken, and looks at often."""
+    monkeypatch.setattr(core_module, "LOOK_EVERY_S", 0.01)
     with locked(tmp_path / "syncer"):
         yield tmp_path / "syncer"
 
@@ -674,9 +671,7 @@ def test_the_reserve_is_kept_free_and_an_edge_is_told_once(folder: Path, monkeyp
     assert Room(folder, 0, told.append).wanting(1 << 40) is None, "without a reserve the disk is not asked"
 
 
-def test_each_change_of_what_is_wanting_is_told_once_whatever_is_free(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_change_of_what_is_wanting_is_told_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk fills up while a standby is away: nobody had heard of that when the standby was back."""
     free, told = with_free(monkeypatch), list[Unready | None]()
     room = Room(folder, 64 * MB, lambda want: told.append(want and want.kind))
@@ -697,11 +692,8 @@ def test_each_change_of_what_is_wanting_is_told_once_whatever_is_free(
         told.clear()
 
 
-def test_the_thread_sees_it_heal_when_nobody_comes_and_one_that_cannot_look_any_more_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_sees_it_heal_and_says_when_it_cannot_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had ended without a word, and a full disk was never seen again."""
-    monkeypatch.setattr(core_module, "LOOK_EVERY_S", 0.01)
     free, told = with_free(monkeypatch), list[Want | None]()
 
     def tell(want: Want | None) -> None:
@@ -738,10 +730,7 @@ def replace(folder: Path) -> None:
         (replace, "is another folder now than the one that this process serves from"),
     ],
 )
-def test_a_folder_that_is_lost_is_told_of_and_takes_nothing_in(
-    lose: Callable[[Path], None], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core_module, "LOOK_EVERY_S", 0.01)
+def test_a_folder_that_is_lost_takes_nothing_in(folder: Path, lose: Callable[[Path], None], words: str) -> None:
     changes = list[Want | None]()
     room = Room(folder, 64 * MB, changes.append)
     with ThreadPoolExecutor(1) as pool:

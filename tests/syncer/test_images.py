@@ -241,9 +241,7 @@ def test_the_newest_two_stay_without_retention_and_whatever_they_take() -> None:
 
 @pytest.mark.parametrize("every", [1, 3, 16, 100, 300])
 @pytest.mark.parametrize("steps", [1, 64, 256])
-def test_any_step_within_retention_can_be_replayed_at_any_time_and_few_snapshots_do_for_that(
-    every: int, steps: int
-) -> None:
+def test_few_snapshots_do_for_a_replay_of_any_step_within_retention(every: int, steps: int) -> None:
     held: tuple[Point, ...] = ()
     now, draw = 0, random.Random(every)
     for number in range(1, 200):

@@ -378,7 +378,7 @@ def test_a_turn_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_pat
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("room", [0, 10, 150, None])
-def test_a_new_segment_that_finds_no_room_or_cannot_even_be_named_leaves_the_old_one_in_use(
+def test_a_new_segment_that_finds_no_room_leaves_the_old_one_in_use(
     tmp_path: Path, room: int | None, error: int
 ) -> None:
     """Neither the folder nor the quota has room for one file more: that had ended the process."""
@@ -398,9 +398,7 @@ def test_a_new_segment_that_finds_no_room_or_cannot_even_be_named_leaves_the_old
     assert read(tmp_path) == [record(0), record(1), record(2)]
 
 
-def test_a_failed_sync_and_what_is_left_of_a_failed_write_and_cannot_be_taken_away_are_final(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_sync_and_half_a_turn_that_stays_are_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried again, the turn would stand behind half of itself: a journal that no start reads."""
     disk = FullDisk()
     journal = begun(tmp_path, disk)
@@ -423,9 +421,7 @@ def test_a_failed_sync_and_what_is_left_of_a_failed_write_and_cannot_be_taken_aw
     journal.close()
 
 
-def test_a_segment_that_begins_while_somebody_looks_accuses_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_that_begins_while_one_looks_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader beside the writer: the list of segments and the note of the end are of two instants."""
     journal = begun(tmp_path)
     put(journal, 0)

@@ -66,7 +66,7 @@ TAKEN = next_standing(STANDING, SECOND)
         (None, Claim("second", 0, 1, anew=True, by_itself=True), "not the heir"),
     ],
 )
-def test_the_last_holder_its_heir_and_a_later_lineage_may_have_it(
+def test_the_holder_its_heir_and_a_later_lineage_may_have_it(
     standing: Standing | None, claim: Claim, why: str | None
 ) -> None:
     found = refusal(standing, claim, "the place")
@@ -134,9 +134,7 @@ def guard(hand: Hand) -> LeaseHolder:
     return LeaseHolder(hand, Standing(3, 1, "first"), hand.clock(), hand.clock)  # type: ignore[arg-type]
 
 
-def test_an_heir_is_written_down_also_where_each_renewal_takes_longer_than_until_the_next(
-    hand: Hand, guard: LeaseHolder
-) -> None:
+def test_an_heir_is_written_down_also_between_slow_renewals(hand: Hand, guard: LeaseHolder) -> None:
     hand.takes_s = TTL_S / 3 + 1.0
     hand.now_s += TTL_S / 3
     guard.name_heir("second")
@@ -277,9 +275,7 @@ def test_a_folder_has_one_name_for_ever_and_no_two_have_the_same(tmp_path: Path,
     assert remembered(tmp_path / "copy", PLAIN_DISK).name != "syncer-1", "it never led, and goes by a name of its own"
 
 
-def test_it_is_taken_renewed_and_given_back_and_its_folder_is_led_under_no_other_or_none(
-    tmp_path: Path, path: Path, data: Path
-) -> None:
+def test_it_is_given_back_and_its_folder_led_under_no_other_or_none(tmp_path: Path, path: Path, data: Path) -> None:
     state, lease = OuterState([FragmentState()], epoch=4), FileLease(path, "run", 0.5)
     assert lead(None, data, PLAIN_DISK, state, lambda what, facts: None) is None
     guard = led(path, data, epoch=4, ttl_s=0.5)
@@ -331,9 +327,7 @@ def test_nobody_else_gets_it_and_it_is_said_who_has_it(tmp_path: Path, path: Pat
         guard.stop(release=True)
 
 
-def test_a_start_whose_lease_is_not_renewed_in_time_says_that_and_not_that_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_whose_lease_is_not_renewed_in_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "START_WAIT_S", 0.2)
     monkeypatch.setattr(Leadership, "valid", lambda guard, now_ns: False)
     syncer = new_syncer(tmp_path / "run", Events().emit)
@@ -365,22 +359,6 @@ def test_an_heir_takes_over_when_the_count_has_stood_still_for_the_holders_own_t
     assert held.renew()
     clock.now_s += 0.2
     assert heir.acquire(HEIR) is None, "it was renewed"
-    clock.now_s += TTL_S
-    second = taken(heir, HEIR)
-    assert second.epoch == held.epoch + 1
-    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False)
-    assert not held.renew()
-    assert not held.mark("anybody")
-    held.release()
-    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False), "what is not held is not given back"
-
-
-def test_what_was_renewed_between_the_look_and_the_lock_is_not_taken(path: Path) -> None:
-    held, clock = taken(FileLease(path, "run", TTL_S)), Clock()
-    assert held.mark("second")
-    heir = FileLease(path, "run", TTL_S, clock_s=clock)
-    assert heir.acquire(HEIR) is None
-    clock.now_s += TTL_S
     looked = heir._watched
 
     def look_and_be_late() -> object:
@@ -390,7 +368,17 @@ def test_what_was_renewed_between_the_look_and_the_lock_is_not_taken(path: Path)
         return content
 
     heir._watched = look_and_be_late  # type: ignore[assignment, method-assign]
+    clock.now_s += TTL_S
+    assert heir.acquire(HEIR) is None, "it was renewed between the look and the lock"
     assert heir.acquire(HEIR) is None
+    clock.now_s += TTL_S
+    second = taken(heir, HEIR)
+    assert second.epoch == held.epoch + 1
+    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False)
+    assert not held.renew()
+    assert not held.mark("anybody")
+    held.release()
+    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False), "what is not held is not given back"
 
 
 def test_the_same_folder_takes_it_again_at_once_and_another_run_never(path: Path) -> None:

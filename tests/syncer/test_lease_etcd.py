@@ -85,7 +85,7 @@ def key_of(lease: EtcdLease) -> str:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"epoch": 1}'])
-def test_what_is_no_lease_is_an_error_in_words_and_one_is_json_that_people_can_read(
+def test_a_lease_is_json_that_people_can_read_and_damage_is_named(
     lease: Callable[[], EtcdLease], damage: bytes
 ) -> None:
     mine = lease()

@@ -69,9 +69,7 @@ def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate_was_told_or_written(
-    tmp_path: Path, is_written: bool
-) -> None:
+def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate(tmp_path: Path, is_written: bool) -> None:
     with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
         join(syncer)
         feed = syncer.api.watch("a", 1)
