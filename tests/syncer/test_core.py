@@ -86,42 +86,17 @@ class Journal:
         self.log.append("flush")
 
 
-class Hand:
-    """A clock that a test sets."""
-
-    now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
 class Desk:
     """A core over a machine of one fragment, with everything that it did in ``disk.log``."""
 
-    def __init__(
-        self,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        on_held: Callable[[Want | None], None] = lambda want: None,
-        replicated: Callable[[Place], str | None] = lambda end: None,
-        leads: Callable[[], str | None] = lambda: None,
-        acks_first: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
+        """``options`` are the machine's and the core's."""
         self.disk = Journal()
         self.failures: list[BaseException] = []
         self.effects: list[OuterEffect] = []
+        loop = {name: options.pop(name) for name in {*options} & {*Core.__init__.__kwdefaults__}}
         machine = OuterSync(OuterOptions(**{"grace": "fixed", "grace_ns": 0, **options}))
-        self.core = Core(
-            machine,
-            self.disk,  # type: ignore[arg-type]
-            self._carry_out,
-            on_failure=self.failures.append,
-            on_held=on_held,
-            replicated=replicated,
-            leads=leads,
-            acks_first=acks_first,
-            clock_ns=clock_ns,
-        )
+        self.core = Core(machine, self.disk, self._carry_out, on_failure=self.failures.append, **loop)  # type: ignore[arg-type]
         self.core.post(SyncerStarted(1))
 
     def _carry_out(self, effect: OuterEffect) -> None:
@@ -317,8 +292,8 @@ def test_a_deadline_is_met_without_any_traffic() -> None:
 
 
 def test_a_silent_site_is_declared_so_and_comes_back_when_heard() -> None:
-    hand, live, silent = Hand(), Status.LIVE, Status.SILENT
-    with running(clock_ns=hand, site_timeout_ns=1000 * MS) as desk:
+    now_ns, live, silent = [0], Status.LIVE, Status.SILENT
+    with running(clock_ns=lambda: now_ns[0], site_timeout_ns=1000 * MS) as desk:
         desk.join()
 
         def after(steps: int, does: Callable[[], object] = lambda: None) -> list[Status]:
@@ -326,7 +301,7 @@ def test_a_silent_site_is_declared_so_and_comes_back_when_heard() -> None:
             for _ in range(steps):
                 does()
                 desk.status()  # By then the loop has seen it.
-                hand.now_ns += 400 * MS
+                now_ns[0] += 400 * MS
                 found.append(desk.status())
             return found
 
