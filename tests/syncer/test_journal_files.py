@@ -227,9 +227,7 @@ def test_a_frame_is_durable_before_its_mark_and_all_of_a_segment_before_the_next
     assert disk.done == [Step.JOURNAL_WRITE]
     journal.flush()
     frames = [unit for unit in units(journal.path(segment).read_bytes()) if unit.kind == FRAME]
-    assert [(unit.end, unit.chain) for unit in frames] == [(end, journal.chain)], (
-        "a turn is one, and lies where it says"
-    )
+    assert [(unit.end, unit.chain) for unit in frames] == [(end, journal.chain)], "a turn is one frame"
     assert disk.done == [Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END]
     assert disk.synced[-1] == end
     disk.done.clear()
@@ -238,16 +236,6 @@ def test_a_frame_is_durable_before_its_mark_and_all_of_a_segment_before_the_next
     assert disk.done == [Step.JOURNAL_SYNC, *[Step.JOURNAL_BEGIN] * 4, Step.JOURNAL_MARK, Step.JOURNAL_END]
     assert disk.synced[-2] == first, "the last mark with it"
     journal.close()
-
-
-def test_a_segment_is_dropped_only_before_the_first_one_needed(tmp_path: Path) -> None:
-    written(tmp_path, segments=4, each=1)
-    journal = JournalFiles(tmp_path)
-    journal.prune(0)
-    assert journal.segments() == [1, 2, 3, 4]
-    journal.prune(3)
-    assert journal.segments() == [3, 4]
-    assert len(journal.read(3)) == 2, "what is left is read from its beginning, whatever was before it"
 
 
 def test_blank_means_that_no_event_was_ever_written(tmp_path: Path) -> None:
