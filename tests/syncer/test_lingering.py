@@ -18,16 +18,19 @@ from tests.syncer.building import eventually, join, push, report, serving, updat
 LAST_ROUND = {"token_budget": 100, "final_wait_ns": 50_000_000}
 
 
-def merged(syncer: Syncer) -> None:
-    """An update of each fragment: the run's tokens."""
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    """In its run's last round, with one site."""
+    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
+        join(syncer)
+        yield syncer
+
+
+def end(syncer: Syncer) -> None:
+    """An update of each fragment, the run's tokens; then the site says goodbye, and the run is over."""
     for fragment in (0, 1):
-        header, payload = update(fragment=fragment)
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+        assert push(syncer, *update(fragment=fragment)).outcome is Outcome.ACCEPTED
     eventually(lambda: [values.version for values in syncer.holdings.values] == [1, 1], "both versions")
-
-
-def gone(syncer: Syncer) -> None:
-    """The site says goodbye, and the run is over."""
     syncer.api.leave("a", 1)
     assert syncer.wait(20.0) is Ending.FINISHED
 
@@ -69,66 +72,53 @@ def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate(tmp_path: Path, is_written: bool) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        feed = syncer.api.watch("a", 1)
-        if is_written:
-            feed.close()
-        merged(syncer)
-        gone(syncer)
+def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate(syncer: Syncer, is_written: bool) -> None:
+    feed = syncer.api.watch("a", 1)
+    if not is_written:
         feed.close()
-        with lingering(syncer):
-            assert heard(syncer) == [0, 1]
+    end(syncer)
+    feed.close()
+    with lingering(syncer):
+        assert heard(syncer) == [0, 1]
 
 
 @pytest.mark.parametrize("lacks", [0, 100])
-def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(tmp_path: Path, lacks: int) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        feed = syncer.api.watch("a", 1)
-        merged(syncer)
-        gone(syncer)
-        if lacks:  # Everything was written, and was lost on the way.
-            eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
-        syncer.api.report(report(tokens_in_flight=lacks))
-        feed.close()
-        if lacks:
-            with lingering(syncer):
-                syncer.api.report(report(tokens_in_flight=0))
-        assert took_s(syncer) < 10, "it has heard by a version what its stream still had to say"
-
-
-def test_it_waits_for_a_stream_to_end_that_has_said_everything(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        merged(syncer)
-        feed = syncer.api.watch("a", 1)
-        gone(syncer)
-        syncer.api.report(report(tokens_in_flight=0))
-        with lingering(syncer):
-            feed.close()
-
-
-def test_what_a_site_says_before_goodbye_or_as_another_process_holds_nobody_up(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        feed = syncer.api.watch("a", 1)
-        merged(syncer)
-        syncer.api.report(report(tokens_in_flight=100))
-        gone(syncer)
-        syncer.api.report(report(incarnation=2, tokens_in_flight=100))
+def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(syncer: Syncer, lacks: int) -> None:
+    feed = syncer.api.watch("a", 1)
+    end(syncer)
+    if lacks:  # Everything was written, and was lost on the way.
         eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
+    syncer.api.report(report(tokens_in_flight=lacks))
+    feed.close()
+    if lacks:
+        with lingering(syncer):
+            syncer.api.report(report(tokens_in_flight=0))
+    assert took_s(syncer) < 10, "it has heard by a version what its stream still had to say"
+
+
+def test_it_waits_for_a_stream_to_end_that_has_said_everything(syncer: Syncer) -> None:
+    feed = syncer.api.watch("a", 1)
+    end(syncer)
+    syncer.api.report(report(tokens_in_flight=0))
+    with lingering(syncer):
         feed.close()
-        assert took_s(syncer) < 10
+
+
+def test_what_a_site_says_before_goodbye_or_as_another_process_holds_nobody_up(syncer: Syncer) -> None:
+    feed = syncer.api.watch("a", 1)
+    syncer.api.report(report(tokens_in_flight=100))
+    end(syncer)
+    syncer.api.report(report(incarnation=2, tokens_in_flight=100))
+    eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
+    feed.close()
+    assert took_s(syncer) < 10
 
 
 def test_who_goes_on_after_a_death_in_the_last_round_waits_for_its_sites(tmp_path: Path) -> None:
     """Nobody knows which of its fates that process had told; one that has stopped in order had told them all."""
     with serving(tmp_path / "one", outer=LAST_ROUND) as syncer:
         join(syncer)
-        merged(syncer)
-        gone(syncer)
+        end(syncer)
         shutil.copytree(tmp_path / "one", tmp_path / "two")  # As it is when the process dies now.
     with serving(tmp_path / "two", linger_s=20.0, outer=LAST_ROUND) as syncer:
         assert syncer.wait(20.0) is Ending.FINISHED
