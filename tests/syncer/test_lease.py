@@ -441,15 +441,6 @@ def test_a_lease_that_has_gone_is_an_error_in_words(path: Path) -> None:
         FileLease(path.parent / "gone" / "lease.json", "run", TTL_S).acquire(FIRST)
 
 
-def test_a_lock_that_somebody_keeps_is_waited_for_a_bounded_time(path: Path) -> None:
-    held = taken(FileLease(path, "run", 0.4))
-    with path.with_name("lease.json.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(LeaseError, match="locked by another process"):
-            held.renew()
-    assert held.renew()
-
-
 class Frozen(Disk):
     """Stops at a passage of the next write, until it is let go on."""
 
@@ -487,18 +478,25 @@ def test_a_holder_that_is_frozen_while_it_writes_keeps_no_heir_from_the_lease(pa
     assert sorted(each.name for each in path.parent.iterdir()) == ["lease.json", "lease.json.lock"]
 
 
-def test_a_file_system_that_locks_nothing_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "lock", lambda file: None)
-    with pytest.raises(LeaseError, match="without locks"):
-        FileLease(path, "run", TTL_S).acquire(FIRST)
+def test_a_lock_is_waited_for_a_bounded_time_and_a_file_system_without_locks_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = taken(FileLease(path, "run", 0.4))
+    with path.with_name("lease.json.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(LeaseError, match="locked by another process"):
+            held.renew()
+    assert held.renew()
 
     def unknown(file: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lease_module, "lock", unknown)
-    with pytest.raises(LeaseError, match="No locks available"):
-        FileLease(path, "run", TTL_S).acquire(FIRST)
-    assert not path.exists()
+    other = path.with_name("other.json")
+    for lock, words in ((lambda file: None, "without locks"), (unknown, "No locks available")):
+        monkeypatch.setattr(lease_module, "lock", lock)
+        with pytest.raises(LeaseError, match=words):
+            FileLease(other, "run", TTL_S).acquire(FIRST)
+    assert not other.exists()
 
 
 EPOCHS = 30
