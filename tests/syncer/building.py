@@ -79,7 +79,6 @@ def new_syncer(
     outer: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     zero: Callable[[], list[Tensor]] = version_zero,
-    agreed: Agreement | None = None,
     address: str = "127.0.0.1:0",
     health: dict[str, Any] | None = None,
     above: Callable[[], Above[Tensor]] | None = None,
@@ -93,7 +92,7 @@ def new_syncer(
         **options,
     }
     plan = RunPlan(
-        agreed or agreement(),
+        agreement(),
         LAYOUT,
         "shared",
         OuterOptions(**{**NO_WAIT, **(outer or {})}),
