@@ -154,14 +154,12 @@ def test_a_layout_that_is_none_is_the_senders_fault(tmp_path: Path, text: bytes)
                 call(ask(layout_fingerprint="0" * 64, layout_json=text))
 
 
-def test_a_late_join_of_a_dead_process_does_not_fence_the_living_one(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer, process="11111111")
-        before = memory(syncer)
-        late = syncer.api.join(join_ask(process="00000000"))
-        assert (late.ticket, late.incarnation, late.standings) == (2, 0, ())
-        assert memory(syncer) == before
-        assert syncer.api.report(report()).known
+def test_a_late_join_of_a_dead_process_does_not_fence_the_living_one(syncer: Syncer) -> None:
+    before = memory(syncer)
+    late = syncer.api.join(join_ask(process="00000000"))
+    assert (late.ticket, late.incarnation, late.standings) == (2, 0, ())
+    assert memory(syncer) == before
+    assert syncer.api.report(report()).known
 
 
 def test_a_live_process_of_another_folder_is_not_replaced(tmp_path: Path) -> None:
@@ -286,15 +284,25 @@ def test_the_loop_is_asked_once_for_a_header_and_makes_no_checksum(
 # --- watch, pull, report, leave --------------------------------------------------------------------------------------
 
 
-def test_a_watch_begins_with_how_everything_stands(tmp_path: Path) -> None:
+def test_a_watch_and_a_pull_begin_with_how_everything_stands_at_one_instant(tmp_path: Path) -> None:
     with serving(tmp_path) as syncer:
         join(syncer)
         push(syncer, *update())
-        eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
+        eventually(lambda: syncer.holdings.values[0].version == 1, "it is published")
         feed = syncer.api.watch("a", 1)
         first = [feed.get(5.0) for _ in range(3)]
         assert [event.version for event in first if isinstance(event, Published)] == [1, 0]
         assert [event.fate.merged for event in first if isinstance(event, FateTold)] == [True]
+        header = syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE).header
+        assert ([fate.version for fate in header.fates], header.sites) == ([1], 1)
+        assert header.digest == syncer.holdings.values[0].digest
+        for stranger in ("", "nobody"):
+            assert syncer.api.pull(PullAsk(RUN, stranger, 0, -1), ANYONE).header.fates == ()
+        with refused(Status.NOT_FOUND, "fragment is 2: the run has no such fragment"):
+            syncer.api.pull(PullAsk(RUN, "a", 2, -1), ANYONE)
+        syncer.api.pull(PullAsk(RUN, "a", 0, -1, 1, offset=50), ANYONE)
+        sites: Any = syncer.api.status()["sites"]
+        assert sites["a"]["payload_bytes_down"] == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
         syncer.api.drain()
         assert feed.get(5.0) == FinalAnnounced(Ending.DRAINED)
         late = syncer.api.watch("a", 1)
@@ -305,24 +313,6 @@ def test_a_watch_begins_with_how_everything_stands(tmp_path: Path) -> None:
         for site, incarnation in (("a", 2), ("nobody", 1)):
             with refused(Status.FAILED_PRECONDITION, "join first"):
                 syncer.api.watch(site, incarnation)
-
-
-def test_a_pull_reads_version_and_fates_at_one_instant(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
-        push(syncer, *update())
-        eventually(lambda: syncer.holdings.values[0].version == 1, "it is published")
-        source = syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
-        assert [fate.version for fate in source.header.fates] == [1]
-        assert source.header.sites == 1
-        assert source.header.digest == syncer.holdings.values[0].digest
-        assert syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE).header.fates == ()
-        assert syncer.api.pull(PullAsk(RUN, "nobody", 0, -1), ANYONE).header.fates == ()
-        with refused(Status.NOT_FOUND, "fragment is 2: the run has no such fragment"):
-            syncer.api.pull(PullAsk(RUN, "a", 2, -1), ANYONE)
-        syncer.api.pull(PullAsk(RUN, "a", 0, -1, 1, offset=50), ANYONE)
-        sites: Any = syncer.api.status()["sites"]
-        assert sites["a"]["payload_bytes_down"] == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
 
 
 def test_an_evicted_site_is_told_so_on_every_way_and_reads_no_more_under_whatever_name(syncer: Syncer) -> None:
