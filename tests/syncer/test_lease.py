@@ -499,7 +499,7 @@ def test_a_lock_is_waited_for_a_bounded_time_and_a_file_system_without_locks_ref
     assert not other.exists()
 
 
-EPOCHS = 30
+EPOCHS = 20
 
 
 def write_down(path: Path, name: str, together: Barrier) -> None:
