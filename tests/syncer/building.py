@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.spool import Spool
 from diloco.wire.identity import Identity
-from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, ReportInfo
+from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, Refusal, ReportInfo, Status
 from diloco.wire.options import SecurityOptions, ServerOptions
 
 LAYOUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 2)
@@ -78,7 +79,6 @@ def new_syncer(
     outer: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     zero: Callable[[], list[Tensor]] = version_zero,
-    agreed: Agreement | None = None,
     address: str = "127.0.0.1:0",
     health: dict[str, Any] | None = None,
     above: Callable[[], Above[Tensor]] | None = None,
@@ -92,7 +92,7 @@ def new_syncer(
         **options,
     }
     plan = RunPlan(
-        agreed or agreement(),
+        agreement(),
         LAYOUT,
         "shared",
         OuterOptions(**{**NO_WAIT, **(outer or {})}),
@@ -182,6 +182,13 @@ def push(syncer: Syncer, header: PushHeader, payload: bytes) -> PushResult:
         return opened.commit(header.digest)
     finally:
         opened.close()
+
+
+@contextmanager
+def refused(status: Status, words: str | None = None) -> Iterator[None]:
+    with pytest.raises(Refusal, match=words) as raised:
+        yield
+    assert raised.value.status is status
 
 
 def files(folder: Path) -> dict[str, bytes]:

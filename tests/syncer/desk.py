@@ -17,6 +17,7 @@ from diloco.sync.events import OuterEvent, OuterStepDone, SyncerStarted, UpdateA
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
+from diloco.syncer.api import DECLARED
 from diloco.syncer.core import changes_nothing
 from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.replaying import Replayer, Rules
@@ -88,25 +89,8 @@ class Desk:
         partial.digest()
         reference = self.store.spool.keep(partial)
         partial.close()
-        return self.handle(
-            UpdateArrived(
-                1,
-                header.site_id,
-                header.incarnation,
-                header.fragment,
-                header.sequence,
-                header.base_version,
-                header.tokens,
-                header.steps,
-                header.step_ns,
-                header.cursor,
-                header.digest,
-                reference,
-                header.encoding,
-                True,
-                header.final,
-            )
-        )
+        declared = {name: getattr(header, name) for name in DECLARED}
+        return self.handle(UpdateArrived(1, header.site_id, payload=reference, finite=True, **declared))
 
     def finish(self, fragment: int) -> list[OuterEffect]:
         """The outer step that is under way is done."""

@@ -1,19 +1,27 @@
-"""What the network may ask, and the words in which it is refused."""
+"""What the network may ask, the words in which it is refused, and how an update is checked as it comes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from diloco.codec import merging
+from diloco.codec.base import Buffers, DecodeError, digest
+from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
-from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
+from diloco.sync import fates
+from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason, SiteLeft, UnitsTold
+from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST
+from diloco.sync.progress import UnitAsk
 from diloco.syncer import api as api_module
-from diloco.syncer.api import HELD_RETRY_MS, TOKENS_MAX
+from diloco.syncer.api import HELD_RETRY_MS, LARGEST, TOKENS_MAX, Inspection, Vitals
 from diloco.syncer.core import NotHandedIn
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
@@ -22,6 +30,7 @@ from diloco.wire.identity import Grant, Identity
 from diloco.wire.messages import (
     FOLDER_DIGITS,
     PROCESS_DIGITS,
+    ProbeAsk,
     Published,
     PullAsk,
     PushHeader,
@@ -44,6 +53,7 @@ from tests.syncer.building import (
     join_ask,
     new_syncer,
     push,
+    refused,
     report,
     serving,
     update,
@@ -52,10 +62,22 @@ from tests.syncer.building import (
 QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
 
 
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    """One that waits for two sites, and has one."""
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        yield syncer
+
+
 def memory(syncer: Syncer) -> object:
     plain = syncer.core.ask(lambda machine: machine.snapshot())
     assert isinstance(plain, dict)
     return {**plain, "now_ns": 0}
+
+
+def probe_ask(**changes: Any) -> ProbeAsk:
+    return replace(ProbeAsk(PROTOCOL, RUN, LAYOUT.fingerprint, LAYOUT.to_json().encode(), SHARED), **changes)
 
 
 # --- join ------------------------------------------------------------------------------------------------------------
@@ -99,7 +121,7 @@ OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
         ({"layout_fingerprint": "0" * 64, "layout_json": b""}, "layout fingerprint is 000000000000 at the site"),
     ],
 )
-def test_a_mismatch_is_refused_in_words_that_name_the_field(
+def test_a_mismatch_is_refused_and_a_probe_told_of_it_by_its_field(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     if "layout" in changes:
@@ -110,24 +132,34 @@ def test_a_mismatch_is_refused_in_words_that_name_the_field(
         with pytest.raises(Refusal, match=words) as raised:
             syncer.api.join(join_ask(**changes))
         assert raised.value.status is Status.FAILED_PRECONDITION
+        if "lineage" not in changes:
+            assert syncer.api.probe(probe_ask(**changes)).difference == raised.value.text
         assert (files(tmp_path), memory(syncer)) == before
+
+
+def test_a_probe_is_told_what_a_join_must_say_and_nothing_is_compared_that_it_leaves_out(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        for ask in (probe_ask(), ProbeAsk(99), ProbeAsk(PROTOCOL, RUN, shared_config=SHARED)):
+            told = syncer.api.probe(ask)
+            assert (told.protocol, told.protocol_oldest, told.run_id) == (PROTOCOL, PROTOCOL_OLDEST, RUN)
+            assert (told.difference, told.standby_of) == ("", "")
+        assert syncer.api.join(join_ask(shared_config=told.shared_config)).incarnation == 1
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000, b'{"dtype": 1}', b"7"])
 def test_a_layout_that_is_none_is_the_senders_fault(tmp_path: Path, text: bytes) -> None:
-    with serving(tmp_path) as syncer, pytest.raises(Refusal, match="layout_json describes no layout") as raised:
-        syncer.api.join(join_ask(layout_fingerprint="0" * 64, layout_json=text))
-    assert raised.value.status is Status.INVALID_ARGUMENT
+    with serving(tmp_path) as syncer:
+        for call, ask in ((syncer.api.join, join_ask), (syncer.api.probe, probe_ask)):
+            with refused(Status.INVALID_ARGUMENT, "layout_json describes no layout"):
+                call(ask(layout_fingerprint="0" * 64, layout_json=text))
 
 
-def test_a_late_join_of_a_dead_process_does_not_fence_the_living_one(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer, process="11111111")
-        before = memory(syncer)
-        late = syncer.api.join(join_ask(process="00000000"))
-        assert (late.ticket, late.incarnation, late.standings) == (2, 0, ())
-        assert memory(syncer) == before
-        assert syncer.api.report(report()).known
+def test_a_late_join_of_a_dead_process_does_not_fence_the_living_one(syncer: Syncer) -> None:
+    before = memory(syncer)
+    late = syncer.api.join(join_ask(process="00000000"))
+    assert (late.ticket, late.incarnation, late.standings) == (2, 0, ())
+    assert memory(syncer) == before
+    assert syncer.api.report(report()).known
 
 
 def test_a_live_process_of_another_folder_is_not_replaced(tmp_path: Path) -> None:
@@ -138,27 +170,15 @@ def test_a_live_process_of_another_folder_is_not_replaced(tmp_path: Path) -> Non
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer, process=first)
         before = memory(syncer)
-        with pytest.raises(Refusal, match="another process, started in another folder, speaks for site a") as refused:
+        with pytest.raises(Refusal, match="another process, started in another folder, speaks for site a") as raised:
             join(syncer, process=other)
-        assert (refused.value.status, refused.value.retry_ms) == (Status.UNAVAILABLE, HELD_RETRY_MS)
+        assert (raised.value.status, raised.value.retry_ms) == (Status.UNAVAILABLE, HELD_RETRY_MS)
         assert memory(syncer) == before
         assert join(syncer, process=again).incarnation == 2, "the same folder: a process that was started again"
         assert join(syncer, process=unnamed).incarnation == 3, "of an earlier release, or one that takes over"
         assert join(syncer, process=other).incarnation == 4, "nothing is known of the other's folder"
         syncer.api.leave("a", 4)
         assert join(syncer, process=first[:PROCESS_DIGITS].replace("1", "5") + here).incarnation == 5, "it has left"
-
-
-def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Path) -> None:
-    events = Events()
-    with serving(tmp_path, events, **QUIET) as syncer:
-        join(syncer)
-        for step in range(1, 5):
-            assert syncer.api.report(report(step=step)).known
-        assert [event["step"] for event in events.of("reported")] == [1], "not each of them"
-        for _ in range(3):
-            syncer.api.leave("a", 1)
-        assert [event["step"] for event in events.of("reported")] == [1, 4], "its last words, and no more of them"
 
 
 def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
@@ -194,20 +214,19 @@ def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
         ({"tokens": 0}, "tokens is 0"),
         ({"tokens": TOKENS_MAX + 1}, "tokens is"),
         ({"steps": 0}, "steps is 0"),
+        ({"fragment": 2}, "fragment is 2"),
     ],
 )
-def test_invariant_15_what_cannot_be_is_refused_before_a_byte_is_taken(
+def test_invariant_15_what_cannot_be_is_refused_at_the_door(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    header = replace(update()[0], **changes)
+    (field,) = changes
     with serving(tmp_path, up_codecs=["fp32", "int4"], **QUIET) as syncer:
         join(syncer)
         before = files(tmp_path), memory(syncer)
-        with pytest.raises(Refusal, match=words) as raised:
-            syncer.api.open_push(header)
-        assert raised.value.status is Status.INVALID_ARGUMENT
+        with refused(Status.NOT_FOUND if field == "fragment" else Status.INVALID_ARGUMENT, words):
+            syncer.api.open_push(replace(update()[0], **changes))
         assert (files(tmp_path), memory(syncer)) == before
-        (field,) = changes
         assert syncer.api.status()["refused_at_the_door"] == {field: 1}
         assert push(syncer, *update()).outcome is Outcome.ACCEPTED, "and the syncer lives"
 
@@ -225,181 +244,138 @@ def test_invariant_15_what_cannot_be_is_refused_before_a_byte_is_taken(
     ],
 )
 def test_invariant_15_what_the_machine_refuses_leaves_no_trace(
-    tmp_path: Path, changes: dict[str, Any], outcome: Outcome, reason: Reason
+    syncer: Syncer, tmp_path: Path, changes: dict[str, Any], outcome: Outcome, reason: Reason
 ) -> None:
     header, payload = update()
-    with serving(tmp_path, **QUIET) as syncer:
+    before = files(tmp_path), memory(syncer)
+    answer = push(syncer, replace(header, **changes), payload)
+    assert replace(answer, epoch=0) == PushResult(outcome, 0, reason)
+    assert (files(tmp_path), memory(syncer)) == before
+
+
+def test_an_update_may_say_the_present_lineage_or_none_and_be_shorter_than_a_packed_one_s_bound(tmp_path: Path) -> None:
+    """An earlier release says no lineage."""
+    with serving(tmp_path, up_codecs=["fp32", "int8+zstd"], **QUIET) as syncer:
         join(syncer)
-        before = files(tmp_path), memory(syncer)
-        answer = push(syncer, replace(header, **changes), payload)
-        assert replace(answer, epoch=0) == PushResult(outcome, 0, reason)
-        assert (files(tmp_path), memory(syncer)) == before
-
-
-@pytest.mark.parametrize("fragment", [2, 4095])
-def test_a_fragment_that_is_not_there_is_not_found(tmp_path: Path, fragment: int) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        with pytest.raises(Refusal, match=f"fragment is {fragment}") as raised:
-            syncer.api.open_push(replace(update()[0], fragment=fragment))
-        assert raised.value.status is Status.NOT_FOUND
-
-
-def test_a_zstd_payload_may_be_shorter_than_its_bound(tmp_path: Path) -> None:
-    with serving(tmp_path, up_codecs=["int8+zstd"], **QUIET) as syncer:
-        join(syncer)
-        assert push(syncer, *update(encoding="int8+zstd")).outcome is Outcome.ACCEPTED
-
-
-def test_what_is_sent_in_the_present_lineage_enters_and_what_says_none_as_well(tmp_path: Path) -> None:
-    """An earlier release does not say it."""
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        for sequence, lineage in ((1, 0), (2, 1)):
-            header, payload = update(sequence=sequence)
+        for sequence, lineage, encoding in ((1, 0, "fp32"), (2, 1, "int8+zstd")):
+            header, payload = update(sequence=sequence, encoding=encoding)
             assert push(syncer, replace(header, lineage=lineage), payload).outcome is Outcome.ACCEPTED
 
 
-def test_a_header_is_judged_in_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Callable[..., object]] = []
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        real = syncer.core.ask
-        monkeypatch.setattr(
-            syncer.core, "ask", lambda question, *rest: (asked.append(question), real(question, *rest))[1]
-        )
-        header: PushHeader = update(incarnation=5)[0]
-        syncer.api.open_push(header)
-        assert len(asked) == 1
-        monkeypatch.undo()
+def test_the_loop_is_asked_once_for_a_header_and_makes_no_checksum(
+    syncer: Syncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, threads = list[object](), list[str]()
+    ask, checksum = syncer.core.ask, api_module.checksum
+    monkeypatch.setattr(syncer.core, "ask", lambda question, *rest: (asked.append(question), ask(question))[1])
+    syncer.api.open_push(update(incarnation=5)[0])
+    assert len(asked) == 1
+    here = threading.current_thread().name
+    monkeypatch.setattr(
+        api_module, "checksum", lambda parts: (threads.append(threading.current_thread().name), checksum(parts))[1]
+    )
+    syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
+    assert threads == [], "protocol 3 has none"
+    syncer.api.pull(PullAsk(RUN, "", 0, -1, protocol=2), ANYONE)
+    assert threads == [here]
+    monkeypatch.undo()
 
 
 # --- watch, pull, report, leave --------------------------------------------------------------------------------------
 
 
-def test_a_watch_begins_with_how_everything_stands(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
-        push(syncer, *update())
-        eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
-        feed = syncer.api.watch("a", 1)
-        first = [feed.get(5.0) for _ in range(3)]
-        assert [event.version for event in first if isinstance(event, Published)] == [1, 0]
-        assert [event.fate.merged for event in first if isinstance(event, FateTold)] == [True]
-        syncer.api.drain()
-        assert feed.get(5.0) == FinalAnnounced(Ending.DRAINED)
-        late = syncer.api.watch("a", 1)
-        told = [late.get(5.0) for _ in range(4)]
-        assert FinalAnnounced(Ending.DRAINED) in told
-        feed.close()
-        late.close()
-        assert syncer.feeds.standing()[0] == 0
-        for site, incarnation in (("a", 2), ("nobody", 1)):
-            with pytest.raises(Refusal, match="join first") as raised:
-                syncer.api.watch(site, incarnation)
-            assert raised.value.status is Status.FAILED_PRECONDITION
-
-
-def test_an_evicted_site_is_told_so_on_every_way(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        feed = syncer.api.watch("a", 1)
-        syncer.api.evict("a")
-        assert "evicted" in [getattr(feed.get(1.0), "reason", None) for _ in range(3)]
-        feed.close()
-        with pytest.raises(Refusal, match="put out of the run") as raised:
-            syncer.api.watch("a", 1)
-        assert raised.value.status is Status.PERMISSION_DENIED
-        assert push(syncer, *update()).reason is Reason.EVICTED
-        assert not syncer.api.report(report()).known
-        with pytest.raises(Refusal, match="no such site") as raised:
-            syncer.api.evict("nobody")
-        assert raised.value.status is Status.NOT_FOUND
-
-
-def test_a_pull_reads_version_and_fates_at_one_instant(tmp_path: Path) -> None:
+def test_a_watch_and_a_pull_begin_with_how_everything_stands_at_one_instant(tmp_path: Path) -> None:
     with serving(tmp_path) as syncer:
         join(syncer)
         push(syncer, *update())
         eventually(lambda: syncer.holdings.values[0].version == 1, "it is published")
-        source = syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
-        assert [fate.version for fate in source.header.fates] == [1]
-        assert source.header.sites == 1
-        assert source.header.digest == syncer.holdings.values[0].digest
-        assert syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE).header.fates == ()
-        assert syncer.api.pull(PullAsk(RUN, "nobody", 0, -1), ANYONE).header.fates == ()
-        with pytest.raises(Refusal, match="fragment is 2: the run has no such fragment") as raised:
+        feed = syncer.api.watch("a", 1)
+        first = [feed.get(5.0) for _ in range(3)]
+        assert [event.version for event in first if isinstance(event, Published)] == [1, 0]
+        assert [event.fate.merged for event in first if isinstance(event, FateTold)] == [True]
+        header = syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE).header
+        assert ([fate.version for fate in header.fates], header.sites) == ([1], 1)
+        assert header.digest == syncer.holdings.values[0].digest
+        for stranger in ("", "nobody"):
+            assert syncer.api.pull(PullAsk(RUN, stranger, 0, -1), ANYONE).header.fates == ()
+        with refused(Status.NOT_FOUND, "fragment is 2: the run has no such fragment"):
             syncer.api.pull(PullAsk(RUN, "a", 2, -1), ANYONE)
-        assert raised.value.status is Status.NOT_FOUND
         syncer.api.pull(PullAsk(RUN, "a", 0, -1, 1, offset=50), ANYONE)
-        (site,) = [syncer.api.status()["sites"]]
-        assert isinstance(site, dict)
-        assert site["a"]["payload_bytes_down"] == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
+        sites: Any = syncer.api.status()["sites"]
+        assert sites["a"]["payload_bytes_down"] == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
+        syncer.api.drain()
+        assert feed.get(5.0) == FinalAnnounced(Ending.DRAINED)
+        late = syncer.api.watch("a", 1)
+        assert FinalAnnounced(Ending.DRAINED) in [late.get(5.0) for _ in range(4)]
+        feed.close()
+        late.close()
+        assert syncer.feeds.standing()[0] == 0
+        for site, incarnation in (("a", 2), ("nobody", 1)):
+            with refused(Status.FAILED_PRECONDITION, "join first"):
+                syncer.api.watch(site, incarnation)
 
 
-def test_a_site_that_was_put_out_reads_no_more_under_whatever_name(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
+def test_an_evicted_site_is_told_so_on_every_way_and_reads_no_more_under_whatever_name(syncer: Syncer) -> None:
+    site = Identity(site="a", grant=Grant(roles=frozenset({"observer"})))
+    for name in ("a", ""):
+        syncer.api.pull(PullAsk(RUN, name, 0, -1), site)
+    feed = syncer.api.watch("a", 1)
+    syncer.api.evict("a")
+    assert "evicted" in [getattr(feed.get(1.0), "reason", None) for _ in range(3)]
+    feed.close()
+    for call in (
+        lambda: syncer.api.watch("a", 1),
+        lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), site),
+        lambda: syncer.api.pull(PullAsk(RUN, "", 0, -1), site),
+        lambda: syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE),
+    ):
+        with pytest.raises(Refusal, match="site a was put out of the run by an operator") as raised:
+            call()
+        assert (raised.value.status, raised.value.reason) == (Status.PERMISSION_DENIED, Reason.EVICTED)
+    syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
+    assert push(syncer, *update()).reason is Reason.EVICTED
+    assert not syncer.api.report(report()).known
+    with refused(Status.NOT_FOUND, "no such site"):
+        syncer.api.evict("nobody")
+    syncer.api.readmit("a")
+    syncer.api.pull(PullAsk(RUN, "a", 0, -1), site)
+
+
+def test_strangers_leave_nothing_in_memory(syncer: Syncer) -> None:
+    before = memory(syncer)
+    for number in range(50):
+        assert not syncer.api.report(report(f"stranger-{number}")).known
+        syncer.api.pull(PullAsk(RUN, f"stranger-{number}", 0, -1), ANYONE)
+        syncer.api.open_push(update(f"stranger-{number}")[0])
+    assert not syncer.api.report(report(incarnation=4)).known
+    assert syncer.api.report(report()).known
+    tally = syncer.api.tally.sites()
+    assert list(tally) == ["a"]
+    assert (tally["a"].payload_bytes_up, tally["a"].payload_bytes_down) == (0, 0)
+    assert memory(syncer) == before
+
+
+def test_a_site_that_pushes_pulls_or_reports_is_alive(syncer: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(syncer.core, "heard", heard.append)
+    syncer.api.open_push(update()[0]).close()
+    assert heard == ["a"]
+    syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
+    assert heard == ["a"] * 2
+    syncer.api.report(report())
+    assert heard == ["a"] * 3
+
+
+def test_heartbeats_are_recorded_now_and_then_and_the_last_one_once(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events, **QUIET) as syncer:
         join(syncer)
-        site = Identity(site="a", grant=Grant(roles=frozenset({"observer"})))
-        syncer.api.pull(PullAsk(RUN, "a", 0, -1), site)
-        syncer.api.pull(PullAsk(RUN, "", 0, -1), site)
-        syncer.api.evict("a")
-        for name in ("a", ""):
-            with pytest.raises(Refusal, match="site a was put out of the run by an operator") as raised:
-                syncer.api.pull(PullAsk(RUN, name, 0, -1), site)
-            assert raised.value.reason is Reason.EVICTED
-        with pytest.raises(Refusal, match="site a was put out"):
-            syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
-        syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
-        syncer.api.readmit("a")
-        syncer.api.pull(PullAsk(RUN, "a", 0, -1), site)
-
-
-def test_the_checksum_of_a_pull_is_no_work_of_the_decision_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from diloco.syncer import api
-
-    threads: list[str] = []
-    real = api.checksum
-    monkeypatch.setattr(
-        api, "checksum", lambda parts: (threads.append(threading.current_thread().name), real(parts))[1]
-    )
-    with serving(tmp_path) as syncer:
-        syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
-        assert threads == [], "protocol 3 has none"
-        syncer.api.pull(PullAsk(RUN, "", 0, -1, protocol=2), ANYONE)
-    assert threads == [threading.current_thread().name]
-
-
-def test_strangers_leave_nothing_in_memory(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        before = memory(syncer)
-        for number in range(50):
-            reply = syncer.api.report(report(f"stranger-{number}"))
-            assert not reply.known
-            syncer.api.pull(PullAsk(RUN, f"stranger-{number}", 0, -1), ANYONE)
-            syncer.api.open_push(update(f"stranger-{number}")[0])
-        assert not syncer.api.report(report(incarnation=4)).known
-        assert syncer.api.report(report()).known
-        tally = syncer.api.tally.sites()
-        assert list(tally) == ["a"]
-        assert (tally["a"].payload_bytes_up, tally["a"].payload_bytes_down) == (0, 0)
-        assert memory(syncer) == before
-
-
-def test_a_site_that_pushes_pulls_or_reports_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer)
-        heard: list[str] = []
-        monkeypatch.setattr(syncer.core, "heard", heard.append)
-        syncer.api.open_push(update()[0]).close()
-        assert heard == ["a"]
-        syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
-        assert heard == ["a"] * 2
-        syncer.api.report(report())
-        assert heard == ["a"] * 3
+        for step in range(1, 5):
+            assert syncer.api.report(report(step=step)).known
+        assert [event["step"] for event in events.of("reported")] == [1], "not each of them"
+        for _ in range(3):
+            syncer.api.leave("a", 1)
+        assert [event["step"] for event in events.of("reported")] == [1, 4], "its last words, and no more of them"
 
 
 def test_leaving_is_answered_and_an_old_incarnation_cannot(tmp_path: Path) -> None:
@@ -407,15 +383,10 @@ def test_leaving_is_answered_and_an_old_incarnation_cannot(tmp_path: Path) -> No
         join(syncer, process="00000001")
         join(syncer, process="00000002")
         for site, incarnation, status in (("a", 1, Status.FAILED_PRECONDITION), ("b", 1, Status.NOT_FOUND)):
-            with pytest.raises(Refusal) as raised:
+            with refused(status):
                 syncer.api.leave(site, incarnation)
-            assert raised.value.status is status
         syncer.api.leave("a", 2)
         assert syncer.core.ask(lambda machine: machine.state.live()) == []
-
-
-def test_the_layout_is_the_one_that_is_joined_with() -> None:
-    assert LAYOUT.from_json(LAYOUT.to_json()).fingerprint == LAYOUT.fingerprint
 
 
 def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:
@@ -440,30 +411,64 @@ def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -
         assert (sites["a"]["bases_differed"], sites["b"]["bases_differed"]) == (2, 0)
         stranger = syncer.api.report(report("c", digests=(right[1], right[1])))
         assert (stranger.known, stranger.retake) == (False, ())
-
-
-def test_digests_of_earlier_versions_are_remembered(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer)
-        first = short_digest(syncer.holdings.values[0].digest)
         push(syncer, *update())
         eventually(lambda: syncer.holdings.values[0].version == 1, "the first version")
-        assert syncer.api.report(report(digests=(first, 0))).retake == ()
-        assert syncer.api.report(report(digests=(first, 0), versions=(1, 0))).retake == (0,)
+        assert said(right[0], 0) == (), "the digest of an earlier version is remembered"
+        assert said(right[0], 0, versions=(1, 0)) == (0,)
+
+
+# --- Asks for units of the data that come with heartbeats, at a syncer with a journal --------------------------------
+
+LEASING: dict[str, Any] = {"outer": {"unit_sequences": 8}}
+
+
+def units(syncer: Syncer, site: str = "a", known: int = 0, upto: int = 4) -> UnitsTold | None:
+    return syncer.api.report(report(site, versions=(), units=UnitAsk(known, known, upto, 0, 0))).units
+
+
+def test_a_heartbeat_brings_units_and_the_same_one_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided, right = list[object](), fates.asked
+    monkeypatch.setattr(fates, "asked", lambda turn, event: (decided.append(event), right(turn, event))[1])
+    with serving(tmp_path, **LEASING) as syncer:
+        join(syncer, "a")
+        join(syncer, "b")
+        for _ in range(2):
+            assert units(syncer) == UnitsTold(0, ((0, 4),))
+        assert len(decided) == 1
+        assert units(syncer, "b", upto=2) == UnitsTold(0, ((4, 2),))
+        told: Any = syncer.api.status()["units"]
+        assert (told["leased"], told["in_hand"], told["merged"], told["sequences"]) == (6, 6, 0, 8)
+        assert syncer.api.report(report("a", versions=())).units is None
+    with serving(tmp_path, **LEASING) as syncer:  # Leases are there after a restart.
+        assert units(syncer) == UnitsTold(0, ((0, 4),))
+        assert units(syncer, known=4, upto=5) == UnitsTold(4, ((6, 1),))
+        syncer.core.call(lambda call: SiteLeft(call, "a", 1))
+        assert units(syncer) is None, "it does not speak for the site any more"
+
+
+def test_where_nothing_is_leased_status_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer, "a")
+        assert units(syncer) is None
+        assert syncer.api.status()["units"] is None
+
+
+def test_another_text_is_refused_in_words_that_name_both(tmp_path: Path) -> None:
+    with serving(tmp_path, **LEASING) as syncer:
+        syncer.api.join(replace(join_ask("a"), shared_config={**SHARED, CORPUS: "1" * 64}))
+        with refused(Status.FAILED_PRECONDITION, r"data\.corpus is 222222222222 at the site and 111111111111"):
+            syncer.api.join(replace(join_ask("b"), shared_config={**SHARED, CORPUS: "2" * 64}))
+        assert syncer.api.join(join_ask("c")).incarnation == 1, "it draws from data of its own"
 
 
 # --- A run that goes on without a standby says so in its journal, whoever let it -------------------------------------
 
-SYNC = ReplicationOptions(mode="sync", timeout_s=1.0, alive_s=0.1)
 
-
-def test_a_word_that_cannot_be_journalled_now_is_when_the_loop_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_word_that_cannot_be_journalled_now_is_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing had waited for a standby any more, and no record said why."""
     monkeypatch.setattr(api_module, "DETACH_S", 0.1)
-    events = Events()
-    with serving(tmp_path, events, replication=SYNC) as syncer:
+    events, sync = Events(), ReplicationOptions(mode="sync", timeout_s=1.0, alive_s=0.1)
+    with serving(tmp_path, events, replication=sync) as syncer:
         replicated = syncer.core._replicated
         monkeypatch.setattr(syncer.core, "_replicated", lambda turn: "something else is wanting")
         for _ in range(2):
@@ -475,7 +480,7 @@ def test_a_word_that_cannot_be_journalled_now_is_when_the_loop_goes_on(
         join(syncer)
         assert syncer.core.ask(lambda machine: machine.state.detached)
     assert len(events.of("standby_detached")) == 1
-    with serving(tmp_path, replication=SYNC) as again:
+    with serving(tmp_path, replication=sync) as again:
         assert join(again).incarnation, "it is remembered"
 
 
@@ -489,21 +494,135 @@ class Nobody:
         pass
 
 
-@pytest.mark.parametrize("mode", ["off", "sync"])
-def test_who_took_over_by_itself_tells_of_no_operator_and_of_nothing_where_none_follows(
-    tmp_path: Path, mode: str
+@pytest.mark.parametrize(("mode", "why"), [("off", []), ("sync", ["from now on one disk holds what is acknowledged"])])
+def test_a_take_over_without_an_operator_is_told_where_one_may_follow(
+    tmp_path: Path, mode: str, why: list[str]
 ) -> None:
-    replication = ReplicationOptions(mode=mode, timeout_s=1.0, alive_s=0.1)
     with serving(tmp_path) as first:
         join(first)
     events = Events()
-    promoted = new_syncer(tmp_path, events.emit, replication=replication)
+    promoted = new_syncer(tmp_path, events.emit, replication=ReplicationOptions(mode=mode, timeout_s=1.0, alive_s=0.1))
     standby = Standby("two", promoted.options, promoted.plan, Nobody(), events.emit)  # type: ignore[arg-type]
     standby.start()
     promoted.start(standby.promote())
     join(promoted, "b")
-    told = events.of("standby_detached")
-    assert [each["why"] for each in told] == (
-        [] if mode == "off" else ["from now on one disk holds what is acknowledged"]
-    )
+    assert [each["why"] for each in events.of("standby_detached")] == why
     promoted.stop(0.1)
+
+
+# --- An update looked at as it comes is what it is when it is looked at whole, and each range is looked at once ------
+
+SIZE = 5000
+
+
+@pytest.fixture(autouse=True)
+def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "RANGE_VALUES", 1024)
+    monkeypatch.setattr(merging, "READ_VALUES", 1024)
+
+
+def normal(seed: int) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+class Arriving:
+    """A payload that is written piece by piece and looked at after each."""
+
+    def __init__(self, folder: Path, header: PushHeader, payload: bytes, momentum: torch.Tensor | None = None) -> None:
+        self.path = folder / "payload"
+        self.payload = payload
+        self.path.write_bytes(b"")
+        self.begun = 0
+        self.momentum = momentum
+        self.inspection = Inspection(self.path, header, lambda: self.momentum, nullcontext(), self._begins, Buffers(1))
+
+    def _begins(self) -> None:
+        self.begun += 1
+
+    def come(self, upto: int) -> None:
+        held = self.path.stat().st_size
+        with self.path.open("ab") as file:
+            file.write(self.payload[held:upto])
+        self.inspection.advance(max(held, upto))
+
+    def all(self, step: int) -> Vitals:
+        for upto in range(step, len(self.payload) + step, step):
+            self.come(min(upto, len(self.payload)))
+        try:
+            return self.inspection.finish()
+        finally:
+            self.inspection.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *((name, 97) for name in ("fp32", "bf16", "int8", "int4:32", "int4+zstd1", "fp32+zstd1")),
+        ("int4:32", 1 << 20),
+        ("int4+zstd1", 1 << 20),
+    ],
+)
+def test_the_pieces_it_came_in_change_nothing_and_other_values_show(tmp_path: Path, name: str, step: int) -> None:
+    momentum = normal(2)
+    header, payload = update(values=normal(1), encoding=name)
+    decoded = make_codec(name).decode(payload, SIZE)
+    for theirs, intact in ((decoded, True), (normal(3), False)):
+        arriving = Arriving(tmp_path, replace(header, values_digest=digest(theirs)), payload, momentum)
+        found = arriving.all(step)
+        assert (found.finite, found.intact) == (True, intact)
+        assert found.norm == pytest.approx(float(torch.linalg.vector_norm(decoded.double())), rel=1e-12)
+        assert found.cosine == pytest.approx(float(torch.cosine_similarity(decoded, momentum, dim=0)), abs=1e-6)
+        assert arriving.begun == 1
+
+
+def test_what_has_come_was_looked_at_and_the_rest_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, payload = update(values=normal(1), encoding="int4:32")
+    arriving = Arriving(tmp_path, header, payload)
+    looked: list[tuple[int, int]] = []
+    look = Inspection._look
+    monkeypatch.setattr(Inspection, "_look", lambda self, *given: (looked.append(given[-1]), look(self, *given))[1])
+    scales = 2 * (SIZE // 32 + 1)
+    ranges = [(0, 1024), (1024, 2048), (2048, 3072), (3072, 4096), (4096, 5000)]
+    for upto, count in ((scales + 511, 0), (scales + 512, 1), (len(payload) - 1, 4), (len(payload), 5)):
+        arriving.come(upto)
+        assert looked == ranges[:count]
+    arriving.inspection.finish()
+    assert len(looked) == 5
+    arriving.inspection.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "bad"),
+    [(0, float("nan")), (2000, float("nan")), (SIZE - 1, float("nan")), (2000, float("inf")), (2000, 2 * LARGEST)],
+)
+def test_what_is_not_finite_is_found_wherever_it_stands(tmp_path: Path, place: int, bad: float) -> None:
+    values = normal(1)
+    values[place] = bad
+    found = Arriving(tmp_path, *update(values=values)).all(333)
+    assert (found.finite, found.norm, found.cosine) == (False, 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "place", "broken", "words"),
+    [
+        *(("int8:32", 2 * block, b"\xff\xff", "negative, subnormal or not finite") for block in (0, 60, 156)),
+        *(("int4+zstd", 0, stage + bytes(100), "") for stage in (b"\x00", b"\x01", b"\x02")),
+    ],
+)
+def test_what_nobody_encoded_is_refused_wherever_it_stands(
+    tmp_path: Path, encoding: str, place: int, broken: bytes, words: str
+) -> None:
+    header, payload = update(values=normal(1), encoding=encoding)
+    payload = payload[:place] + broken + payload[place + len(broken) :] if words else broken
+    with pytest.raises(DecodeError, match=words or None):
+        Arriving(tmp_path, replace(header, payload_bytes=len(payload)), payload).all(33)
+
+
+def test_blocks_are_measured_against_the_momentum_of_their_time(tmp_path: Path) -> None:
+    values = normal(1)
+    arriving = Arriving(tmp_path, *update(values=values), momentum=normal(2))
+    arriving.come(4 * 3000)
+    arriving.momentum = normal(3)
+    seen = torch.cat([normal(2)[:2048], normal(3)[2048:]])
+    cosine = arriving.all(4 * SIZE).cosine
+    assert cosine == pytest.approx(float(torch.cosine_similarity(values, seen, dim=0)), abs=1e-6)

@@ -1,25 +1,35 @@
-"""Images: what is written comes back to the bit, and every damage is named."""
+"""Images: what is written comes back to the bit, and every damage is named; what is kept of the past; memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
-from diloco.durable import DiskFullError
+from diloco.codec.base import digest
+from diloco.durable import Disk, DiskFullError, Step
 from diloco.outer.fragments import scatter
-from diloco.outer.optimizer import NOTHING
-from diloco.sync.journal import canonical
-from diloco.syncer.journal_files import JournalFiles, Position
+from diloco.outer.optimizer import NOTHING, OuterState
+from diloco.sync.events import LineageBegan
+from diloco.sync.journal import JournalError, canonical
+from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import (
     Choice,
+    FragmentValues,
     Image,
     ImageError,
+    Lineages,
+    MemoryCheck,
+    MemoryDamaged,
     Point,
     Retention,
     Snapshot,
@@ -29,14 +39,27 @@ from diloco.syncer.snapshots import (
     same_values,
     write_image,
 )
-from diloco.wire.messages import Refusal, Status
-from tests.syncer.building import LAYOUT, Events, eventually, join, push, serving, update, version_zero
+from diloco.wire.messages import Status
+from tests.syncer.building import (
+    LAYOUT,
+    Events,
+    dice,
+    eventually,
+    files,
+    join,
+    new_syncer,
+    push,
+    refused,
+    serving,
+    update,
+    version_zero,
+)
 from tests.syncer.desk import CARD, Desk
 from tests.syncer.test_server import merged
 from tests.syncer.test_store import Story
 
 
-def image(folder: Path) -> Image:
+def of_a_run(folder: Path) -> Image:
     desk = Desk(folder)
     desk.begin()
     story = Story(desk, 2)
@@ -47,38 +70,31 @@ def image(folder: Path) -> Image:
     return Image(asdict(CARD), tuple(desk.values), {("a", 1): (300, 3)}, {"from": "a test", "left_out": [1, 2]})
 
 
-def test_it_comes_back_to_the_bit(tmp_path: Path) -> None:
-    written = image(tmp_path / "run")
-    write_image(tmp_path / "image", written)
-    found = read_image(tmp_path / "image")
-    assert (found.card, found.held, found.facts) == (written.card, written.held, written.facts)
-    assert all(same_values(one, other) for one, other in zip(found.fragments, written.fragments, strict=True))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["image", "run"]
-    with pytest.raises(ImageError, match="exists already"):
-        write_image(tmp_path / "image", written)
-
-
-def test_without_momentum_it_says_so(tmp_path: Path) -> None:
-    written = image(tmp_path / "run")
-    bare = replace(written, fragments=tuple(replace(values, optimizer=NOTHING) for values in written.fragments))
-    write_image(tmp_path / "image", bare)
-    assert json.loads((tmp_path / "image" / "image.json").read_bytes())["momentum"] is False
-    assert read_image(tmp_path / "image").fragments[0].optimizer == NOTHING
-
-
-def test_the_parameters_lie_beside_it_for_people(tmp_path: Path) -> None:
+@pytest.mark.parametrize("momentum", [True, False])
+def test_it_comes_back_to_the_bit_and_the_parameters_lie_beside_it_for_people(tmp_path: Path, momentum: bool) -> None:
+    written = of_a_run(tmp_path / "run")
+    if not momentum:
+        bare = tuple(replace(values, optimizer=NOTHING) for values in written.fragments)
+        written = replace(written, fragments=bare)
     parameters = {name: version_zero()[0].new_zeros(shape) for name, shape in LAYOUT.parameters}
     for fragment, values in zip(LAYOUT.fragments, version_zero(), strict=True):
         scatter(fragment, values, parameters)
-    write_image(tmp_path / "image", image(tmp_path / "run"), parameters)
-    found = load_file(tmp_path / "image" / "model.safetensors")
-    assert all(bool((found[name] == values).all()) for name, values in parameters.items())
+    write_image(tmp_path / "image", written, parameters)
+    found = read_image(tmp_path / "image")
+    assert (found.card, found.held, found.facts) == (written.card, written.held, written.facts)
+    assert all(same_values(one, other) for one, other in zip(found.fragments, written.fragments, strict=True))
+    assert json.loads((tmp_path / "image" / "image.json").read_bytes())["momentum"] is momentum
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["image", "run"]
+    beside = load_file(tmp_path / "image" / "model.safetensors")
+    assert all(bool((beside[name] == values).all()) for name, values in parameters.items())
+    with pytest.raises(ImageError, match="exists already"):
+        write_image(tmp_path / "image", written)
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"is no image: .*image\.json is missing"):
         read_image(tmp_path)
-    write_image(tmp_path / "image", image(tmp_path / "run"))
+    write_image(tmp_path / "image", of_a_run(tmp_path / "run"))
     manifest, path = tmp_path / "image" / "image.json", tmp_path / "image" / "fragment-1.safetensors"
     whole, told = path.read_bytes(), json.loads(manifest.read_bytes())
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -90,37 +106,34 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ({"facts": {}}, "its own digest does not match"),
         ({"digests": [told["digests"][0], "0" * 64]}, "is not the version"),
         ({"versions": [told["versions"][0], 99]}, "is not the version 99"),
-        ({"format": 7}, "has format 7"),
+        ({"format": 7}, "has format 7: 2 wanted"),
         ({"card": 1}, "is damaged: TypeError"),
         ({"files": []}, "is damaged: TypeError"),
     ):
         lying = {**told, **changed}
-        if not said.endswith("does not match"):  # Somebody has written it so, and it is whole.
+        if not said.endswith("does not match"):  # It was written so, and it is whole.
             del lying["sha256"]
             lying["sha256"] = hashlib.sha256(canonical(lying)).hexdigest()
         manifest.write_text(json.dumps(lying, sort_keys=True, indent=1))
         with pytest.raises(ImageError, match=said):
             read_image(tmp_path / "image")
+    manifest.write_text('{"format": 1, "versions": []}')
+    with pytest.raises(ImageError, match=r"image\.json has format 1: 2 wanted"):
+        read_image(tmp_path / "image")
     path.unlink()
     manifest.write_text(json.dumps(told, sort_keys=True, indent=1))
     with pytest.raises(ImageError, match=r"fragment-1\.safetensors is missing"):
         read_image(tmp_path / "image")
 
 
-def test_an_image_of_another_format_is_no_damaged_one(tmp_path: Path) -> None:
-    (tmp_path / "image.json").write_text('{"format": 1, "versions": []}')
-    with pytest.raises(ImageError, match=r"image\.json has format 1: 2 wanted"):
-        read_image(tmp_path)
-
-
 def test_every_flipped_byte_and_every_cut_is_found(tmp_path: Path) -> None:
-    write_image(tmp_path / "image", image(tmp_path / "run"))
-    dice = random.Random(7)
+    write_image(tmp_path / "image", of_a_run(tmp_path / "run"))
+    draw = random.Random(7)
     for path in sorted((tmp_path / "image").iterdir()):
         whole = path.read_bytes()
         for turn in range(80):
-            at = dice.randrange(len(whole))
-            flipped = whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :]
+            at = draw.randrange(len(whole))
+            flipped = whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :]
             path.write_bytes(flipped if turn % 4 else whole[:at])
             with pytest.raises(ImageError, match=str(tmp_path / "image")):
                 read_image(tmp_path / "image")
@@ -146,9 +159,8 @@ def test_a_snapshot_without_room_is_said_once_and_comes_with_a_later_version(
         with monkeypatch.context() as patch:
             patch.setattr(*where, full)
             merged(syncer, 3)
-            with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
+            with refused(Status.UNAVAILABLE, "disk full: No space left on device"):
                 syncer.api.snapshot()
-            assert raised.value.status is Status.UNAVAILABLE
         (note,) = [each for each in events.of("note") if each["note"] == "snapshot_put_off"]
         assert note["why"] == "disk full: No space left on device"
         assert syncer.store.snapshots.numbers() == before
@@ -156,41 +168,29 @@ def test_a_snapshot_without_room_is_said_once_and_comes_with_a_later_version(
         eventually(lambda: syncer.store.snapshots.numbers() != before, "the next version is kept")
         syncer.api.snapshot()
         assert syncer.failed is None
-    with serving(tmp_path) as again:
-        assert again.holdings.values[0].version == 4
-
-
-def test_a_stop_on_a_full_disk_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path, snapshot_every=1000) as syncer:
-        join(syncer)
-        merged(syncer, 2)
-        monkeypatch.setattr(Snapshots, "write", full)
+        monkeypatch.setattr(*where, full)
+        merged(syncer, 1, begin=5)  # A stop on a full disk is a stop.
     monkeypatch.undo()
-    events = Events()
     with serving(tmp_path, events) as again:
-        assert again.holdings.values[0].version == 2
-        assert events.of("syncer_started")[0]["recovered"] > 0, "from the journal"
+        assert again.holdings.values[0].version == 5
+        assert events.of("syncer_started")[-1]["recovered"] > 0, "from the journal"
 
 
-def test_a_snapshot_that_finds_no_room_half_way_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshots = Snapshots(tmp_path)
-    place = Position(1, "")
-    keep, calls = snapshots._disk.keep, [0]
+def test_a_snapshot_that_finds_no_room_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    class NoRoom(Disk):
+        kept = 0
 
-    def fails(path: Path, write: object, step: object) -> None:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise OSError(28, "No space left on device")
-        keep(path, write, step)  # type: ignore[arg-type]
+        def keep(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
+            self.kept += 1
+            if self.kept == 2:
+                raise OSError(28, "No space left on device")
+            super().keep(path, write, step)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshots._disk, "keep", fails)
-        with pytest.raises(DiskFullError):
-            snapshots.write(Snapshot({"sites": {}}, (), place.segment))
+    snapshots = Snapshots(tmp_path, NoRoom())
+    with pytest.raises(DiskFullError):
+        snapshots.write(Snapshot({"sites": {}}, (), 1))
     assert list(tmp_path.iterdir()) == []
-    snapshots.write(Snapshot({"sites": {}}, (), place.segment))
+    snapshots.write(Snapshot({"sites": {}}, (), 1))
     assert snapshots.numbers() == [1]
 
 
@@ -219,39 +219,32 @@ def point(number: int, steps: int, size: int = 10) -> Point:
     return Point(number, steps, number, size)
 
 
-def nothing(segments: range) -> int:
-    return 0
+def kept(points: Sequence[Point], retention: Retention) -> Choice:
+    return choose(points, retention, lambda segments: 0)
 
 
-def numbers(choice: Choice) -> list[int]:
-    return [each.number for each in choice.kept]
-
-
-def test_without_retention_the_newest_two_stay() -> None:
+def test_the_newest_two_stay_without_retention_and_whatever_they_take() -> None:
     points = [point(number, 16 * number) for number in range(1, 8)]
     for count in range(1, 8):
-        choice = choose(points[:count], Retention(), nothing)
-        assert numbers(choice) == [each.number for each in points[:count][-2:]]
-        assert not choice.cut
+        assert kept(points[:count], Retention()) == Choice(tuple(points[:count][-2:]), cut=False)
+    large = (point(1, 10, 1 << 40), point(2, 20, 1 << 40))
+    assert kept(large, Retention(5, 1)).kept == large
 
 
 @pytest.mark.parametrize("every", [1, 3, 16, 100, 300])
 @pytest.mark.parametrize("steps", [1, 64, 256])
-def test_any_step_within_retention_can_be_replayed_at_any_time_and_few_snapshots_do_for_that(
-    every: int, steps: int
-) -> None:
-    kept: tuple[Point, ...] = ()
-    now = 0
-    dice = random.Random(every)
+def test_few_snapshots_do_for_a_replay_of_any_step_within_retention(every: int, steps: int) -> None:
+    held: tuple[Point, ...] = ()
+    now, draw = 0, random.Random(every)
     for number in range(1, 200):
-        now += every + dice.randrange(2)
-        choice = choose([*kept, point(number, now)], Retention(steps, 1 << 40), nothing)
-        kept = choice.kept
+        now += every + draw.randrange(2)
+        choice = kept([*held, point(number, now)], Retention(steps, 1 << 40))
+        held = choice.kept
         assert not choice.cut
-        assert kept[-1].number == number
-        assert kept[0].number == 1 or now - kept[0].steps >= steps
-        assert len(kept) <= 7, kept
-        assert kept[0].number == 1 or now - kept[0].steps <= 2 * steps + 4 * (every + 1), "not much more than promised"
+        assert held[-1].number == number
+        assert len(held) <= 7, held
+        if held[0].number > 1:
+            assert steps <= now - held[0].steps <= 2 * steps + 4 * (every + 1), "not much more than promised"
 
 
 def test_the_oldest_goes_first_where_the_bound_is_reached_and_that_is_said() -> None:
@@ -269,6 +262,103 @@ def test_the_oldest_goes_first_where_the_bound_is_reached_and_that_is_said() -> 
     assert [count for count, _ in seen] == sorted((count for count, _ in seen), reverse=True)
 
 
-def test_the_newest_two_stay_whatever_they_take() -> None:
-    points = [point(1, 10, 1 << 40), point(2, 20, 1 << 40)]
-    assert numbers(choose(points, Retention(5, 1), nothing)) == [1, 2]
+# --- The values that lineages began with: kept, found by their record, dropped when nothing needs them ---------------
+
+
+def image() -> Image:
+    return Image(asdict(CARD), tuple(FragmentValues(5, v, v.clone(), NOTHING, digest(v)) for v in version_zero()))
+
+
+def event(lineage: int, kept: Image) -> LineageBegan:
+    return LineageBegan(lineage, tuple(values.digest for values in kept.fragments), "a test")
+
+
+def test_what_is_kept_is_found_by_its_record_and_another_attempt_replaces_it(tmp_path: Path) -> None:
+    lineages, kept = Lineages(tmp_path / "lineages"), image()
+    assert lineages.numbers() == []
+    for _ in range(2):
+        lineages.keep(7, kept)
+    found = lineages.values(event(7, kept))
+    assert all(same_values(one, other) for one, other in zip(found, kept.fragments, strict=True))
+    assert lineages.numbers() == [7]
+    for lineage in (9, 12):
+        lineages.keep(lineage, kept)
+    lineages.prune(9)
+    assert lineages.numbers() == [12], "what no snapshot is older than goes"
+
+
+def test_what_is_missing_damaged_or_another_is_named(tmp_path: Path) -> None:
+    lineages, kept = Lineages(tmp_path / "lineages"), image()
+    lineages.keep(7, kept)
+    with pytest.raises(JournalError, match="lineage 8 began with are not here"):
+        lineages.values(event(8, kept))
+    with pytest.raises(JournalError, match="holds other values than those that lineage 7 began with"):
+        lineages.values(LineageBegan(7, ("0" * 64, "1" * 64), "another"))
+    path = tmp_path / "lineages" / "7" / "fragment-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(JournalError, match=r"fragment-0\.safetensors is damaged"):
+        lineages.values(event(7, kept))
+
+
+# --- A bit that flips in the syncer's memory ends the process before it reaches a site or a snapshot -----------------
+
+
+def held(version: int = 3) -> FragmentValues:
+    published = dice("published", 0)
+    memory = OuterState(3, {"momentum": dice("momentum", 0)})
+    return FragmentValues(version, dice("theta", 0), published, memory, digest(published), dice("reference", 0))
+
+
+def flip(values: Tensor | None) -> None:
+    assert values is not None
+    values.numpy().view("uint32")[5] ^= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("published", "what is published"),
+        ("theta", "the parameters"),
+        ("momentum", "the optimizer's momentum"),
+        ("reference", "what a region measures from"),
+    ],
+)
+def test_one_flipped_bit_is_found_and_named(field: str, words: str) -> None:
+    values, check = held(), MemoryCheck([], 1.0)
+    for version in (replace(held(2), theta=dice("other", 0), optimizer=NOTHING), values, values):
+        check.check(0, version)  # A new version is no damage.
+    flip(values.optimizer.momentum if field == "momentum" else getattr(values, field))
+    with pytest.raises(MemoryDamaged, match=f"{words} of version 3 of fragment 0 changed"):
+        check.check(0, values)
+
+
+def test_the_thread_takes_every_fragment_in_turn_and_ends_when_it_is_told_to() -> None:
+    values, stopping = [held(), held()], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(MemoryCheck(values, 0.001).run, stopping)
+        flip(values[1].published)
+        assert "fragment 1" in str(looking.exception(5.0))
+        looking = pool.submit(MemoryCheck([held()], 0.001).run, stopping)
+        stopping.set()
+        assert looking.result(5.0) is None
+
+
+def snapshots_in(folder: Path) -> list[str]:
+    return [name for name in files(folder) if name.startswith("snapshots")]
+
+
+@pytest.mark.parametrize("every_s", [0.01, 0.0])
+def test_a_syncer_ends_in_words_keeps_nothing_of_it_and_goes_on_from_its_disk(tmp_path: Path, every_s: float) -> None:
+    syncer = new_syncer(tmp_path, Events().emit, memory_check_s=every_s)
+    syncer.start()
+    snapshots = snapshots_in(tmp_path)
+    flip(syncer.holdings.values[0].published)
+    ends = syncer.api.snapshot if not every_s else lambda: eventually(lambda: syncer.wait(0.1), "an end")
+    with pytest.raises(
+        MemoryDamaged if every_s else Exception, match="version 0 of fragment 0 changed in this process"
+    ):
+        ends()
+    syncer.stop(0.1)
+    assert snapshots_in(tmp_path) == snapshots
+    with serving(tmp_path) as again:
+        assert [digest(values.published) for values in again.holdings.values] == [digest(v) for v in version_zero()]

@@ -1,21 +1,24 @@
-"""Segments on disk: a torn end is cut, everything else that is not as written is named with file and offset."""
+"""Segments on disk: a torn end is cut, everything else that is not as written is named with file and offset.
+
+The note beside them: the newest whole one counts, and a journal that is shorter than it was cut off.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from diloco.durable import Disk, DiskFullError, ReadingDisk, Step
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError, ReadingDisk, Step
 from diloco.sync.events import JoinRequested
-from diloco.sync.journal import CHAIN_START, FRAME, FRAME_1, UNIT, JournalError, Record, units
-from diloco.syncer.journal_files import JournalFiles, Position, read_file
+from diloco.sync.journal import CHAIN_START, FRAME, FRAME_1, UNIT, JournalError, Record, Segment, units
+from diloco.syncer.journal_files import SLOT_BYTES, JournalEnd, JournalFiles, Position, read_file
 from tests.sync.format_1 import encode_record
 
 
@@ -23,8 +26,26 @@ def record(number: int) -> Record:
     return Record(number, JoinRequested(number, f"site-{number}", "0123abcd"), "0" * 16)
 
 
+def put(journal: JournalFiles, *numbers: int) -> None:
+    """A turn of these records, made durable."""
+    journal.append([record(number) for number in numbers])
+    journal.flush()
+
+
+def begun(folder: Path, disk: Disk = PLAIN_DISK) -> JournalFiles:
+    journal = JournalFiles(folder, disk=disk)
+    journal.begin()
+    return journal
+
+
 def read(folder: Path, first: int = 1, chain: str = "") -> list[Record]:
     return JournalFiles(folder).read(first, chain)
+
+
+def framed(path: Path) -> Segment:
+    found = read_file(path).found
+    assert found is not None
+    return found
 
 
 def written(folder: Path, segments: int, each: int) -> tuple[list[Record], list[Position]]:
@@ -33,9 +54,8 @@ def written(folder: Path, segments: int, each: int) -> tuple[list[Record], list[
     for index in range(segments):
         places.append(journal.rotate() if index else journal.begin())
         for _ in range(each):
+            put(journal, len(records))
             records.append(record(len(records)))
-            journal.append(records[-1:])
-            journal.flush()
     journal.close()
     return records, places
 
@@ -54,19 +74,8 @@ def test_what_was_appended_is_read_from_any_segment_on(tmp_path: Path) -> None:
         assert journal.read(place.segment) == records[4 * number :]
     assert places[0].chain == CHAIN_START.hex()
     assert journal.take_over() == []
-    journal.append([record(99)])  # And it goes on at the end of the last one.
-    journal.flush()
+    put(journal, 99)  # And it goes on at the end of the last one.
     assert read(tmp_path, 3, places[2].chain)[-1] == record(99)
-    journal.close()
-
-
-def test_a_turn_is_one_frame_and_lies_where_it_says(tmp_path: Path) -> None:
-    journal = JournalFiles(tmp_path)
-    journal.begin()
-    segment, end = journal.append([record(1), record(2)])
-    journal.flush()
-    frames = [unit for unit in units(journal.path(segment).read_bytes()) if unit.kind == FRAME]
-    assert [(unit.end, unit.chain) for unit in frames] == [(end, journal.chain)]
     journal.close()
 
 
@@ -74,9 +83,7 @@ def test_an_end_that_was_not_acknowledged_is_cut_at_every_byte_and_written_over(
     records, _ = written(tmp_path / "run", segments=1, each=3)
     name = "journal-000001.log"
     whole = (tmp_path / "run" / name).read_bytes()
-    found = read_file(tmp_path / "run" / name).found
-    assert found is not None
-    last = found.frames[-1].offset
+    last = framed(tmp_path / "run" / name).frames[-1].offset
     (tmp_path / "run" / "journal.end").unlink()  # The note says that it was acknowledged: as if there were none.
     for cut in range(last, len(whole)):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -89,8 +96,7 @@ def test_an_end_that_was_not_acknowledged_is_cut_at_every_byte_and_written_over(
         notes = journal.take_over()
         is_between = cut in (last, len(whole) - UNIT.size)
         assert [str(path) in note and "cut off at byte" in note for note in notes] == [True] * (not is_between), cut
-        journal.append([record(7)])
-        journal.flush()
+        put(journal, 7)
         journal.close()
         assert read(tmp_path / "copy") == [*kept, record(7)], cut
         shutil.rmtree(tmp_path / "copy")
@@ -122,79 +128,65 @@ def test_a_segment_that_its_maker_died_over_is_dropped_and_its_number_given_agai
         journal = JournalFiles(folder)
         assert journal.read(1) == records
         assert len(journal.take_over()) == (size > 0)
-        journal.append([record(7)])
-        journal.flush()
+        put(journal, 7)
         journal.close()
         assert JournalFiles(folder).segments() == [1, 2, 3]
         assert read(folder, 2, places[1].chain) == [*records[2:], record(7)]
 
 
-def test_any_flipped_bit_is_damage_at_its_unit(tmp_path: Path) -> None:
-    """Of every segment: header, frames, marks.  Only the very last mark may pass for torn; then nothing is lost."""
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_a_flipped_bit_in_any_unit_of_any_segment_is_damage_there(tmp_path: Path, index: int) -> None:
+    """Of header, frames and marks.  Only the very last mark may pass for torn; then nothing is lost."""
     records, places = written(tmp_path, segments=3, each=5)
-    seed = random.randrange(1 << 30)
-    dice = random.Random(seed)
-    for index in (1, 2, 3):
-        path = tmp_path / f"journal-{index:06d}.log"
-        whole = path.read_bytes()
-        found = read_file(path).found
-        assert found is not None
-        starts = [0, found.frames[0].offset - UNIT.size, len(whole) - UNIT.size]
-        starts += [frame.offset for frame in found.frames]
-        starts += [frame.offset + UNIT.size + len(frame.body) for frame in found.frames]
-        for _ in range(100):
-            at, bit = dice.randrange(len(whole)), dice.randrange(8)
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
-            begin = max(start for start in starts if start <= at)
-            if index == 3 and begin == len(whole) - UNIT.size:
+    path = tmp_path / f"journal-{index:06d}.log"
+    whole = path.read_bytes()
+    bounds = list(pairwise([0, *(unit.end for unit in units(whole))]))
+    assert bounds[-1][1] == len(whole)
+    for begin, end in bounds:
+        for at in {*range(begin, end, 7), end - 1}:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+            if index == 3 and end == len(whole):
                 assert read(tmp_path, 1, places[0].chain) == records
                 continue
             with pytest.raises(JournalError, match=rf"{path}.*byte {begin}\D"):
                 read(tmp_path, 1, places[0].chain)
-        path.write_bytes(whole)
-    assert read(tmp_path) == records, seed
 
 
-def test_a_segment_that_ends_in_a_torn_unit_must_be_the_last(tmp_path: Path) -> None:
-    written(tmp_path, segments=2, each=2)
-    first = tmp_path / "journal-000001.log"
-    os.truncate(first, first.stat().st_size - 1)
-    with pytest.raises(JournalError, match=f"{first} ends in the middle of a unit at byte"):
-        read(tmp_path)
-    assert len(read(tmp_path, 2)) == 2
-
-
-@pytest.mark.parametrize("lost", [2, 3, 4])
-def test_a_missing_segment_is_named_wherever_it_is_missing(tmp_path: Path, lost: int) -> None:
-    written(tmp_path, segments=4, each=2)
-    for index in range(lost, 5 if lost == 4 else lost + 1):
-        (tmp_path / f"journal-{index:06d}.log").unlink()
-    with pytest.raises(JournalError, match=f"journal-{lost:06d}.log is missing"):
-        read(tmp_path, lost if lost == 4 else 1)
+@pytest.mark.parametrize(("lost", "first"), [((2,), 1), ((3,), 1), ((4,), 4), ((1, 2, 3, 4), 1)])
+def test_a_missing_segment_is_named_and_a_torn_one_that_is_not_the_last(
+    tmp_path: Path, lost: tuple[int, ...], first: int
+) -> None:
+    """A journal without any segment is not an empty one."""
+    journal, _ = JournalFiles(tmp_path), written(tmp_path, segments=4, each=2)
+    for index in lost:
+        whole = journal.path(index).read_bytes()
+        journal.path(index).write_bytes(whole[:-1])
+        if index < 4:
+            with pytest.raises(JournalError, match=f"{journal.path(index)} ends in the middle of a unit at byte"):
+                read(tmp_path, index)
+        journal.path(index).unlink()
+    with pytest.raises(JournalError, match=f"journal-{lost[0]:06d}.log is missing"):
+        read(tmp_path, first)
 
 
 def test_a_segment_from_elsewhere_is_not_taken_for_ours(tmp_path: Path) -> None:
     _, places = written(tmp_path / "run", segments=3, each=2)
     written(tmp_path / "other", segments=3, each=3)
     ours = tmp_path / "run" / "journal-000002.log"
-    kept = ours.read_bytes()
-    ours.write_bytes((tmp_path / "other" / ours.name).read_bytes())
-    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 does not go on from what was written before"):
-        read(tmp_path / "run")
-    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 does not go on from what was written before"):
-        read(tmp_path / "run", 2, places[1].chain)
-    ours.write_bytes((tmp_path / "run" / "journal-000003.log").read_bytes())
-    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 says that this is segment 3"):
-        read(tmp_path / "run")
-    ours.write_bytes(b"")
-    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 is damaged: the segment has lost its header"):
-        read(tmp_path / "run")
-    ours.write_bytes(kept)
+    foreign, third = (tmp_path / "other" / ours.name).read_bytes(), (tmp_path / "run/journal-000003.log").read_bytes()
+    for content, first, chain, words in (
+        (foreign, 1, "", "does not go on from what was written before"),
+        (foreign, 2, places[1].chain, "does not go on from what was written before"),
+        (third, 1, "", "says that this is segment 3"),
+        (b"", 1, "", "is damaged: the segment has lost its header"),
+    ):
+        ours.write_bytes(content)
+        with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 {words}"):
+            read(tmp_path / "run", first, chain)
     with closing(JournalFiles(tmp_path / "named", {"run_id": "a"})) as journal:
         journal.begin()
-    of_another = JournalFiles(tmp_path / "named", {"run_id": "b"})
     with pytest.raises(JournalError, match="has run_id 'a': it is of another run"):
-        of_another.read(1)
+        JournalFiles(tmp_path / "named", {"run_id": "b"}).read(1)
 
 
 def test_a_header_that_a_snapshot_names_is_missed(tmp_path: Path) -> None:
@@ -205,11 +197,6 @@ def test_a_header_that_a_snapshot_names_is_missed(tmp_path: Path) -> None:
     assert read(tmp_path, 1, places[0].chain) == []
     with pytest.raises(JournalError, match="has lost its header"):
         read(tmp_path, 2, places[1].chain)
-
-
-def test_a_journal_without_any_segment_is_not_an_empty_one(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match=r"journal-000001.log is missing"):
-        read(tmp_path)
 
 
 class Recording(Disk):
@@ -232,12 +219,13 @@ class Recording(Disk):
 
 def test_a_frame_is_durable_before_its_mark_and_all_of_a_segment_before_the_next_one(tmp_path: Path) -> None:
     disk = Recording()
-    journal = JournalFiles(tmp_path, disk=disk)
-    journal.begin()
+    journal = begun(tmp_path, disk)
     disk.done.clear()
-    _, end = journal.append([record(1), record(2)])
+    segment, end = journal.append([record(1), record(2)])
     assert disk.done == [Step.JOURNAL_WRITE]
     journal.flush()
+    frames = [unit for unit in units(journal.path(segment).read_bytes()) if unit.kind == FRAME]
+    assert [(unit.end, unit.chain) for unit in frames] == [(end, journal.chain)], "a turn is one frame"
     assert disk.done == [Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END]
     assert disk.synced[-1] == end
     disk.done.clear()
@@ -248,23 +236,12 @@ def test_a_frame_is_durable_before_its_mark_and_all_of_a_segment_before_the_next
     journal.close()
 
 
-def test_a_segment_is_dropped_only_before_the_first_one_needed(tmp_path: Path) -> None:
-    written(tmp_path, segments=4, each=1)
-    journal = JournalFiles(tmp_path)
-    journal.prune(0)
-    assert journal.segments() == [1, 2, 3, 4]
-    journal.prune(3)
-    assert journal.segments() == [3, 4]
-    assert len(journal.read(3)) == 2, "what is left is read from its beginning, whatever was before it"
-
-
 def test_blank_means_that_no_event_was_ever_written(tmp_path: Path) -> None:
     journal = JournalFiles(tmp_path)
     assert journal.is_blank()
     journal.begin()
     assert journal.is_blank()
-    journal.append([record(1)])
-    journal.flush()
+    put(journal, 1)
     assert not journal.is_blank()
     journal.close()
     path = tmp_path / "journal-000001.log"
@@ -308,8 +285,7 @@ def test_an_empty_segment_of_format_1_is_an_empty_segment(tmp_path: Path, empty:
     journal = JournalFiles(tmp_path)
     assert journal.read(4) == [record(9 - empty)]
     assert journal.take_over() == []
-    journal.append([record(7)])
-    journal.flush()
+    put(journal, 7)
     journal.close()
     assert read(tmp_path, 4) == [record(9 - empty), record(7)]
 
@@ -329,25 +305,24 @@ def test_damage_in_a_segment_of_format_1_is_named_too(tmp_path: Path) -> None:
 class FullDisk(Disk):
     """Takes ``room`` bytes more of what is written to the journal, and new ``names`` or none."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: int = errno.ENOSPC) -> None:
+        self.error = OSError(error, os.strerror(error))
         self.room = 1 << 30
-        self.error = errno.ENOSPC
-        self.names = True
-        self.cleans = True
+        self.names = self.cleans = True
 
     def cut(self, path: Path, size: int, step: Step) -> None:
         if not self.cleans:
-            raise OSError(self.error, os.strerror(self.error))
+            raise self.error
         super().cut(path, size, step)
 
     def remove(self, path: Path, step: Step) -> None:
         if not self.cleans:
-            raise OSError(self.error, os.strerror(self.error))
+            raise self.error
         super().remove(path, step)
 
     def open(self, path: Path, mode: str, step: Step, buffering: int = -1) -> BinaryIO:
         if not self.names and not path.exists():
-            raise OSError(self.error, os.strerror(self.error))
+            raise self.error
         return super().open(path, mode, step, buffering)
 
     def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
@@ -355,17 +330,14 @@ class FullDisk(Disk):
         super().write(file, data[:fits], step)
         self.room -= fits
         if fits < len(data):
-            raise OSError(self.error, os.strerror(self.error))
+            raise self.error
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_turn_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_path: Path, error: int) -> None:
-    disk = FullDisk()
-    disk.error = error
-    journal = JournalFiles(tmp_path, disk=disk)
-    journal.begin()
-    journal.append([record(0)])
-    journal.flush()
+    disk = FullDisk(error)
+    journal = begun(tmp_path, disk)
+    put(journal, 0)
     before = journal.path(1).read_bytes()
     frame_bytes = journal.append([record(1)])[1] - len(before)
     journal.flush()
@@ -387,100 +359,144 @@ def test_a_turn_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_pat
     journal.close()
     assert read(tmp_path) == [record(0), record(1), record(2)]
     assert journal.path(1).read_bytes().startswith(before)
-    found = read_file(journal.path(1)).found
-    assert found is not None
-    assert found.marked
+    assert framed(journal.path(1)).marked
 
 
-@pytest.mark.parametrize("room", [0, 10, 150])
-def test_a_new_segment_that_finds_no_room_leaves_the_old_one_in_use(tmp_path: Path, room: int) -> None:
-    disk = FullDisk()
-    journal = JournalFiles(tmp_path, disk=disk)
-    journal.begin()
-    journal.append([record(0)])
-    journal.flush()
-    disk.room = room
-    with pytest.raises(DiskFullError):
-        journal.rotate()
-    disk.room = 1 << 20
-    journal.append([record(1)])
-    journal.flush()
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("room", [0, 10, 150, None])
+def test_a_new_segment_that_finds_no_room_leaves_the_old_one_in_use(
+    tmp_path: Path, room: int | None, error: int
+) -> None:
+    """Neither the folder nor the quota has room for one file more: that had ended the process."""
+    disk = FullDisk(error)
+    journal = begun(tmp_path, disk)
+    put(journal, 0)
+    for _ in range(2):
+        disk.room, disk.names = (disk.room, False) if room is None else (room, True)
+        with pytest.raises(DiskFullError):
+            journal.rotate()
+    disk.room, disk.names = 1 << 20, True
+    put(journal, 1)
     assert journal.segments() == [1]
     assert journal.rotate().segment == 2
-    journal.append([record(2)])
-    journal.flush()
+    put(journal, 2)
     journal.close()
     assert read(tmp_path) == [record(0), record(1), record(2)]
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-def test_a_new_segment_that_cannot_even_be_named_leaves_the_old_one_in_use(tmp_path: Path, error: int) -> None:
-    """Neither the folder nor the quota has room for one file more: that had ended the process."""
-    disk = FullDisk()
-    disk.error, journal = error, JournalFiles(tmp_path, disk=disk)
-    journal.begin()
-    disk.names = False
-    for _ in range(2):
-        with pytest.raises(DiskFullError):
-            journal.rotate()
-    journal.append([record(0)])
-    journal.flush()
-    assert journal.segments() == [1]
-    disk.names = True
-    assert journal.rotate().segment == 2
-    journal.close()
-    assert read(tmp_path) == [record(0)]
-
-
-def test_what_is_left_of_a_failed_write_and_cannot_be_taken_away_is_final(tmp_path: Path) -> None:
+def test_a_failed_sync_and_half_a_turn_that_stays_are_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried again, the turn would stand behind half of itself: a journal that no start reads."""
     disk = FullDisk()
-    journal = JournalFiles(tmp_path, disk=disk)
-    journal.begin()
-    for put in (lambda: journal.append([record(0)]), journal.rotate):
-        disk.room, disk.cleans = 10, False
+    journal = begun(tmp_path, disk)
+
+    def refuse(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for room, call in (
+        (10, lambda: journal.append([record(0)])),
+        (10, journal.rotate),
+        (1 << 20, lambda: put(journal, 0)),
+    ):
+        disk.room, disk.cleans = room, False
+        if room > 10:  # It is written, and what is on the disk after a failed sync is not known.
+            monkeypatch.setattr(os, "fdatasync", refuse)
         with pytest.raises(OSError, match="No space left") as told:
-            put()
+            call()
         assert not isinstance(told.value, DiskFullError)
         disk.room, disk.cleans = 1 << 20, True
     journal.close()
 
 
-def test_a_failed_sync_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it nobody knows what is on the disk, so that it must not be tried again."""
-    journal = JournalFiles(tmp_path)
-    journal.begin()
-    journal.append([record(0)])
-
-    def refuse(handle: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fdatasync", refuse)
-    with pytest.raises(OSError, match="No space left") as raised:
-        journal.flush()
-    assert not isinstance(raised.value, DiskFullError)
-    journal.close()
-
-
-def test_a_segment_that_begins_while_somebody_looks_accuses_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_that_begins_while_one_looks_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader beside the writer: the list of segments and the note of the end are of two instants."""
-    journal = JournalFiles(tmp_path)
-    journal.begin()
-    journal.append([record(0)])
-    journal.flush()
+    journal = begun(tmp_path)
+    put(journal, 0)
     listed = JournalFiles.segments
 
     def then_rotated(self: JournalFiles) -> list[int]:
         found = listed(self)
         if self is not journal and journal.index == 1:
             journal.rotate()
-            journal.append([record(1)])
-            journal.flush()
+            put(journal, 1)
         return found
 
     reader = JournalFiles(tmp_path, disk=ReadingDisk())
     monkeypatch.setattr(JournalFiles, "segments", then_rotated)
     assert reader.read(1) == [record(0)]
     journal.close()
+
+
+# --- The note of the end ----------------------------------------------------------------------------------------------
+
+
+def test_the_newest_note_counts_also_for_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "journal.end"
+    for end in range(1, 6):
+        noted = JournalEnd(path, PLAIN_DISK)
+        noted.write(3, end)
+        noted.close()
+        assert JournalEnd(path, PLAIN_DISK).read() == (3, end)
+    noted.clear()
+    assert JournalEnd(path, PLAIN_DISK).read() is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_note_that_is_not_whole_leaves_the_one_before_it(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "journal.end"
+    noted = JournalEnd(path, PLAIN_DISK)
+    for end in (10, 20, 30):
+        noted.write(1, end)
+    noted.close()
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[SLOT_BYTES + 9] ^= 4
+    else:
+        del data[SLOT_BYTES + 9 :]
+    path.write_bytes(data)
+    assert JournalEnd(path, PLAIN_DISK).read() == (1, 20)
+    assert JournalEnd(path, PLAIN_DISK).damage() == [f"the note at byte {SLOT_BYTES} is not whole"]
+    path.write_bytes(bytes(4))
+    assert JournalEnd(path, PLAIN_DISK).read() is None
+
+
+def test_a_journal_that_is_cut_off_between_two_units_or_lacks_its_last_segment_is_named(tmp_path: Path) -> None:
+    written(tmp_path, segments=2, each=3)
+    path = tmp_path / "journal-000002.log"
+    found = framed(path)
+    size = path.stat().st_size
+    assert len(read(tmp_path)) == 6
+    os.truncate(path, size - UNIT.size)  # The last mark: it is not synced, and nothing is lost with it.
+    assert len(read(tmp_path)) == 6
+    for frame in reversed(found.frames):
+        os.truncate(path, frame.offset)
+        with pytest.raises(JournalError, match=f"{path} ends at byte .* and its byte {size - UNIT.size} was"):
+            read(tmp_path)
+    path.unlink()
+    with pytest.raises(JournalError, match=r"journal-000002\.log is missing, and its byte"):
+        read(tmp_path)
+
+
+def test_what_was_never_acknowledged_is_not_missed(tmp_path: Path) -> None:
+    """A frame that was written and not flushed has no note: it may go."""
+    written(tmp_path, segments=1, each=3)
+    journal = JournalFiles(tmp_path)
+    whole = journal.path(1).stat().st_size
+    journal.read(1)
+    journal.take_over()
+    journal.append([record(7)])
+    journal.close()
+    os.truncate(journal.path(1), whole)
+    assert len(read(tmp_path)) == 3
+
+
+def test_without_a_note_a_journal_is_read_as_it_is_and_one_that_begins_anew_has_none(tmp_path: Path) -> None:
+    """After a power cut, or where a folder was put together from a copy."""
+    written(tmp_path, segments=2, each=3)
+    path = tmp_path / "journal-000002.log"
+    note = (tmp_path / "journal.end").read_bytes()
+    (tmp_path / "journal.end").unlink()
+    os.truncate(path, framed(path).frames[-1].offset)
+    assert len(read(tmp_path)) == 5
+    (tmp_path / "journal.end").write_bytes(note)
+    begun(tmp_path).close()
+    assert read(tmp_path) == []

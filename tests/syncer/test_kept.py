@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,23 +39,33 @@ def versions(desk: Desk) -> list[int]:
     return [fragment.version for fragment in desk.machine.state.fragments]
 
 
+def began(point: Any) -> list[int]:
+    return [fragment.version for fragment in point.state.fragments]
+
+
 def test_a_replay_of_a_live_folder_gives_the_run_and_leaves_every_byte_as_it_was(tmp_path: Path) -> None:
     desk = run(tmp_path)
-    before = files(tmp_path)
-    notes: list[str] = []
-    rebuilt = Kept(tmp_path, notes.append).replay(RULES, verify=True)
+    before, notes = files(tmp_path), list[str]()
+    kept = Kept(tmp_path, notes.append)
+    whole = kept.replay(RULES, verify=True)
     assert files(tmp_path) == before
-    assert (rebuilt.began_at, rebuilt.compared, rebuilt.snapshots) == ([0, 0], sum(versions(desk)), 3)
-    assert all(same_values(mine, theirs) for mine, theirs in zip(rebuilt.values, desk.values, strict=True))
+    assert (whole.began_at, whole.compared, whole.snapshots) == ([0, 0], sum(versions(desk)), 3)
+    assert all(same_values(mine, theirs) for mine, theirs in zip(whole.values, desk.values, strict=True))
     assert notes == []
+    assert [values.version for values in kept.replay(RULES, last=2).values] == [2, 2]
+    shortest = kept.replay(RULES, shortest=True)
+    assert shortest.began_at == began(kept.points()[-1])
+    assert shortest.records < whole.records
+    assert all(same_values(mine, theirs) for mine, theirs in zip(shortest.values, whole.values, strict=True))
+    second = began(kept.points()[1])
+    assert kept.replay(RULES, last=max(second), shortest=True).began_at == second
     desk.close()
 
 
-def test_it_starts_from_the_newest_snapshot_that_is_old_enough(tmp_path: Path) -> None:
+def test_without_some_updates_it_starts_from_the_newest_snapshot_that_is_old_enough(tmp_path: Path) -> None:
     desk = run(tmp_path)
     kept = Kept(tmp_path)
-    points = kept.points()
-    middle = points[2].state.fragments[0].version
+    middle = began(kept.points()[2])[0]
     assert middle < versions(desk)[0]
     sites = {name for name, site in desk.machine.state.sites.items() if site.lines[0].updates_merged}
     late = [Selection(site, "versions", middle + 1, 10**6, 0) for site in sorted(sites)]
@@ -66,35 +77,9 @@ def test_it_starts_from_the_newest_snapshot_that_is_old_enough(tmp_path: Path) -
     assert early.began_at == [0, 0]
     assert all(same_values(one, other) for one, other in zip(early.values, rebuilt.values, strict=True))
     assert same_values(early.values[1], desk.values[1]), "the other fragment is the run's"
-    desk.close()
-
-
-def test_the_shortest_way_begins_at_the_newest_snapshot_that_may(tmp_path: Path) -> None:
-    desk = run(tmp_path)
-    kept = Kept(tmp_path)
-    newest, whole = kept.replay(RULES, shortest=True), kept.replay(RULES)
-    assert newest.began_at == [fragment.version for fragment in kept.points()[-1].state.fragments]
-    assert newest.records < whole.records
-    assert all(same_values(mine, theirs) for mine, theirs in zip(newest.values, whole.values, strict=True))
-    middle = max(fragment.version for fragment in kept.points()[1].state.fragments)
-    assert kept.replay(RULES, last=middle, shortest=True).began_at == [
-        fragment.version for fragment in kept.points()[1].state.fragments
-    ]
-    desk.close()
-
-
-def test_sequences_that_a_snapshot_has_merged_need_an_older_one(tmp_path: Path) -> None:
-    desk = run(tmp_path)
-    rebuilt = Kept(tmp_path).replay(RULES, [parse_selection("site=b:sequences=1..2:fragment=1")])
-    assert [out.sequence for out in rebuilt.left_out] == [1, 2]
-    assert rebuilt.began_at == [0, 0]
-    desk.close()
-
-
-def test_up_to_a_version(tmp_path: Path) -> None:
-    desk = run(tmp_path)
-    rebuilt = Kept(tmp_path).replay(RULES, last=2)
-    assert [values.version for values in rebuilt.values] == [2, 2]
+    by_number = kept.replay(RULES, [parse_selection("site=b:sequences=1..2:fragment=1")])
+    assert [out.sequence for out in by_number.left_out] == [1, 2]
+    assert by_number.began_at == [0, 0], "what a snapshot has merged needs an older one"
     desk.close()
 
 
@@ -122,26 +107,18 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_damaged_snapshot_is_passed_over_and_damaged_history_is_named(tmp_path: Path) -> None:
-    desk = run(tmp_path / "run")
-    desk.close()
+    run(tmp_path).close()
     notes: list[str] = []
-    broken = tmp_path / "run" / "snapshots" / "00000003" / "fragment-1.safetensors"
+    broken = tmp_path / "snapshots" / "00000003" / "fragment-1.safetensors"
     broken.write_bytes(broken.read_bytes()[:-1] + b"\x01")
-    kept = Kept(tmp_path / "run", notes.append)
-    middle = max(fragment.version for fragment in kept.points()[2].state.fragments)
-    rebuilt = kept.replay(RULES, [Selection("a", "versions", middle + 1, 10**6)])
-    assert rebuilt.left_out
+    kept = Kept(tmp_path, notes.append)
+    assert kept.replay(RULES, [Selection("a", "versions", max(began(kept.points()[2])) + 1, 10**6)]).left_out
     assert any("fragment-1.safetensors is damaged" in note for note in notes), notes
     with pytest.raises(KeptError, match=r"fragment-1\.safetensors is damaged"):
         kept.replay(RULES, verify=True)
-    (tmp_path / "run" / "journal" / "journal-000002.log").unlink()
-    with pytest.raises(KeptError, match=r"journal-000002\.log is missing: the journal is needed from segment 1 on"):
-        kept.replay(RULES)
-
-
-def test_a_payload_that_is_gone_is_named(tmp_path: Path) -> None:
-    desk = run(tmp_path)
-    desk.close()
     shutil.rmtree(tmp_path / "spool" / "b")
     with pytest.raises(KeptError, match=r"spool/b/.*\.update is missing: the journal names it"):
-        Kept(tmp_path).replay(RULES)
+        kept.replay(RULES)
+    (tmp_path / "journal" / "journal-000002.log").unlink()
+    with pytest.raises(KeptError, match=r"journal-000002\.log is missing: the journal is needed from segment 1 on"):
+        kept.replay(RULES)

@@ -1,17 +1,24 @@
-"""Who may take a lease, in words where not."""
+"""Who may take a lease, in words where not; the guard of one that is held; and the lease in a file."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from diloco.durable import PLAIN_DISK
+from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
 from diloco.sync.leadership import Claim, Leadership, LeaseLostError, Standing, next_standing, refusal
 from diloco.sync.state import FragmentState, OuterState
+from diloco.syncer import lease as lease_module
 from diloco.syncer import server as server_module
 from diloco.syncer.lease import (
     REMEMBERED,
@@ -24,81 +31,72 @@ from diloco.syncer.lease import (
     remembered,
     standing_of,
 )
-from tests.syncer.building import new_syncer
+from tests.forked import forkserver
+from tests.syncer.building import Events, new_syncer
+from tests.syncer.leases import FIRST, take_often, taken
 
+TTL_S = 10.0
 STANDING = Standing(epoch=5, lineage=2, holder="first", heir="second")
+RELEASED = replace(STANDING, released=True)
+SECOND = Claim("second", 5, 2, by_itself=True)
+TAKEN = next_standing(STANDING, SECOND)
 
 
 @pytest.mark.parametrize(
-    ("claim", "why"),
+    ("standing", "claim", "why"),
     [
-        (Claim("first", 5, 2), None),
-        (Claim("second", 5, 2), None),
-        (Claim("second", 5, 2, by_itself=True), None),
-        (Claim("first", 5, 2, by_itself=True), None),
-        (Claim("third", 5, 2), "first led the run last, in epoch 5 of lineage 2, and its heir is second"),
-        (Claim("first", 5, 1), "may lack"),
-        (Claim("third", 5, 3), None),
-        (Claim("third", 5, 3, by_itself=True), "not the heir"),
-        (Claim("third", 5, 2, by_itself=True), "not the heir"),
+        (STANDING, Claim("first", 5, 2), None),
+        (STANDING, Claim("second", 5, 2), None),
+        (STANDING, SECOND, None),
+        (STANDING, Claim("first", 5, 2, by_itself=True), None),
+        (STANDING, Claim("third", 5, 2), "first led the run last, in epoch 5 of lineage 2, and its heir is second"),
+        (STANDING, Claim("first", 5, 1), "may lack"),
+        (STANDING, Claim("third", 5, 3), None),
+        (STANDING, Claim("third", 5, 3, by_itself=True), "not the heir"),
+        (STANDING, Claim("third", 5, 2, by_itself=True), "not the heir"),
+        # An heir does not take over by itself from a syncer that stopped in order.
+        (RELEASED, Claim("second", 5, 2), None),
+        (RELEASED, SECOND, "not the heir"),
+        # A standby that took it and did not live to know takes it again: the first may not, and none would lead.
+        (TAKEN, SECOND, None),
+        (replace(TAKEN, released=True), SECOND, "not the heir"),
+        # One that has gone is made anew only for a folder that never had one.
+        (None, FIRST, None),
+        (None, Claim("first", 5, 1), "there is no lease at the place"),
+        (None, Claim("second", 0, 1, anew=True, by_itself=True), "not the heir"),
     ],
 )
-def test_the_last_holder_its_heir_and_a_later_lineage_may_have_it(claim: Claim, why: str | None) -> None:
-    found = refusal(STANDING, claim, "the place")
+def test_the_holder_its_heir_and_a_later_lineage_may_have_it(
+    standing: Standing | None, claim: Claim, why: str | None
+) -> None:
+    found = refusal(standing, claim, "the place")
     assert found is None if why is None else found is not None and why in found, found
-
-
-def test_an_heir_does_not_take_over_by_itself_from_a_syncer_that_stopped_in_order() -> None:
-    standing = replace(STANDING, released=True)
-    assert refusal(standing, Claim("second", 5, 2), "the place") is None
-    assert "not the heir" in str(refusal(standing, Claim("second", 5, 2, by_itself=True), "the place"))
-
-
-def test_a_standby_that_took_it_and_did_not_live_to_know_takes_it_again_by_itself() -> None:
-    taken = next_standing(STANDING, Claim("second", 5, 2, by_itself=True))
-    again = Claim("second", 5, 2, by_itself=True)
-    assert refusal(taken, again, "the place") is None, "the first one may not have it any more: nobody would lead"
-    assert "not the heir" in str(refusal(replace(taken, released=True), again, "the place"))
-
-
-def test_a_lease_that_has_gone_is_made_anew_only_for_a_folder_that_never_had_one() -> None:
-    assert refusal(None, Claim("first", 0, 1, anew=True), "the place") is None
-    assert "there is no lease at the place" in str(refusal(None, Claim("first", 5, 1), "the place"))
-    assert "not the heir" in str(refusal(None, Claim("second", 0, 1, anew=True, by_itself=True), "the place"))
 
 
 def test_the_epoch_is_larger_than_any_that_the_lease_or_the_folder_knows() -> None:
     assert next_standing(STANDING, Claim("second", 3, 2)) == Standing(6, 2, "second")
     assert next_standing(STANDING, Claim("second", 9, 2)).epoch == 10
-    assert next_standing(None, Claim("first", 0, 1, anew=True)).epoch == 1
+    assert next_standing(None, FIRST).epoch == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("epoch", 0),
-        ("epoch", "5"),
-        ("epoch", True),
-        ("epoch", 1 << 63),
-        ("lineage", -1),
-        ("holder", ""),
-        ("holder", 7),
-        ("heir", None),
-        ("heir", "x" * 65),
-        ("released", 0),
-    ],
-)
-def test_a_standing_that_is_none_is_named(name: str, value: object) -> None:
+def test_a_standing_that_is_none_is_named() -> None:
     assert standing_of(asdict(STANDING), "here") == STANDING
-    with pytest.raises(LeaseError, match=name):
-        standing_of({**asdict(STANDING), name: value}, "here")
+    wrong: dict[str, tuple[object, ...]] = {
+        "epoch": (0, "5", True, 1 << 63),
+        "lineage": (-1,),
+        "holder": ("", 7),
+        "heir": (None, "x" * 65),
+        "released": (0,),
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(LeaseError, match=name):
+                standing_of({**asdict(STANDING), name: value}, "here")
     with pytest.raises(LeaseError, match="no object"):
         standing_of([1], "here")
 
 
 # --- The guard -------------------------------------------------------------------------------------------------------
-
-TTL_S = 10.0
 
 
 class Hand:
@@ -107,31 +105,23 @@ class Hand:
     place, ttl_s = "here", TTL_S
 
     def __init__(self) -> None:
-        self.now_s = 50.0
-        self.takes_s = 0.0
+        self.now_s, self.takes_s = 50.0, 0.0
         self.answer: bool | LeaseError = True
-        self.renewals = 0
-        self.marks: list[str] = []
+        self.renewals, self.marks = list[None](), list[str]()
         self.released = False
 
     def clock(self) -> int:
         return round(self.now_s * 1e9)
 
-    def _said(self) -> bool:
-        self.now_s += self.takes_s
-        if isinstance(self.answer, LeaseError):
-            raise self.answer
-        return self.answer
-
     def change(self, own: Standing, heir: str | None = None, released: bool = False) -> bool:
         if released:
             self.released = True
             return True
-        if heir is None:
-            self.renewals += 1
-        else:
-            self.marks.append(heir)
-        return self._said()
+        (self.renewals if heir is None else self.marks).append(heir)
+        self.now_s += self.takes_s
+        if isinstance(self.answer, LeaseError):
+            raise self.answer
+        return self.answer
 
 
 @pytest.fixture
@@ -144,9 +134,7 @@ def guard(hand: Hand) -> LeaseHolder:
     return LeaseHolder(hand, Standing(3, 1, "first"), hand.clock(), hand.clock)  # type: ignore[arg-type]
 
 
-def test_an_heir_is_written_down_also_where_each_renewal_takes_longer_than_until_the_next(
-    hand: Hand, guard: LeaseHolder
-) -> None:
+def test_an_heir_is_written_down_also_between_slow_renewals(hand: Hand, guard: LeaseHolder) -> None:
     hand.takes_s = TTL_S / 3 + 1.0
     hand.now_s += TTL_S / 3
     guard.name_heir("second")
@@ -159,11 +147,14 @@ def test_an_heir_is_written_down_also_where_each_renewal_takes_longer_than_until
 
     hand.change = change  # type: ignore[method-assign]
     guard.step()
-    assert (hand.renewals, hand.marks) == (1, ["second"])
+    assert (hand.renewals, hand.marks) == ([None], ["second"])
 
 
 def test_it_is_valid_from_the_instant_at_which_the_renewal_was_sent(hand: Hand, guard: LeaseHolder) -> None:
-    hand.now_s += 5.9
+    hand.now_s += 3.3
+    guard.step()
+    assert not hand.renewals, "it is renewed at a third of its time"
+    hand.now_s += 2.6
     assert guard.wanting() is None
     hand.takes_s = 2.0
     guard.step()
@@ -171,15 +162,6 @@ def test_it_is_valid_from_the_instant_at_which_the_renewal_was_sent(hand: Hand, 
     assert guard.valid(), "sent at 5.9 s, and it is 11.8 s"
     hand.now_s += 0.2
     assert "was not renewed in time" in str(guard.wanting())
-
-
-def test_it_is_renewed_at_a_third_of_its_time_and_not_before(hand: Hand, guard: LeaseHolder) -> None:
-    hand.now_s += 3.3
-    guard.step()
-    assert hand.renewals == 0
-    hand.now_s += 0.1
-    guard.step()
-    assert hand.renewals == 1
 
 
 def test_a_keeper_that_does_not_answer_is_asked_again_soon_and_it_is_said(hand: Hand, guard: LeaseHolder) -> None:
@@ -196,13 +178,18 @@ def test_a_keeper_that_does_not_answer_is_asked_again_soon_and_it_is_said(hand: 
     assert guard.wanting() is None, "nobody has taken it meanwhile: that is what a renewal says"
 
 
-def test_what_is_lost_stays_lost(hand: Hand, guard: LeaseHolder) -> None:
-    hand.now_s += 100.0
-    assert not guard.valid(), "before anybody has asked the keeper: it may just have been frozen"
+@pytest.mark.parametrize("by_mark", [False, True])
+def test_what_is_lost_stays_lost(hand: Hand, guard: LeaseHolder, by_mark: bool) -> None:
+    if by_mark:
+        guard.name_heir("second")
+    else:
+        hand.now_s += 100.0
+        assert not guard.valid(), "before the keeper is asked: this process may just have been frozen"
     hand.answer = False
     guard.step()
     with pytest.raises(LeaseLostError, match="epoch 3 is lost"):
         guard.wanting()
+    assert (guard.heir_is("") is not None) == by_mark
     hand.answer = True
     guard.step()
     assert not guard.valid()
@@ -210,7 +197,7 @@ def test_what_is_lost_stays_lost(hand: Hand, guard: LeaseHolder) -> None:
     assert not hand.released
 
 
-def test_an_heir_is_certain_only_when_it_is_written(hand: Hand, guard: LeaseHolder) -> None:
+def test_an_heir_is_certain_only_when_it_is_written_or_taken_out(hand: Hand, guard: LeaseHolder) -> None:
     assert guard.heir_is("") is None
     guard.name_heir("second")
     assert guard.heir_is("second") is None
@@ -224,10 +211,7 @@ def test_an_heir_is_certain_only_when_it_is_written(hand: Hand, guard: LeaseHold
     guard.step()
     assert guard.heir_is("") is None
     assert hand.marks == ["second", "", ""]
-
-
-def test_a_mark_that_may_have_been_made_counts_as_made(hand: Hand, guard: LeaseHolder) -> None:
-    hand.answer = LeaseError("it may or may not be done")
+    hand.answer = LeaseError("a mark that may have been made counts as made")
     guard.name_heir("second")
     guard.step()
     assert guard.heir_is("") is not None
@@ -235,140 +219,325 @@ def test_a_mark_that_may_have_been_made_counts_as_made(hand: Hand, guard: LeaseH
     hand.answer = True
     guard.step()
     assert guard.heir_is("") is None
-    assert hand.marks == ["second", ""], "who asked for nobody took the wish back"
+    assert hand.marks[3:] == ["second", ""], "who asked for nobody took the wish back"
     guard.name_heir("second")
     guard.step()
     assert guard.status()["heir"] == "second"
-
-
-def test_one_heir_is_taken_out_before_another_is_named(hand: Hand, guard: LeaseHolder) -> None:
-    guard.name_heir("second")
-    guard.step()
     assert guard.heir_is("third") is not None
     guard.name_heir("third")
     guard.step()
-    assert hand.marks == ["second", "", "third"]
+    assert hand.marks[5:] == ["second", "", "third"], "one is taken out before another is named"
     assert guard.heir_is("third") is None
 
 
-def test_a_mark_that_is_refused_means_that_the_lease_is_lost(hand: Hand, guard: LeaseHolder) -> None:
-    guard.name_heir("second")
-    hand.answer = False
-    guard.step()
-    assert not guard.valid()
-    assert guard.heir_is("") is not None
+# --- Taking it -------------------------------------------------------------------------------------------------------
 
 
-# --- taking it --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lease.json"
 
 
-def state(epoch: int = 0) -> OuterState:
-    return OuterState([FragmentState()], epoch=epoch)
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
 
 
-def silence(what: str, facts: dict[str, object]) -> None:
-    del what, facts
+def led(path: Path | None, folder: Path, epoch: int = 0, ttl_s: float = 60.0) -> LeaseHolder:
+    lease = FileLease(path, "run", ttl_s) if path is not None else None
+    state = OuterState([FragmentState()], epoch=epoch)
+    guard = lead(lease, folder, PLAIN_DISK, state, lambda what, facts: None, wait_s=0.0)
+    assert guard is not None
+    return guard
 
 
-def test_a_folder_has_one_name_for_ever_and_no_two_have_the_same(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    first = remembered(tmp_path / "one", PLAIN_DISK, "a host:/folder!")
-    assert first == remembered(tmp_path / "one", PLAIN_DISK, "another label")
+def test_a_folder_has_one_name_for_ever_and_no_two_have_the_same(tmp_path: Path, data: Path) -> None:
+    (tmp_path / "two").mkdir()
+    first = remembered(data, PLAIN_DISK, "a host:/folder!")
+    assert first == remembered(data, PLAIN_DISK, "another label")
     assert first.name.startswith("a-host--folder--")
     assert remembered(tmp_path / "two", PLAIN_DISK, "a host:/folder!").name != first.name
-    path = tmp_path / "one" / REMEMBERED
-    path.write_text(path.read_text().replace("a-host", "a-hosu"))
-    with pytest.raises(LeaseRefusedError, match=r"leadership\.json is damaged: remove it if no other process leads"):
-        remembered(tmp_path / "one", PLAIN_DISK)
-    (tmp_path / "one" / REMEMBERED).write_text("{")
-    with pytest.raises(LeaseRefusedError, match=r"leadership\.json cannot be read"):
-        remembered(tmp_path / "one", PLAIN_DISK)
+    for damaged, words in (
+        (
+            (data / REMEMBERED).read_text().replace("a-host", "a-hosu"),
+            "is damaged: remove it if no other process leads",
+        ),
+        ("{", "cannot be read"),
+    ):
+        (data / REMEMBERED).write_text(damaged)
+        with pytest.raises(LeaseRefusedError, match=rf"leadership\.json {words}"):
+            remembered(data, PLAIN_DISK)
+    (data / REMEMBERED).write_text('{"name": "syncer-1", "place": ""}')  # Of a version that did not remember its home.
+    assert remembered(data, PLAIN_DISK).name == "syncer-1"
+    shutil.copytree(data, tmp_path / "copy")
+    assert "home" in json.loads((data / REMEMBERED).read_text()), "from now on it does"
+    assert remembered(tmp_path / "copy", PLAIN_DISK).name != "syncer-1", "it never led, and goes by a name of its own"
 
 
-def test_it_is_taken_renewed_and_given_back(tmp_path: Path) -> None:
-    lease = FileLease(tmp_path / "lease.json", "run", 0.5)
-    (tmp_path / "data").mkdir()
-    guard = lead(lease, tmp_path / "data", PLAIN_DISK, state(epoch=4), silence)
-    assert guard is not None
+def test_it_is_given_back_and_its_folder_led_under_no_other_or_none(tmp_path: Path, path: Path, data: Path) -> None:
+    state, lease = OuterState([FragmentState()], epoch=4), FileLease(path, "run", 0.5)
+    assert lead(None, data, PLAIN_DISK, state, lambda what, facts: None) is None
+    guard = led(path, data, epoch=4, ttl_s=0.5)
     assert guard.epoch == 5
     assert guard.valid()
     guard.stop(release=True)
     standing = lease.read()
     assert standing is not None
     assert standing.released
-    claim = claim_of(lease, tmp_path / "data", PLAIN_DISK, state(epoch=5))
+    claim = claim_of(lease, data, PLAIN_DISK, state)
     assert (claim.name, claim.anew) == (standing.holder, False)
+    path.rename(tmp_path / "away")
+    for other, words in (
+        (tmp_path / "b.json", "two leases let two syncers lead"),
+        (None, "the settings name none"),
+        (path, "there is no lease"),
+    ):
+        with pytest.raises(LeaseRefusedError, match=words):
+            led(other, data)
+    assert json.loads((data / REMEMBERED).read_text())["place"] == f"file:{path}"
 
 
-def test_a_copied_folder_is_not_the_one_that_was_copied(tmp_path: Path) -> None:
-    path = tmp_path / "lease.json"
-    (tmp_path / "data").mkdir()
-    guard = lead(FileLease(path, "run", 60.0), tmp_path / "data", PLAIN_DISK, state(), silence)
-    assert guard is not None
+def test_a_copied_folder_is_not_the_one_that_was_copied(tmp_path: Path, path: Path, data: Path) -> None:
+    guard = led(path, data)
     try:
-        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+        shutil.copytree(data, tmp_path / "copy")
         with pytest.raises(LeaseRefusedError, match=r'copied or moved here, .* remove "home" from'):
-            lead(FileLease(path, "run", 60.0), tmp_path / "copy", PLAIN_DISK, state(1), silence, wait_s=0.0)
+            led(path, tmp_path / "copy", epoch=1)
         assert guard.valid()
     finally:
         guard.stop(release=False)
     # Where it is the same folder, whoever held the lease under its name has ended: nobody is waited for.
-    again = lead(FileLease(path, "run", 60.0), tmp_path / "data", PLAIN_DISK, state(1), silence, wait_s=0.0)
-    assert again is not None
-    again.stop(release=True)
+    led(path, data, epoch=1).stop(release=True)
 
 
-def test_a_folder_of_a_version_that_did_not_remember_its_home_is_taken_for_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / REMEMBERED).write_text('{"name": "syncer-1", "place": ""}')
-    assert remembered(tmp_path / "data", PLAIN_DISK).name == "syncer-1"
-    shutil.copytree(tmp_path / "data", tmp_path / "copy")
-    assert "home" in json.loads((tmp_path / "data" / REMEMBERED).read_text()), "from now on it does"
-    assert remembered(tmp_path / "copy", PLAIN_DISK).name != "syncer-1", "it never led, and goes by a name of its own"
-
-
-def test_nobody_else_gets_it_and_it_is_said_who_has_it(tmp_path: Path) -> None:
-    lease = FileLease(tmp_path / "lease.json", "run", 2.0)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    guard = lead(lease, tmp_path / "one", PLAIN_DISK, state(), silence)
-    assert guard is not None
+def test_nobody_else_gets_it_and_it_is_said_who_has_it(tmp_path: Path, path: Path, data: Path) -> None:
+    (tmp_path / "two").mkdir()
+    guard = led(path, data, ttl_s=2.0)
     try:
         heir = remembered(tmp_path / "two", PLAIN_DISK).name
         with pytest.raises(LeaseRefusedError, match="led the run last"):
-            lead(lease, tmp_path / "two", PLAIN_DISK, state(), silence, wait_s=0.0)
+            led(path, tmp_path / "two", ttl_s=2.0)
         guard.name_heir(heir)
-        while (standing := lease.read()) is None or standing.heir != heir:
+        while (standing := FileLease(path, "run", 2.0).read()) is None or standing.heir != heir:
             guard.step()
         with pytest.raises(LeaseRefusedError, match="the run has a syncer"):
-            lead(FileLease(lease.path, "run", 2.0), tmp_path / "two", PLAIN_DISK, state(), silence, wait_s=0.0)
+            led(path, tmp_path / "two", ttl_s=2.0)
     finally:
         guard.stop(release=True)
 
 
-def test_a_folder_that_had_a_lease_is_not_led_under_another_or_none(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    assert lead(None, tmp_path / "data", PLAIN_DISK, state(), silence) is None
-    guard = lead(FileLease(tmp_path / "a.json", "run", 5.0), tmp_path / "data", PLAIN_DISK, state(), silence)
-    assert guard is not None
-    guard.stop(release=True)
-    with pytest.raises(LeaseRefusedError, match="two leases let two syncers lead"):
-        lead(FileLease(tmp_path / "b.json", "run", 5.0), tmp_path / "data", PLAIN_DISK, state(), silence)
-    with pytest.raises(LeaseRefusedError, match="the settings name none"):
-        lead(None, tmp_path / "data", PLAIN_DISK, state(), silence)
-    (tmp_path / "a.json").unlink()
-    with pytest.raises(LeaseRefusedError, match="there is no lease"):
-        lead(FileLease(tmp_path / "a.json", "run", 5.0), tmp_path / "data", PLAIN_DISK, state(), silence)
-    assert json.loads((tmp_path / "data" / REMEMBERED).read_text())["place"] == f"file:{tmp_path / 'a.json'}"
-
-
-def test_a_start_whose_lease_is_not_renewed_in_time_says_that_and_not_that_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_whose_lease_is_not_renewed_in_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "START_WAIT_S", 0.2)
     monkeypatch.setattr(Leadership, "valid", lambda guard, now_ns: False)
-    syncer = new_syncer(tmp_path / "run", silence)
+    syncer = new_syncer(tmp_path / "run", Events().emit)
     syncer._lease = FileLease(tmp_path / "lease", "run", 60.0)
     with pytest.raises(LeaseError, match="the lease of epoch 1 was not renewed in time"):
         syncer.start()
+
+
+# --- In a file -------------------------------------------------------------------------------------------------------
+
+HEIR = Claim("second", 0, 1, by_itself=True)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_an_heir_takes_over_when_the_count_has_stood_still_for_the_holders_own_time(path: Path) -> None:
+    holder, clock = FileLease(path, "run", TTL_S), Clock()
+    held = taken(holder)
+    assert held.mark("second")
+    heir = FileLease(path, "run", 1.0, clock_s=clock)
+    assert heir.acquire(HEIR) is None
+    clock.now_s += TTL_S - 0.1
+    assert heir.acquire(HEIR) is None, "the holder's time counts, not the taker's shorter one"
+    assert held.renew()
+    clock.now_s += 0.2
+    assert heir.acquire(HEIR) is None, "it was renewed"
+    looked = heir._watched
+
+    def look_and_be_late() -> object:
+        content = looked()
+        assert held.renew()
+        heir._watched = looked  # type: ignore[method-assign]
+        return content
+
+    heir._watched = look_and_be_late  # type: ignore[assignment, method-assign]
+    clock.now_s += TTL_S
+    assert heir.acquire(HEIR) is None, "it was renewed between the look and the lock"
+    assert heir.acquire(HEIR) is None
+    clock.now_s += TTL_S
+    second = taken(heir, HEIR)
+    assert second.epoch == held.epoch + 1
+    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False)
+    assert not held.renew()
+    assert not held.mark("anybody")
+    held.release()
+    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False), "what is not held is not given back"
+
+
+def test_the_same_folder_takes_it_again_at_once_and_another_run_never(path: Path) -> None:
+    first = taken(FileLease(path, "run", TTL_S))
+    again = taken(FileLease(path, "run", TTL_S), replace(FIRST, anew=False, epoch=7))
+    assert again.epoch == 8
+    assert not first.renew(), "what had it under the same name before is fenced as any other"
+    again.release()
+    assert taken(FileLease(path, "run", TTL_S), Claim("third", 0, 2)).epoch == 9, "given back, it is free at once"
+    with pytest.raises(LeaseRefusedError, match="is the lease of run 'run'"):
+        FileLease(path, "other", TTL_S).acquire(FIRST)
+
+
+def change(**fields: object) -> Callable[[bytes], bytes]:
+    def changing(data: bytes) -> bytes:
+        plain = json.loads(data)
+        plain["lease"]["standing"].update(fields)
+        return json.dumps(plain).encode()
+
+    return changing
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:-20],
+        lambda data: bytes(len(data)),
+        lambda data: b"[" * 4000,
+        lambda data: data * 20,
+        lambda data: b'{"format": 1}',
+        lambda data: data.replace(b'"format": 1', b'"format": 2'),
+        change(epoch=4),
+        change(holder="second"),
+        change(released=True),
+    ],
+)
+def test_a_damaged_lease_is_an_error_in_words_for_everybody(path: Path, damage: Callable[[bytes], bytes]) -> None:
+    lease = FileLease(path, "run", TTL_S)
+    held = taken(lease)
+    path.write_bytes(damage(path.read_bytes()))
+    damaged = path.read_bytes()
+    for claim in (FIRST, HEIR, Claim("third", 9, 9)):
+        with pytest.raises(LeaseError, match=r"lease\.json is no lease that can be trusted"):
+            FileLease(path, "run", TTL_S).acquire(claim)
+    for change_it in (held.renew, lambda: held.mark("second"), held.release):
+        with pytest.raises(LeaseError, match="nobody takes it"):
+            change_it()
+    assert path.read_bytes() == damaged
+
+
+def test_a_lease_that_has_gone_is_an_error_in_words(path: Path) -> None:
+    held = taken(FileLease(path, "run", TTL_S))
+    path.unlink()
+    with pytest.raises(LeaseError, match="was removed"):
+        held.renew()
+    with pytest.raises(LeaseRefusedError, match="there is no lease at"):
+        FileLease(path, "run", TTL_S).acquire(Claim("first", 1, 1))
+    with pytest.raises(LeaseError, match="No such file"):
+        FileLease(path.parent / "gone" / "lease.json", "run", TTL_S).acquire(FIRST)
+
+
+class Frozen(Disk):
+    """Stops at a passage of the next write, until it is let go on."""
+
+    def __init__(self) -> None:
+        self.passage = 0
+        self.there, self.go_on = threading.Event(), threading.Event()
+
+    def reached(self, step: Step) -> None:
+        self.passage -= 1
+        if self.passage == 0:
+            self.there.set()
+            assert self.go_on.wait(60.0)
+
+
+@pytest.mark.parametrize("passage", [1, 3, 7])
+def test_a_holder_that_is_frozen_while_it_writes_keeps_no_heir_from_the_lease(path: Path, passage: int) -> None:
+    disk, clock = Frozen(), Clock()
+    holder = taken(FileLease(path, "run", TTL_S, disk))
+    assert holder.mark("second")
+    heir = FileLease(path, "run", TTL_S, clock_s=clock)
+    assert heir.acquire(HEIR) is None
+    disk.passage = passage
+    renewed: list[bool] = []
+    frozen = threading.Thread(target=lambda: renewed.append(holder.renew()), daemon=True)
+    frozen.start()
+    assert disk.there.wait(60.0)
+    assert heir.acquire(HEIR) is None
+    clock.now_s += TTL_S
+    second = taken(heir, HEIR)
+    disk.go_on.set()
+    frozen.join(60.0)
+    assert renewed == [passage == 7], "what was not yet renamed is not written over the heir's"
+    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False)
+    assert not holder.renew()
+    assert sorted(each.name for each in path.parent.iterdir()) == ["lease.json", "lease.json.lock"]
+
+
+def test_a_lock_is_waited_for_a_bounded_time_and_a_file_system_without_locks_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = taken(FileLease(path, "run", 0.4))
+    with path.with_name("lease.json.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(LeaseError, match="locked by another process"):
+            held.renew()
+    assert held.renew()
+
+    def unknown(file: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    other = path.with_name("other.json")
+    for lock, words in ((lambda file: None, "without locks"), (unknown, "No locks available")):
+        monkeypatch.setattr(lease_module, "lock", lock)
+        with pytest.raises(LeaseError, match=words):
+            FileLease(other, "run", TTL_S).acquire(FIRST)
+    assert not other.exists()
+
+
+EPOCHS = 20
+
+
+def write_down(path: Path, name: str, together: Barrier) -> None:
+    together.wait(60.0)
+    lease = FileLease(path, "run", 100 * TTL_S)  # It is given back each time; nobody stops waiting for the file.
+    path.with_name(name).write_text(" ".join(map(str, take_often(lease, name, EPOCHS))))
+
+
+def test_of_many_that_try_at_once_exactly_one_has_each_epoch(path: Path) -> None:
+    context = forkserver()
+    names = [f"taker-{n}" for n in range(4)]
+    together = context.Barrier(len(names))
+    takers = [context.Process(target=write_down, args=(path, name, together)) for name in names]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join(60.0)
+        assert taker.exitcode == 0
+    won = [[int(epoch) for epoch in path.with_name(name).read_text().split()] for name in names]
+    epochs = sorted(epoch for each in won for epoch in each)
+    assert epochs == list(range(1, len(epochs) + 1)), "each epoch was given once, and none was left out"
+    assert sum(map(bool, won)) > 1
+    assert len(epochs) >= EPOCHS
+
+
+def take_and_die(path: Path, passage: int) -> None:
+    FileLease(path, "run", TTL_S, KillingDisk(Step.LEASE_WRITE, passage)).acquire(Claim("first", 1, 1))
+
+
+@pytest.mark.parametrize("passage", range(1, 9))
+def test_a_death_while_it_is_written_leaves_the_old_lease_or_the_new_one(path: Path, passage: int) -> None:
+    lease = FileLease(path, "run", TTL_S)
+    before = taken(lease)
+    process = forkserver().Process(target=take_and_die, args=(path, passage))
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == -9
+    renamed = passage > 5
+    assert lease.read() == Standing(before.epoch + renamed, 1, "first", "", released=False)
+    assert before.renew() is not renamed
+    assert taken(FileLease(path, "run", TTL_S), Claim("first", 1, 1)).epoch == before.epoch + 1 + renamed

@@ -1,28 +1,28 @@
-"""A journal without some of its updates, against a plain loop over the arithmetic and against a syncer that never got
-them."""
+"""A journal without some of its updates, against a plain loop over the arithmetic."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from diloco.codec.base import digest
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import follow
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, outer_step
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep
-from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, UpdateArrived
+from diloco.sync.events import JoinRequested, Outcome, UpdateArrived
 from diloco.sync.options import OuterOptions
 from diloco.sync.rounds import Selection
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.replaying import LeaveOutError, ReplayerWithout
 from diloco.syncer.snapshots import FragmentValues
-from diloco.syncer.spool import SpoolError
 from tests.sooner import sooner
 from tests.syncer.building import stored, update, version_zero
 from tests.syncer.desk import OPTIMIZER, OUTER, Desk
@@ -84,58 +84,26 @@ def plain_loop(told: Told, chosen: Sequence[Selection]) -> list[tuple[Tensor, Te
     return found
 
 
-def fresh_syncer(folder: Path, told: Told, chosen: Sequence[Selection]) -> list[FragmentValues]:
-    """A syncer of its own with a folder of its own, told of the remaining updates round by round.
-
-    Its rounds are the journal's: a grace that only this test ends.  Numbers of updates and versions are its own, since
-    it never heard of what was left out.
-    """
-    patient = OuterOptions(
-        num_fragments=2, grace="fixed", grace_ns=10**9, quorum=1, updates_in_flight_max=64, fates_kept_max=640
-    )
-    desk = Desk(folder, told.desk.codec, patient)
-    desk.begin()
-    for site in [*SITES, "never-sends"]:
-        desk.handle(JoinRequested(1, site, "0123abcd"))
-    for (index, version), members in rounds_of(told).items():
-        remaining = [
-            each for each in members if not any(one.takes(each.site, index, each.sequence, version) for one in chosen)
-        ]
-        for each in remaining:
-            payload = stored(told.desk.store.spool, each.payload, each.digest)
-            header, _ = update(
-                each.site,
-                desk.machine.state.sites[each.site].lines[index].watermark + 1,
-                index,
-                encoding=each.encoding,
-                tokens=each.tokens,
-                steps=each.steps,
-                base_version=desk.machine.state.fragments[index].version,
-                digest=each.digest,
-                payload_bytes=len(payload),
-            )
-            desk.push(header, payload)
-        if remaining:
-            desk.handle(DeadlinePassed(), after_ns=2 * 10**9)
-            desk.finish(index)
-    desk.close()
-    return desk.values
+def assert_bits(mine: FragmentValues, theirs: tuple[Tensor, Tensor, Tensor | None], why: object) -> None:
+    found = (mine.theta, mine.published, mine.optimizer.momentum)
+    assert mine.digest == digest(mine.published), why
+    for left, right in zip(found, theirs, strict=True):
+        assert (left is None) == (right is None), why
+        if left is not None and right is not None:
+            assert torch.equal(left.view(torch.int32), right.view(torch.int32)), why
 
 
-def assert_bits(left: Tensor | None, right: Tensor | None, why: object) -> None:
-    assert (left is None) == (right is None), why
-    if left is not None and right is not None:
-        assert torch.equal(left.view(torch.int32), right.view(torch.int32)), why
+def replayer(told: Told, chosen: Sequence[Selection] = (), **how: Any) -> ReplayerWithout:
+    desk = told.desk
+    machine = OuterSync.restore(desk.machine.options, told.first.state)
+    store = desk.store
+    return ReplayerWithout(machine, told.first.fragments, store.spool, desk.rules, store.lineages, chosen, **how)
 
 
-def without(told: Told, chosen: Sequence[Selection], last: int | None = None) -> ReplayerWithout:
-    machine = OuterSync.restore(OUTER, told.first.state)
-    store = told.desk.store
-    replayer = ReplayerWithout(
-        machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, last
-    )
-    told.replay(replayer)
-    return replayer
+def without(told: Told, *chosen: Selection, **how: Any) -> ReplayerWithout:
+    found = replayer(told, chosen, **how)
+    told.replay(found)
+    return found
 
 
 def drawn(told: Told, dice: random.Random) -> list[Selection]:
@@ -149,118 +117,62 @@ def drawn(told: Told, dice: random.Random) -> list[Selection]:
 
 
 @pytest.mark.parametrize("codec", sooner(["fp32", FUSED], FUSED))
-def test_without_some_updates_it_is_the_plain_loop_and_a_syncer_that_never_got_them(tmp_path: Path, codec: str) -> None:
+def test_without_some_updates_it_is_the_plain_loop_over_the_others(tmp_path: Path, codec: str) -> None:
     taken = skipped = 0
     for seed in range(4):
         dice = random.Random(seed)
         told = Told(tmp_path / f"{seed}", seed, codec, length=60)
         chosen = drawn(told, dice)
-        replayer = without(told, chosen)
-        taken, skipped = taken + len(replayer.left_out), skipped + len(replayer.skipped)
-        fresh = fresh_syncer(tmp_path / f"fresh-{seed}", told, chosen)
-        plain = plain_loop(told, chosen)
-        for mine, (theta, published, momentum), other in zip(replayer.values, plain, fresh, strict=True):
-            why = (seed, [str(one) for one in chosen])
-            assert_bits(mine.theta, theta, why)
-            assert_bits(mine.published, published, why)
-            assert_bits(mine.optimizer.momentum, momentum, why)
-            assert_bits(mine.theta, other.theta, why)
-            assert_bits(mine.published, other.published, why)
-            assert_bits(mine.optimizer.momentum, other.optimizer.momentum, why)
-            assert mine.digest == other.digest, why
-        for (site, index), (tokens, updates) in replayer.held.items():
+        rebuilt = without(told, *chosen)
+        taken, skipped = taken + len(rebuilt.left_out), skipped + len(rebuilt.skipped)
+        for mine, formula in zip(rebuilt.values, plain_loop(told, chosen), strict=True):
+            assert_bits(mine, formula, (seed, [str(one) for one in chosen]))
+        for (site, index), (tokens, updates) in rebuilt.held.items():
             line = told.desk.machine.state.sites[site].lines[index]
-            gone = [out.tokens for out in replayer.left_out if (out.site, out.fragment) == (site, index)]
+            gone = [out.tokens for out in rebuilt.left_out if (out.site, out.fragment) == (site, index)]
             assert (tokens + sum(gone), updates + len(gone)) == (line.tokens_merged, line.updates_merged)
         versions = [fragment.version for fragment in told.desk.machine.state.fragments]
-        assert [mine.version for mine in replayer.values] == versions, "a skipped step keeps its number"
+        assert [mine.version for mine in rebuilt.values] == versions, "a skipped step keeps its number"
     assert taken > 6, "the dice left nothing out"
     assert skipped > 0, "no step was left empty"
 
 
-def test_with_nothing_left_out_it_is_the_run(tmp_path: Path) -> None:
-    told = Told(tmp_path, 5)
-    replayer = without(told, [])
-    assert replayer.compared == sum(values.version for values in replayer.values) > 3
-    for mine, theirs in zip(replayer.values, told.desk.values, strict=True):
-        assert mine.digest == theirs.digest
-    assert not replayer.left_out
-    assert replayer.old_base_waiting == 0
-
-
-def test_what_was_left_out_and_what_was_trained_on_it_is_told(tmp_path: Path) -> None:
+def test_what_was_left_out_is_told_and_what_was_trained_on_it_is_told_or_left_out_as_well(tmp_path: Path) -> None:
     told = Told(tmp_path, 7, length=80)
-    merged = rounds_of(told)
+    merged = [(each, version) for (index, version), us in rounds_of(told).items() for each in us if index == 0]
     chosen = Selection("b", "versions", 2, 4, 0)
-    replayer = without(told, [chosen])
+    rebuilt = without(told, chosen)
     wanted = {
         (each.site, each.sequence, version, each.tokens)
-        for (fragment, version), members in merged.items()
-        for each in members
-        if fragment == 0 and each.site == "b" and 2 <= version <= 4
+        for each, version in merged
+        if each.site == "b" and 2 <= version <= 4
     }
-    assert {(out.site, out.sequence, out.version, out.tokens) for out in replayer.left_out} == wanted
+    assert {(out.site, out.sequence, out.version, out.tokens) for out in rebuilt.left_out} == wanted
     assert wanted, "site b had no part in these versions: the dice prove nothing"
     first = min(version for _, _, version, _ in wanted)
-    later = [
-        each.site
-        for (fragment, version), members in merged.items()
-        for each in members
-        if fragment == 0 and each.base_version >= first and (each.site, each.sequence) not in {w[:2] for w in wanted}
-    ]
-    assert sum(replayer.on_old_base.values()) == len(later) > 0
-    assert replayer.on_old_base["a"] == later.count("a")
-
-
-def test_what_was_trained_on_it_is_left_out_as_well_if_that_is_wanted(tmp_path: Path) -> None:
-    told = Told(tmp_path, 7, length=80)
-    merged = rounds_of(told)
-    machine = OuterSync.restore(OUTER, told.first.state)
-    chosen = [Selection("b", "versions", 2, 4, 0)]
-    store = told.desk.store
-    replayer = ReplayerWithout(
-        machine, told.first.fragments, store.spool, told.desk.rules, store.lineages, chosen, and_later=True
-    )
-    told.replay(replayer)
-    first = min(out.version for out in replayer.left_out)
-    gone = {(out.site, out.sequence) for out in replayer.left_out}
-    later = {(out.site, out.sequence) for out in replayer.left_out if not out.chosen}
-    assert later == {
-        (each.site, each.sequence)
-        for (fragment, version), members in merged.items()
-        for each in members
-        if fragment == 0 and each.base_version >= first and not chosen[0].takes(each.site, 0, each.sequence, version)
-    }
-    assert later, "nothing was trained on it: the dice prove nothing"
-    assert not replayer.on_old_base
-    each_by_name = [Selection(site, "sequences", sequence, sequence, 0) for site, sequence in sorted(gone)]
-    for mine, (theta, published, momentum) in zip(replayer.values, plain_loop(told, each_by_name), strict=True):
-        assert_bits(mine.theta, theta, gone)
-        assert_bits(mine.published, published, gone)
-        assert_bits(mine.optimizer.momentum, momentum, gone)
+    named = {(site, sequence) for site, sequence, _, _ in wanted}
+    later = [(u.site, u.sequence) for u, _ in merged if u.base_version >= first and (u.site, u.sequence) not in named]
+    assert sum(rebuilt.on_old_base.values()) == len(later) > 0
+    assert rebuilt.on_old_base["a"] == [site for site, _ in later].count("a")
+    both = without(told, chosen, and_later=True)
+    assert {(out.site, out.sequence) for out in both.left_out if not out.chosen} == set(later)
+    assert not both.on_old_base
+    gone = sorted({(out.site, out.sequence) for out in both.left_out})
+    assert gone == sorted(named | set(later))
+    each_by_name = [Selection(site, "sequences", sequence, sequence, 0) for site, sequence in gone]
+    for mine, formula in zip(both.values, plain_loop(told, each_by_name), strict=True):
+        assert_bits(mine, formula, gone)
 
 
 def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:
     told = Told(tmp_path, 9, length=80)
-    half = without(told, [], last=2)
-    machine = OuterSync.restore(OUTER, told.first.state)
-    store = told.desk.store
-    stepwise = ReplayerWithout(machine, told.first.fragments, store.spool, told.desk.rules, store.lineages)
+    half, stepwise = without(told, last=2), replayer(told)
     for record in told.records:
         stepwise.apply(record)
         for index, values in enumerate(stepwise.values):
             if values.version == 2:
                 assert values.digest == half.values[index].digest
     assert all(values.version > 2 for values in half.values), "the run was too short to be cut"
-
-
-def test_a_damaged_payload_is_named(tmp_path: Path) -> None:
-    told = Told(tmp_path, 3)
-    (index, version), members = next(iter(rounds_of(told).items()))
-    path = told.desk.store.spool.folder / members[0].payload
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(SpoolError, match=r"is damaged: its digest"):
-        without(told, [Selection("nobody", "versions", version, version, index)])
 
 
 def test_what_has_no_finite_result_is_an_error(tmp_path: Path) -> None:

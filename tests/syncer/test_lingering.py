@@ -7,46 +7,42 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from diloco.sync import fates
-from diloco.sync.events import Ending, FateTold, Outcome, SiteLeft, UnitsAsked, UnitsTold
-from diloco.sync.options import CORPUS
-from diloco.sync.progress import UnitAsk
-from diloco.sync.state import Turn
+from diloco.sync.events import Ending, FateTold, Outcome
 from diloco.syncer.server import Syncer
-from diloco.wire.messages import Refusal, Status
-from tests.syncer.building import SHARED, Events, eventually, join, join_ask, push, report, serving, update
+from tests.syncer.building import eventually, join, push, report, serving, update
 
 LAST_ROUND = {"token_budget": 100, "final_wait_ns": 50_000_000}
 
 
-def merged(syncer: Syncer) -> None:
-    """An update of each fragment: the run's tokens."""
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    """In its run's last round, with one site."""
+    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
+        join(syncer)
+        yield syncer
+
+
+def end(syncer: Syncer) -> None:
+    """An update of each fragment, the run's tokens; then the site says goodbye, and the run is over."""
     for fragment in (0, 1):
-        header, payload = update(fragment=fragment)
-        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+        assert push(syncer, *update(fragment=fragment)).outcome is Outcome.ACCEPTED
     eventually(lambda: [values.version for values in syncer.holdings.values] == [1, 1], "both versions")
-
-
-def gone(syncer: Syncer, site: str = "a") -> None:
-    """The site says goodbye, and the run is over."""
-    syncer.api.leave(site, 1)
+    syncer.api.leave("a", 1)
     assert syncer.wait(20.0) is Ending.FINISHED
 
 
 @contextmanager
-def lingering(syncer: Syncer) -> Iterator[threading.Thread]:
+def lingering(syncer: Syncer) -> Iterator[None]:
     """The syncer's end, in a thread; within the block it waits for somebody and after it, soon, for nobody."""
     thread = threading.Thread(target=syncer.linger)
     thread.start()
     thread.join(0.3)
     assert thread.is_alive(), "a site does not know what became of its work"
-    yield thread
+    yield
     thread.join(15.0)
     assert not thread.is_alive()
 
@@ -75,73 +71,54 @@ def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) 
         assert took_s(syncer) < 1.5
 
 
-def test_it_waits_for_a_site_whose_stream_was_broken_when_its_last_fate_was_told(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        merged(syncer)
-        gone(syncer)
-        with lingering(syncer):
-            assert heard(syncer) == [0, 1]
-
-
-def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate_was_written(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        feed = syncer.api.watch("a", 1)
-        merged(syncer)
-        gone(syncer)
+@pytest.mark.parametrize("is_written", [True, False])
+def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate(syncer: Syncer, is_written: bool) -> None:
+    feed = syncer.api.watch("a", 1)
+    if not is_written:
         feed.close()
-        with lingering(syncer):
-            assert heard(syncer) == [0, 1]
+    end(syncer)
+    feed.close()
+    with lingering(syncer):
+        assert heard(syncer) == [0, 1]
 
 
 @pytest.mark.parametrize("lacks", [0, 100])
-def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(tmp_path: Path, lacks: int) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        feed = syncer.api.watch("a", 1)
-        merged(syncer)
-        gone(syncer)
-        if lacks:  # Everything was written, and was lost on the way.
-            eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
-        syncer.api.report(report(tokens_in_flight=lacks))
-        feed.close()
-        if lacks:
-            with lingering(syncer):
-                syncer.api.report(report(tokens_in_flight=0))
-        assert took_s(syncer) < 10, "it has heard by a version what its stream still had to say"
-
-
-def test_it_waits_for_a_stream_to_end_that_has_said_everything(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        merged(syncer)
-        feed = syncer.api.watch("a", 1)
-        gone(syncer)
-        syncer.api.report(report(tokens_in_flight=0))
-        with lingering(syncer):
-            feed.close()
-
-
-def test_what_a_site_says_before_goodbye_or_as_another_process_holds_nobody_up(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
-        join(syncer)
-        feed = syncer.api.watch("a", 1)
-        merged(syncer)
-        syncer.api.report(report(tokens_in_flight=100))
-        gone(syncer)
-        syncer.api.report(report(incarnation=2, tokens_in_flight=100))
+def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(syncer: Syncer, lacks: int) -> None:
+    feed = syncer.api.watch("a", 1)
+    end(syncer)
+    if lacks:  # Everything was written, and was lost on the way.
         eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
+    syncer.api.report(report(tokens_in_flight=lacks))
+    feed.close()
+    if lacks:
+        with lingering(syncer):
+            syncer.api.report(report(tokens_in_flight=0))
+    assert took_s(syncer) < 10, "it has heard by a version what its stream still had to say"
+
+
+def test_it_waits_for_a_stream_to_end_that_has_said_everything(syncer: Syncer) -> None:
+    feed = syncer.api.watch("a", 1)
+    end(syncer)
+    syncer.api.report(report(tokens_in_flight=0))
+    with lingering(syncer):
         feed.close()
-        assert took_s(syncer) < 10
+
+
+def test_what_a_site_says_before_goodbye_or_as_another_process_holds_nobody_up(syncer: Syncer) -> None:
+    feed = syncer.api.watch("a", 1)
+    syncer.api.report(report(tokens_in_flight=100))
+    end(syncer)
+    syncer.api.report(report(incarnation=2, tokens_in_flight=100))
+    eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
+    feed.close()
+    assert took_s(syncer) < 10
 
 
 def test_who_goes_on_after_a_death_in_the_last_round_waits_for_its_sites(tmp_path: Path) -> None:
     """Nobody knows which of its fates that process had told; one that has stopped in order had told them all."""
     with serving(tmp_path / "one", outer=LAST_ROUND) as syncer:
         join(syncer)
-        merged(syncer)
-        gone(syncer)
+        end(syncer)
         shutil.copytree(tmp_path / "one", tmp_path / "two")  # As it is when the process dies now.
     with serving(tmp_path / "two", linger_s=20.0, outer=LAST_ROUND) as syncer:
         assert syncer.wait(20.0) is Ending.FINISHED
@@ -153,8 +130,7 @@ def test_who_goes_on_after_a_death_in_the_last_round_waits_for_its_sites(tmp_pat
 
 
 def test_a_run_that_goes_on_after_a_death_waits_for_nobody_who_left_it(tmp_path: Path) -> None:
-    events = Events()
-    with serving(tmp_path / "one", events) as syncer:
+    with serving(tmp_path / "one") as syncer:
         join(syncer)
         syncer.api.leave("a", 1)
         shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -162,75 +138,3 @@ def test_a_run_that_goes_on_after_a_death_waits_for_nobody_who_left_it(tmp_path:
         syncer.drain()
         assert syncer.wait(20.0) is Ending.DRAINED
         assert took_s(syncer) < 10
-
-
-# --- Asks for units of the data that come with heartbeats, at a syncer with a journal --------------------------------
-
-LEASING: dict[str, Any] = {"outer": {"unit_sequences": 8}}
-
-
-def told(syncer: Syncer, site: str = "a", known: int = 0, upto: int = 4, floor: int = 0) -> UnitsTold | None:
-    ask = UnitAsk(known, known, upto, floor, 0)
-    return syncer.api.report(report(site, versions=(), units=ask)).units
-
-
-def asks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The asks that the machine decides, and that are journalled."""
-    found: list[object] = []
-    right = fates.asked
-
-    def asked(turn: Turn, event: UnitsAsked) -> None:
-        found.append(event)
-        right(turn, event)
-
-    monkeypatch.setattr(fates, "asked", asked)
-    return found
-
-
-def test_a_heartbeat_brings_units_and_the_same_one_the_same_without_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decided = asks(monkeypatch)
-    with serving(tmp_path, **LEASING) as syncer:
-        join(syncer, "a")
-        join(syncer, "b")
-        assert told(syncer) == UnitsTold(0, ((0, 4),))
-        assert told(syncer) == UnitsTold(0, ((0, 4),))
-        assert len(decided) == 1
-        assert told(syncer, "b", upto=2) == UnitsTold(0, ((4, 2),))
-        units = syncer.api.status()["units"]
-        assert isinstance(units, dict)
-        assert (units["leased"], units["in_hand"], units["merged"], units["sequences"]) == (6, 6, 0, 8)
-        assert syncer.api.report(report("a", versions=())).units is None
-
-
-def test_leases_are_there_after_a_restart(tmp_path: Path) -> None:
-    with serving(tmp_path, **LEASING) as syncer:
-        join(syncer, "a")
-        told(syncer)
-    with serving(tmp_path, **LEASING) as syncer:
-        assert told(syncer) == UnitsTold(0, ((0, 4),))
-        assert told(syncer, known=4, upto=5) == UnitsTold(4, ((4, 1),))
-
-
-def test_who_does_not_speak_for_the_site_is_leased_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path, **LEASING) as syncer:
-        join(syncer, "a")
-        syncer.core.call(lambda call: SiteLeft(call, "a", 1))
-        assert told(syncer) is None
-
-
-def test_where_nothing_is_leased_status_says_so(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        join(syncer, "a")
-        assert told(syncer) is None
-        assert syncer.api.status()["units"] is None
-
-
-def test_another_text_is_refused_in_words_that_name_both(tmp_path: Path) -> None:
-    with serving(tmp_path, **LEASING) as syncer:
-        syncer.api.join(replace(join_ask("a"), shared_config={**SHARED, CORPUS: "1" * 64}))
-        with pytest.raises(Refusal, match=r"data\.corpus is 222222222222 at the site and 111111111111") as caught:
-            syncer.api.join(replace(join_ask("b"), shared_config={**SHARED, CORPUS: "2" * 64}))
-        assert caught.value.status is Status.FAILED_PRECONDITION
-        assert syncer.api.join(join_ask("c")).incarnation == 1, "it draws from data of its own"
