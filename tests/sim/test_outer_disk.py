@@ -42,20 +42,14 @@ if TYPE_CHECKING:
 def a_disk() -> tuple[OuterDisk, OuterProcess]:
     """A folder with two snapshots and some journal behind the second one, and its process."""
     small = Small()
+    assert small.syncers.disk.storage.names("") == ["journal-000001", "snapshot-000001"], "it begins at version 0"
     small.run(3)
-    outer = small.syncers.outer
-    assert outer is not None
-    outer.snapshot()
+    small.outer.snapshot()
     small.run(1)
-    return small.syncers.disk, outer
+    return small.syncers.disk, small.outer
 
 
-def test_a_new_folder_begins_at_version_0() -> None:
-    small = Small(0)
-    assert small.syncers.disk.storage.names("") == ["journal-000001", "snapshot-000001"]
-
-
-def test_without_a_snapshot_a_journal_is_not_begun_anew() -> None:
+def test_where_no_snapshot_is_whole_a_journal_is_not_begun_anew() -> None:
     disk, _ = a_disk()
     for name in disk.storage.names("snapshot-"):
         disk.storage.remove(name)
@@ -497,7 +491,8 @@ def test_each_checker_notices_its_mutation_where_there_is_a_standby(
     assert noticed(name, pairs) is not None, f"{name} sees nothing in {3 * SEEDS_MAX} seeds"
 
 
-def test_every_checker_has_a_mutation() -> None:
+def test_every_checker_has_a_mutation_and_a_name_of_its_own() -> None:
+    assert len({checker.name for checker in CHECKERS}) == len(CHECKERS)
     assert {checker.name for checker in CHECKERS} <= {name for name, *_ in (*MUTATIONS, *OF_A_PAIR)}
     assert all(checker.mutation for checker in CHECKERS)
 
@@ -517,16 +512,13 @@ def test_a_version_is_the_one_before_and_what_was_merged() -> None:
     assert (coarse.theta, coarse.published) == ((30, 7, 0), (0, 7, 0)), "what is published is rounded"
 
 
-def test_only_the_newest_versions_are_kept() -> None:
+def test_what_the_machine_said_otherwise_is_damage_and_only_the_newest_versions_are_kept() -> None:
     replayer = a_replayer()
     for version in range(1, 10):
         replayer.store(0, version, ZERO)
     assert sorted(replayer.versions[0]) == list(range(10 - VERSIONS_KEPT, 10))
-
-
-def test_what_the_machine_said_otherwise_is_damage() -> None:
     with pytest.raises(JournalError, match="record 0"):
-        a_replayer().apply(Record(5, SyncerStarted(1), "another"))
+        replayer.apply(Record(5, SyncerStarted(1), "another"))
 
 
 def test_a_restored_version_has_no_momentum_and_no_link() -> None:

@@ -1,19 +1,12 @@
+"""The simulated syncer and its standby; each cluster is without faults but for the one that is shown."""
+
 from __future__ import annotations
 
 from random import Random
 
 import pytest
 
-from diloco.sim.outer_process import (
-    HELD_AFTER_NS,
-    INBOX_MAX,
-    CrashPoint,
-    LeaseHolder,
-    Loop,
-    OuterProcess,
-    Replicator,
-    Turn,
-)
+from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, CrashPoint, LeaseHolder, Loop, OuterProcess, Turn
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import Direction, Heap
 from tests.sim.small import Small, a_pair
@@ -28,23 +21,19 @@ def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint, power: bool)
     before = small.versions()
     small.syncers.doom(small.syncers.seats[0], point, power=power)
     if point.value.startswith("snapshot"):
-        assert small.syncers.outer is not None
-        small.syncers.outer.ask(small.syncers.outer.snapshot)
+        small.outer.ask(small.outer.snapshot)
     small.run(4)
     assert (small.cluster.restarts, small.syncers.power_cuts) == (1, int(power)), point
-    assert small.syncers.outer is not None
-    assert small.syncers.outer.machine.state.epoch == 2
+    assert small.outer.machine.state.epoch == 2
     assert all(now > was for now, was in zip(small.versions(), before, strict=True)), (before, small.versions())
 
 
 def test_payloads_go_with_the_snapshots_that_need_them() -> None:
     small = Small()
     small.run(8)
-    outer = small.syncers.outer
-    assert outer is not None
     for _ in range(3):
-        outer.snapshot()
-    undecided = sum(len(line.undecided) for site in outer.machine.state.sites.values() for line in site.lines)
+        small.outer.snapshot()
+    undecided = sum(len(line.undecided) for site in small.outer.machine.state.sites.values() for line in site.lines)
     assert len(small.syncers.disk.storage.names("spool/")) == undecided
 
 
@@ -64,39 +53,34 @@ def test_rot_is_found_or_harmless() -> None:
 def test_machine_time_stands_still_while_no_process_lives() -> None:
     small = Small()
     small.run(2)
-    assert small.syncers.outer is not None
-    before = small.syncers.outer.now_ns()
+    before = small.outer.now_ns()
     small.syncers.seats[0].restart_ns = 50 * 1_000_000_000
     small.syncers.kill(small.syncers.seats[0])
     small.run(50)
-    assert small.syncers.outer is not None
-    assert small.syncers.outer.now_ns() - before < 1_000_000_000
+    assert small.outer.now_ns() - before < 1_000_000_000
 
 
-# --- A process that leads, and its lease; the simulated cluster is without faults but for the one that is shown ------
+# --- A process that leads, and its lease ------------------------------------------------------------------------------
 
 
-def leading() -> tuple[Small, OuterProcess, LeaseHolder]:
-    small = Small(replication=a_pair())
-    small.run(3)
-    outer = small.syncers.outer
-    assert outer is not None
-    assert outer.leadership is not None
-    return small, outer, outer.leadership
+def leading(seconds: float = 3, **pair: object) -> tuple[Small, OuterProcess, LeaseHolder]:
+    small = Small(replication=a_pair(**pair))
+    small.run(seconds)
+    assert small.outer.leadership is not None
+    return small, small.outer, small.outer.leadership
 
 
 def test_a_standby_that_has_everything_becomes_the_heir_and_is_taken_out_before_it_lacks_anything() -> None:
     small, outer, leadership = leading()
     assert leadership.machine.has_heir("q1")
-    assert leadership.heir_is("q1") is None, "nobody else"
+    assert leadership.heir_is("q1") is None, "no other"
     assert leadership.heir_is("") is not None, "it stands there still"
     small.run(0.5)
-    assert small.syncers.lease is not None
     assert outer.alive
     assert leadership.machine.has_heir("q1"), "it has everything again"
 
 
-def test_who_cannot_renew_tells_nothing_and_goes_on_when_it_can() -> None:
+def test_a_leader_that_cannot_renew_tells_nothing_and_goes_on_when_it_can() -> None:
     small, outer, leadership = leading()
     line = small.syncers.seats[0].line
     assert line is not None
@@ -109,7 +93,7 @@ def test_who_cannot_renew_tells_nothing_and_goes_on_when_it_can() -> None:
     assert (leadership.wanting(), outer.alive) == (None, True)
 
 
-def test_who_was_frozen_for_longer_than_its_lease_ends_and_the_heir_leads() -> None:
+def test_a_leader_frozen_for_longer_than_its_lease_ends_and_the_heir_leads() -> None:
     small, outer, leadership = leading()
     outer.freeze()
     small.run(3)
@@ -117,80 +101,48 @@ def test_who_was_frozen_for_longer_than_its_lease_ends_and_the_heir_leads() -> N
     small.run(0.2)
     assert leadership.machine.lost is not None
     assert not outer.alive
-    now = small.syncers.outer
-    assert now is not None
-    assert now.machine.state.epoch > leadership.epoch
+    assert small.outer.machine.state.epoch > leadership.epoch
 
 
-# --- What waits for a standby; the cluster is without faults but for the one that is shown ---------------------------
+# --- What waits for a standby -----------------------------------------------------------------------------------------
 
 
-def a_leader(small: Small) -> tuple[OuterProcess, Replicator]:
-    outer = small.syncers.outer
-    assert outer is not None
-    assert outer.replicator is not None
-    return outer, outer.replicator
-
-
-def test_nothing_is_told_while_the_standby_is_away_until_an_operator_detaches_it() -> None:
-    small = Small(replication=a_pair())
-    small.run(2)
-    outer, replicator = a_leader(small)
-    assert replicator.caught_up()
-    between = small.syncers.between
-    assert between is not None
-    between.cut(*Direction)
-    small.run(2)
-    before = small.versions()
-    assert not replicator.follows()
-    small.run(2)
-    assert small.versions() == before
-    outer.deliver(outer.detach)
-    small.run(3)
-    assert sum(small.versions()) > sum(before)
-    between.heal()
-    small.run(3)
-    assert replicator.caught_up(), "it is attached again"
-    assert not outer.machine.state.detached
-
-
-def test_async_goes_on_without_a_standby_that_is_away_once_that_is_the_heir_no_more() -> None:
-    small = Small(replication=a_pair(mode="async"))
-    small.run(2)
-    outer, replicator = a_leader(small)
-    assert replicator.caught_up()
-    between, lease = small.syncers.between, small.syncers.lease
-    assert between is not None
-    assert lease is not None
-    between.cut(*Direction)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_is_told_waits_for_a_standby_that_is_away_until_it_is_detached_and_async_until_it_is_no_heir(
+    mode: str,
+) -> None:
+    small, outer, _ = leading(2, mode=mode)
+    assert small.syncers.caught_up()
+    small.between.cut(*Direction)
     small.run(2.5)
     before = small.versions()
     small.run(2)
+    if mode == "sync":
+        assert small.versions() == before
+        outer.deliver(outer.detach)
+        small.run(3)
+    else:
+        assert small.lease.standing is not None
+        assert small.lease.standing.heir == ""
     assert sum(small.versions()) > sum(before)
-    assert lease.standing is not None
-    assert lease.standing.heir == ""
-    between.heal()
+    small.between.heal()
     small.run(3)
-    assert replicator.caught_up(), "it has everything again"
+    assert small.syncers.caught_up(), "it has everything again"
     assert not outer.machine.state.detached
 
 
 def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
-    small = Small(replication=a_pair())
-    small.run(2)
-    outer, replicator = a_leader(small)
-    between = small.syncers.between
-    assert between is not None
-    between.cut(*Direction)
+    small, outer, _ = leading(2)
+    small.between.cut(*Direction)
     small.run(3)
     outer.deliver(outer.detach)
     for _ in range(4):
         small.run(3)
         outer.snapshot()
-    between.heal()
+    small.between.heal()
     small.run(4)
     assert small.syncers.seats[1].folder() == "q2"
-    assert replicator.caught_up()
+    assert small.syncers.caught_up()
 
 
 def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_a_standby() -> None:
@@ -212,36 +164,67 @@ def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_
 
 
 def test_a_syncer_that_is_soon_back_leads_again() -> None:
-    small = Small(replication=a_pair())
-    small.run(3)
-    syncers = small.syncers
-    syncers.kill(syncers.seats[0])
+    small, _, _ = leading()
+    small.syncers.kill(small.syncers.seats[0])
     small.run(5)
-    assert syncers.promotions == 0
-    outer = small.syncers.outer
-    assert outer is not None
-    assert outer.machine.state.epoch == 2
-    assert syncers.caught_up()
+    assert (small.syncers.promotions, small.outer.machine.state.epoch) == (0, 2)
+    assert small.syncers.caught_up()
 
 
 def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> None:
-    small = Small(replication=a_pair())
-    small.run(3)
+    alone = Small().syncers
+    assert (len(alone.seats), alone.lease, alone.caught_up()) == (1, None, True)
+    assert not alone.may_be_lost(alone.seats[0])
+    small, _, _ = leading()
     syncers = small.syncers
     first, second = syncers.seats
     assert syncers.may_be_lost(first)
     assert syncers.may_be_lost(second)
     syncers.lose(second)
-    assert not syncers.may_be_lost(first) or syncers.lease is None or syncers.lease.heir != second.folder()
+    assert not syncers.may_be_lost(first) or small.lease.heir != second.folder()
     small.run(8)
     assert (second.folder(), syncers.caught_up()) == ("q2", True)
 
 
-def test_one_machine_needs_no_lease() -> None:
-    small = Small()
+# --- The standby ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", sooner([False, True], True), ids=["killed", "power cut"])
+@pytest.mark.parametrize("point", CrashPoint)
+def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, power: bool) -> None:
+    small, _, _ = leading(1)
     syncers = small.syncers
-    assert (len(syncers.seats), syncers.lease, syncers.caught_up()) == (1, None, True)
-    assert not syncers.may_be_lost(syncers.seats[0])
+    syncers.doom(syncers.seats[1], point, power=power)
+    small.run(1)
+    small.outer.snapshot()
+    small.run(2)
+    of_the_syncer_only = point in (CrashPoint.AMONG_EFFECTS, CrashPoint.STEP_MADE)
+    assert (syncers.restarts, syncers.caught_up()) == (int(not of_the_syncer_only), True), point
+
+
+def test_its_journal_is_the_syncers_byte_for_byte_and_its_machine_is_warm_and_a_power_cut_takes_nothing() -> None:
+    small, _, _ = leading(4)
+    first, second = small.syncers.seats
+    name = first.disk.journal_name()
+    there = second.disk.storage.read(name)
+    assert len(there) > 1000
+    assert first.disk.storage.read(name).startswith(there)
+    assert isinstance(second.process, StandbyProcess)
+    assert second.process.replayer is not None
+    assert second.process.replayer.machine.state.fragments[0].version > 0
+    acknowledged = second.disk.chain
+    second.disk.storage.power_cut(Random(1))
+    second.disk.recover()
+    assert second.disk.chain == acknowledged
+
+
+def test_parts_that_overtake_one_another_are_taken_in_order() -> None:
+    small = Small(replication=a_pair())
+    small.between.weather.jitter_ns = 300_000_000
+    small.between.weather.twice = 0.3
+    small.run(10)
+    assert small.syncers.restarts == 0
+    assert min(small.versions()) > 3
 
 
 class Desk(Loop):
