@@ -133,9 +133,7 @@ def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back() -> None:
 def test_a_relay_that_fails_says_its_last_words() -> None:
     with RelayProcess() as relays:
         relays.stats()
-        with pytest.raises(
-            RelayDiedError, match=r"(?s)has ended \(exit code 1\); it said: .*TypeError"
-        ):
+        with pytest.raises(RelayDiedError, match=r"(?s)has ended \(exit code 1\); it said: .*TypeError"):
             # No method asks for this: a link without its arguments is a defect of ours, and ends the child.
             relays._do("add")
 
