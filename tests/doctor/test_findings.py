@@ -20,11 +20,8 @@ def test_a_finding_is_one_line_with_its_remedy() -> None:
     }
 
 
-def test_what_a_check_returns_is_passed_on() -> None:
+def test_a_check_that_never_answers_is_a_failure_and_holds_up_no_other() -> None:
     assert bounded("any", lambda: 7, 5.0) == 7
-
-
-def test_a_check_that_never_answers_is_a_failure_and_holds_up_nobody() -> None:
     never, began = threading.Event(), time.monotonic()
     found = bounded("store", never.wait, 0.05)
     never.set()
