@@ -77,7 +77,7 @@ def started(stage: Path, **more: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["bash", str(stage / "fra.sbatch")], env=environment, cwd="/", start_new_session=True)
 
 
-@pytest.mark.parametrize(("code", "again"), [(0, False), (75, True), (2, False), (1, False)])
+@pytest.mark.parametrize(("code", "again"), [(0, False), (75, True), (2, False)])
 def test_only_what_left_in_order_is_queued_again(stage: Path, code: int, again: bool) -> None:
     assert started(stage, ENDS=str(code)).wait(60) == code
     assert (stage / "began").read_text() == "site --config fra.config.yaml\n"
