@@ -45,13 +45,6 @@ def test_more_overlap_and_fewer_bits_never_need_a_faster_link() -> None:
         assert needed == sorted(needed, key=lambda gbps: -(gbps or 1e9))
 
 
-def test_a_star_in_lock_step_costs_what_the_formula_says() -> None:
-    """Up, merged, down, and nothing beside it: x = H t / (H t + (V + W) / B + round trip + merge)."""
-    star = Star(inner_steps=10, step_s=1.0, rtt_s=0.5, merge_s=0.25)
-    load = Load(updates_up=2e9, versions_down=1e9)
-    assert star_utilisation(star, load, 1.0, 0.5) == pytest.approx(10 / (10 + 2 + 2 + 0.75))
-
-
 def test_an_exchange_that_takes_no_longer_than_the_overlap_costs_nothing() -> None:
     load = Load(updates_up=4e9, versions_down=4e9)
     star = Star(inner_steps=10, step_s=1.0, fragments=2, overlap_steps=4, rtt_s=0.0)

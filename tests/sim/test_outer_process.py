@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, CrashPoint, LeaseHolder, Loop, OuterProcess, Turn
+from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, CrashPoint, Loop, OuterProcess, Turn
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import Direction, Heap
 from tests.sim.small import Small, a_pair
@@ -60,58 +60,20 @@ def test_machine_time_stands_still_while_no_process_lives() -> None:
     assert small.outer.now_ns() - before < 1_000_000_000
 
 
-# --- A process that leads, and its lease ------------------------------------------------------------------------------
+# --- A process that leads, and what waits for its standby -------------------------------------------------------------
 
 
-def leading(seconds: float = 3, **pair: object) -> tuple[Small, OuterProcess, LeaseHolder]:
+def leading(seconds: float = 3, **pair: object) -> tuple[Small, OuterProcess]:
     small = Small(replication=a_pair(**pair))
     small.run(seconds)
-    assert small.outer.leadership is not None
-    return small, small.outer, small.outer.leadership
-
-
-def test_a_standby_that_has_everything_becomes_the_heir_and_is_taken_out_before_it_lacks_anything() -> None:
-    small, outer, leadership = leading()
-    assert leadership.machine.has_heir("q1")
-    assert leadership.heir_is("q1") is None, "no other"
-    assert leadership.heir_is("") is not None, "it stands there still"
-    small.run(0.5)
-    assert outer.alive
-    assert leadership.machine.has_heir("q1"), "it has everything again"
-
-
-def test_a_leader_that_cannot_renew_tells_nothing_and_goes_on_when_it_can() -> None:
-    small, outer, leadership = leading()
-    line = small.syncers.seats[0].line
-    assert line is not None
-    line.link.cut(*Direction)
-    small.run(1.3)
-    assert leadership.wanting() is not None
-    assert leadership.machine.lost is None
-    line.link.heal()
-    small.run(0.6)
-    assert (leadership.wanting(), outer.alive) == (None, True)
-
-
-def test_a_leader_frozen_for_longer_than_its_lease_ends_and_the_heir_leads() -> None:
-    small, outer, leadership = leading()
-    outer.freeze()
-    small.run(3)
-    outer.thaw()
-    small.run(0.2)
-    assert leadership.machine.lost is not None
-    assert not outer.alive
-    assert small.outer.machine.state.epoch > leadership.epoch
-
-
-# --- What waits for a standby -----------------------------------------------------------------------------------------
+    return small, small.outer
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_is_told_waits_for_a_standby_that_is_away_until_it_is_detached_and_async_until_it_is_no_heir(
     mode: str,
 ) -> None:
-    small, outer, _ = leading(2, mode=mode)
+    small, outer = leading(2, mode=mode)
     assert small.syncers.caught_up()
     small.between.cut(*Direction)
     small.run(2.5)
@@ -132,7 +94,7 @@ def test_what_is_told_waits_for_a_standby_that_is_away_until_it_is_detached_and_
 
 
 def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
-    small, outer, _ = leading(2)
+    small, outer = leading(2)
     small.between.cut(*Direction)
     small.run(3)
     outer.deliver(outer.detach)
@@ -164,7 +126,7 @@ def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_
 
 
 def test_a_syncer_that_is_soon_back_leads_again() -> None:
-    small, _, _ = leading()
+    small, _ = leading()
     small.syncers.kill(small.syncers.seats[0])
     small.run(5)
     assert (small.syncers.promotions, small.outer.machine.state.epoch) == (0, 2)
@@ -175,7 +137,7 @@ def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> Non
     alone = Small().syncers
     assert (len(alone.seats), alone.lease, alone.caught_up()) == (1, None, True)
     assert not alone.may_be_lost(alone.seats[0])
-    small, _, _ = leading()
+    small, _ = leading()
     syncers = small.syncers
     first, second = syncers.seats
     assert syncers.may_be_lost(first)
@@ -192,7 +154,7 @@ def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> Non
 @pytest.mark.parametrize("power", sooner([False, True], True), ids=["killed", "power cut"])
 @pytest.mark.parametrize("point", CrashPoint)
 def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, power: bool) -> None:
-    small, _, _ = leading(1)
+    small, _ = leading(1)
     syncers = small.syncers
     syncers.doom(syncers.seats[1], point, power=power)
     small.run(1)
@@ -203,7 +165,7 @@ def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, powe
 
 
 def test_its_journal_is_the_syncers_byte_for_byte_and_its_machine_is_warm_and_a_power_cut_takes_nothing() -> None:
-    small, _, _ = leading(4)
+    small, _ = leading(4)
     first, second = small.syncers.seats
     name = first.disk.journal_name()
     there = second.disk.storage.read(name)
@@ -264,7 +226,7 @@ def test_nothing_is_told_before_its_turn_is_safe_and_then_all_that_has_arrived_m
     assert (desk.seen, desk.settled()) == (["a", "told", "b", "c", "told"], True)
 
 
-def test_who_asks_while_it_waits_for_long_gets_no_answer_and_its_own_work_is_kept() -> None:
+def test_while_it_waits_for_long_the_inbox_is_bounded_no_call_is_answered_and_its_own_work_is_kept() -> None:
     desk = Desk()
     desk.holds = True
     desk.ask(lambda: desk.says("first"))
@@ -274,9 +236,6 @@ def test_who_asks_while_it_waits_for_long_gets_no_answer_and_its_own_work_is_kep
     desk.holds = False
     desk.deliver(desk.go_on)
     assert desk.seen == ["first", "told", "own", "told"]
-
-
-def test_the_inbox_is_bounded() -> None:
     desk = Desk()
     desk.holds = True
     for _ in range(2 * INBOX_MAX):

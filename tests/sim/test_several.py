@@ -101,18 +101,6 @@ def test_a_run_with_sites_and_syncers_apart_has_figures_of_it() -> None:
     assert outcome.partly_reached == 2
 
 
-def tell_only_who_is_connected(patch: Patch) -> None:
-    right = SiteProcess.take_step
-
-    def take_step(self: SiteProcess, step_ns: int) -> None:
-        if self.courier.session is not None:
-            right(self, step_ns)
-        else:
-            self.trainer.ready(self)
-
-    patch.setattr(SiteProcess, "take_step", take_step)
-
-
 def wait_for_every_syncer(patch: Patch) -> None:
     """Seen by who waits for versions of the others; in each machine's own checkers, by the time between two steps."""
     right = Trainer.complete
@@ -165,51 +153,33 @@ def lease_at_every_syncer(patch: Patch) -> None:
 @pytest.mark.parametrize(
     ("name", "mutate", "words", "first"),
     [
-        ("across", tell_only_who_is_connected, "has parts that made other steps", 1),
         ("across", take_stale_for_merged, "merged tokens, the syncers", 23),
         ("across", lose_refused_tokens, "has the ledger", 19),
         ("across", begin_with_the_syncers_that_are_there, "has parts that made other steps", 0),
         ("across", end_with_the_first_syncer_that_ends, "ends, and was told", 0),
         ("across", lose_what_is_in_flight_at_a_restore, "and syncer", 0),
         ("across", lease_at_every_syncer, "units are leased by", 0),
+        ("acknowledged", answer_before_syncing, "was acknowledged", 1),
+        ("carried", measure_what_is_in_flight_again, "carries the progress of", 0),
         ("liveness", wait_for_every_syncer, "while another machine is down", 3),
         ("liveness", wait_for_every_syncer_that_is_up, "while sites are cut off", 14),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_what_stands_over_all_of_them_notices(
+def test_what_stands_over_all_of_them_and_over_each_notices(
     name: str, mutate: Callable[[Patch], None], words: str, first: int, monkeypatch: Patch
 ) -> None:
-    """``first`` is a seed that showed it when this was written."""
+    """``first`` is a seed that showed it when this was written; over one syncer each checker is shown its mutation."""
     mutate(monkeypatch)
-    failures = []
+    only, failures = [checker for checker in CHECKERS if checker.name == name], []
     for seed in (first, *range(60)):
-        found = run_several(seed, ())
+        found = run_several(seed, only)
         if found.failure:
             failures.append(found.failure)
             assert found.checker == name, found.failure
-            if (
-                words in found.failure
-            ):  # What never moves again is seen before the heal in some runs, after it in others.
+            if words in found.failure:  # What never moves again is seen before or after the heal.
                 return
     pytest.fail(f"not seen in 60 seeds: {Across.mutation}, but {failures}")
-
-
-@pytest.mark.parametrize(
-    ("name", "mutate", "first"),
-    [
-        ("acknowledged", answer_before_syncing, 1),
-        ("carried", measure_what_is_in_flight_again, 0),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_what_stands_over_each_of_them_notices(
-    name: str, mutate: Callable[[Patch], None], first: int, monkeypatch: Patch
-) -> None:
-    """As over one syncer, where all checkers are shown their mutations; ``first`` as above."""
-    mutate(monkeypatch)
-    only = [checker for checker in CHECKERS if checker.name == name]
-    assert any(run_several(seed, only).checker == name for seed in (first, *range(60)))
 
 
 # --- One training loop steps all the parts of a site -----------------------------------------------------------------
