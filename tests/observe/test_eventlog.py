@@ -94,16 +94,6 @@ def test_a_file_that_logrotate_moves_away_is_begun_anew(tmp_path: Path) -> None:
     assert [event["what"] for event in read_events(log.path)[0]] == ["two"]
 
 
-def test_emitting_does_not_wait_for_the_one_who_writes(tmp_path: Path) -> None:
-    gate = threading.Event()
-    log = EventLog(tmp_path / "events.jsonl", "site-a", also=lambda event: gate.wait(10) and None)
-    for number in range(100):
-        log.emit("step", {"step": number})
-    gate.set()
-    log.close()
-    assert len(read_events(log.path)[0]) == 100
-
-
 class Disk:
     """One that takes so many bytes, and then none before it has ``room`` again."""
 
@@ -206,7 +196,7 @@ def test_a_follower_that_fails_ends_neither_the_log_nor_the_others(tmp_path: Pat
     assert ["in fails" in text for text in logged] == [True], "once, with where it failed"
 
 
-def test_what_waits_to_be_written_is_bounded_and_what_is_left_out_is_counted(
+def test_emitting_waits_for_no_writer_what_waits_is_bounded_and_what_is_left_out_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eventlog, "WAITING_MAX", 10)

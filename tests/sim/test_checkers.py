@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sim.checkers import Checker, Checkers, Violation, Weights
+from diloco.sim.checkers import Checker, Checkers, Violation
 from diloco.sim.site_checkers import Admission, OneLeader, Replicated
 from diloco.sim.world import OuterPlan, OuterRule, Storage, Unit
 from diloco.sync import effects as fx
@@ -15,7 +15,7 @@ from diloco.sync.syncer import OuterSync
 from tests.sim.small import a_pair
 from tests.sync.driving import Syncer
 
-OPTIONS = OuterOptions(num_fragments=1, weights="tokens")
+OPTIONS = OuterOptions(num_fragments=1)
 PLAN = OuterPlan(OPTIONS, OuterRule(), replication=a_pair())
 HOOKS = [name for name in vars(Checker) if not name.startswith("_") and name not in ("of_the_disk", "require")]
 
@@ -49,28 +49,6 @@ def test_a_restore_sets_the_books_of_the_disk_back() -> None:
     other.seen.append("later")
     checkers.set_back()
     assert [len(each.seen) for each in (one, other)] == [1, 2]
-
-
-def test_weights_follow_the_rule() -> None:
-    def step(**weights: float) -> fx.StartOuterStep:
-        parts = [
-            fx.Contribution(site, weight, 0, (fx.UpdateRef(1, site, "exact", site),))
-            for site, weight in weights.items()
-        ]
-        return fx.StartOuterStep(0, 1, tuple(parts))
-
-    syncer, yes = Syncer(), fx.AnswerPush(1, Outcome.ACCEPTED, 0)
-    checker = Weights(PLAN)
-    updates = [syncer.update(site, tokens=tokens, digest=site) for site, tokens in (("a", 10), ("b", 30))]
-    checker.outer(0, updates[0], [yes], syncer.machine)
-    with pytest.raises(Violation, match="should be"):
-        checker.outer(0, updates[1], [yes, step(a=0.5, b=0.5)], syncer.machine)
-    checker = Weights(PLAN)
-    checker.outer(0, updates[0], [yes], syncer.machine)
-    checker.outer(0, updates[1], [yes, step(a=0.25, b=0.75)], syncer.machine)
-    for weights, words in (({"a": 0.5, "b": 0.5}, "again and was"), ({"a": 0.25, "b": 0.8}, "sum to")):
-        with pytest.raises(Violation, match=words):
-            checker.outer(0, syncer.update("c"), [step(**weights)], syncer.machine)
 
 
 REFUSED = {"outcome": Outcome.REFUSED, "reason": Reason.OUTLIER}

@@ -71,16 +71,6 @@ def test_site_trains_at_its_own_pace_through_a_partition_and_joins_again_after_i
     assert site.courier.session not in (None, first)
 
 
-def test_site_joins_a_syncer_that_comes_up_late() -> None:
-    small = Small()
-    small.syncers.seats[0].restart_ns = 20_000_000_000
-    small.syncers.kill(small.syncers.seats[0])
-    small.run(19)
-    assert small.process("a").courier.session is None
-    small.run(5)
-    assert small.process("a").courier.session is not None, "it asks for ever, with a capped back-off"
-
-
 def test_killed_site_goes_on_from_its_checkpoint() -> None:
     small = Small()
     small.run(3)

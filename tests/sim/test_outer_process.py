@@ -180,15 +180,6 @@ def test_its_journal_is_the_syncers_byte_for_byte_and_its_machine_is_warm_and_a_
     assert second.disk.chain == acknowledged
 
 
-def test_parts_that_overtake_one_another_are_taken_in_order() -> None:
-    small = Small(replication=a_pair())
-    small.between.weather.jitter_ns = 300_000_000
-    small.between.weather.twice = 0.3
-    small.run(10)
-    assert small.syncers.restarts == 0
-    assert min(small.versions()) > 3
-
-
 class Desk(Loop):
     """A loop that says what it does, and waits while it ``holds``."""
 

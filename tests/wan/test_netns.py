@@ -409,19 +409,6 @@ def test_a_namespace_has_nothing_but_its_loopback_and_leaves_us_where_we_were(na
 
 
 @needs_namespaces
-def test_a_device_lives_as_long_as_its_descriptor(namespace: int) -> None:
-    with netns.within(namespace):
-        tun = netns.open_tun("wan")
-        netns.bring_up("wan", "10.77.1.1", "10.77.1.2")
-        netns.route("default", "wan", netns.available_congestions()[0])
-        assert netns.device_drops("wan") == 0
-        os.close(tun)
-        assert [name for _, name in socket.if_nameindex()] == ["lo"]
-        with pytest.raises(ValueError, match="device is 'wan': not in this namespace"):
-            netns.device_drops("wan")
-
-
-@needs_namespaces
 def test_settings_are_the_namespaces_own(namespace: int) -> None:
     setting = Path("/proc/sys/net/ipv4/tcp_wmem")
     before = setting.read_text("ascii")
