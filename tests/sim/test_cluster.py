@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from diloco.sim.world import Direction
 from diloco.sync.fates import columns_of
 from tests.sim.small import Small
@@ -17,29 +15,6 @@ def test_sites_of_a_calm_run_draw_and_merge_each_unit_once() -> None:
     assert found.balanced()
     assert min(small.versions()) > 10
     assert small.cluster.restarts == 0
-
-
-def test_twin_takes_over_and_the_old_process_ends() -> None:
-    small = Small()
-    small.run(3)
-    old = small.process("a")
-    small.cluster.twin_site("a")
-    small.run(3)
-    assert (old.alive, small.process("a").alive) == (False, True), "two processes speak for one site"
-
-
-@pytest.mark.parametrize("why", ["left", "evicted"])
-def test_a_site_that_leaves_or_is_evicted_is_not_started_again(why: str) -> None:
-    small = Small()
-    small.run(2)
-    if why == "left":
-        small.process("a").ask_to_leave()
-    else:
-        small.outer.ask(lambda: small.outer.evict("a"))
-    small.run(3)
-    site = small.cluster.sites["a"]
-    assert (site.running(), site.wanted) == (False, False)
-    assert why in site.why
 
 
 def test_a_drained_run_ends_with_every_site_gone_and_goes_on_when_started_again() -> None:

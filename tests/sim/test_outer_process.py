@@ -93,38 +93,6 @@ def test_what_is_told_waits_for_a_standby_that_is_away_until_it_is_detached_and_
     assert not outer.machine.state.detached
 
 
-def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
-    small, outer = leading(2)
-    small.between.cut(*Direction)
-    small.run(3)
-    outer.deliver(outer.detach)
-    for _ in range(4):
-        small.run(3)
-        outer.snapshot()
-    small.between.heal()
-    small.run(4)
-    assert small.syncers.seats[1].folder() == "q2"
-    assert small.syncers.caught_up()
-
-
-def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_a_standby() -> None:
-    small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
-    small.run(3)
-    syncers = small.syncers
-    first, second = syncers.seats
-    before = small.versions()
-    first.up = False
-    syncers.kill(first)
-    small.run(6)
-    assert syncers.promotions == 1
-    assert isinstance(second.process, OuterProcess)
-    assert min(small.versions()) > max(before)
-    syncers.bring_up(first)
-    small.run(5)
-    assert isinstance(first.process, StandbyProcess), "it does not win"
-    assert (first.leads, syncers.caught_up()) == (False, True)
-
-
 def test_a_syncer_that_is_soon_back_leads_again() -> None:
     small, _ = leading()
     small.syncers.kill(small.syncers.seats[0])
@@ -185,8 +153,7 @@ class Desk(Loop):
 
     def __init__(self) -> None:
         super().__init__(Heap(), lambda: None)
-        self.holds = False
-        self.seen: list[str] = []
+        self.holds, self.seen = True, list[str]()
 
     def _must_wait(self, turn: Turn) -> bool:
         return self.holds
@@ -201,36 +168,16 @@ class Desk(Loop):
     def says(self, what: str) -> None:
         self._say(lambda: self.seen.append(what))
 
-    def run(self, for_ns: int) -> None:
-        self.heap.run_until(self.heap.now_ns + for_ns, lambda: False)
 
-
-def test_nothing_is_told_before_its_turn_is_safe_and_then_all_that_has_arrived_makes_one_turn() -> None:
+def test_all_that_arrives_while_a_turn_waits_makes_one_turn_of_a_bounded_inbox_and_late_calls_get_no_answer() -> None:
     desk = Desk()
-    desk.holds = True
-    for what in "abc":
-        desk.ask(lambda what=what: desk.says(what))  # type: ignore[misc]
-    desk.run(HELD_AFTER_NS)
-    assert (desk.seen, desk.settled()) == ([], False)
-    desk.holds = False
-    desk.run(HELD_AFTER_NS)
-    assert (desk.seen, desk.settled()) == (["a", "told", "b", "c", "told"], True)
-
-
-def test_while_it_waits_for_long_the_inbox_is_bounded_no_call_is_answered_and_its_own_work_is_kept() -> None:
-    desk = Desk()
-    desk.holds = True
-    desk.ask(lambda: desk.says("first"))
-    desk.run(2 * HELD_AFTER_NS)
-    desk.ask(lambda: desk.says("late"))
-    desk.own(lambda: desk.says("own"))
-    desk.holds = False
-    desk.deliver(desk.go_on)
-    assert desk.seen == ["first", "told", "own", "told"]
-    desk = Desk()
-    desk.holds = True
     for _ in range(2 * INBOX_MAX):
         desk.ask(lambda: desk.says("x"))
+    desk.heap.run_until(2 * HELD_AFTER_NS, lambda: False)
+    desk.ask(lambda: desk.says("late"))
+    desk.own(lambda: desk.says("own"))
+    assert (desk.seen, desk.settled()) == ([], False)
     desk.holds = False
     desk.deliver(desk.go_on)
-    assert desk.seen.count("x") == 1 + INBOX_MAX
+    assert desk.seen == ["x", "told", *["x"] * INBOX_MAX, "own", "told"]
+    assert desk.settled()
