@@ -32,6 +32,7 @@ from diloco.wan.netns import (
     unavailable,
 )
 from diloco.wan.pipe import PipeOptions
+from tests.runs.processes import ROOT, wait_for
 from tests.wan.test_process import is_running
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=str(unav
 WAIT_S = 20.0
 SILENCE_S = 0.4
 TRIES = 5
-ROOT = Path(__file__).resolve().parents[2]
 SLEEP = ["sleep", "60"]
 # Windows of the size of the link, so that a test of the rate is not one of the machine's settings.
 WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
@@ -166,10 +166,8 @@ def test_the_round_trip_is_what_it_was_told_to_be_and_changes_while_it_runs() ->
             assert 30 <= least_ms(*ends, 36) < 36, "two sites meet over both their links"
         network.assert_faithful(late_ms_p99=250.0)
         # The last acknowledgement of a connection that is closed may still be on its way.
-        until = time.monotonic() + WAIT_S
-        while (counts := network.stats()["a"]) and network.crossed()["a"] != carried(counts):
-            assert time.monotonic() < until, f"{network.crossed()['a']} crossed and {carried(counts)} were carried"
-            time.sleep(0.05)
+        wait_for(lambda: network.crossed()["a"] == carried(network.stats()["a"]), "all that crossed to be carried")
+        counts = network.stats()["a"]
         assert counts["up"]["segments_out"] >= 18 <= counts["down"]["segments_out"]
         with pytest.raises(UnfaithfulError, match=r"the link of a .* 1 packet in 100 was up to .* and 0 is allowed"):
             network.assert_faithful(late_ms_p99=0.0)
@@ -240,32 +238,24 @@ def test_loss_is_as_frequent_as_it_was_told_and_hurts_cubic_and_not_bbr(congesti
 
 
 @needs_namespaces
-def test_nothing_of_it_is_on_the_machine_and_nothing_is_left() -> None:
-    before = socket.if_nameindex()
+def test_a_process_is_in_its_namespace_from_its_birth_and_nothing_is_on_the_machine_or_left() -> None:
+    before, here = socket.if_nameindex(), Path("/proc/thread-self/ns/net").stat()
     with Netns({"a": PipeOptions()}) as network:
         assert socket.if_nameindex() == before
-        sleeper = network.popen("a", SLEEP)
-        place = network.place("a")
-        assert Path(place).exists()
-    assert sleeper.poll() is not None
-    assert not is_running(network.pid)
-    assert not Path(place).exists()
-    network.close()
-    with pytest.raises(NetnsDiedError, match="the link emulator was closed"):
-        network.stats()
-
-
-@needs_namespaces
-def test_a_process_is_in_its_namespace_from_its_birth() -> None:
-    here = Path("/proc/thread-self/ns/net").stat()
-    with Netns({"a": PipeOptions()}) as network:
         for who in ("a", SYNCER):
             there = Path(network.place(who)).stat()
             for _ in range(20):
                 sleeper = network.popen(who, SLEEP)
                 found = Path(f"/proc/{sleeper.pid}/ns/net").stat()
                 assert (found.st_dev, found.st_ino) == (there.st_dev, there.st_ino)
+        place = Path(network.place("a"))
     assert Path("/proc/thread-self/ns/net").stat().st_ino == here.st_ino, "its parent has stayed there"
+    assert sleeper.poll() is not None
+    assert not is_running(network.pid)
+    assert not place.exists()
+    network.close()
+    with pytest.raises(NetnsDiedError, match="the link emulator was closed"):
+        network.stats()
 
 
 @needs_namespaces
@@ -277,11 +267,8 @@ def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
     )
     owner = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
     assert owner.returncode == -9
-    until = time.monotonic() + WAIT_S
     pids = [int(pid) for pid in owner.stdout.split()]
-    while any(map(is_running, pids)):
-        assert time.monotonic() < until, "the emulator, or a process in its namespaces, outlived the owner"
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(is_running, pids)), "the emulator and what is in its namespaces to end")
 
 
 @needs_namespaces

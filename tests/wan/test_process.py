@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,12 @@ import pytest
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayDiedError, RelayProcess
 from diloco.wan.relay import format_address, parse_address
+from tests.runs.processes import ROOT, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WAIT_S = 10.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -156,10 +155,7 @@ def test_the_relay_does_not_outlive_a_parent_that_was_killed() -> None:
     )
     parent = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=30, check=False)
     assert parent.returncode == -9, parent.stderr.decode()
-    deadline_s = time.monotonic() + WAIT_S
-    while is_running(int(parent.stdout)) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert not is_running(int(parent.stdout))
+    wait_for(lambda: not is_running(int(parent.stdout)), "the relay to end")
 
 
 def test_the_relay_is_in_a_session_of_its_own_and_imports_no_torch(relays: RelayProcess) -> None:
