@@ -196,7 +196,7 @@ def test_a_follower_that_fails_ends_neither_the_log_nor_the_others(tmp_path: Pat
     assert ["in fails" in text for text in logged] == [True], "once, with where it failed"
 
 
-def test_emitting_waits_for_no_writer_what_waits_is_bounded_and_what_is_left_out_is_counted(
+def test_what_waits_to_be_written_is_bounded_and_what_is_left_out_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eventlog, "WAITING_MAX", 10)

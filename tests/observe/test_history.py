@@ -221,7 +221,7 @@ def test_tokens_merged_are_means_over_the_fragments_of_a_run_whose_layout_was_ne
     assert history.tokens_merged("site-a") == 300
 
 
-def test_a_long_series_is_thinned_and_keeps_its_end_and_a_short_one_is_kept_whole() -> None:
+def test_a_long_series_is_thinned_and_a_short_one_is_kept_whole() -> None:
     series = Series()
     for number in range(10 * SERIES_MAX):
         series.add(float(number), 1.0)
@@ -296,7 +296,7 @@ def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> N
     assert summarize(history, None, {})["status"] == "ok", "nobody was asked to evaluate it"
 
 
-def test_a_new_incarnation_after_a_restore_or_of_another_syncer_is_no_restart_and_counts_once() -> None:
+def test_what_joins_anew_or_at_another_syncer_is_no_restart_and_counts_once() -> None:
     fra = told([reported(5, "fra", 10), reported(6, "fra", 11, incarnation=9, train_s=11.0, bytes_up=600)]).sites["fra"]
     assert (fra.restarts, fra.meter("train_s"), fra.bytes_up, fra.meter("inner_steps")) == (0, 11.0, 600, 11)
     both = [reported(5 * turn, "fra", turn, incarnation=7 + of, of_syncer=of) for turn in (1, 2, 3) for of in (0, 1)]

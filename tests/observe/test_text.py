@@ -61,7 +61,7 @@ UNITS = {"processed": 1201, "leased": 1300, "merged": 1200, "partly": 0, "in_han
 UNITS |= {"given_back": 0, "reissued": 7, "repeated": 0, "sequences": 64}
 
 
-def test_of_units_what_is_empty_is_left_out_but_merged_and_a_line_that_changes_keeps_its_columns() -> None:
+def test_units_of_the_data_without_what_is_empty_and_in_columns() -> None:
     wanted = "units of 64 sequences: 1,300 leased, 1,201 processed, 1,200 merged, 100 in hand, 7 re-issued"
     assert units_text(UNITS) == wanted
     assert units_text(dict.fromkeys(UNITS, 0)).endswith("0 merged")

@@ -44,7 +44,7 @@ def test_the_screen_in_the_middle_of_a_partition() -> None:
     assert "units  1,355 leased, 1,160 merged, 3 partly, 1 repeated" in lines
 
 
-def test_the_dead_are_shown_as_dead_units_where_data_is_leased_and_before_anything_is_known_so_much() -> None:
+def test_what_is_dead_not_leased_or_not_known_yet_is_shown_as_such() -> None:
     (row,) = [line for line in shown(played(17)) if line.strip().startswith("site-b")]
     assert row.split()[1] == "killed"
     assert any(line.startswith("syncer down") for line in shown(played(43)))

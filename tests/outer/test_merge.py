@@ -98,7 +98,7 @@ def test_5_equal_pseudo_gradients_are_merged_to_themselves_whatever_the_weights(
 
 
 @pytest.mark.parametrize("kind", MERGE_KINDS)
-def test_the_order_of_the_sites_shows_in_no_more_than_rounding_and_twice_as_long_is_twice_as_long(kind: str) -> None:
+def test_the_order_of_the_sites_and_a_common_factor_show_in_no_more_than_rounding(kind: str) -> None:
     weights, values = [1.0, 2.0, 0.5, 1.5], drawn(4, 257, 6)
     first = merged(MergeOptions(kind=kind), weights, values)
     for order in itertools.permutations(range(4)):
@@ -236,7 +236,7 @@ def test_rda_goes_by_parameters_and_leaves_embeddings_and_vectors_to_the_mean() 
     assert kinds == {"embed.weight": "mean", "norm.weight": "mean", "a.weight": "rda", "head.weight": "mean"}
 
 
-def test_the_mean_needs_no_segments_clamp_goes_by_all_parameters_and_the_others_by_a_fragment() -> None:
+def test_the_mean_needs_no_segments_and_the_others_have_a_fragment_or_its_parameters() -> None:
     layout = plan_layout([("a.weight", (4, 4)), ("b.weight", (4, 4))], 2)
     assert outer_rule(PLAIN, MEAN, layout) == OuterRule(PLAIN)
     clip, clamp = MergeOptions(kind="clip"), MergeOptions(kind="clamp")

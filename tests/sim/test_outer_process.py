@@ -70,7 +70,7 @@ def leading(seconds: float = 3, **pair: object) -> tuple[Small, OuterProcess]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_what_is_told_waits_for_a_standby_that_is_away_until_it_is_detached_and_async_until_it_is_no_heir(
+def test_nothing_is_told_without_the_standby_until_it_is_detached_or_no_heir_in_async(
     mode: str,
 ) -> None:
     small, outer = leading(2, mode=mode)
@@ -132,7 +132,7 @@ def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, powe
     assert (syncers.restarts, syncers.caught_up()) == (int(not of_the_syncer_only), True), point
 
 
-def test_its_journal_is_the_syncers_byte_for_byte_and_its_machine_is_warm_and_a_power_cut_takes_nothing() -> None:
+def test_a_standby_is_warm_and_has_the_journal_byte_for_byte_also_after_a_power_cut() -> None:
     small, _ = leading(4)
     first, second = small.syncers.seats
     name = first.disk.journal_name()
@@ -169,7 +169,7 @@ class Desk(Loop):
         self._say(lambda: self.seen.append(what))
 
 
-def test_all_that_arrives_while_a_turn_waits_makes_one_turn_of_a_bounded_inbox_and_late_calls_get_no_answer() -> None:
+def test_what_arrives_while_a_turn_waits_makes_one_turn_and_the_inbox_is_bounded() -> None:
     desk = Desk()
     for _ in range(2 * INBOX_MAX):
         desk.ask(lambda: desk.says("x"))

@@ -151,7 +151,7 @@ def test_a_stall_is_over_when_it_is_over() -> None:
     assert link.next_due_ns() == stall[1]
 
 
-def test_a_partition_holds_all_and_a_heal_sends_it_again_from_the_start_and_not_behind_the_old_queue() -> None:
+def test_a_partition_holds_all_and_a_heal_sends_it_again_from_the_start() -> None:
     link = path(rtt_ms=20, mbps=8)
     link.push(1, 1000, 0)
     link.blocked = True

@@ -238,7 +238,7 @@ def test_loss_is_as_frequent_as_it_was_told_and_hurts_cubic_and_not_bbr(congesti
 
 
 @needs_namespaces
-def test_a_process_is_in_its_namespace_from_its_birth_and_nothing_is_on_the_machine_or_left() -> None:
+def test_a_process_is_in_its_namespace_from_its_birth_and_nothing_is_left_of_it() -> None:
     before, here = socket.if_nameindex(), Path("/proc/thread-self/ns/net").stat()
     with Netns({"a": PipeOptions()}) as network:
         assert socket.if_nameindex() == before
