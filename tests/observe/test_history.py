@@ -171,27 +171,22 @@ def test_a_run_of_two_syncers_ends_when_both_have() -> None:
     assert not history.site("site-a").connected
     take("site-a", "connected", of_syncer=1)
     assert history.site("site-a").connected
-    take("up", "process", name="syncer", state="started")
-    assert not history.syncer_up
-    take("up", "process", name="syncer-1", state="started")
-    assert history.syncer_up
-    take("up", "process", name="syncer-1", state="ended")
-    assert not history.syncer_up
-    take("syncer", "last_round", why="tokens")
-    assert not history.last_round
-    take("syncer", "final", ending="finished")
-    assert history.ending is None
-    take("syncer-1", "last_round", why="tokens")
-    assert history.last_round
-    take("syncer-1", "final", ending="drained")
-    assert history.ending == "drained"
-    take("syncer-1", "syncer_started", epoch=2, versions=[5], fragments=[1], of_syncer=1)
-    assert history.ending is None
-    take("syncer-1", "final", ending="finished")  # Read again from its journal as it starts.
-    take("syncer-1", "syncer_started", epoch=3, versions=[5], fragments=[1], of_syncer=1, ending="finished")
-    assert history.ending == "finished"
-    take("syncer-1", "final", ending="finished")
-    assert history.ending == "finished"
+    one = {"versions": [5], "fragments": [1], "of_syncer": 1}
+    for who, what, fields, seen in (
+        ("up", "process", {"name": "syncer", "state": "started"}, {"syncer_up": False}),
+        ("up", "process", {"name": "syncer-1", "state": "started"}, {"syncer_up": True}),
+        ("up", "process", {"name": "syncer-1", "state": "ended"}, {"syncer_up": False}),
+        ("syncer", "last_round", {"why": "tokens"}, {"last_round": False}),
+        ("syncer", "final", {"ending": "finished"}, {"ending": None}),
+        ("syncer-1", "last_round", {"why": "tokens"}, {"last_round": True}),
+        ("syncer-1", "final", {"ending": "drained"}, {"ending": "drained"}),
+        ("syncer-1", "syncer_started", {**one, "epoch": 2}, {"ending": None}),
+        ("syncer-1", "final", {"ending": "finished"}, {}),  # Read again from its journal as it starts.
+        ("syncer-1", "syncer_started", {**one, "epoch": 3, "ending": "finished"}, {"ending": "finished"}),
+        ("syncer-1", "final", {"ending": "finished"}, {"ending": "finished"}),
+    ):
+        take(who, what, **fields)
+        assert {name: getattr(history, name) for name in seen} == seen, (who, what, fields)
 
 
 def test_tokens_merged_are_what_syncers_began_with_and_have_published_since() -> None:

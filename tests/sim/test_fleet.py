@@ -339,17 +339,6 @@ def tree(*regions: FleetSite, fragments: int = 1, **plan: object) -> FleetPlan:
     return fleet(regions, fragments=fragments, **{**ONE_BY_ONE, **plan})  # type: ignore[arg-type]
 
 
-def ended(plan: FleetPlan) -> Fleet:
-    world = Fleet(plan)
-    world.heap.run_until(7200 * SECOND_NS, world.is_over)
-    assert world.is_over()
-    return world
-
-
-def below(world: Fleet) -> list[RegionalSyncer]:
-    return [site for site in world.sites if isinstance(site, RegionalSyncer)]
-
-
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_of_so_many_merged_updates_one_goes_up(fragments: int) -> None:
     plan = tree(region(fragments=fragments), region(fragments=fragments), fragments=fragments, seconds=1200.0)
@@ -368,18 +357,20 @@ def test_of_so_many_merged_updates_one_goes_up(fragments: int) -> None:
 
 def test_the_end_of_the_run_above_is_that_of_its_regions_and_nothing_is_lost() -> None:
     plan = tree(region(rtt_s=0.2), region(rtt_s=1.0), seconds=None, token_budget=3000, final_wait_ns=100 * SECOND_NS)
-    world = ended(plan)
+    world = Fleet(plan)
+    world.heap.run_until(7200 * SECOND_NS, world.is_over)
+    assert world.is_over()
     assert world.machine.state.run_tokens() >= 3000
-    for each in below(world):
+    for each in world.sites:
+        assert isinstance(each, RegionalSyncer)
         state = each.below.state
         assert state.phase is Phase.ENDED
         assert all(site.machine.state.left for site in each.below.sites if not isinstance(site, RegionalSyncer))
         told = standing(state)
         assert told is not None
         books = told.ledger
+        assert books.balanced()
         assert books.processed == state.run_tokens() > 0
-        parts = books.merged + books.refused + books.in_flight + books.unsent + books.overwritten + books.lost
-        assert books.processed == parts
         assert books.lost == books.refused == books.unsent == 0
         # What is in flight at goodbye is what came last, and the one above has it.
         merged = sum(line.tokens_merged for line in world.state.sites[each.name].lines)
@@ -403,10 +394,6 @@ def test_what_fails_fails_in_each_region_by_itself() -> None:
     times = [site.away_s for one in found.sites if one.region for site in one.region.sites]
     assert min(times) > 0
     assert len(set(times)) == 4
-    for one in found.sites:
-        assert one.region is not None
-        for site in one.region.sites:
-            assert site.trained_s + site.away_s + site.waited_s == pytest.approx(found.seconds)
     assert simulate(plan) == found, "the same plan is the same to the last figure"
 
 
