@@ -135,11 +135,7 @@ def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost, .example"}, "syncer.example", "ok"),
         ({"http_proxy": "http://proxy:3128", "no_proxy": "10.0.0.0/8"}, "10.1.2.3", "ok"),
         ({"http_proxy": "http://proxy:3128", "no_proxy": "10.0.0.0/8"}, "11.1.2.3", "warn"),
-        (
-            {"grpc_proxy": "http://proxy:3128", "no_grpc_proxy": "other", "no_proxy": "example"},
-            "syncer.example",
-            "warn",
-        ),
+        ({"grpc_proxy": "http://p:1", "no_grpc_proxy": "other", "no_proxy": "example"}, "syncer.example", "warn"),
     ],
 )
 def test_a_proxy_that_grpc_would_take_is_told_of_without_its_secret(
