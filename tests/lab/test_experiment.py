@@ -63,26 +63,12 @@ def test_19_rules_under_patterns_are_rows_compared_with_the_first_pattern(tmp_pa
     assert (row.does, row.settings, row.phases) == ("shares; one by one", ("outer.lr=0.5",), (0, 0.5, 0.25))
     assert (row.against, row.rule, row.pattern) == ("default_together", "default", "apart")
     assert lab.rows["other_together"].against == "", "the laboratory's reference"
-
-
-def test_19_there_is_a_phase_for_each_site(tmp_path: Path) -> None:
-    lab = labs.read(
-        written(tmp_path, "speeds: [1, 1]\nsettings: [run.tokens=1000]\nrows: {a: {phases: [0, 0.5, 0.1]}}")
-    )
+    text = "speeds: [1, 1]\nsettings: [run.tokens=1000]\nrows: {a: {phases: [0, 0.5, 0.1]}}"
     with pytest.raises(configs.ConfigError, match=r"row a: phases are \(0, 0.5, 0.1\): one for each of 2 sites"):
-        labs.cells(lab, (), (0,), ())
+        labs.cells(labs.read(written(tmp_path, text)), (), (0,), ())
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b"\xff"])
-def test_a_damaged_cell_is_made_again(damage: bytes, tmp_path: Path) -> None:
-    (cell,) = labs.cells(labs.read(written(tmp_path, rows("a"))), (), (0,), ())
-    labs.keep(tmp_path, cell, found("a", 0, 1.5))
-    assert labs.kept(tmp_path, cell) == found("a", 0, 1.5)
-    (tmp_path / "cells" / f"{cell.digest}.json").write_bytes(damage)
-    assert labs.kept(tmp_path, cell) is None
-
-
-def test_a_cell_is_known_again_by_all_that_it_depends_on(tmp_path: Path) -> None:
+def test_a_cell_is_known_again_by_all_that_it_depends_on_and_a_damaged_one_is_made_again(tmp_path: Path) -> None:
     lab = labs.read(written(tmp_path, rows("a", "b")))
     first, second = labs.cells(lab, (), (0,), ())
     assert first.digest == second.digest, "the name is not what is trained"
@@ -99,6 +85,9 @@ def test_a_cell_is_known_again_by_all_that_it_depends_on(tmp_path: Path) -> None
     assert labs.kept(tmp_path, first) is None
     labs.keep(tmp_path, first, found("a", 0, 2.0))
     assert labs.kept(tmp_path, first) == found("a", 0, 2.0)
+    for damage in (b"", b"{", b"[]", b"{}", b"\xff"):
+        (tmp_path / "cells" / f"{first.digest}.json").write_bytes(damage)
+        assert labs.kept(tmp_path, first) is None
 
 
 def test_a_base_gives_what_all_rows_have_in_common_and_rows(tmp_path: Path) -> None:

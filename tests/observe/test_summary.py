@@ -59,8 +59,14 @@ def test_a_good_run_is_ok_and_fits_the_schema(recorder: Recorder, tmp_path: Path
 
 def test_units_are_as_the_syncer_said_last_and_null_where_none_are_leased(recorder: Recorder) -> None:
     assert made(recorder)["units"] is None
-    units = dict.fromkeys(SCHEMA["units"], 3)
-    summary = made(recorder, status={**recorder.status(), "units": units})
+    assert not [line for line in closed(recorder) if line.startswith("data")]
+    units = dict.fromkeys(SCHEMA["units"], 123_456_789)
+    status = {**recorder.status(), "units": units}
+    lines = closed(recorder, status=status)
+    (begin,) = [number for number, line in enumerate(lines) if line.startswith("data    units of")]
+    assert "123,456,789 re-issued" in " ".join(lines[begin : begin + 4])
+    assert max(map(len, lines)) <= WIDTH
+    summary = made(recorder, status=status)
     assert (summary["units"], complaints(summary)) == (units, [])
     del units["merged"]
     assert complaints(summary) == ["summary.units.merged is missing"]
@@ -79,18 +85,12 @@ def test_invariant_10_tokens_balance_after_the_syncers_last_word(recorder: Recor
     assert summary["sites"]["site-b"]["tokens_lost"] == 5 * STEP_TOKENS
 
 
-@pytest.mark.parametrize(
-    ("done", "merged", "wanted"),
-    [
-        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 80, (80, 10, 10)),
-        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 95, (90, 0, 10)),
-        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 59, (60, 30, 10)),
-    ],
-)
-def test_late_fates_move_from_in_flight(done: dict[str, int], merged: int, wanted: tuple[int, ...]) -> None:
-    ledger = settled(done, {"tokens_merged": merged})
-    assert (ledger["merged"], ledger["in_flight"], ledger["unsent"]) == wanted
-    assert ledger["processed"] == sum(ledger[part] for part in LEDGER)
+def test_late_fates_move_from_in_flight() -> None:
+    done = {"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}
+    for merged, wanted in ((80, (80, 10, 10)), (95, (90, 0, 10)), (59, (60, 30, 10))):
+        ledger = settled(done, {"tokens_merged": merged})
+        assert (ledger["merged"], ledger["in_flight"], ledger["unsent"]) == wanted
+        assert ledger["processed"] == sum(ledger[part] for part in LEDGER)
 
 
 @pytest.mark.parametrize("undecided", [0, 1])
@@ -291,15 +291,6 @@ def test_what_each_machine_gave_is_said(recorder: Recorder, formats: tuple[str, 
         if products:
             recorder.say(1, site, "number_format", products=products)
     assert [line for line in closed(recorder) if line.startswith("speed")] == [f"speed   tokens/s: {said}"]
-
-
-def test_where_the_units_of_the_data_are_is_said_where_any_were_leased(recorder: Recorder) -> None:
-    units = dict.fromkeys(SCHEMA["units"], 123_456_789)
-    lines = closed(recorder, status={**recorder.status(), "units": units})
-    (begin,) = [number for number, line in enumerate(lines) if line.startswith("data    units of")]
-    assert "123,456,789 re-issued" in " ".join(lines[begin : begin + 4])
-    assert max(map(len, lines)) <= WIDTH
-    assert not [line for line in closed(recorder) if line.startswith("data")]
 
 
 @pytest.mark.parametrize("sites", [[], ["a-site-with-a-very-long-name"], [f"site-{number}" for number in range(30)]])

@@ -100,11 +100,8 @@ def test_both_ways_of_finding_a_figure_stand_side_by_side() -> None:
     assert {(each["parameters"], each["sites"]) for each in found["scaling"]} == {
         (parameters, sites) for parameters in plan_answer.PARAMETERS for sites in plan_answer.SITES
     }
-
-
-def test_where_failures_are_not_simulated_goodput_is_the_formula() -> None:
     found = answer(replace(ASKED, overlap_steps=0, chips=1000))
-    assert found["goodput"] == found["goodput_formula"]
+    assert found["goodput"] == found["goodput_formula"], "where failures are not simulated"
     assert found["goodputs"][-1]["goodput"] is None
 
 
@@ -136,20 +133,14 @@ def test_the_answer_stands_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, said)) <= 160
 
 
-def test_what_cannot_be_had_is_said_in_words() -> None:
+def test_what_cannot_be_had_or_is_a_bound_is_said_in_words() -> None:
     told = answer(replace(PLAIN, overlap_steps=0, rtt_ms=60_000.0, host_gb=1.0))
     assert "no link is fast enough" in first_line(told)
     assert any("no number of them is enough" in line or "these links need" in line for line in round_lines(told))
     assert any("a fragment alone does not fit into 1.00 GB" in line for line in round_lines(told))
     assert "no rhythm and encoding" in advice_line(told)
-
-
-def test_what_an_entropy_stage_makes_smaller_is_an_upper_bound() -> None:
     lines = [round_lines(answer(replace(PLAIN, codec_up=name)))[0] for name in ("int4:32", "int4:32+zstd1")]
-    assert ["at most" in line for line in lines] == [False, True]
-
-
-def test_parameters_are_counted_as_people_do() -> None:
+    assert ["at most" in line for line in lines] == [False, True], "what an entropy stage makes smaller"
     assert [values(each) for each in (7e6, 175e9, 100e12)] == ["7.00M", "175B", "100T"]
 
 

@@ -38,6 +38,9 @@ def by_syncer(question: Question) -> dict[str, Expected]:
 def test_failures_cost_a_fleet_what_the_formula_says() -> None:
     found = by_syncer(ASKED)
     assert list(found) == ["", "central", "sharded"]
+    alone = by_syncer(replace(ASKED, sites=1, chips=0, syncer="central"))
+    assert list(alone) == ["", "central"], "one site has no parts"
+    assert alone["central"].goodput == pytest.approx(1.0, abs=1e-3)
     assert [each.layout for each in found.values()] == [JOB, LAYOUTS["central"], LAYOUTS["sharded"]]
     away = 1e6 / (365.25 * 86_400) * 23.0
     assert found[""].goodput_formula == pytest.approx(1 / (1 + 4 * away))
@@ -78,13 +81,6 @@ def test_where_sites_wait_for_each_other_links_cost_time() -> None:
     failing = by_syncer(replace(waits, chips=1000))["apart"]
     assert failing.goodput is None
     assert failing.goodput_formula < found.goodput_formula
-
-
-def test_one_site_has_no_parts_and_none_to_wait_for() -> None:
-    found = by_syncer(replace(ASKED, sites=1, chips=0, syncer="central"))
-    assert list(found) == ["", "central"]
-    assert found["central"].goodput == pytest.approx(1.0, abs=1e-3)
-    assert list(by_syncer(replace(ASKED, sites=1, chips=0))) == ["", "central", "sharded"]
 
 
 def test_the_same_seed_gives_the_same_and_another_nearly() -> None:
