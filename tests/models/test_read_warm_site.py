@@ -43,8 +43,10 @@ def checkpointed(
     return folder
 
 
-def test_a_warm_site_is_read_with_what_its_base_holds_of_its_own(tmp_path: Path) -> None:
-    site = read_site(checkpointed(tmp_path, state()))
+def test_a_warm_site_is_read_with_what_its_base_holds_of_its_own_and_the_units_it_leased(
+    tmp_path: Path,
+) -> None:
+    site = read_site(checkpointed(tmp_path / "none", told := state()))
     assert (site.site, site.run_id, site.lineage, site.epoch, site.step) == ("b", "past", 3, 8, 120)
     assert (site.versions, site.digests) == ((5, 6), tuple(digest(base) for base in BASES))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(site.bases, BASES, strict=True))
@@ -52,11 +54,7 @@ def test_a_warm_site_is_read_with_what_its_base_holds_of_its_own(tmp_path: Path)
         (10, 800, 8),
         (3, 300, 3),
     ]
-
-
-def test_it_knows_of_the_units_that_it_was_leased(tmp_path: Path) -> None:
-    told = state()
-    assert read_site(checkpointed(tmp_path / "none", told)).units_begun == 0
+    assert site.units_begun == 0
     told.units = SiteUnits(first=3, pieces=[(SKIPPED, 2), (40, 5), (7, 9)])
     assert read_site(checkpointed(tmp_path / "some", told)).units_begun == 45
 

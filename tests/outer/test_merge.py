@@ -29,14 +29,17 @@ from diloco.outer.merge import (
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 
 
-def test_close_to_the_mean_in_double() -> None:
+def test_close_to_the_mean_in_double_and_the_updates_stay_as_they_are() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         deltas = [torch.randn(1001, generator=generator) for _ in range(7)]
+        before, out = [delta.clone() for delta in deltas], torch.empty(1001)
         weights = [float(w) for w in torch.rand(7, generator=generator) + 0.1]
         exact = sum(w * d.double() for w, d in zip(weights, deltas, strict=True)) / sum(weights)
-        merged = merge_mean([(w, [d]) for w, d in zip(weights, deltas, strict=True)])
-        assert torch.allclose(merged.double(), exact, rtol=0, atol=1e-6), f"seed {seed}"
+        assert merge_mean([(w, [d]) for w, d in zip(weights, deltas, strict=True)], out=out) is out
+        assert torch.allclose(out.double(), exact, rtol=0, atol=1e-6), f"seed {seed}"
+        merge_mean([(1.0, deltas[:2]), (2.0, deltas[2:3])])
+        assert all(torch.equal(d, b) for d, b in zip(deltas, before, strict=True)), f"seed {seed}"
 
 
 def test_updates_of_one_site_are_added_in_sequence_order() -> None:
@@ -48,16 +51,6 @@ def test_updates_of_one_site_are_added_in_sequence_order() -> None:
             contributions = [(1.0, [other])]
             contributions.insert(place, (1.0, updates))
             assert merge_mean(contributions).item() == total / 2, f"place {place}"
-
-
-def test_the_updates_stay_as_they_are() -> None:
-    deltas = [torch.randn(33, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    before = [d.clone() for d in deltas]
-    out = torch.empty(33)
-    merged = merge_mean([(1.0, deltas[:2]), (2.0, deltas[2:3]), (0.5, deltas[3:])], out=out)
-    assert merged is out
-    assert torch.equal(out, merge_mean([(1.0, deltas[:2]), (2.0, deltas[2:3]), (0.5, deltas[3:])]))
-    assert all(torch.equal(d, b) for d, b in zip(deltas, before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +248,7 @@ def test_a_gate_needs_segments_and_gives_each_contribution_its_factor() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mean", "rda"])
-def test_a_correction_goes_by_parameters_whatever_the_merge(kind: str) -> None:
+def test_a_correction_goes_by_parameters_whatever_the_merge_and_wants_a_momentum(kind: str) -> None:
     layout = plan_layout([("a.weight", (4, 4)), ("b.weight", (3,)), ("c.weight", (5, 1)), ("d.weight", (2, 2))], 2)
     heloco, options = Correction(kind="heloco"), MergeOptions(kind=kind)
     rule = outer_rule(OuterOptimizerOptions(), options, layout, correction=heloco)
@@ -267,10 +260,6 @@ def test_a_correction_goes_by_parameters_whatever_the_merge(kind: str) -> None:
         assert len(rule.segments_of(fragment.index)) == (len(sizes) if kind == "rda" else 1)
     uncorrected = outer_rule(OuterOptimizerOptions(), options, layout)
     assert not any(segment.cuts for segments in uncorrected.segments for segment in segments)
-
-
-def test_a_correction_wants_a_momentum() -> None:
-    layout = plan_layout([("a.weight", (4, 4))], 1)
     words = "correction is 'heloco': kind 'sgd' has no momentum, heavy_ball or nesterov or nesterov_ema or"
     with pytest.raises(ValueError, match=words):
         outer_rule(PLAIN, MEAN, layout, correction=Correction(kind="heloco"))

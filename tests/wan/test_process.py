@@ -102,7 +102,7 @@ def test_many_threads_may_ask_at_once(relays: RelayProcess) -> None:
     assert sorted(relays.stats()) == names
 
 
-def test_a_killed_relay_is_noticed() -> None:
+def test_a_relay_that_was_killed_or_failed_is_noticed_with_its_last_words() -> None:
     with RelayProcess() as relays:
         relays.add("a", LinkOptions(), "127.0.0.1:1")
         os.kill(relays.pid, signal.SIGKILL)
@@ -111,6 +111,9 @@ def test_a_killed_relay_is_noticed() -> None:
         assert not relays.is_alive()
         with pytest.raises(RelayDiedError):
             relays.heal("a")
+    with RelayProcess() as relays, pytest.raises(RelayDiedError, match=r"(?s)\(exit code 1\); it said: .*TypeError"):
+        # No method asks for this: a link without its arguments is a defect of ours, and ends the child.
+        relays._do("add")
 
 
 def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back() -> None:
@@ -127,14 +130,6 @@ def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back() -> None:
                 os.kill(relays.pid, signal.SIGCONT)
             relays._answer_timeout_s = WAIT_S
             assert relays.cpu_s() > 0, "the answer that came too late was taken for this one's"
-
-
-def test_a_relay_that_fails_says_its_last_words() -> None:
-    with RelayProcess() as relays:
-        relays.stats()
-        with pytest.raises(RelayDiedError, match=r"(?s)has ended \(exit code 1\); it said: .*TypeError"):
-            # No method asks for this: a link without its arguments is a defect of ours, and ends the child.
-            relays._do("add")
 
 
 def test_closing_ends_the_process_and_closing_twice_is_allowed() -> None:
