@@ -17,21 +17,6 @@ def test_sites_of_a_calm_run_draw_and_merge_each_unit_once() -> None:
     assert small.cluster.restarts == 0
 
 
-def test_a_drained_run_ends_with_every_site_gone_and_goes_on_when_started_again() -> None:
-    small = Small()
-    small.run(3)
-    small.outer.ask(small.outer.drain)
-    small.run(10)
-    assert small.syncers.ended()
-    assert not any(site.running() for site in small.cluster.sites.values())
-    before = small.versions()
-    small.syncers.kill(small.syncers.seats[0])
-    for name in small.cluster.sites:
-        small.cluster.come_back(name)
-    small.run(5)
-    assert all(now > was for now, was in zip(small.versions(), before, strict=True))
-
-
 def test_site_trains_at_its_own_pace_through_a_partition_and_joins_again_after_it() -> None:
     small = Small(site_timeout_ns=3_000_000_000)
     small.run(2)
