@@ -48,16 +48,13 @@ def test_the_image_runs_the_program_as_nobody(settings: list[str], base: str, pa
     assert words[-1] == package
 
 
-def test_nothing_but_the_source_goes_in() -> None:
+def test_the_tool_is_called_with_the_source_and_nothing_else_goes_in() -> None:
     _, left_out = files(composed())
     first, *taken = left_out.text.split()
     assert first == "*"
     named = [line.removeprefix("!") for line in taken if line.startswith("!")]
     assert all((source_tree() / name).exists() for name in named)
     assert {"diloco", "configs", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(named)
-
-
-def test_the_tool_is_called_with_the_source() -> None:
     words = call(composed("launch.image=here/diloco:1"))
     assert words[:5] == ["docker", "build", "--tag", "here/diloco:1", "--file"]
     assert words[-1] == str(source_tree())

@@ -32,23 +32,17 @@ def manifests(tmp_path: Path, *settings: str) -> dict[str, list[dict[str, Any]]]
     return found
 
 
-def kinds(found: list[dict[str, Any]]) -> list[str]:
-    return [each["kind"] for each in found]
-
-
 def only(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     (one,) = [each for each in found if each["kind"] == kind]
     return one
 
 
 def pod_of(found: list[dict[str, Any]]) -> dict[str, Any]:
-    last = found[-1] if found[-1]["kind"] == "JobSet" else only(found, "StatefulSet")
-    spec = last["spec"]
-    pod: dict[str, Any] = (
-        spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-        if last["kind"] == "JobSet"
-        else spec["template"]["spec"]
-    )
+    pod: dict[str, Any]
+    if found[-1]["kind"] == "JobSet":
+        pod = found[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    else:
+        pod = only(found, "StatefulSet")["spec"]["template"]["spec"]
     return pod
 
 
@@ -90,7 +84,7 @@ def test_the_tool_itself_reads_the_files(tmp_path: Path) -> None:
 
 def test_the_syncer_keeps_its_disk_and_its_name(tmp_path: Path) -> None:
     found = manifests(tmp_path, "launch.namespace=training", "launch.storage_class=fast", "launch.disk_gib=7")["syncer"]
-    assert kinds(found) == ["ConfigMap", "Service", "StatefulSet", "PodDisruptionBudget"]
+    assert [each["kind"] for each in found] == ["ConfigMap", "Service", "StatefulSet", "PodDisruptionBudget"]
     assert {each["metadata"]["name"] for each in found} == {"first-syncer"}
     assert {each["metadata"]["namespace"] for each in found} == {"training"}
     service, stateful = only(found, "Service")["spec"], only(found, "StatefulSet")["spec"]
@@ -111,7 +105,7 @@ def test_the_syncer_keeps_its_disk_and_its_name(tmp_path: Path) -> None:
 
 def test_a_site_is_a_job_that_is_tried_again_where_that_can_be_of_use(tmp_path: Path) -> None:
     found = manifests(tmp_path, "site.device=cuda", "launch.restarts=5")["fra"]
-    assert kinds(found) == ["ConfigMap", "PersistentVolumeClaim", "JobSet"]
+    assert [each["kind"] for each in found] == ["ConfigMap", "PersistentVolumeClaim", "JobSet"]
     (replicated,) = found[-1]["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert (replicated["replicas"], job["completions"], job["parallelism"], job["backoffLimit"]) == (1, 1, 1, 5)
@@ -137,6 +131,7 @@ def test_a_site_of_several_machines_is_an_indexed_job_whose_pods_find_the_first(
     assert (job["parallelism"], job["completions"], job["completionMode"], job["backoffLimit"]) == (3, 3, "Indexed", 15)
     assert jobs["network"] == {"enableDNSHostnames": True, "subdomain": "first-fra"}
     assert only(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert "Its 3 machines share one volume: launch.storage_class" in (tmp_path / "fra.yaml").read_text()
     (container,) = pod_of(found)["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8, "of each of them"
     (rank,) = container["env"]
@@ -203,11 +198,6 @@ def test_probes_ask_what_the_kubelet_may_ask(settings: list[str], kind: str, tmp
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe][kind] == {"port": 7077}
     assert ("initContainers" in pod_of(found["fra"])) is not bool(settings)
-
-
-def test_a_claim_that_many_write_is_said(tmp_path: Path) -> None:
-    manifests(tmp_path, "cluster.sites.fra.nodes=2")
-    assert "Its 2 machines share one volume: launch.storage_class" in (tmp_path / "fra.yaml").read_text()
 
 
 def test_sites_may_be_told_of_a_syncer_elsewhere_and_of_several(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
 from diloco.deploy import rendering
 from diloco.deploy.rendering import check_reachable, documents, filled, gpus, label, processes, source_tree
@@ -26,6 +25,11 @@ def test_each_process_has_its_own_settings() -> None:
     assert all(LABEL.fullmatch(each.label) for each in found)
     assert found[2].what == "Site fra"
     assert found[2].command("x.yaml") == ["diloco", "site", "--config", "x.yaml"]
+    settings = ["outer.num_fragments=4", "outer.num_syncers=2", "site.syncer=a.example:7077/b.example:7077"]
+    found = [each for each in processes(configured(*settings)) if each.verb == "syncer"]
+    assert [(each.name, each.config.cluster.syncer.index) for each in found] == [("syncer", 0), ("syncer-1", 1)]
+    alone = processes(configured("cluster.syncer.listen=127.0.0.1:7077"))
+    assert [each.name for each in alone] == ["site-a", "fra"], "no site elsewhere reaches that syncer"
 
 
 def test_a_site_may_be_several_machines() -> None:
@@ -39,41 +43,22 @@ def test_a_site_may_be_several_machines() -> None:
         processes(configured("cluster.sites.fra.nodes=-1"))
 
 
-@pytest.mark.parametrize("name", ["a/b", "../fra", "fra iad", "fra\nreboot"])
-def test_a_site_whose_name_cannot_be_is_launched_nowhere(name: str) -> None:
-    config = configured()
-    config.cluster.sites[name] = config.cluster.sites["fra"]
-    with pytest.raises(ConfigError, match=r"cluster\.sites has '.*': letters, digits, '\.', '_' and '-', at most 64"):
-        processes(config)
-
-
-def test_several_syncers_are_several_processes() -> None:
-    settings = ["outer.num_fragments=4", "outer.num_syncers=2", "site.syncer=a.example:7077/b.example:7077"]
-    found = [each for each in processes(configured(*settings)) if each.verb == "syncer"]
-    assert [(each.name, each.config.cluster.syncer.index) for each in found] == [("syncer", 0), ("syncer-1", 1)]
-
-
-def test_a_syncer_that_nobody_reaches_is_not_launched() -> None:
-    names = [each.name for each in processes(configured("cluster.syncer.listen=127.0.0.1:7077"))]
-    assert names == ["site-a", "fra"]
-
-
-def test_accelerators_are_those_of_the_ranks_unless_said() -> None:
-    assert [gpus(configured(*more)) for more in (
-        [], ["site.device=cuda", "site.nproc=8"], ["launch.gpus=4"], ["site.device=cuda", "launch.gpus=0"]
-    )] == [0, 8, 4, 0]  # fmt: skip
-
-
-def test_memory_grows_with_the_model_unless_it_is_said() -> None:
+def test_accelerators_and_memory_are_those_of_the_ranks_and_the_model_unless_said() -> None:
+    for settings, wanted in (
+        ([], 0),
+        (["site.device=cuda", "site.nproc=8"], 8),
+        (["launch.gpus=4"], 4),
+        (["site.device=cuda", "launch.gpus=0"], 0),
+    ):
+        assert gpus(configured(*settings)) == wanted
     asked = {
         size: [each.needs.memory_gib for each in processes(configured(f"model={size}", "site.nproc=8"))]
         for size in ("tiny", "1b")
     }
     assert set(asked["tiny"]) == {16}
     syncer, *sites = asked["1b"]
-    numel = 1e9
-    assert syncer > 3 * 4 * numel / 2**30
-    assert min(sites) > 8 * 16 * numel / 2**30, "eight ranks hold all of it each, with their optimizers"
+    assert syncer > 3 * 4 * 1e9 / 2**30
+    assert min(sites) > 8 * 16 * 1e9 / 2**30, "eight ranks hold all of it each, with their optimizers"
     said = processes(configured("model=1b", "launch.memory_gib=20"))
     assert {each.needs.memory_gib for each in said} == {20}
 
@@ -99,52 +84,51 @@ def test_what_cannot_be_launched_is_refused(name: str, value: object, words: str
 
 
 def test_machines_have_names_of_their_own() -> None:
+    labels = {"nimble-otter-a": "nimble-otter-a", "Run_1.x-fra": "run-1-x-fra", "a--b-": "a-b"}
+    assert {text: label(text) for text in labels} == labels
+    for text in ("", "---", "7", "x" * 41):
+        with pytest.raises(ConfigError, match="as a name of machines"):
+            label(text)
+    for name, words in (
+        *[
+            (bad, r"'.*': letters, digits, '\.', '_' and '-', at most 64")
+            for bad in ("../fra", "fra iad", "fra\nreboot")
+        ],
+        ("FRA", "'fra': as a name of .* first-run-fra, twice"),
+    ):
+        config = configured()
+        config.cluster.sites[name] = config.cluster.sites["fra"]
+        with pytest.raises(ConfigError, match=rf"cluster\.sites has {words}"):
+            processes(config)
     config = configured()
-    config.cluster.sites["FRA"] = config.cluster.sites["fra"]
-    with pytest.raises(ConfigError, match=r"cluster\.sites has 'fra': as a name of .* first-run-fra, twice"):
-        processes(config)
     config.run.name = "7up"
     with pytest.raises(ConfigError, match="'7up-syncer': as a name of machines"):
         processes(config)
-
-
-def test_without_sites_there_is_nothing_to_launch() -> None:
-    config = configured()
     config.cluster.sites = {}
     with pytest.raises(ConfigError, match=r"cluster\.sites is {}"):
         processes(config)
 
 
-def test_sites_elsewhere_must_reach_the_syncer() -> None:
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["site.syncer=127.0.0.1:7077"], r"site\.syncer is '127\.0\.0\.1:7077': the address at which"),
+        (["site.syncer=a:1,localhost:2"], r"site\.syncer is 'a:1,localhost:2'"),
+        (["cluster.syncer.insecure_non_loopback=false"], r"listen is '0\.0\.0\.0:7077': not a loopback address"),
+    ],
+)
+def test_sites_elsewhere_must_reach_the_syncer(settings: list[str], words: str) -> None:
     check_reachable(configured())
-    with pytest.raises(ConfigError, match=r"site\.syncer is '127\.0\.0\.1:7077': the address at which"):
-        check_reachable(compose(["run.name=x"]))
-    with pytest.raises(ConfigError, match=r"site\.syncer is 'a:1,localhost:2'"):
-        check_reachable(configured("site.syncer=a:1,localhost:2"))
-    with pytest.raises(ConfigError, match=r"cluster\.syncer\.listen is '0\.0\.0\.0:7077': not a loopback address"):
-        check_reachable(configured("cluster.syncer.insecure_non_loopback=false"))
+    with pytest.raises(ConfigError, match=words):
+        check_reachable(configured(*settings))
 
 
-def test_labels() -> None:
-    assert [label(text) for text in ("nimble-otter-a", "Run_1.x-fra", "a--b-")] == [
-        "nimble-otter-a",
-        "run-1-x-fra",
-        "a-b",
-    ]
-    for text in ("", "---", "7", "x" * 41):
-        with pytest.raises(ConfigError, match="as a name of machines"):
-            label(text)
-
-
-def test_text_of_several_lines_reads_as_such() -> None:
+def test_text_of_several_lines_reads_as_such_and_every_hole_of_a_template_is_filled() -> None:
     told = {"a": "one\ntwo\n", "b": "plain: text"}
     text = documents(told, {"c": 1}, head="first\nsecond")
     assert text.startswith("# first\n# second\na: |\n  one\n  two\n")
     assert list(yaml.safe_load_all(text)) == [told, {"c": 1}]
     assert "!!" not in text
-
-
-def test_every_hole_of_a_template_is_filled() -> None:
     with pytest.raises(KeyError, match="image"):
         filled("Dockerfile", {})
 

@@ -25,6 +25,8 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
     config = configured("site.device=cuda", "launch.accelerator=A100-80GB", "launch.spot=true", *TLS)
     found = prepared(config)
     texts = put(tmp_path, [file for each in found for file in files(each)])
+    words = call(found[1])
+    assert (words[:2], words[-2:]) == (["sky", "launch"], ["first-run-site-a", "site-a.sky.yaml"])
     for process in found:
         told = yaml.safe_load(texts[f"{process.name}.sky.yaml"])
         assert told["name"] == process.label
@@ -43,13 +45,6 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
         wanted = [process.settings, *own]
         assert told["file_mounts"] == {f"~/diloco/{name}": name for name in wanted}, "what lies there stays there"
         assert "--constraint constraints.txt '.[gpu]'" in told["setup"]
-
-
-def test_the_tool_is_called_with_the_task() -> None:
-    process = prepared(configured())[1]
-    words = call(process)
-    assert words[:2] == ["sky", "launch"]
-    assert words[-2:] == ["first-run-site-a", "site-a.sky.yaml"]
 
 
 def test_the_machines_of_a_site_are_the_nodes_of_a_task(tmp_path: Path) -> None:

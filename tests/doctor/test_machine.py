@@ -1,15 +1,30 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from diloco.codec import kernel_library
-from diloco.doctor.machine import LinkFigures, devices, kernel, kernels, limits, number_format, proxies, software
+from diloco.config.compose import compose
+from diloco.doctor import machine
+from diloco.doctor.machine import (
+    LinkFigures,
+    Store,
+    devices,
+    kernel,
+    kernels,
+    limits,
+    number_format,
+    proxies,
+    software,
+    store,
+    stores,
+)
 from diloco.sync.link import megabits
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.runs.processes import TINY
 
 STOCK = {
     "ipv4/tcp_wmem": "4096\t16384\t4194304",
@@ -57,31 +72,18 @@ def test_a_stock_kernel_bounds_a_long_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("values", "link"), [(TUNED, FAR), (STOCK, NEAR)])
 def test_a_tuned_one_or_a_near_syncer_is_fine(tmp_path: Path, values: dict[str, str], link: LinkFigures) -> None:
     assert [line[:4] for line in lines(tmp_path, values, link)] == ["ok  ", "ok  "]
-
-
-def test_a_link_whose_rate_is_that_of_one_window_is_bound_by_it(tmp_path: Path) -> None:
-    # 20 MB/s measured over 100 ms where one window allows 27: it may be the window, and more cannot be seen through it.
-    windows, _ = lines(tmp_path, TUNED | {"ipv4/tcp_wmem": STOCK["ipv4/tcp_wmem"]}, LinkFigures(0.1, 20e6, 20e6))
-    assert windows.startswith("warn")
-    windows, _ = lines(tmp_path, TUNED | {"ipv4/tcp_wmem": STOCK["ipv4/tcp_wmem"]}, LinkFigures(0.1, 10e6, 10e6))
-    assert windows.startswith("ok")
-
-
-def test_a_short_queue_of_connections_is_a_warning(tmp_path: Path) -> None:
     assert lines(tmp_path, TUNED | {"core/somaxconn": "16"}, NEAR)[-1] == (
         "warn  kernel      net.core.somaxconn is 16 -> where the syncer runs: sysctl -w net.core.somaxconn=4096"
     )
-
-
-def test_another_system_is_not_judged(tmp_path: Path) -> None:
-    [line] = [finding.line() for finding in kernel(FAR, tmp_path)]
+    [line] = [finding.line() for finding in kernel(FAR, tmp_path / "another system")]
     assert "its TCP settings are not looked at" in line
 
 
-def test_this_machine_is_told_of() -> None:
-    assert "torch" in software()[0].says
-    assert "cores" in devices("auto")[0].says
-    assert "open files" in limits()[0].says
+def test_a_link_whose_rate_is_that_of_one_window_is_bound_by_it(tmp_path: Path) -> None:
+    # Of 20 MB/s over 100 ms where a window allows 27: it may be the window, and more cannot be seen through it.
+    for rate, level in ((20e6, "warn"), (10e6, "ok")):
+        found = lines(tmp_path, TUNED | {"ipv4/tcp_wmem": STOCK["ipv4/tcp_wmem"]}, LinkFigures(0.1, rate, rate))
+        assert found[0].startswith(level)
 
 
 def test_the_format_of_products_is_told_and_an_emulated_one_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,10 @@ def test_the_format_of_products_is_told_and_an_emulated_one_warned_of(monkeypatc
     assert number_format("cpu", "fp8") == []
 
 
-def test_a_gpu_that_is_wanted_and_not_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_told_of_and_a_gpu_that_is_wanted_and_not_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "torch" in software()[0].says
+    assert "cores" in devices("auto")[0].says
+    assert "open files" in limits()[0].says
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     [found] = devices("cuda")
     assert (found.level.value, found.remedy[:20]) == ("fail", "set site.device=auto")
@@ -130,11 +135,7 @@ def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost, .example"}, "syncer.example", "ok"),
         ({"http_proxy": "http://proxy:3128", "no_proxy": "10.0.0.0/8"}, "10.1.2.3", "ok"),
         ({"http_proxy": "http://proxy:3128", "no_proxy": "10.0.0.0/8"}, "11.1.2.3", "warn"),
-        (
-            {"grpc_proxy": "http://proxy:3128", "no_grpc_proxy": "other", "no_proxy": "example"},
-            "syncer.example",
-            "warn",
-        ),
+        ({"grpc_proxy": "http://p:1", "no_grpc_proxy": "other", "no_proxy": "example"}, "syncer.example", "warn"),
     ],
 )
 def test_a_proxy_that_grpc_would_take_is_told_of_without_its_secret(
@@ -150,3 +151,73 @@ def test_a_proxy_that_grpc_would_take_is_told_of_without_its_secret(
 def test_rates_are_told_in_bits() -> None:
     told = [megabits(each) for each in (1.6e3, 27.26e6, 260e6, 2.5e9)]
     assert told == ["0.0128 Mbit/s", "218 Mbit/s", "2,080 Mbit/s", "20 Gbit/s"]
+
+
+# --- The folders of a run --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    [found] = store(Store("site a", tmp_path / "runs" / "first", 0))
+    assert found.level.value == "ok"
+    assert "GB free, fsync" in found.says
+    assert found.figures["fsync_s"] > 0
+    assert found.figures["write_bytes_per_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def failing(number: int) -> Callable[..., int]:
+    def write(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "No space left on device -> make room on the disk of"),
+        (errno.EACCES, "Permission denied -> let user"),
+        (errno.EROFS, "Read-only file system -> set run.dir to a folder that can be written"),
+    ],
+)
+def test_a_disk_that_takes_nothing_fails_with_what_to_change(
+    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.os, "write", failing(number))
+    [found] = store(Store("site a", tmp_path, 0))
+    monkeypatch.undo()
+    assert found.line().startswith(f"fail  store       site a: {tmp_path} cannot be written: {words}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = list(os.statvfs(tmp_path))
+    fields[4] = 1  # f_bavail
+    monkeypatch.setattr(machine.os, "statvfs", lambda path: os.statvfs_result(fields))
+    [found] = store(Store("syncer", tmp_path, 0))
+    assert found.level.value == "fail"
+    assert found.remedy.endswith("or set cluster.syncer.folder to another one")
+
+
+def test_too_little_room_for_the_run_and_a_slow_disk_are_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [found] = store(Store("site a", tmp_path, 1 << 60))
+    assert found.level.value == "warn"
+    assert "a run of this configuration comes to about" in found.says
+    monkeypatch.setattr(machine, "SLOW_SYNC_S", 0.0)
+    [found] = store(Store("site a", tmp_path, 0))
+    assert (found.level.value, found.remedy[:30]) == ("warn", "keep the folder on a local dis")
+
+
+def test_the_folders_that_are_here_are_looked_at(tmp_path: Path) -> None:
+    config = compose([*TINY, f"run.dir={tmp_path}"])
+    assert [each.owner for each in stores(config)] == ["runs"]
+    config = compose([*TINY, f"run.dir={tmp_path}", "run.name=first"])
+    [site] = stores(config)
+    assert (site.owner, site.folder) == ("site site-a", tmp_path / "first" / "sites" / "site-a")
+    assert site.needed_bytes > 0
+    (tmp_path / "first" / "syncer").mkdir(parents=True)
+    assert [each.owner for each in stores(config)] == ["syncer"]
+    site.folder.mkdir(parents=True)
+    assert [each.owner for each in stores(config)] == ["syncer", "site site-a"]

@@ -1,33 +1,38 @@
+"""What the doctor says on the way to an address, and of the syncer that answers there."""
+
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography import x509
 
-from diloco.doctor.syncer import Visitor, visit
-from diloco.wire.checkup import Checkup, Probed
+from diloco.doctor import syncer
+from diloco.doctor.findings import Level
+from diloco.doctor.syncer import Visit, Visitor, Way, own_files, visit, way_to
+from diloco.wire.checkup import Checkup, Greeting, Heard, Probed
 from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from tests.loopback.cluster import free_port
+from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from diloco.doctor.syncer import Visit
-
+PLAIN = SecurityOptions()
 TOKEN = "a-token-of-site-a-0123456789"
 
 
 @contextmanager
-def served(security: SecurityOptions | None = None, *, ready: bool = True) -> Iterator[tuple[str, FakeSyncer]]:
-    syncer = FakeSyncer()
-    server = serve(syncer, ServerOptions(run_id=RUN), security or SecurityOptions(), ready=ready)
+def served(security: SecurityOptions = PLAIN, *, ready: bool = True) -> Iterator[tuple[str, FakeSyncer]]:
+    fake = FakeSyncer()
+    server = serve(fake, ServerOptions(run_id=RUN), security, ready=ready)
     try:
-        yield server.address, syncer
+        yield server.address, fake
     finally:
         server.stop(0.2)
 
@@ -41,45 +46,46 @@ def visited(address: str, run_id: str = RUN, token: str = "", **changes: Any) ->
         return visit(checkup, visitor(run_id, **changes))
 
 
-def said(found: Visit) -> str:
+def said(found: Visit | Way) -> str:
     return "\n".join(finding.line() for finding in found.findings)
 
 
 def test_a_syncer_that_is_well_is_told_line_by_line_and_nothing_was_asked_of_its_run() -> None:
-    with served() as (address, syncer):
+    with served() as (address, fake):
         found = visited(address)
     wanted = ["grpc", "run", "rtt", "identity", "protocol", "settings", "clock", "bandwidth"]
     assert [(each.check, each.level.value) for each in found.findings] == [(check, "ok") for check in wanted]
     assert 0 < found.rtt_s < 10
     assert found.up_bytes_per_s > 1e6
     assert found.down_bytes_per_s > 1e6
-    assert syncer.calls == []
+    assert fake.calls == []
 
 
-def test_another_run_is_named() -> None:
+def test_another_run_or_one_that_takes_no_updates_is_told_of() -> None:
     with served() as (address, _):
         found = said(visited(address, "run-2"))
         unsaid = said(visited(address, ""))
     assert f"fail  run         run run-2 is not served there, but run {RUN} -> give the run or the address" in found
     assert f"it serves run {RUN}; give run=NAME to have this site's settings compared" in unsaid
-
-
-def test_one_that_takes_no_updates_is_a_warning() -> None:
     with served(ready=False) as (address, _):
         assert f"warn  run         it knows run {RUN} and takes no updates at present -> " in said(visited(address))
+    found = visited(f"127.0.0.1:{free_port()}")
+    assert (found.answered, len(found.findings)) == (False, 1)
+    assert said(found).startswith("fail  grpc        Check: ")
 
 
 @pytest.mark.parametrize(
-    ("token", "words"),
+    ("owner", "token", "words"),
     [
-        (TOKEN, "ok    identity    it takes us for site/site-a\n"),
-        ("another-token-0123456789", "fail  identity    it does not let us in: the token is not known -> give site.to"),
-        ("", "it does not let us in: a token is needed"),
+        ("site-a", TOKEN, "ok    identity    it takes us for site/site-a\n"),
+        ("site-a", "another-token-012345", "fail  identity    it does not let us in: the token is not known -> give"),
+        ("site-a", "", "it does not let us in: a token is needed"),
+        ("site-b", TOKEN, "takes us for site/site-b, and site.id is site-a -> set site.id=site-b, or"),
     ],
 )
-def test_what_a_token_is_worth(token: str, words: str, tmp_path: Path) -> None:
+def test_what_a_token_is_worth(owner: str, token: str, words: str, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.json"
-    tokens.write_text(json.dumps({"sites": {"site-a": TOKEN}}))
+    tokens.write_text(json.dumps({"sites": {owner: TOKEN}}))
     tokens.chmod(0o600)
     with served(SecurityOptions(tokens_file=str(tokens))) as (address, _):
         found = visited(address, token=token)
@@ -87,109 +93,186 @@ def test_what_a_token_is_worth(token: str, words: str, tmp_path: Path) -> None:
     assert found.answered
 
 
-def test_who_is_not_there_did_not_answer() -> None:
-    found = visited(f"127.0.0.1:{free_port()}")
-    assert (found.answered, len(found.findings)) == (False, 1)
-    assert said(found).startswith("fail  grpc        Check: ")
+def raises(error: Exception) -> Callable[..., Any]:
+    def method(*_: object) -> None:
+        raise error
+
+    return method
 
 
-def test_a_syncer_that_goes_away_in_between_is_told_of() -> None:
-    class Going(Checkup):
-        def come_in(self) -> None:
-            raise Unreachable("Watch: gone")
-
-    with served() as (address, _), Going(address, SecurityOptions(), ClientOptions()) as checkup:
-        found = visit(checkup, visitor())
-    assert "fail  identity    it answered before, and not now: Watch: gone" in said(found)
-
-
-def test_a_round_trip_that_varies_much_is_a_warning() -> None:
-    class Varying(Checkup):
-        def round_trips(self, count: int, limit_s: float) -> list[float]:
-            return [0.1] * 17 + [0.9] * 3
-
-    with served() as (address, _), Varying(address, SecurityOptions(), ClientOptions()) as checkup:
-        found = visit(checkup, visitor(limit_s=0.0))
-    assert "warn  rtt         a small call takes 100 ms (median of 20; 95 % within 900 ms): it varies much" in said(
-        found
-    )
-    assert found.rtt_s == 0.1
-
-
-class Telling(FakeSyncer):
-    """Answers probes with what it is given."""
-
-    def __init__(self, **changes: Any) -> None:
-        super().__init__()
-        self.answer = ProbeAnswer(**({"protocol": 3, "protocol_oldest": 2, "run_id": RUN} | changes))
-
-    def probe(self, ask: ProbeAsk) -> ProbeAnswer:
-        return self.answer
+def probed(ahead_s: float = 0.0, **told: Any) -> Callable[..., Probed]:
+    answer = ProbeAnswer(**({"protocol": 3, "protocol_oldest": 2, "run_id": RUN} | told))
+    return lambda *_: Probed(answer, 0.1, int(ahead_s * 1e9), None, None)
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("method", "found", "words"),
     [
-        (
-            {"difference": "outer.lr is 1.0 at the site and 0.7 at the syncer"},
-            "fail  settings    outer.lr is 1.0 at the",
-        ),
-        (
-            {"protocol": 2, "protocol_oldest": 1},
-            "fail  protocol    it speaks 1 to 2, and this end 3 -> install the same",
-        ),
-        ({"standby_of": "10.0.0.1:7077"}, "ok    role        it is the standby of 10.0.0.1:7077\n"),
+        ("come_in", raises(Unreachable("Watch: gone")), "fail  identity    it answered before, and not now: Watch: "),
+        ("round_trips", lambda *_: [0.1] * 17 + [0.9] * 3, "warn  rtt         a small call takes 100 ms (median of 20"),
+        ("probe", raises(Refused(Status.UNIMPLEMENTED, "No!")), "warn  protocol    it is of an earlier release"),
+        ("probe", probed(difference="outer.lr is 1.0 at the site"), "fail  settings    outer.lr is 1.0 at the site"),
+        ("probe", probed(protocol=2, protocol_oldest=1), "fail  protocol    it speaks 1 to 2, and this end 3 -> insta"),
+        ("probe", probed(standby_of="10.0.0.1:7077"), "ok    role        it is the standby of 10.0.0.1:7077\n"),
+        ("probe", probed(0.4), "ok    clock       its clock and ours agree to 0.4 s"),
+        ("probe", probed(-90.0), "warn  clock       its clock is 90 s behind ours (to 0.05 s): logs of the two"),
+        ("probe", probed(4000.0), "fail  clock       its clock is 4e+03 s ahead of ours (to 0.05 s): certificates"),
     ],
 )
-def test_what_a_probe_tells(told: dict[str, Any], words: str) -> None:
-    server = serve(Telling(**told), ServerOptions(run_id=RUN))
-    try:
-        assert words in said(visited(server.address, limit_s=0.0))
-    finally:
-        server.stop(0.2)
-
-
-@pytest.mark.parametrize(
-    ("ahead_s", "words"),
-    [
-        (0.4, "ok    clock       its clock and ours agree to 0.4 s"),
-        (-90.0, "warn  clock       its clock is 90 s behind ours (to 0.05 s): logs of the two machines do not"),
-        (4000.0, "fail  clock       its clock is 4e+03 s ahead of ours (to 0.05 s): certificates are not good in time"),
-    ],
-)
-def test_a_clock_that_is_off_is_told_of(ahead_s: float, words: str) -> None:
-    class Off(Checkup):
-        def probe(self, ask: ProbeAsk) -> Probed:
-            return Probed(ProbeAnswer(3, 2, RUN), 0.1, int(ahead_s * 1e9), None, None)
-
-    with served() as (address, _), Off(address, SecurityOptions(), ClientOptions()) as checkup:
+def test_what_a_syncer_answers_is_told(method: str, found: Callable[..., Any], words: str) -> None:
+    answering = type("Answering", (Checkup,), {method: found})
+    with served() as (address, _), answering(address, SecurityOptions(), ClientOptions()) as checkup:
         assert words in said(visit(checkup, visitor(limit_s=0.0)))
 
 
-def test_somebody_elses_token_is_told_of(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.json"
-    tokens.write_text(json.dumps({"sites": {"site-b": TOKEN}}))
-    tokens.chmod(0o600)
-    with served(SecurityOptions(tokens_file=str(tokens))) as (address, _):
-        found = said(visited(address, token=TOKEN))
-    assert "fail  identity    it takes us for site/site-b, and site.id is site-a -> set site.id=site-b, or" in found
-
-
-def test_a_syncer_of_an_earlier_release_is_a_warning() -> None:
-    class Earlier(Checkup):
-        def probe(self, ask: ProbeAsk) -> Probed:
-            raise Refused(Status.UNIMPLEMENTED, "Method not found!")
-
-    with served() as (address, _), Earlier(address, SecurityOptions(), ClientOptions()) as checkup:
-        found = visit(checkup, visitor())
-    assert [each.level.value for each in found.findings] == ["ok", "ok", "ok", "ok", "warn"]
-    assert "warn  protocol    it is of an earlier release" in said(found)
-
-
 def test_a_rate_that_may_not_be_measured_is_a_warning() -> None:
-    with served() as (address, syncer), Checkup(address, SecurityOptions(), ClientOptions()) as checkup:
+    with served() as (address, fake), Checkup(address, SecurityOptions(), ClientOptions()) as checkup:
         found = [visit(checkup, visitor(bytes_each=1 << 16)) for _ in range(4)][-1]
         assert "warn  bandwidth   not measured: Probe: probes of this caller is used up" in said(found)
         assert " -> ask again in " in said(found)
-        syncer.probe_fails = Refusal(Status.PERMISSION_DENIED, "site/a may not push, nor send filler")
+        fake.probe_fails = Refusal(Status.PERMISSION_DENIED, "site/a may not push, nor send filler")
         assert "it answered before, and not now: site/a may not push" in said(visit(checkup, visitor()))
+
+
+# --- The way to an address, against real ends on the loopback ---------------------------------------------------------
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def mutual(authority: Authority) -> SecurityOptions:
+    cert, key = authority.issue("syncer", *LOOPBACK)
+    return SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True)
+
+
+def test_a_plain_syncer_is_reached_step_by_step() -> None:
+    assert way_to("unix:/run/diloco.sock", PLAIN).open, "a socket of this machine needs no way"
+    with served() as (address, _):
+        way = way_to(address, PLAIN)
+    assert (way.reached, way.open) == (True, True)
+    assert [each.check for each in way.findings] == ["dns", "tcp"]
+    assert "connects in" in said(way)
+
+
+def test_a_name_that_is_none_a_closed_port_and_a_silent_one_are_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syncer, "GREET_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for address, words in (
+            ("nohost.invalid:7077", ("fail  dns         nohost.invalid does not resolve: ", " -> give the right name")),
+            (f"localhost:{free_port()}", ("Connection refused -> start the syncer, or give the port",)),
+            (
+                f"127.0.0.1:{silent.getsockname()[1]}",
+                ("fail  http2       nothing answers, where a syncer speaks HTTP/2 -> it accepts and says nothing",),
+            ),
+        ):
+            way = way_to(address, PLAIN)
+            assert (way.reached, way.open) == (False, False)
+            assert all(each in said(way) for each in words), said(way)
+
+
+def test_a_web_server_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            for _ in range(2):  # The doctor, and the one that asks whether TLS is spoken.
+                line, _ = listening.accept()
+                with line:
+                    line.recv(64)
+                    line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        way = way_to(f"127.0.0.1:{listening.getsockname()[1]}", PLAIN)
+    assert (way.reached, way.open) == (True, False)
+    assert "HTTP/1 answers, where a syncer speaks HTTP/2 -> this is a web server or proxy" in said(way)
+
+
+def test_mutual_tls_that_stands_is_told_with_its_certificate(authority: Authority) -> None:
+    cert, key = authority.site("site/a")
+    with served(mutual(authority)) as (address, _):
+        way = way_to(address, SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key))
+    assert way.open
+    assert "TLSv1.3, both ends known, certificate of localhost, 127.0.0.1 by CN=authority, good until" in said(way)
+    tls = way.findings[-1]
+    assert (tls.check, tls.level) == ("tls", Level.WARN)  # It ends within the hour.
+    assert "diloco certs issue DIR --syncer --host 127.0.0.1" in tls.remedy
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no tls", "it speaks TLS, and this end is told to do without -> give site.tls_ca=FILE"),
+        ("no certificate", "give site.tls_cert and site.tls_key"),
+        ("foreign certificate", "-> have site.tls_cert issued by the authority that the syncer knows"),
+        ("wrong authority", "did not sign the syncer's certificate, CN=authority did: "),
+        ("over", "the syncer's certificate ended on 2"),
+        ("wrong name", "the syncer's certificate is not for 127.0.0.1: it names syncer.example -> give one of these"),
+        ("no tls there", "it does not speak TLS -> leave site.tls_ca out"),
+    ],
+)
+def test_tls_that_does_not_stand_is_told_with_what_to_change(
+    case: str, words: str, authority: Authority, tmp_path: Path
+) -> None:
+    def ends(pair: tuple[str, str], ca: str = "") -> SecurityOptions:
+        return SecurityOptions(tls_cert=pair[0], tls_key=pair[1], tls_ca=ca)
+
+    both, other, own = mutual(authority), Authority(tmp_path, "other"), authority.site("site/a")
+    over = authority.issue("over", *LOOPBACK, ends_in_s=-60)
+    named = authority.issue("named", x509.DNSName("syncer.example"))
+    there, here = {
+        "no tls": (both, PLAIN),
+        "no certificate": (both, SecurityOptions(tls_ca=authority.ca)),
+        "foreign certificate": (both, ends(other.site("site/a"), authority.ca)),
+        "wrong authority": (both, ends(own, other.ca)),
+        "over": (ends(over), ends(own, authority.ca)),
+        "wrong name": (ends(named), ends(own, authority.ca)),
+        "no tls there": (PLAIN, ends(own, authority.ca)),
+    }[case]
+    with served(there) as (address, _):
+        way = way_to(address, here)
+    assert (way.reached, way.open) == (True, False), said(way)
+    assert way.findings[-1].level is Level.FAIL
+    assert words in said(way)
+
+
+def test_one_dead_address_of_several_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greet(address: str, *_: object) -> Greeting:
+        if address == "10.0.0.2":
+            raise TimeoutError
+        return Greeting(0.08, heard=Heard.HTTP2)
+
+    monkeypatch.setattr(syncer, "resolve", lambda host, port: ("10.0.0.1", "10.0.0.2"))
+    monkeypatch.setattr(syncer, "greet", greet)
+    way = way_to("syncer.example:7077", PLAIN)
+    assert way.open
+    assert said(way).splitlines() == [
+        "ok    dns         syncer.example: 10.0.0.1, 10.0.0.2",
+        "warn  tcp         10.0.0.1 port 7077 connects in 80 ms; 10.0.0.2 port 7077: no answer (dropped on the way?)"
+        " -> take the dead address out of DNS: each connection may try it first",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends_in_s", "level", "words"),
+    [
+        (("site/a",), 86400 * 90, Level.OK, "certificate of spiffe://example.org/site/a, good until"),
+        (("site/a",), 3600, Level.WARN, "diloco certs issue DIR --site a"),
+        (("site/a",), -60, Level.FAIL, "ended on 2"),
+        ((), 86400 * 90, Level.FAIL, "exactly one SPIFFE id is wanted"),
+    ],
+)
+def test_what_this_end_shows_is_judged_here(
+    ids: tuple[str, ...], ends_in_s: float, level: Level, words: str, authority: Authority
+) -> None:
+    uris = [x509.UniformResourceIdentifier(f"spiffe://example.org/{each}") for each in ids]
+    cert, key = authority.issue("client", *uris, ends_in_s=ends_in_s)
+    [found] = own_files(SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca), "a")
+    assert found.level is level
+    assert words in found.line()
+
+
+def test_a_token_is_never_told() -> None:
+    [found] = own_files(SecurityOptions(token_file="/secrets/token"), "a")
+    assert found.line() == "ok    files       a token, from /secrets/token"
+    assert "nothing to show" in own_files(PLAIN, "a")[0].says

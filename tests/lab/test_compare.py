@@ -13,10 +13,9 @@ from diloco.config import compose as configs
 from diloco.config.compose import compose
 from diloco.config.errors import ConfigError
 from diloco.config.run_dir import RunDir
-from diloco.lab.compare import Column, as_made, read_made, simulated
+from diloco.lab.compare import Column, as_made, read_made
 from diloco.lab.fleet import fleet_of
 from diloco.runs.scenario import Step
-from diloco.sim.fleet_plan import FleetResult, SiteAccount
 from tests.lab.test_fleet import TIMES
 from tests.runs.processes import TINY
 
@@ -77,11 +76,6 @@ def test_the_plan_has_it_and_keeps_the_rest(tmp_path: Path) -> None:
     assert plan.sites[0].rtt_s == before.sites[0].rtt_s
     with pytest.raises(ConfigError, match="site-z, which has made no step"):
         as_made(before, ["site-a", "site-z"], made)
-
-
-def test_what_a_simulation_came_to() -> None:
-    account = SiteAccount(idle_s=2.0, training_s=8.0, steps=5, rounds=3, bytes_up=1, bytes_down=2)
-    assert simulated(FleetResult((account,), (1,), 9.0, 1.0), ["a"]) == {"a": Column(5, 3, 1, 2, 0.25)}
 
 
 def test_the_verb_puts_both_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from diloco.config import compose as configs
 from diloco.lab import experiment as labs
+from diloco.lab.experiment import HEAD, html, table, table_cells
 from tests.lab.laboratories import found, rows, written
 
 
@@ -62,26 +63,12 @@ def test_19_rules_under_patterns_are_rows_compared_with_the_first_pattern(tmp_pa
     assert (row.does, row.settings, row.phases) == ("shares; one by one", ("outer.lr=0.5",), (0, 0.5, 0.25))
     assert (row.against, row.rule, row.pattern) == ("default_together", "default", "apart")
     assert lab.rows["other_together"].against == "", "the laboratory's reference"
-
-
-def test_19_there_is_a_phase_for_each_site(tmp_path: Path) -> None:
-    lab = labs.read(
-        written(tmp_path, "speeds: [1, 1]\nsettings: [run.tokens=1000]\nrows: {a: {phases: [0, 0.5, 0.1]}}")
-    )
+    text = "speeds: [1, 1]\nsettings: [run.tokens=1000]\nrows: {a: {phases: [0, 0.5, 0.1]}}"
     with pytest.raises(configs.ConfigError, match=r"row a: phases are \(0, 0.5, 0.1\): one for each of 2 sites"):
-        labs.cells(lab, (), (0,), ())
+        labs.cells(labs.read(written(tmp_path, text)), (), (0,), ())
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b"\xff"])
-def test_a_damaged_cell_is_made_again(damage: bytes, tmp_path: Path) -> None:
-    (cell,) = labs.cells(labs.read(written(tmp_path, rows("a"))), (), (0,), ())
-    labs.keep(tmp_path, cell, found("a", 0, 1.5))
-    assert labs.kept(tmp_path, cell) == found("a", 0, 1.5)
-    (tmp_path / "cells" / f"{cell.digest}.json").write_bytes(damage)
-    assert labs.kept(tmp_path, cell) is None
-
-
-def test_a_cell_is_known_again_by_all_that_it_depends_on(tmp_path: Path) -> None:
+def test_a_cell_is_known_again_by_all_that_it_depends_on_and_a_damaged_one_is_made_again(tmp_path: Path) -> None:
     lab = labs.read(written(tmp_path, rows("a", "b")))
     first, second = labs.cells(lab, (), (0,), ())
     assert first.digest == second.digest, "the name is not what is trained"
@@ -98,14 +85,9 @@ def test_a_cell_is_known_again_by_all_that_it_depends_on(tmp_path: Path) -> None
     assert labs.kept(tmp_path, first) is None
     labs.keep(tmp_path, first, found("a", 0, 2.0))
     assert labs.kept(tmp_path, first) == found("a", 0, 2.0)
-
-
-def test_differences_are_of_the_same_seed(tmp_path: Path) -> None:
-    lab = replace(labs.read(written(tmp_path, rows("sync", "mine"))), reference="sync")
-    some = [found("sync", 0, 2.0), found("sync", 1, 4.0), found("mine", 0, 2.2), found("mine", 2, 9.0)]
-    sync, mine = labs.lines(lab, some)
-    assert (sync.off, sync.loss) == ({}, 3.0)
-    assert mine.off == {0: pytest.approx(0.1)}, "seed 2 has nothing to be compared with"
+    for damage in (b"", b"{", b"[]", b"{}", b"\xff"):
+        (tmp_path / "cells" / f"{first.digest}.json").write_bytes(damage)
+        assert labs.kept(tmp_path, first) is None
 
 
 def test_a_base_gives_what_all_rows_have_in_common_and_rows(tmp_path: Path) -> None:
@@ -116,3 +98,29 @@ def test_a_base_gives_what_all_rows_have_in_common_and_rows(tmp_path: Path) -> N
     assert (list(lab.rows), lab.speeds, lab.warm_steps) == (["b", "c"], (1.0, 0.5), 7)
     assert lab.settings[0] == "run.tokens=1000"
     assert lab.settings[-1] == "outer.lr=0.1"
+
+
+def test_differences_are_of_the_same_seed_and_table_and_page_say_the_same(tmp_path: Path) -> None:
+    lab = replace(labs.read(written(tmp_path, rows("sync", "mine", "untouched"))), reference="sync")
+    some = [found("sync", 0, 2.0), found("sync", 1, 4.0), found("mine", 0, 2.2), found("mine", 2, 9.0)]
+    sync, mine = labs.lines(lab, some)[:2]
+    assert (sync.off, sync.loss) == ({}, 3.0)
+    assert mine.off == {0: pytest.approx(0.1)}, "seed 2 has nothing to be compared with"
+    lines = labs.lines(lab, [*some[:3], found("mine", 1, 4.0)])
+    shown = dict(zip(HEAD, table_cells(lines[1]), strict=True))
+    assert (shown["row"], shown["loss"], shown["seeds"], shown["against"]) == ("mine", "3.1000", "2", "sync")
+    assert (shown["difference"], shown["least"], shown["most"]) == ("+5.00%", "+0.00%", "+10.00%")
+    text, page = table(lines), html(lab, lines)
+    for words in table_cells(lines[1]):
+        assert words in text
+        assert words in page
+    assert "untouched" not in text, "nothing was found of it"
+    assert "run.tokens=1000" in page
+
+
+def test_a_curve_ends_at_the_final_loss(tmp_path: Path) -> None:
+    lab = labs.read(written(tmp_path, rows("a")))
+    some = replace(found("a", 0, 2.0), points=[[0.5, 5.0, 3, 2.5]])
+    page = html(lab, labs.lines(lab, [some]))
+    assert "a, seed 0: 2.500" in page
+    assert "a, seed 0: 2.000" in page

@@ -15,6 +15,8 @@ from tests.models.pasts import configured
 
 
 def test_the_configuration_says_what_the_run_was_and_where_its_data_lies(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run folder"):
+        past_of(str(tmp_path))
     configured(tmp_path)
     past = past_of(str(tmp_path / "past"))
     assert past.data == tmp_path / "past" / "syncer"
@@ -50,11 +52,6 @@ def test_a_data_folder_names_its_run_and_itself(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "far" / CARD).write_text("[]")
     with pytest.raises(ConfigError, match="does not say of which run"):
         past_of(str(tmp_path / "far"))
-
-
-def test_without_it_there_is_no_past(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run folder"):
-        past_of(str(tmp_path))
 
 
 def test_a_run_of_several_syncers_has_a_past_for_each(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 from diloco.observe.eventlog import Event
+from diloco.observe.history import RunHistory
 
 SITES = {"site-a": 0.30, "site-b": 0.38, "site-c": 0.48}
 """Seconds of an inner step."""
@@ -184,3 +185,10 @@ class Recorder:
 
 def write(path: Path, events: list[Event]) -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def told(events: list[Event]) -> RunHistory:
+    """What is known after ``events``, in the order of their times."""
+    history = RunHistory()
+    history.take_all(sorted(events, key=lambda event: float(str(event["at"]))))
+    return history

@@ -29,16 +29,14 @@ log.close()
 """
 
 
-def test_an_event_says_when_who_and_what(tmp_path: Path) -> None:
+def test_an_event_says_when_who_and_what_as_far_as_it_is_json(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "deep" / "events.jsonl", "site-a")
-    log.emit("step", {"step": 3, "loss": math.nan, "sites": {"a": math.inf}, "versions": (1, 2)})
+    log.emit("step", {"path": Path("x"), "loss": math.nan, "sites": {"a": math.inf}, "versions": (1, 2)})
     log.emit("connected")
     log.close()
     events, _ = read_events(log.path)
-    assert events[0]["who"] == "site-a"
-    assert events[0]["loss"] is None
-    assert events[0]["sites"] == {"a": None}
-    assert events[0]["versions"] == [1, 2]
+    said = {"who": "site-a", "path": "PosixPath('x')", "loss": None, "sites": {"a": None}, "versions": [1, 2]}
+    assert {name: events[0][name] for name in said} == said
     assert [event["what"] for event in events] == ["step", "connected"]
 
 
@@ -47,7 +45,7 @@ def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
     names = ("site-a", "site-b", "syncer")
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in names]
     assert [writer.wait(timeout=30) for writer in writers] == [0, 0, 0]
-    for line in path.read_text().splitlines():
+    for line in filter(None, path.read_text().splitlines()):  # One that opens it during a write begins a new line.
         json.loads(line)
     events, _ = read_events(path)
     for name in names:
@@ -94,16 +92,6 @@ def test_a_file_that_logrotate_moves_away_is_begun_anew(tmp_path: Path) -> None:
     log.emit("two")
     log.close()
     assert [event["what"] for event in read_events(log.path)[0]] == ["two"]
-
-
-def test_emitting_does_not_wait_for_the_one_who_writes(tmp_path: Path) -> None:
-    gate = threading.Event()
-    log = EventLog(tmp_path / "events.jsonl", "site-a", also=lambda event: gate.wait(10) and None)
-    for number in range(100):
-        log.emit("step", {"step": number})
-    gate.set()
-    log.close()
-    assert len(read_events(log.path)[0]) == 100
 
 
 class Disk:
@@ -206,14 +194,6 @@ def test_a_follower_that_fails_ends_neither_the_log_nor_the_others(tmp_path: Pat
     (said,) = [event for event in events if event["what"] == "note"]
     assert (said["note"], said["why"]) == ("follower_failed", "KeyError(0)")
     assert ["in fails" in text for text in logged] == [True], "once, with where it failed"
-
-
-def test_a_field_that_is_no_json_is_told_as_it_looks(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", "syncer")
-    log.emit("step", {"path": Path("x")})
-    log.emit("step", {"path": "y"})
-    log.close()
-    assert [event["path"] for event in read_events(log.path)[0]] == ["PosixPath('x')", "y"]
 
 
 def test_what_waits_to_be_written_is_bounded_and_what_is_left_out_is_counted(

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from diloco.observe.eventlog import Event
 from diloco.observe.history import SERIES_MAX, RunHistory, Series, SiteHistory
 from diloco.observe.summary import summarize
-from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
+from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder, told
 
 
-def told(events: list[Event]) -> RunHistory:
-    history = RunHistory()
-    history.take_all(events)
-    return history
+def event(at: float, who: str, what: str, **more: object) -> Event:
+    return {"at": float(at), "who": who, "what": what, **more}
+
+
+def taking(history: RunHistory) -> Callable[..., None]:
+    at = iter(range(100))
+    return lambda who, what, **fields: history.take(event(next(at), who, what, **fields))
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture(scope="module")
 def history(recorder: Recorder) -> RunHistory:
-    return told(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+    return told(recorder.events)
 
 
 def test_it_knows_sites_versions_and_rounds(history: RunHistory, recorder: Recorder) -> None:
@@ -38,13 +42,8 @@ def test_it_knows_sites_versions_and_rounds(history: RunHistory, recorder: Recor
     assert history.ending == "finished"
     assert history.progress == 1.0
     assert history.epoch == 2
-
-
-def test_units_are_as_last_said(history: RunHistory) -> None:
-    places = ("merged", "partly", "in_hand", "given_back")
-    assert history.units["leased"] == sum(history.units[name] for name in places)
-    assert history.units["merged"] == 40 * 59
-    assert RunHistory().units == {}
+    assert history.units["leased"] == sum(history.units[name] for name in ("merged", "partly", "in_hand", "given_back"))
+    assert history.units["merged"] == 40 * 59, "as was said last"
 
 
 def test_faults_are_healed_and_merges_counted_from_there(history: RunHistory) -> None:
@@ -70,6 +69,9 @@ def test_meters_add_up_over_the_processes_of_a_site(history: RunHistory, recorde
     assert site.meter_max("step_s_max") == pytest.approx(1.5 * SITES["site-b"])
     assert len(site.spans) == 2
     assert None in site.losses.points, "the line is drawn across the death"
+    points = [point for point in site.losses.whole() if point is not None]
+    assert [point[1] for point in points] == sorted(point[1] for point in points)
+    assert site.tokens == site.step * STEP_TOKENS == points[-1][1], "what a restart does again is counted again"
 
 
 def test_bytes_of_the_other_ways_to_do_it(history: RunHistory, recorder: Recorder) -> None:
@@ -79,28 +81,22 @@ def test_bytes_of_the_other_ways_to_do_it(history: RunHistory, recorder: Recorde
     assert history.bytes_data_parallel() == steps * 2 * 2 * 4 * sum(FRAGMENTS) // 3
 
 
-def test_whole_fetches_are_joins_and_not_compared() -> None:
+@pytest.mark.parametrize("had", [{}, {"had": -1}], ids=["an earlier release", "today's"])
+def test_what_a_site_fetches_whole_is_a_join_where_it_held_none_or_was_too_far_behind(had: dict[str, int]) -> None:
     recorder = Recorder()
     recorder.say(0, "up", "layout", fragments=[100])
-    recorder.say(1, "site-a", "fetched", fragment=0, version=3, bytes=400, whole=True)
+    recorder.say(1, "site-a", "fetched", fragment=0, version=3, bytes=400, whole=True, **had)
     recorder.say(2, "site-a", "fetched", fragment=0, version=4, bytes=60, whole=False)
     recorder.say(3, "site-a", "pushed", fragment=0, sequence=1, outcome="refused", bytes=60)
     history = told(recorder.events)
     assert (history.bytes_joins, history.bytes_fp32) == (400, 400)
-
-
-def test_a_version_that_its_codec_sends_whole_is_a_join_only_to_a_site_that_held_none() -> None:
-    recorder = Recorder()
-    recorder.say(0, "up", "layout", fragments=[100])
-    recorder.say(1, "site-a", "fetched", fragment=0, version=0, had=-1, bytes=400, whole=True)
-    recorder.say(2, "syncer", "published", fragment=0, version=1, bytes=400)
-    recorder.say(3, "site-a", "fetched", fragment=0, version=1, had=0, bytes=400, whole=True)
-    recorder.say(4, "site-b", "fetched", fragment=0, version=1, had=-1, bytes=400, whole=True)
+    recorder.say(4, "syncer", "published", fragment=0, version=5, bytes=400)
+    recorder.say(5, "site-a", "fetched", fragment=0, version=5, had=4, bytes=400, whole=True)
     history = told(recorder.events)
-    assert (history.bytes_joins, history.bytes_fp32) == (800, 400)
-    recorder.say(5, "syncer", "published", fragment=0, version=2, bytes=60)
-    recorder.say(6, "site-a", "fetched", fragment=0, version=9, had=1, bytes=400, whole=True)
-    assert told(recorder.events).bytes_joins == 1200, "it was too far behind for what the codec had made"
+    assert (history.bytes_joins, history.bytes_fp32) == (400, 800), "its codec sends it whole"
+    recorder.say(6, "syncer", "published", fragment=0, version=6, bytes=60)
+    recorder.say(7, "site-a", "fetched", fragment=0, version=9, had=5, bytes=400, whole=True)
+    assert told(recorder.events).bytes_joins == 800, "it was too far behind for what the codec had made"
 
 
 def test_states_of_a_site(recorder: Recorder) -> None:
@@ -118,37 +114,30 @@ def test_states_of_a_site(recorder: Recorder) -> None:
 
 
 def test_an_outer_step_that_a_restart_repeats_counts_once() -> None:
-    recorder = Recorder()
-    for at in (1, 2):
-        recorder.say(at, "syncer", "outer_step", fragment=0, version=1, sites={"site-a": 1.0}, staleness={"site-a": 0})
-    history = told(recorder.events)
+    step = {"fragment": 0, "version": 1, "sites": {"site-a": 1.0}, "staleness": {"site-a": 0}}
+    history = told([event(at, "syncer", "outer_step", **step) for at in (1, 2)])
     assert (len(history.rounds), history.sites["site-a"].merges) == (1, 1)
 
 
 def test_the_time_between_two_commands_is_left_out() -> None:
-    recorder = Recorder()
-    recorder.say(0, "up", "run", state="started", sites=["site-a"])
-    recorder.say(5, "up", "link", site="site-a", bytes_up=10, bytes_down=1)
-    recorder.say(10, "up", "run", state="ended", status="drained")
-    recorder.say(5000, "up", "eval", tokens=1, val_loss=1.0)
-    recorder.say(9000, "up", "run", state="started", sites=["site-a"])
-    recorder.say(9004, "up", "link", site="site-a", bytes_up=7, bytes_down=2)
-    history = told(recorder.events)
+    history = told(
+        [
+            event(0, "up", "run", state="started", sites=["site-a"]),
+            event(5, "up", "link", site="site-a", bytes_up=10, bytes_down=1),
+            event(10, "up", "run", state="ended", status="drained"),
+            event(5000, "up", "eval", tokens=1, val_loss=1.0),
+            event(9000, "up", "run", state="started", sites=["site-a"]),
+            event(9004, "up", "link", site="site-a", bytes_up=7, bytes_down=2),
+        ]
+    )
     assert history.seconds == pytest.approx(14)
     assert history.evaluations[0].at_s == pytest.approx(10)
     assert (history.sites["site-a"].bytes_up, history.sites["site-a"].bytes_down) == (17, 3)
 
 
-def test_the_ledger_of_a_site_that_is_done(history: RunHistory, recorder: Recorder) -> None:
-    ledger = history.sites["site-a"].done
-    assert ledger == recorder.ledger("site-a")
-
-
 def test_staleness_is_versions_behind() -> None:
-    recorder = Recorder()
-    recorder.say(0, "syncer", "syncer_started", epoch=1, versions=[5, 7], recovered=0)
-    recorder.say(1, "site-a", "joined", incarnation=1, versions=[5, 4])
-    history = told(recorder.events)
+    started = event(0, "syncer", "syncer_started", epoch=1, versions=[5, 7], recovered=0)
+    history = told([started, event(1, "site-a", "joined", incarnation=1, versions=[5, 4])])
     assert history.staleness(history.sites["site-a"]) == 3
 
 
@@ -162,25 +151,13 @@ def test_any_loss_of_events_and_fields_can_be_read(seed: int) -> None:
             kept = {name: value for name, value in event.items() if chance.random() < 0.8}
             torn.append({name: None if chance.random() < 0.1 else value for name, value in kept.items()})
     try:
-        told(torn)
+        RunHistory().take_all(torn)
     except Exception as error:
         raise AssertionError(f"seed {seed}") from error
 
 
-def test_tokens_read_count_again_what_a_restart_does_again(history: RunHistory) -> None:
-    site = history.sites["site-b"]
-    points = [point for point in site.losses.whole() if point is not None]
-    assert [point[1] for point in points] == sorted(point[1] for point in points)
-    assert site.tokens == history.sites["site-b"].step * STEP_TOKENS == points[-1][1]
-
-
 def test_a_run_of_two_syncers_ends_when_both_have() -> None:
-    history = RunHistory()
-    at = iter(range(100))
-
-    def take(who: str, what: str, **fields: object) -> None:
-        history.take({"at": float(next(at)), "who": who, "what": what, **fields})
-
+    take = taking(history := RunHistory())
     take("up", "run", state="started", sites=["site-a"], syncers=2)
     take("syncer", "syncer_started", epoch=1, versions=[3, 4], fragments=[0, 2], of_syncer=0)
     take("syncer-1", "syncer_started", epoch=1, versions=[5], fragments=[1], of_syncer=1)
@@ -194,36 +171,26 @@ def test_a_run_of_two_syncers_ends_when_both_have() -> None:
     assert not history.site("site-a").connected
     take("site-a", "connected", of_syncer=1)
     assert history.site("site-a").connected
-    take("up", "process", name="syncer", state="started")
-    assert not history.syncer_up
-    take("up", "process", name="syncer-1", state="started")
-    assert history.syncer_up
-    take("up", "process", name="syncer-1", state="ended")
-    assert not history.syncer_up
-    take("syncer", "last_round", why="tokens")
-    assert not history.last_round
-    take("syncer", "final", ending="finished")
-    assert history.ending is None
-    take("syncer-1", "last_round", why="tokens")
-    assert history.last_round
-    take("syncer-1", "final", ending="drained")
-    assert history.ending == "drained"
-    take("syncer-1", "syncer_started", epoch=2, versions=[5], fragments=[1], of_syncer=1)
-    assert history.ending is None
-    take("syncer-1", "final", ending="finished")  # Read again from its journal as it starts.
-    take("syncer-1", "syncer_started", epoch=3, versions=[5], fragments=[1], of_syncer=1, ending="finished")
-    assert history.ending == "finished"
-    take("syncer-1", "final", ending="finished")
-    assert history.ending == "finished"
+    one = {"versions": [5], "fragments": [1], "of_syncer": 1}
+    for who, what, fields, seen in (
+        ("up", "process", {"name": "syncer", "state": "started"}, {"syncer_up": False}),
+        ("up", "process", {"name": "syncer-1", "state": "started"}, {"syncer_up": True}),
+        ("up", "process", {"name": "syncer-1", "state": "ended"}, {"syncer_up": False}),
+        ("syncer", "last_round", {"why": "tokens"}, {"last_round": False}),
+        ("syncer", "final", {"ending": "finished"}, {"ending": None}),
+        ("syncer-1", "last_round", {"why": "tokens"}, {"last_round": True}),
+        ("syncer-1", "final", {"ending": "drained"}, {"ending": "drained"}),
+        ("syncer-1", "syncer_started", {**one, "epoch": 2}, {"ending": None}),
+        ("syncer-1", "final", {"ending": "finished"}, {}),  # Read again from its journal as it starts.
+        ("syncer-1", "syncer_started", {**one, "epoch": 3, "ending": "finished"}, {"ending": "finished"}),
+        ("syncer-1", "final", {"ending": "finished"}, {"ending": "finished"}),
+    ):
+        take(who, what, **fields)
+        assert {name: getattr(history, name) for name in seen} == seen, (who, what, fields)
 
 
 def test_tokens_merged_are_what_syncers_began_with_and_have_published_since() -> None:
-    history = RunHistory()
-    at = iter(range(100))
-
-    def take(who: str, what: str, **fields: object) -> None:
-        history.take({"at": float(next(at)), "who": who, "what": what, **fields})
-
+    take = taking(history := RunHistory())
     take("up", "run", state="started", sites=["site-a", "site-b"], syncers=2)
     take("up", "layout", fragments=[4, 4, 4, 4])
     assert history.tokens_merged("site-a") == 0
@@ -241,22 +208,15 @@ def test_tokens_merged_are_what_syncers_began_with_and_have_published_since() ->
     assert history.tokens_merged("site-a") == 200, "one of an earlier release does not say it"
 
 
-def test_tokens_merged_are_means_over_the_fragments_of_a_run_that_nobody_said_the_layout_of() -> None:
-    history = RunHistory()
-    history.take({"at": 1.0, "who": "syncer", "what": "syncer_started", "versions": [0, 0], "tokens_merged": {}})
+def test_tokens_merged_are_means_over_the_fragments_of_a_run_whose_layout_was_never_said() -> None:
+    take = taking(history := RunHistory())
+    take("syncer", "syncer_started", versions=[0, 0], tokens_merged={})
     for fragment in (0, 1):
-        published = {"fragment": fragment, "version": 1, "merged": {"site-a": [300, 1]}}
-        history.take({"at": 2.0, "who": "syncer", "what": "published", **published})
+        take("syncer", "published", fragment=fragment, version=1, merged={"site-a": [300, 1]})
     assert history.tokens_merged("site-a") == 300
 
 
-def test_what_a_site_left_with_is_not_known_to_hold_after_a_restore(recorder: Recorder) -> None:
-    recorder.say(500.0, "restore", "restored", lineage=2, versions=[1, 1])
-    history = told(recorder.events)
-    assert history.sites["site-a"].left_with is None
-
-
-def test_a_long_series_is_thinned_and_keeps_its_end() -> None:
+def test_a_long_series_is_thinned_and_a_short_one_is_kept_whole() -> None:
     series = Series()
     for number in range(10 * SERIES_MAX):
         series.add(float(number), 1.0)
@@ -268,16 +228,12 @@ def test_a_long_series_is_thinned_and_keeps_its_end() -> None:
     assert None in points
     firsts = [point[0] for point in points if point is not None]
     assert firsts == sorted(firsts)
-
-
-def test_a_short_series_is_kept_whole() -> None:
-    series = Series()
-    assert series.whole() == []
-    series.add(1.0, 2.0)
-    series.cut()
-    series.cut()
-    series.add(2.0, 1.0)
-    assert series.whole() == [(1.0, 2.0), None, (2.0, 1.0)]
+    short = Series()
+    short.add(1.0, 2.0)
+    short.cut()
+    short.cut()
+    short.add(2.0, 1.0)
+    assert short.whole() == [(1.0, 2.0), None, (2.0, 1.0)]
 
 
 def test_figures_over_several_processes_of_a_site() -> None:
@@ -292,24 +248,7 @@ def test_figures_over_several_processes_of_a_site() -> None:
     assert site.meter_by_steps("step_s_p50") == pytest.approx(0.2)
 
 
-def test_bytes_add_up_over_sessions() -> None:
-    site = SiteHistory("site-a", links={1: (10, 1), 2: (5, 2)})
-    assert (site.bytes_up, site.bytes_down) == (15, 3)
-
-
-def test_without_an_emulated_link_the_sites_own_count_stands() -> None:
-    site = SiteHistory("site-a")
-    site.meters = {1: {"bytes_up": 10.0, "bytes_down": 1.0}, 2: {"bytes_up": 5.0, "bytes_down": 2.0}}
-    assert (site.bytes_up, site.bytes_down) == (15, 3)
-    site.links = {1: (100, 50)}
-    assert (site.bytes_up, site.bytes_down) == (100, 50)
-
-
 # --- A run by hand: the sites' own events are kept elsewhere ---------------------------------------------------------
-
-
-def event(at: float, who: str, what: str, **more: object) -> Event:
-    return {"at": float(at), "who": who, "what": what, **more}
 
 
 def reported(at: float, site: str, step: int, incarnation: int = 7, **more: object) -> dict[str, object]:
@@ -352,13 +291,9 @@ def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> N
     assert summarize(history, None, {})["status"] == "ok", "nobody was asked to evaluate it"
 
 
-def test_a_process_that_joins_anew_after_a_restore_is_no_restart_and_counts_once() -> None:
-    history = told([reported(5, "fra", 10), reported(6, "fra", 11, incarnation=9, train_s=11.0, bytes_up=600)])
-    fra = history.sites["fra"]
+def test_what_joins_anew_or_at_another_syncer_is_no_restart_and_counts_once() -> None:
+    fra = told([reported(5, "fra", 10), reported(6, "fra", 11, incarnation=9, train_s=11.0, bytes_up=600)]).sites["fra"]
     assert (fra.restarts, fra.meter("train_s"), fra.bytes_up, fra.meter("inner_steps")) == (0, 11.0, 600, 11)
-
-
-def test_several_syncers_record_one_site_once_and_its_bytes_to_each() -> None:
     both = [reported(5 * turn, "fra", turn, incarnation=7 + of, of_syncer=of) for turn in (1, 2, 3) for of in (0, 1)]
     fra = told(both).sites["fra"]
     assert (fra.restarts, fra.step, fra.meter("inner_steps"), fra.bytes_up, fra.bytes_down) == (0, 3, 3, 1000, 1400)

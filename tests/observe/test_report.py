@@ -9,9 +9,9 @@ import pytest
 
 from diloco.observe import report
 from diloco.observe.eventlog import Event
-from diloco.observe.history import RunHistory
+from diloco.observe.report import STYLES, legend, page, section, series_style, table
 from diloco.observe.summary import SCHEMA, summarize, write_summary
-from tests.observe.recorded import SITES, Recorder, write
+from tests.observe.recorded import SITES, Recorder, told, write
 
 
 class Page(HTMLParser):
@@ -51,9 +51,7 @@ def folder(path: Path, events: list[Event], recorder: Recorder | None = None) ->
     write(run_dir / "events.jsonl", events)
     (run_dir / "config.yaml").write_text("run: {name: '<quiet & otter>'}\n")
     if recorder is not None:
-        history = RunHistory()
-        history.take_all(events)
-        write_summary(run_dir / "summary.json", summarize(history, recorder.status(), {"run": {"seed": 3}}))
+        write_summary(run_dir / "summary.json", summarize(told(events), recorder.status(), {"run": {"seed": 3}}))
     return run_dir
 
 
@@ -63,8 +61,10 @@ def run_dir(tmp_path: Path) -> Path:
     return folder(tmp_path, recorder.record(), recorder)
 
 
-def test_the_page_is_whole_and_loads_nothing(run_dir: Path) -> None:
-    summary, _ = report.rebuild(run_dir)
+def test_the_page_is_whole_shows_every_merge_and_fault_and_loads_nothing(run_dir: Path) -> None:
+    link = run_dir.parent / "latest"
+    link.symlink_to(run_dir.name)
+    summary, _ = report.rebuild(link)
     text = (run_dir / "report.html").read_text()
     page = Page(text)
     assert summary["status"] == "ok"
@@ -73,10 +73,17 @@ def test_the_page_is_whole_and_loads_nothing(run_dir: Path) -> None:
     assert not re.search(r"https?://|url\(|@import", text)
     assert page.tags.count("svg") == 5
     assert page.tags.count("table") == 3
-    for word in ["quiet-otter", "ok", "1.720", *SITES, "Rounds, merges and faults", "Bytes between the sites"]:
+    assert "<h1>quiet-otter</h1>" in text, "not the name of the link"
+    for word in ["ok", "1.720", *SITES, "Rounds, merges and faults", "Bytes between the sites"]:
         assert word in page.words, word
     assert "<quiet & otter>" in " ".join(page.words)
     assert len(text) < 400_000
+    events = (run_dir / "events.jsonl").read_text()
+    merges = sum(event["what"] == "sealed" for event in map(json.loads, events.splitlines()))
+    assert len(re.findall(r'<rect class="merge s\d"', text)) == merges
+    assert len(re.findall(r'<rect class="fault"', text)) == 3
+    assert len(re.findall(r'<rect class="round"', text)) == 57
+    assert "site-b is killed (SIGKILL), 0:15 to 0:21" in text
 
 
 def test_where_the_units_of_the_data_are_stands_beside_the_tokens(run_dir: Path) -> None:
@@ -88,25 +95,7 @@ def test_where_the_units_of_the_data_are_stands_beside_the_tokens(run_dir: Path)
     assert "Data in units of 7 sequences: 7 leased, 7 processed, 7 merged," in (run_dir / "report.html").read_text()
 
 
-def test_the_time_line_shows_every_merge_and_fault(run_dir: Path) -> None:
-    report.rebuild(run_dir)
-    text = (run_dir / "report.html").read_text()
-    events = (run_dir / "events.jsonl").read_text()
-    merges = sum(event["what"] == "sealed" for event in map(json.loads, events.splitlines()))
-    assert len(re.findall(r'<rect class="merge s\d"', text)) == merges
-    assert len(re.findall(r'<rect class="fault"', text)) == 3
-    assert len(re.findall(r'<rect class="round"', text)) == 57
-    assert "site-b is killed (SIGKILL), 0:15 to 0:21" in text
-
-
-def test_a_link_to_the_run_has_the_runs_name(run_dir: Path) -> None:
-    link = run_dir.parent / "latest"
-    link.symlink_to(run_dir.name)
-    report.rebuild(link)
-    assert "<h1>quiet-otter</h1>" in (run_dir / "report.html").read_text()
-
-
-@pytest.mark.parametrize("cut", [0, 1, 5, 20, 60, 400])
+@pytest.mark.parametrize("cut", [0, 1, 20, 400])
 def test_a_run_that_failed_has_a_report_too(tmp_path: Path, cut: int) -> None:
     run_dir = folder(tmp_path, Recorder().record()[:cut])
     summary, _ = report.rebuild(run_dir)
@@ -131,11 +120,19 @@ def test_after_a_restore_what_counts_as_merged_is_what_was_restored(tmp_path: Pa
         assert site["tokens_lost"] == site["tokens_processed"] - site["tokens_merged"]
     assert history.run_tokens == sum(site["tokens_merged"] for site in summary["sites"].values())
     assert summary["status"] == "the run did not come to its end"
-    told = dict.fromkeys(SITES, 2048)
-    history.take({"at": 3e9, "who": "syncer", "what": "syncer_started", "versions": [3, 3], "tokens_merged": told})
+    merged = dict.fromkeys(SITES, 2048)
+    history.take({"at": 3e9, "who": "syncer", "what": "syncer_started", "versions": [3, 3], "tokens_merged": merged})
     assert history.tokens_merged("site-a") == 1024, "the syncer that starts there knows"
 
 
-def test_the_template_is_package_data() -> None:
-    settings = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"*.html"' in settings
+def test_a_page_says_what_it_is_given_and_nothing_that_a_browser_would_take_for_tags() -> None:
+    made = page("a <b>", "ok & well", [("3", "rows")], [section("Loss", "", "<svg/>", "1 < 2")], good=True)
+    said = ["<title>a &lt;b&gt;</title>", 'class="status ok">ok &amp; well<', "<b>3</b><span>rows</span>", "1 &lt; 2"]
+    for words in [*said, "<svg/>"]:
+        assert words in made
+    assert "status wrong" in page("t", "failed", [], [], good=False)
+    assert "Nothing was recorded." in section("Loss", "", "", "")
+    assert table(("a",), []) == ""
+    assert table(("a", "b"), [("1", "<2>")]).count("<td>") == 2
+    assert len({series_style(number) for number in range(20)}) == STYLES
+    assert 'class="s1"' in legend([("b", series_style(1))])

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.observe.history import RunHistory
 from diloco.observe.summary import (
     LEDGER,
     SCHEMA,
@@ -19,7 +19,7 @@ from diloco.observe.summary import (
     unfinished,
     write_summary,
 )
-from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
+from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder, told
 
 CONFIG = {"run": {"seed": 7, "name": "quiet-otter"}, "model": {"dim": 128}}
 
@@ -32,9 +32,11 @@ def recorder() -> Recorder:
 
 
 def made(recorder: Recorder, **changes: Any) -> dict[str, Any]:
-    history = RunHistory()
-    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
-    return summarize(history, **{"status": recorder.status(), "config": CONFIG, **changes})
+    return summarize(told(recorder.events), **{"status": recorder.status(), "config": CONFIG, **changes})
+
+
+def closed(recorder: Recorder, **changes: Any) -> list[str]:
+    return closing_lines(made(recorder, **changes), told(recorder.events), Path("runs/quiet-otter"))
 
 
 def test_a_good_run_is_ok_and_fits_the_schema(recorder: Recorder, tmp_path: Path) -> None:
@@ -49,6 +51,7 @@ def test_a_good_run_is_ok_and_fits_the_schema(recorder: Recorder, tmp_path: Path
         ("partition", "link:site-c"),
         ("kill", "syncer"),
     ]
+    assert summary["wire"]["bytes_up"] == 3 * 60_000 * 59
     assert all(fault["healed_seconds"] > fault["at_seconds"] for fault in summary["faults"])
     write_summary(tmp_path / "summary.json", summary)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
@@ -56,8 +59,14 @@ def test_a_good_run_is_ok_and_fits_the_schema(recorder: Recorder, tmp_path: Path
 
 def test_units_are_as_the_syncer_said_last_and_null_where_none_are_leased(recorder: Recorder) -> None:
     assert made(recorder)["units"] is None
-    units = dict.fromkeys(SCHEMA["units"], 3)
-    summary = made(recorder, status={**recorder.status(), "units": units})
+    assert not [line for line in closed(recorder) if line.startswith("data")]
+    units = dict.fromkeys(SCHEMA["units"], 123_456_789)
+    status = {**recorder.status(), "units": units}
+    lines = closed(recorder, status=status)
+    (begin,) = [number for number, line in enumerate(lines) if line.startswith("data    units of")]
+    assert "123,456,789 re-issued" in " ".join(lines[begin : begin + 4])
+    assert max(map(len, lines)) <= WIDTH
+    summary = made(recorder, status=status)
     assert (summary["units"], complaints(summary)) == (units, [])
     del units["merged"]
     assert complaints(summary) == ["summary.units.merged is missing"]
@@ -76,25 +85,12 @@ def test_invariant_10_tokens_balance_after_the_syncers_last_word(recorder: Recor
     assert summary["sites"]["site-b"]["tokens_lost"] == 5 * STEP_TOKENS
 
 
-def test_tokens_that_do_not_balance_are_not_ok(recorder: Recorder) -> None:
-    for event in recorder.events:
-        if event["what"] == "site_done" and event["who"] == "site-c":
-            event["ledger"] = {**recorder.ledger("site-c"), "unsent": 1}
-    assert "the tokens of site-c do not balance" in made(recorder)["status"]
-
-
-@pytest.mark.parametrize(
-    ("done", "merged", "wanted"),
-    [
-        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 80, (80, 10, 10)),
-        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 95, (90, 0, 10)),
-        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 59, (60, 30, 10)),
-    ],
-)
-def test_late_fates_move_from_in_flight(done: dict[str, int], merged: int, wanted: tuple[int, ...]) -> None:
-    ledger = settled(done, {"tokens_merged": merged})
-    assert (ledger["merged"], ledger["in_flight"], ledger["unsent"]) == wanted
-    assert ledger["processed"] == sum(ledger[part] for part in LEDGER)
+def test_late_fates_move_from_in_flight() -> None:
+    done = {"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}
+    for merged, wanted in ((80, (80, 10, 10)), (95, (90, 0, 10)), (59, (60, 30, 10))):
+        ledger = settled(done, {"tokens_merged": merged})
+        assert (ledger["merged"], ledger["in_flight"], ledger["unsent"]) == wanted
+        assert ledger["processed"] == sum(ledger[part] for part in LEDGER)
 
 
 @pytest.mark.parametrize("undecided", [0, 1])
@@ -103,10 +99,8 @@ def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None
     recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
     recorder.say(1, "site-a", "meter", incarnation=2, tokens=300)
     recorder.say(1, "site-a", "fate", fragment=0, sequence=3, reason="non_finite", tokens=80)
-    history = RunHistory()
-    history.take_all(recorder.events)
     heard = {"tokens_merged": 600, "tokens_processed": 900, "tokens_in_flight": 50, "undecided": undecided}
-    ledger = unfinished(history.sites["site-a"], heard, 2)
+    ledger = unfinished(told(recorder.events).sites["site-a"], heard, 2)
     assert ledger["processed"] == 1000 == sum(ledger[part] for part in LEDGER)
     assert (ledger["merged"], ledger["refused"], ledger["in_flight"]) == (600, 40, 50 * undecided)
 
@@ -149,59 +143,57 @@ def test_a_site_that_died_after_it_had_joined_again_keeps_what_was_published_of_
     assert site["tokens_lost"] == site["tokens_processed"] - 3 * STEP_TOKENS > 0
 
 
-def test_what_other_ways_would_have_sent(recorder: Recorder) -> None:
-    wire = made(recorder)["wire"]
-    steps = sum(recorder.steps.values())
-    assert wire["bytes_data_parallel_equivalent"] == steps * 4 * 4 * sum(FRAGMENTS) // 3
-    assert wire["bytes_fp32_equivalent"] > 0
-    assert wire["bytes_up"] == 3 * 60_000 * 59
-
-
 def test_without_emulated_links_the_sites_own_counts_are_the_wire(recorder: Recorder) -> None:
     recorder.events = [event for event in recorder.events if event["what"] != "link"]
     summary = made(recorder)
     # The recorder's sites count 10 bytes in each process, and site-b has two.
-    assert {name: site["bytes_up"] for name, site in summary["sites"].items()} == {
-        "site-a": 10,
-        "site-b": 20,
-        "site-c": 10,
-    }
+    assert [site["bytes_up"] for site in summary["sites"].values()] == [10, 20, 10]
     assert (summary["wire"]["bytes_up"], summary["wire"]["bytes_down"]) == (40, 40)
-    history = RunHistory()
-    history.take_all(recorder.events)
-    assert history.wire.last is not None
-    assert history.wire.last[1] == 80
+    wire = told(recorder.events).wire.last
+    assert wire is not None
+    assert wire[1] == 80
 
 
-def test_a_run_cut_down_says_so_and_still_fits(recorder: Recorder) -> None:
-    begin = min(float(str(event["at"])) for event in recorder.events)
-    recorder.events = [event for event in recorder.events if float(str(event["at"])) < begin + 20]
-    summary = made(recorder, status=None)
-    assert "the run did not come to its end" in summary["status"]
-    assert complaints(summary) == []
+def unbalanced(recorder: Recorder) -> None:
+    for event in recorder.events:
+        if event["what"] == "site_done" and event["who"] == "site-c":
+            event["ledger"] = {**recorder.ledger("site-c"), "unsent": 1}
 
 
-def test_a_final_version_that_nobody_evaluated_is_said(recorder: Recorder) -> None:
-    events = [event for event in recorder.events if event["what"] != "eval" or event["tokens"] == 0]
-    recorder.events = events
-    assert made(recorder)["status"] == "the final version was not evaluated"
-
-
-def test_what_went_wrong_outside_is_the_status(recorder: Recorder) -> None:
-    assert made(recorder, wrong=["site-a ended with exit code 1"])["status"] == "site-a ended with exit code 1"
-
-
-def test_a_drained_run_is_not_ok(recorder: Recorder) -> None:
+def drained(recorder: Recorder) -> None:
     for event in recorder.events:
         if event["what"] == "final":
             event["ending"] = "drained"
-    assert made(recorder)["status"].startswith("drained")
 
 
-def test_nothing_at_all_is_a_summary_too() -> None:
-    summary = summarize(RunHistory(), None, {})
+def cut_down(recorder: Recorder) -> None:
+    begin = min(float(str(event["at"])) for event in recorder.events)
+    recorder.events = [event for event in recorder.events if float(str(event["at"])) < begin + 20]
+
+
+def never_evaluated(recorder: Recorder) -> None:
+    recorder.events = [event for event in recorder.events if event["what"] != "eval" or event["tokens"] == 0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "given", "status"),
+    [
+        (unbalanced, {}, "the tokens of site-c do not balance"),
+        (drained, {}, "drained"),
+        (cut_down, {"status": None}, "the run did not come to its end"),
+        (never_evaluated, {}, "the final version was not evaluated"),
+        (lambda recorder: None, {"wrong": ["site-a ended with exit code 1"]}, "site-a ended with exit code 1"),
+        (lambda recorder: recorder.events.clear(), {"status": None}, "the run did not come to its end"),
+    ],
+    ids=["unbalanced", "drained", "cut down", "never evaluated", "wrong outside", "nothing at all"],
+)
+def test_what_is_not_ok_says_so_and_still_fits(
+    recorder: Recorder, spoil: Callable[[Recorder], None], given: dict[str, Any], status: str
+) -> None:
+    spoil(recorder)
+    summary = made(recorder, **given)
+    assert status in summary["status"]
     assert complaints(summary) == []
-    assert summary["status"] != "ok"
 
 
 def paths(value: Any, kind: str, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -237,9 +229,6 @@ def test_the_schema_sees_every_field_missing_or_of_another_kind(recorder: Record
             else:
                 parent[path[-1]] = True
             assert complaints(broken), f"{damage} {path} is not seen"
-
-
-def test_numbers_that_are_none_do_not_fit() -> None:
     for value in (float("nan"), float("inf"), True, "1"):
         assert complaints(value, "number")
     assert complaints(-1, "whole")
@@ -266,24 +255,13 @@ def test_a_run_that_made_nearly_no_version_is_not_ok(since: int, status: str) ->
     recorder.record()
     summary = made(recorder)
     assert summary["status"] == status + ("waiting for site-b of all 3 members" if status != "ok" else "")
-    history = RunHistory()
-    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
-    told = " ".join(" ".join(closing_lines(summary, history, Path("runs/still"))).split())
+    words = " ".join(" ".join(closed(recorder)).split())
     began, lasted = ("0:03", "1:00") if since == 0 else ("0:23", "0:40")
     said = f"rounds no version of fragment 0 for {lasted} from {began} on: waiting for site-b of all 3 members"
-    assert said in told
+    assert said in words
 
 
-def closed(recorder: Recorder, **changes: Any) -> list[str]:
-    history = RunHistory()
-    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
-    summary = summarize(history, recorder.status(), {}, **changes)
-    return closing_lines(summary, history, Path("runs/quiet-otter"))
-
-
-def test_the_table_says_what_was_reached_and_fits() -> None:
-    recorder = Recorder()
-    recorder.record()
+def test_the_table_says_what_was_reached_in_columns_and_fits(recorder: Recorder) -> None:
     lines = closed(recorder)
     text = "\n".join(lines)
     assert lines[0] == "quiet-otter: ok, after 1:06"
@@ -293,6 +271,12 @@ def test_the_table_says_what_was_reached_and_fits() -> None:
     assert "runs/quiet-otter/" in text
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 22
+    head = next(line for line in lines if line.startswith("site  "))
+    row = next(line for line in lines if line.startswith("site-b"))
+    assert len(row) == len(head)
+    for name, cell in zip(head.split()[1:], row.split()[1:], strict=True):
+        assert row[: head.index(name) + len(name)].endswith(f" {cell}"), name
+    assert row.split()[4] == "10.2k"
 
 
 @pytest.mark.parametrize(
@@ -302,38 +286,11 @@ def test_the_table_says_what_was_reached_and_fits() -> None:
         (("fp32", "bf16", ""), "site-a 6.83k (fp32), site-b 5.64k (bf16), site-c 4.27k (?)"),
     ],
 )
-def test_what_each_machine_gave_is_said(formats: tuple[str, ...], said: str) -> None:
-    recorder = Recorder()
-    recorder.record()
+def test_what_each_machine_gave_is_said(recorder: Recorder, formats: tuple[str, ...], said: str) -> None:
     for site, products in zip(("site-a", "site-b", "site-c"), formats, strict=True):
         if products:
             recorder.say(1, site, "number_format", products=products)
     assert [line for line in closed(recorder) if line.startswith("speed")] == [f"speed   tokens/s: {said}"]
-
-
-def test_where_the_units_of_the_data_are_is_said_where_any_were_leased() -> None:
-    recorder = Recorder()
-    recorder.record()
-    history = RunHistory()
-    units = dict.fromkeys(SCHEMA["units"], 123_456_789)
-    summary = summarize(history, {**recorder.status(), "units": units}, {})
-    lines = closing_lines(summary, history, Path("runs/quiet-otter"))
-    (begin,) = [number for number, line in enumerate(lines) if line.startswith("data    units of")]
-    assert "123,456,789 re-issued" in " ".join(lines[begin : begin + 4])
-    assert max(map(len, lines)) <= WIDTH
-    assert not [line for line in closed(recorder) if line.startswith("data")]
-
-
-def test_a_site_and_its_numbers_stand_in_their_columns() -> None:
-    recorder = Recorder()
-    recorder.record()
-    lines = closed(recorder)
-    head = next(line for line in lines if line.startswith("site  "))
-    row = next(line for line in lines if line.startswith("site-b"))
-    assert len(row) == len(head)
-    for name, cell in zip(head.split()[1:], row.split()[1:], strict=True):
-        assert row[: head.index(name) + len(name)].endswith(f" {cell}"), name
-    assert row.split()[4] == "10.2k"
 
 
 @pytest.mark.parametrize("sites", [[], ["a-site-with-a-very-long-name"], [f"site-{number}" for number in range(30)]])

@@ -44,17 +44,17 @@ def test_the_screen_in_the_middle_of_a_partition() -> None:
     assert "units  1,355 leased, 1,160 merged, 3 partly, 1 repeated" in lines
 
 
-def test_units_are_shown_where_data_is_leased_and_nowhere_else() -> None:
+def test_what_is_dead_not_leased_or_not_known_yet_is_shown_as_such() -> None:
+    (row,) = [line for line in shown(played(17)) if line.strip().startswith("site-b")]
+    assert row.split()[1] == "killed"
+    assert any(line.startswith("syncer down") for line in shown(played(43)))
     history = played(33.5)
     history.units = {}
     assert not any(line.startswith("units") for line in shown(history))
     assert len(list(standing(history, FACTS))) == 1
-
-
-def test_the_dead_are_shown_as_dead() -> None:
-    (row,) = [line for line in shown(played(17)) if line.strip().startswith("site-b")]
-    assert row.split()[1] == "killed"
-    assert any(line.startswith("syncer down") for line in shown(played(43)))
+    text = "\n".join(shown(RunHistory()))
+    assert "starting" in text
+    assert "syncer down" in text
 
 
 @pytest.mark.parametrize("width", sooner([60, 80, 100, 160], 60, 100))
@@ -65,12 +65,6 @@ def test_no_line_is_wider_than_the_console_and_all_fit_a_small_one(width: int) -
         assert len(lines) <= 24 or width < 80
     for name in SITES:
         assert any(name in line for line in shown(played(33), 80))
-
-
-def test_before_anything_is_known() -> None:
-    text = "\n".join(shown(RunHistory()))
-    assert "starting" in text
-    assert "syncer down" in text
 
 
 def test_a_sparkline_spans_its_range() -> None:

@@ -32,8 +32,9 @@ from diloco.outer.fragments import (
 )
 
 
-def test_pieces_stand_in_order_of_names() -> None:
+def test_pieces_stand_in_order_of_names_and_come_back_from_json() -> None:
     layout = plan_layout([("b", (2,)), ("a", (9,)), ("c", (1,)), ("d", (4,))], 2)
+    assert Layout.from_json(layout.to_json()) == layout
     assert layout.parameters == (("a", (9,)), ("b", (2,)), ("c", (1,)), ("d", (4,)))
     assert layout.fragments[0].pieces == (Piece("a", 0, 9),)
     assert layout.fragments[1].pieces == (Piece("b", 0, 2), Piece("c", 0, 1), Piece("d", 0, 4))
@@ -49,13 +50,6 @@ def test_pieces_stand_in_order_of_names() -> None:
 )
 def test_fingerprint_differs_with_names_and_shapes(other: list[tuple[str, tuple[int, ...]]]) -> None:
     assert plan_layout([("a", (4, 8)), ("b", (3,))], 1).fingerprint != plan_layout(other, 1).fingerprint
-
-
-def test_json_round_trip() -> None:
-    layout = plan_layout([("b", (2, 3)), ("a", ()), ("c", (7,))], 2)
-    again = Layout.from_json(layout.to_json())
-    assert again == layout
-    assert again.fingerprint == layout.fingerprint
 
 
 def test_fragments_may_cut_a_parameter() -> None:
@@ -117,10 +111,10 @@ def test_text_that_is_no_layout_is_refused(text: str, words: str) -> None:
         Layout.from_json(text)
 
 
-@pytest.mark.parametrize("num_fragments", [0, 3, -1])
-def test_num_fragments_is_checked(num_fragments: int) -> None:
-    with pytest.raises(ValueError, match=f"num_fragments is {num_fragments}"):
-        plan_layout([("a", (1,)), ("b", (1,))], num_fragments)
+def test_a_layout_has_as_many_fragments_as_parameters_at_most() -> None:
+    for num_fragments in (0, 3, -1):
+        with pytest.raises(ValueError, match=f"num_fragments is {num_fragments}"):
+            plan_layout([("a", (1,)), ("b", (1,))], num_fragments)
 
 
 def test_first_difference_says_it_in_words() -> None:
@@ -138,33 +132,24 @@ def test_first_difference_says_it_in_words() -> None:
     assert "fragment 0 has 32 values" in (more.first_difference(swapped) or "")
 
 
-def test_gather_and_scatter_are_inverse() -> None:
-    generator = torch.Generator().manual_seed(3)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
-    parameters = named_parameters_once(model)
-    layout = plan_layout([(name, tuple(p.shape)) for name, p in parameters.items()], 2)
-    for fragment in layout.fragments:
-        before = gather(fragment, parameters)
-        new = torch.randn(fragment.numel, generator=generator)
-        out = torch.empty(fragment.numel)
-        scatter(fragment, new, parameters)
-        assert gather(fragment, parameters, out=out) is out
-        assert torch.equal(out, new)
-        assert not torch.equal(before, new)  # what was gathered is a copy
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_scatter_into_transposed_and_half_precision_parameters() -> None:
+def test_gather_and_scatter_are_inverse_also_of_transposed_and_half_precision_parameters() -> None:
     parameters = {"a": torch.zeros(3, 2).t(), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros(())}
-    layout = plan_layout([(name, tuple(p.shape)) for name, p in parameters.items()], 1)
+    fragment = plan_layout([(name, tuple(p.shape)) for name, p in parameters.items()], 1).fragments[0]
+    before = gather(fragment, parameters)
     values = torch.tensor([1.0, 2, 3, 4, 5, 6, 1.001, 8, 9, 10, 11])
-    scatter(layout.fragments[0], values, parameters)
+    scatter(fragment, values, parameters)
     assert parameters["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert parameters["b"].tolist() == [1, 8, 9, 10]
     assert parameters["c"].item() == 11
-    expected = values.clone()
+    expected, out = values.clone(), torch.empty(fragment.numel)
     expected[6] = 1
-    assert torch.equal(gather(layout.fragments[0], parameters), expected)
+    assert gather(fragment, parameters, out=out) is out
+    assert torch.equal(out, expected)
+    assert not before.any(), "what was gathered is a copy"
+    module = nn.Linear(2, 2)
+    scatter(plan_layout([("weight", (2, 2))], 1).fragments[0], torch.ones(4), named_parameters_once(module))
+    assert module.weight.requires_grad
+    assert module.weight.tolist() == [[1, 1], [1, 1]]
 
 
 class Tied(nn.Module):
@@ -178,16 +163,21 @@ class Tied(nn.Module):
         self.register_buffer("table", torch.zeros(2))
 
 
-def test_tied_parameters_once_buffers_never() -> None:
+class Outer(nn.Module):
+    """A model with a submodule that happens to be called ``module``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(1, 1, bias=False)
+
+
+def test_names_are_those_of_the_bare_model_with_tied_parameters_once_and_no_buffers() -> None:
     assert list(named_parameters_once(Tied())) == ["embedding.weight"]
-
-
-def test_names_are_those_of_the_bare_model() -> None:
-    bare = Tied()
-    assert list(named_parameters_once(torch.compile(bare, backend="eager"))) == ["embedding.weight"]
-    inside = nn.Sequential(nn.Linear(2, 2))
-    inside[0] = torch.compile(inside[0], backend="eager")
-    assert list(named_parameters_once(inside)) == ["0.weight", "0.bias"]
+    assert list(named_parameters_once(Outer())) == ["module.weight"]
+    assert list(named_parameters_once(torch.compile(Tied(), backend="eager"))) == ["embedding.weight"]
+    for wrapped in (lambda module: torch.compile(module, backend="eager"), checkpoint_wrapper):
+        inside = nn.Sequential(wrapped(nn.Linear(2, 2)))
+        assert list(named_parameters_once(inside)) == ["0.weight", "0.bias"]
 
 
 @contextmanager
@@ -217,12 +207,6 @@ def assert_names_under_ddp() -> None:
     assert list(named_parameters_once(inside)) == ["0.module.weight"]
 
 
-def test_names_under_activation_checkpointing() -> None:
-    inside = nn.Sequential(nn.Linear(2, 2))
-    inside[0] = checkpoint_wrapper(inside[0])
-    assert list(named_parameters_once(inside)) == ["0.weight", "0.bias"]
-
-
 def test_names_and_shapes_under_fsdp() -> None:
     bare = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     told = [(name, tuple(value.shape)) for name, value in named_parameters_once(bare).items()]
@@ -233,18 +217,6 @@ def test_names_and_shapes_under_fsdp() -> None:
         found = named_parameters_once(bare)
         assert [(name, tuple(value.shape)) for name, value in found.items()] == told
         assert all(isinstance(value, DTensor) for value in found.values())
-
-
-class Outer(nn.Module):
-    """A model with a submodule that happens to be called ``module``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(1, 1, bias=False)
-
-
-def test_a_submodule_called_module_keeps_its_name() -> None:
-    assert list(named_parameters_once(Outer())) == ["module.weight"]
 
 
 # --- Which syncer holds which fragments ------------------------------------------------------------------------------
@@ -293,14 +265,12 @@ def test_every_fragment_is_placed_once_and_near_the_best() -> None:
         assert slowest(placed, numels, rates) <= bound * best(numels, rates), f"seed {seed}: {numels} {rates} {placed}"
 
 
-def test_a_faster_link_takes_more() -> None:
+def test_a_faster_link_takes_more_and_one_syncer_all() -> None:
+    assert place([3, 1, 2], [7.0]) == ((0, 1, 2),)
+    assert described(((0, 2), (1,))) == "0 2 / 1"
     assert place([10] * 8, [300.0, 100.0]) == ((0, 1, 2, 4, 5, 6), (3, 7))
     assert place([10] * 4, [1.0, 1.0]) == ((0, 2), (1, 3))
     assert place([5, 9, 5], [1.0, 1.0]) == ((1,), (0, 2))
-
-
-def test_one_syncer_holds_all() -> None:
-    assert place([3, 1, 2], [7.0]) == ((0, 1, 2),)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +305,3 @@ def test_a_parameter_cannot_lie_with_two_syncers() -> None:
     pieces = (Fragment(0, (Piece("w", 0, 5),), 5), Fragment(1, (Piece("w", 5, 9),), 4))
     with pytest.raises(ValueError, match="the pieces of parameter w end at 5, it has 9 values"):
         part_of(Layout((("w", (9,)),), pieces), [0])
-
-
-def test_a_placement_in_words() -> None:
-    assert described(((0, 2), (1,))) == "0 2 / 1"

@@ -14,7 +14,6 @@ from diloco.outer.optimizer import (
     TENSORS_KEPT,
     OuterOptimizerOptions,
     OuterState,
-    evaluated,
     outer_step,
 )
 
@@ -55,13 +54,11 @@ def torchs(options: OuterOptimizerOptions, parameter: torch.nn.Parameter) -> tor
 @pytest.mark.parametrize(
     "options",
     [
-        OuterOptimizerOptions(),
-        OuterOptimizerOptions(lr=0.4, momentum=0.5),
-        OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0),
-        OuterOptimizerOptions(kind="sgd", lr=0.7, momentum=0.0),
-        OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.9),
-        OuterOptimizerOptions(kind="adamw", lr=0.3),
-        OuterOptimizerOptions(kind="adamw", lr=0.1, momentum=0.0, momentum_squares=0.999, weight_decay=0.1),
+        EVERY["nesterov"],
+        EVERY["sgd"],
+        EVERY["heavy_ball"],
+        EVERY["adamw"],
+        OuterOptimizerOptions(kind="adamw", lr=0.1, momentum=0.0, momentum_squares=0.999),
     ],
     ids=str,
 )
@@ -83,39 +80,6 @@ def test_bit_for_bit_as_torch(options: OuterOptimizerOptions) -> None:
             assert torch.equal(tensor, theirs.state[parameter][names[name]]), f"step {step}, {name}"
 
 
-def test_the_first_momentum_is_the_gradient() -> None:
-    g = torch.tensor([1.0, -2.0])
-    theta, state = outer_step(torch.zeros(2), g, NOTHING, OuterOptimizerOptions(lr=0.5, momentum=0.5))
-    assert state.momentum is not None
-    assert state.momentum.tolist() == [1.0, -2.0]
-    assert theta.tolist() == [-0.75, 1.5]  # gain lr (1 + mu)
-    assert state.momentum.data_ptr() != g.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("kind", "gain"),
-    [
-        ("heavy_ball", 0.7 / (1 - 0.9)),
-        ("nesterov", 0.7 / (1 - 0.9)),
-        ("nesterov_ema", 0.7 * (1 + 0.9)),
-        ("delayed_nesterov", 0.7 / (1 - 0.9)),
-        ("schedule_free", 0.7),
-        ("gpa", 0.7),
-    ],
-)
-def test_a_constant_gradient_reaches_the_gain_of_its_form(kind: str, gain: float) -> None:
-    """What a learning rate of one form is worth in another."""
-    options = OuterOptimizerOptions(kind=kind, lr=0.7, momentum=0.9)
-    theta, state, g = torch.zeros(1, dtype=torch.float64), NOTHING, torch.ones(1, dtype=torch.float64)
-    means: list[Tensor] = []
-    for _ in range(400):
-        theta, state = outer_step(theta, g, state, options)
-        means.append(evaluated(theta, state))
-    speed = means[-2] - means[-1]
-    # The mean of all that came before moves half as fast as what it follows.
-    assert speed.item() == pytest.approx(gain / 2 if kind == "schedule_free" else gain)
-
-
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
 def test_4_delayed_nesterov_with_window_1_is_nesterov_bit_for_bit(ahead: float) -> None:
     gradients = [drawn(1003, seed) for seed in range(6)]
@@ -126,8 +90,8 @@ def test_4_delayed_nesterov_with_window_1_is_nesterov_bit_for_bit(ahead: float) 
     assert torch.equal(state.tensors["momentum"], wanted.tensors["momentum"])
 
 
-@pytest.mark.parametrize("window", [2, 3, 8])
-def test_4_a_full_window_is_one_nesterov_step_on_the_mean(window: int) -> None:
+def test_4_a_full_window_is_one_nesterov_step_on_the_mean() -> None:
+    window = 3
     delayed = OuterOptimizerOptions(kind="delayed_nesterov", lr=0.7, momentum=0.9, window=window)
     mine = theirs = drawn(501, 1, torch.float64)
     state = wanted = NOTHING
@@ -138,54 +102,6 @@ def test_4_a_full_window_is_one_nesterov_step_on_the_mean(window: int) -> None:
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12), turn
         assert torch.allclose(state.tensors["momentum"], wanted.tensors["momentum"], rtol=0, atol=1e-12), turn
         assert not state.tensors["window"].any(), turn
-
-
-def test_delayed_nesterov_by_hand() -> None:
-    """Arrivals 1, 3, 5 with N = 2, c = 1/4, momentum 1/2 and lr 1, all exact."""
-    options = OuterOptimizerOptions(kind="delayed_nesterov", lr=1.0, momentum=0.5, window=2, share_ahead=0.25)
-    theta, state = torch.zeros(1, dtype=torch.float64), NOTHING
-    seen = []
-    for g in (1.0, 3.0, 5.0):
-        theta, state = outer_step(theta, torch.tensor([g], dtype=torch.float64), state, options)
-        seen.append((theta.item(), state.tensors["momentum"].item(), state.tensors["window"].item()))
-    # 1: no momentum yet, 1/2 of the way.  3: m = (1 + 3)/2 = 2, of which (1 - 1/2 + 1/4)/2 goes along.  5: 2.5 + 1/4.
-    assert seen == [(-0.5, 0.0, 1.0), (-0.5 - 0.75 - 1.5, 2.0, 0.0), (-2.75 - 0.25 - 2.5, 2.0, 5.0)]
-
-
-def test_what_plain_nesterov_does_with_equal_arrivals_that_come_one_by_one() -> None:
-    """The failure that delayed Nesterov repairs: four equal arrivals move 12 times as far as one merge of them."""
-    g = torch.ones(1, dtype=torch.float64)
-    plain, _ = steps(torch.zeros_like(g), [g] * 4, OuterOptimizerOptions(lr=1.0))
-    delayed, _ = steps(torch.zeros_like(g), [g] * 4, OuterOptimizerOptions(kind="delayed_nesterov", lr=1.0, window=4))
-    assert plain.item() == pytest.approx(-(4 + 4 * 0.9 + 3 * 0.9**2 + 2 * 0.9**3 + 0.9**4))
-    assert delayed.item() == pytest.approx(-1.9)
-
-
-def test_nesterov_ema_by_hand() -> None:
-    options = OuterOptimizerOptions(kind="nesterov_ema", lr=1.0, momentum=0.5)
-    theta, state = steps(torch.zeros(1), [torch.tensor([2.0]), torch.tensor([4.0])], options)
-    assert state.tensors["momentum"].item() == 0.5 * 1.0 + 0.5 * 4.0
-    assert theta.item() == -(2.0 + 0.5 * 1.0) - (4.0 + 0.5 * 2.5)
-
-
-def test_schedule_free_is_the_mean_of_plain_sgd() -> None:
-    """x is the mean of all z, and z is SGD on the gradients at y (arXiv 2405.15682, equations 3 to 5)."""
-    gradients = [drawn(101, seed, torch.float64) for seed in range(9)]
-    theta0 = drawn(101, 77, torch.float64)
-    options = OuterOptimizerOptions(kind="schedule_free", lr=0.5, momentum=0.9)
-    theta, state = steps(theta0, gradients, options)
-    fast = [theta0 - 0.5 * sum(gradients[: count + 1]) for count in range(9)]
-    mean = torch.stack(fast).mean(0)
-    assert torch.allclose(evaluated(theta, state), mean, rtol=0, atol=1e-12)
-    assert torch.allclose(theta, 0.9 * mean + 0.1 * fast[-1], rtol=0, atol=1e-12)
-
-
-def test_gpa_by_hand() -> None:
-    options = OuterOptimizerOptions(kind="gpa", lr=1.0, momentum=0.75, momentum_ahead=0.5, weight_decay=0.5)
-    theta, state = outer_step(torch.full((1,), 4.0), torch.ones(1), NOTHING, options)
-    assert state.tensors["fast"].item() == 0.5 * 4 - 1
-    assert state.tensors["average"].item() == evaluated(theta, state).item() == 0.75 * 4 + 0.25 * 1
-    assert theta.item() == 0.5 * 3.25 + 0.5 * 1
 
 
 WHOLE = {
@@ -214,7 +130,7 @@ def test_19_a_full_round_gives_the_bits_that_it_always_gave(kind: str) -> None:
     assert seen == wanted
 
 
-PARTS = [[0.5, 0.5], [0.25, 0.75], [0.75, 0.25], [0.1] * 10, [1 / 3, 1 / 2, 1 / 6], [0.001, 0.999]]
+PARTS = [[0.25, 0.75], [0.1] * 10, [0.999, 0.001]]
 SHARED = [kind for kind in OUTER_KINDS if kind != "delayed_nesterov"]
 
 
@@ -249,8 +165,8 @@ def test_19_parts_decay_as_the_round_does(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "heavy_ball", "nesterov", "nesterov_ema"])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_19_what_a_site_brings_moves_theta_by_its_share_in_the_end(kind: str, share: float) -> None:
+def test_19_what_a_site_brings_moves_theta_by_its_share_in_the_end(kind: str) -> None:
+    share = 0.1
     impulse, nothing = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     whole, _ = steps(nothing, [impulse] + [nothing] * 400, EVERY[kind])
     theta, state = outer_step(nothing, impulse, NOTHING, EVERY[kind], share)
@@ -295,17 +211,6 @@ def test_neither_threads_nor_cuts_into_parts_show(kind: str) -> None:
         assert torch.equal(values, found[0][0])
         for name, tensor in state.tensors.items():
             assert torch.equal(tensor, found[0][1].tensors[name]), name
-
-
-@pytest.mark.parametrize("kind", OUTER_KINDS)
-def test_going_on_from_what_was_kept_is_going_on(kind: str) -> None:
-    gradients = [drawn(64, seed) for seed in range(8)]
-    whole = steps(drawn(64, 50), gradients, EVERY[kind])
-    for cut in range(1, 8):
-        theta, state = steps(drawn(64, 50), gradients[:cut], EVERY[kind])
-        again = OuterState(state.steps, {name: each.clone() for name, each in state.tensors.items()})
-        values, _ = steps(theta, gradients[cut:], EVERY[kind], again)
-        assert torch.equal(values, whole[0]), cut
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,13 @@
-"""What a site has learned and not yet sent."""
+"""What a site has learned and not yet sent, how it takes a version, and its own part of the outer step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from diloco.outer.pseudo_gradient import blend, eager, is_finite, overwrite, pseudo_gradient, rebase
-
-
-def test_with_nothing_in_flight_it_is_base_minus_local() -> None:
-    base, local = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 2.5, 3.0])
-    assert pseudo_gradient(base, local, []).tolist() == [0.5, -0.5, 0.0]
-    assert base.tolist() == [1.0, 2.0, 3.0]
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
+from diloco.outer.pseudo_gradient import ADDITIVE, OwnPart, blend, eager, is_finite, overwrite, pseudo_gradient, rebase
 
 
 def test_what_is_in_flight_is_taken_off_in_sequence_order() -> None:
@@ -50,35 +46,17 @@ def wide(seed: int, numel: int = 20_000) -> torch.Tensor:
     return values
 
 
-def test_nothing_trained_since_gives_the_version_exactly_representable() -> None:
-    old_base = torch.tensor([1.0, 2.0, -4.0])
-    d = torch.tensor([0.25, -0.5, 1.0])
-    new_base = torch.tensor([0.1, 0.2, -0.3])
-    assert torch.equal(bits(rebase(old_base - d, old_base, new_base, [d])), bits(new_base))
-
-
-def test_nothing_trained_since_gives_the_version_bit_for_bit() -> None:
-    for seed in range(20):
-        old_base, local, new_base = wide(seed), wide(seed + 100), wide(seed + 200)
-        d = pseudo_gradient(old_base, local, [])
-        assert torch.equal(bits(rebase(local, old_base, new_base, [d])), bits(new_base)), f"seed {seed}"
-
-
-def test_nothing_trained_since_two_updates_gives_the_version_bit_for_bit() -> None:
+def test_nothing_trained_since_its_updates_gives_the_version_bit_for_bit() -> None:
     for seed in range(20):
         old_base, middle, local, new_base = wide(seed), wide(seed + 100), wide(seed + 200), wide(seed + 300)
         first = pseudo_gradient(old_base, middle, [])
+        assert torch.equal(bits(rebase(middle, old_base, new_base, [first])), bits(new_base)), f"seed {seed}"
         second = pseudo_gradient(old_base, local, [first])
         adopted = rebase(local, old_base, new_base, [first, second])
         assert torch.equal(bits(adopted), bits(new_base)), f"seed {seed}"
 
 
 def test_order_of_operations() -> None:
-    for seed in range(20):
-        local, old_base, new_base, first, second = (wide(seed + 100 * i) for i in range(5))
-        r = ((local - old_base) + first) + second
-        expected = new_base + r
-        assert torch.equal(rebase(local, old_base, new_base, [first, second]), expected), f"seed {seed}"
     big, small = torch.tensor([1.0]), torch.tensor([2.0**-24])
     zero = torch.zeros(1)
     # Another order loses the small one: (-1 + 1) + small, and not (-1 + small) + 1.
@@ -107,32 +85,17 @@ def test_the_arguments_stay_as_they_are() -> None:
     assert [a.tolist() for a in arguments] == [[float(i)] * 4 for i in range(4)]
 
 
-def test_overwrite_is_the_version() -> None:
-    new_base = wide(1)
-    assert torch.equal(bits(overwrite(new_base)), bits(new_base))
-
-
-def test_blend_ends_and_middle() -> None:
+def test_overwrite_is_the_version_and_blend_ends_and_middle() -> None:
     local, new_base = wide(2), wide(3)
+    assert torch.equal(bits(overwrite(new_base)), bits(new_base))
     assert torch.equal(bits(blend(local, new_base, 0.0)), bits(new_base))
     assert torch.equal(bits(blend(local, new_base, 1.0)), bits(local))
     assert torch.equal(bits(blend(local, local, 0.3)), bits(local))
     middle = blend(torch.tensor([4.0]), torch.tensor([8.0]), 0.25)
     assert middle.tolist() == [7.0]
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
-def test_alpha_is_checked(alpha: float) -> None:
-    with pytest.raises(ValueError, match="adopt_alpha is"):
-        blend(torch.zeros(1), torch.zeros(1), alpha)
-
-
-def test_eager_by_hand() -> None:
-    """Base 10, own updates of 1 and 2 that it lacks, 4 not sent: a quarter of 3, and all of 4, is taken off."""
-    values, reference = eager(
-        torch.tensor([10.0]), torch.tensor([4.0]), [torch.tensor([1.0]), torch.tensor([2.0])], 0.25
-    )
-    assert (values.item(), reference.item()) == (10 - 0.75 - 4, 10 - 0.75)
+    for alpha in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="adopt_alpha is"):
+            blend(local, new_base, alpha)
 
 
 def test_eager_with_a_share_of_1_is_rebase_to_rounding_and_with_0_it_waits_for_the_version() -> None:
@@ -160,3 +123,96 @@ def test_eager_is_the_papers_recursion_with_a_plain_outer_step() -> None:
             values, _ = eager(version, nothing, [now[site]], lr / sites)
             assert torch.allclose(values, papers[site], rtol=0, atol=1e-12)
         before = now
+
+
+# --- A site's own part of the outer step, against the paper's rule in fp64 and by torch's own optimizer ---------------
+
+NUMEL = 257
+NESTEROV = OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.9)
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def options_of(kind: str) -> OuterOptimizerOptions:
+    return OuterOptimizerOptions(kind=kind, lr=0.7, momentum=0.0 if kind == "sgd" else 0.9)
+
+
+def papers_replicas(d: Tensor, lr: float, momentum: float) -> list[Tensor]:
+    """The replicas after each round, from updates d of shape (rounds, sites, numel), in fp64 and by torch.optim.SGD."""
+    rounds, sites, numel = d.shape
+    values = torch.zeros(sites, numel, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([values], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    found, before = [], torch.zeros(sites, numel, dtype=torch.float64)
+    for now in d.double():
+        values.grad = before.mean(0) + (now - before) / sites
+        optimizer.step()
+        found.append(values.detach().clone())
+        before = now
+    assert len(found) == rounds
+    return found
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("kind", ["sgd", "nesterov"])
+def test_ten_rounds_are_the_papers_within_1e_6(kind: str, sites: int) -> None:
+    options = options_of(kind)
+    d = torch.stack([torch.stack([drawn(100 * number + site) for site in range(sites)]) for number in range(10)]) * 0.01
+    wanted = papers_replicas(d, options.lr, options.momentum)
+    own = [OwnPart(options) for _ in range(sites)]
+    version, state = torch.zeros(NUMEL), NOTHING
+    for number, updates in enumerate(d):
+        for site in range(sites):
+            found = own[site].ahead(version, [updates[site]], sites)
+            assert (found - wanted[number][site]).abs().max().item() < 1e-6, (number, site)
+        version, state = outer_step(version, updates.mean(0), state, options)
+        for site in range(sites):
+            own[site].merged([updates[site]], 1, sites)
+
+
+@pytest.mark.parametrize("kind", ADDITIVE)
+def test_of_a_single_site_it_is_the_version_that_comes(kind: str) -> None:
+    """However many updates there are for a step: one each, two in one, and none."""
+    options, one, other = options_of(kind), drawn(1), drawn(2)
+    own, version, state = OwnPart(options), drawn(0), NOTHING
+    for means, updates in (([one, other], [one, other]), ([one + other], [one, other]), ([0 * one, one], [one])):
+        assert torch.equal(own.ahead(version, [one], 1), outer_step(version, one, state, options)[0])
+        for mean in means:
+            version, state = outer_step(version, mean, state, options)
+        own.merged(updates, len(means), 1)
+    assert (own.momentum is None) == (kind == "sgd")
+    assert torch.allclose(own.ahead(version, [one], 1), outer_step(version, one, state, options)[0], rtol=0, atol=1e-6)
+
+
+def test_nothing_is_ahead_of_a_version_that_has_all_or_that_is_of_nobody_knows_how_many() -> None:
+    own, version = OwnPart(NESTEROV), drawn(0)
+    assert torch.equal(own.ahead(version, [], 3), version)
+    assert own.ahead(version, [], 3) is not version
+    own.merged([drawn(1)], 1, 0)
+    assert own.momentum is None
+    assert torch.equal(own.ahead(version, [drawn(1)], 0), version)
+
+
+def test_a_checkpoint_holds_the_momentum() -> None:
+    own, again = OwnPart(NESTEROV), OwnPart(NESTEROV)
+    own.merged([drawn(1), drawn(2)], 4, 3)
+    momentum = own.momentum
+    assert momentum is not None
+    again.restore(momentum.clone())
+    found, wanted = (each.ahead(drawn(0), [drawn(3)], 3) for each in (again, own))
+    assert torch.equal(found, wanted)
+    own.forget()
+    assert own.momentum is None
+    assert not torch.equal(own.ahead(drawn(0), [drawn(3)], 3), wanted)
+
+
+def test_over_rounds_that_hold_nothing_of_the_site_its_momentum_fades_as_the_syncers_does() -> None:
+    first, version, state = drawn(1), torch.zeros(NUMEL), NOTHING
+    own = OwnPart(NESTEROV)
+    for update in (first, torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL)):
+        version, state = outer_step(version, update / 3, state, NESTEROV)
+    own.merged([first], 1, 3)
+    own.merged([], 3, 3)
+    assert own.momentum is not None
+    assert torch.allclose(own.momentum, state.tensors["momentum"], rtol=1e-5)

@@ -6,13 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.plan.bandwidth import Exchange, Load, Model, Star, gbps_needed, least, star_utilisation, utilisation
+from diloco.plan.bandwidth import Exchange, Load, Model, Star, gbps_needed, star_utilisation, utilisation
 from diloco.plan.studies import MODELS, SHARES, exchange_of
-
-
-def test_a_link_that_carries_everything_at_once_never_holds_up_training() -> None:
-    model = MODELS["1B"][0]
-    assert utilisation(model, Exchange(inner_steps=1), 1e9) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_blocking_exchange_of_all_at_once_costs_what_the_formula_says() -> None:
@@ -20,6 +15,7 @@ def test_a_blocking_exchange_of_all_at_once_costs_what_the_formula_says() -> Non
     model, rule = Model(parameters=1e9, layers=1, step_s=1.0), Exchange(inner_steps=10)
     carry_s = 1e9 * 16 / (4 * 1e9)
     assert utilisation(model, rule, 4.0) == pytest.approx(10 / (10 + carry_s))
+    assert gbps_needed(MODELS["100B"][0], Exchange(inner_steps=1, bits=1e6), 0.99) is None, "no link of the grid"
 
 
 def test_every_counted_period_holds_its_wait() -> None:
@@ -49,17 +45,6 @@ def test_more_overlap_and_fewer_bits_never_need_a_faster_link() -> None:
         assert needed == sorted(needed, key=lambda gbps: -(gbps or 1e9))
 
 
-def test_none_where_no_link_of_the_grid_is_enough() -> None:
-    assert gbps_needed(MODELS["100B"][0], Exchange(inner_steps=1, bits=1e6), 0.99) is None
-
-
-def test_a_star_in_lock_step_costs_what_the_formula_says() -> None:
-    """Up, merged, down, and nothing beside it: x = H t / (H t + (V + W) / B + round trip + merge)."""
-    star = Star(inner_steps=10, step_s=1.0, rtt_s=0.5, merge_s=0.25)
-    load = Load(updates_up=2e9, versions_down=1e9)
-    assert star_utilisation(star, load, 1.0, 0.5) == pytest.approx(10 / (10 + 2 + 2 + 0.75))
-
-
 def test_an_exchange_that_takes_no_longer_than_the_overlap_costs_nothing() -> None:
     load = Load(updates_up=4e9, versions_down=4e9)
     star = Star(inner_steps=10, step_s=1.0, fragments=2, overlap_steps=4, rtt_s=0.0)
@@ -80,13 +65,3 @@ def test_the_round_trip_of_one_fragment_does_not_keep_the_link_from_the_next() -
     star = Star(inner_steps=10, step_s=1.0, fragments=10, overlap_steps=5, rtt_s=4.0)
     load = Load(updates_up=4e9, updates_down=4e9, versions_up=4e9, versions_down=4e9)
     assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(1.0)
-
-
-def test_least_is_the_first_that_is_enough() -> None:
-    assert [least((1, 2, 3, 4), lambda found, wanted=wanted: found >= wanted) for wanted in (0, 1, 2.5, 4, 5)] == [
-        1,
-        1,
-        3,
-        4,
-        None,
-    ]

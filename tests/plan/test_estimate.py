@@ -32,7 +32,6 @@ from diloco.plan.estimate import (
     sizes,
     star_of,
     utilisation_found,
-    wan_bytes,
 )
 
 STEP = 1 + 2 * (GRID_GBPS[1] / GRID_GBPS[0] - 1)
@@ -72,24 +71,6 @@ def test_bytes_are_those_that_the_codec_makes(name: str) -> None:
         assert tuple(made) == found.update_bytes
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_takes_the_bytes_a_parameter_that_its_codec_makes_of_real_values(name: str) -> None:
-    asked = PRESETS[name]
-    values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-    for codec, planned in ((asked.codec_up, sizes(asked).up), (asked.codec_down, sizes(asked).down)):
-        made = len(make_codec(codec).encode(values)) / values.numel()
-        assert planned / asked.parameters == pytest.approx(made, rel=1e-6)
-
-
-def test_100t_parameters_at_20_sites() -> None:
-    asked = PRESETS["100t_20dc"]
-    assert (asked.parameters, asked.sites, asked.inner_steps * asked.inner_step_s) == (100e12, 20, 3000.0)
-    assert sizes(asked).up == sizes(asked).down == 56.25e12
-    assert wan_bytes(asked, sizes(asked)) == 19 * 2 * 56.25e12
-    (held,) = loads(20, 20, 50e12, 50e12)
-    assert (held.up, held.down) == pytest.approx((95e12, 95e12)), "TB of four bits each way at every site"
-
-
 @pytest.mark.parametrize(("bits", "site", "shard"), [(4, 133.3, 253.3), (16, 533.3, 1013.3)])
 def test_rates_of_100t_parameters_that_nobody_waits_for(bits: int, site: float, shard: float) -> None:
     """A copy of every parameter each way in 3000 s, and 1.9 copies where each of 20 sites has a part of the syncer."""
@@ -125,8 +106,10 @@ def test_who_carries_what() -> None:
         assert part.up == part.down == pytest.approx((sites - 1) / sites * 10)
 
 
-@pytest.mark.parametrize("syncer", ["apart", "central", "sharded"])
-@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (4, 0), (8, 1), (16, 3)])
+@pytest.mark.parametrize(
+    ("syncer", "fragments", "overlap"),
+    [("apart", 1, 0), ("apart", 8, 1), ("central", 4, 0), ("central", 16, 3), ("sharded", 16, 3)],
+)
 def test_formula_and_simulation_agree(syncer: str, fragments: int, overlap: int) -> None:
     asked = question(
         parameters=1e9,
@@ -137,7 +120,7 @@ def test_formula_and_simulation_agree(syncer: str, fragments: int, overlap: int)
         fragments=fragments,
         overlap_steps=overlap,
         rtt_ms=150.0,
-        syncer=syncer if syncer != "sharded" or fragments == 16 else "central",
+        syncer=syncer,
         up_gbps=(2.0,),
         down_gbps=(5.0,),
     )
@@ -169,7 +152,9 @@ def test_a_syncer_that_adds_up_too_slowly_is_what_everybody_waits_for() -> None:
 
 def test_the_inner_steps_that_a_link_asks_for() -> None:
     """A second up and one down: .95 of the time is 38 steps of a second to 2 of waiting."""
-    asked = question()
+    asked = question(step_s=0.0, tokens_per_step=1e3, flops=6 * 31.25e6 * 1e3)
+    assert asked.inner_step_s == pytest.approx(1.0), "a step follows from the arithmetic"
+    assert replace(asked, active_parameters=31.25e5).inner_step_s == pytest.approx(0.1)
     assert utilisation_found(asked).simulated == pytest.approx(10 / 12)
     found = inner_steps_needed(asked)
     assert (found.formula, found.simulated) == (38, 38)
@@ -221,17 +206,6 @@ def test_linear_in_both_only_at_a_single_syncer() -> None:
     assert all(each.sharded < 2 * each.site for each in (few, many))
 
 
-def test_a_step_follows_from_the_arithmetic() -> None:
-    asked = question(parameters=100e12, step_s=0.0, tokens_per_step=60e6, flops=1e21)
-    assert asked.inner_step_s == pytest.approx(36.0)
-    assert replace(asked, active_parameters=5e12).inner_step_s == pytest.approx(1.8)
-
-
-def test_what_crosses_in_all_of_10b_parameters_at_8_sites() -> None:
-    asked = replace(PRESETS["10b_8dc"], syncer="apart")
-    assert wan_bytes(asked, sizes(asked)) == 8 * 2 * 5.625e9, "80 GB at four bits, and an eighth for the scales"
-
-
 @pytest.mark.parametrize(
     ("told", "words"),
     [
@@ -255,13 +229,9 @@ def test_what_crosses_in_all_of_10b_parameters_at_8_sites() -> None:
         ({"away_s": 1e300}, "away_s is 1e+300: at most 1e+08"),
         ({"merge_values_per_s": 1e-300}, "merge_values_per_s is 1e-300: at least 1"),
         ({"inner_steps": 5000, "fragments": 5000}, "fragments is 5000: at most 1000"),
+        ({"codec_up": "int5"}, "int5"),
     ],
 )
 def test_what_cannot_be_is_said(told: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        question(**told)
-
-
-def test_a_codec_that_does_not_exist_is_said() -> None:
-    with pytest.raises(ValueError, match="int5"):
-        sizes(question(codec_up="int5"))
+        sizes(question(**told))

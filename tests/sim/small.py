@@ -7,10 +7,11 @@ from typing import Any
 
 from diloco.sim.checkers import Checkers
 from diloco.sim.cluster import Cluster
+from diloco.sim.outer_process import OuterProcess
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.site_state import SitePlan
-from diloco.sim.world import MILLISECOND_NS, OuterPlan, OuterRule, ReplicationPlan, Weather
+from diloco.sim.world import MILLISECOND_NS, Lease, Link, OuterPlan, OuterRule, ReplicationPlan, Weather
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 
 
@@ -56,6 +57,26 @@ class Small:
     def run(self, seconds: float) -> None:
         heap = self.cluster.heap
         heap.run_until(heap.now_ns + int(seconds * SECOND_NS), lambda: False)
+
+    @property
+    def outer(self) -> OuterProcess:
+        """The syncer that leads."""
+        assert self.syncers.outer is not None
+        return self.syncers.outer
+
+    @property
+    def between(self) -> Link:
+        """What joins the syncer and its standby."""
+        assert self.syncers.between is not None
+        return self.syncers.between
+
+    @property
+    def lease(self) -> Lease:
+        assert self.syncers.lease is not None
+        return self.syncers.lease
+
+    def link(self, site: str) -> Link:
+        return self.cluster.sites[site].sides[0].link
 
     def versions(self) -> list[int]:
         return self.syncers.versions()

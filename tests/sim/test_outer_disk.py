@@ -15,7 +15,7 @@ from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.swarm import run_seed
-from diloco.sim.world import Damaged, Lease, OuterRule, Storage
+from diloco.sim.world import Damaged, OuterRule, Storage
 from diloco.sync import (
     admission,
     fates,
@@ -28,7 +28,7 @@ from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Contribution, Leave, Seal, SkipData, StartOuterStep, UpdateRef
 from diloco.sync.events import JoinAnswered, Outcome, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import JournalError, Record, encode_mark
-from diloco.sync.leadership import Claim, Leadership, Place, Replication
+from diloco.sync.leadership import Leadership, Place, Replication
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import FragmentState, Line, OuterState
@@ -42,20 +42,14 @@ if TYPE_CHECKING:
 def a_disk() -> tuple[OuterDisk, OuterProcess]:
     """A folder with two snapshots and some journal behind the second one, and its process."""
     small = Small()
+    assert small.syncers.disk.storage.names("") == ["journal-000001", "snapshot-000001"], "it begins at version 0"
     small.run(3)
-    outer = small.syncers.outer
-    assert outer is not None
-    outer.snapshot()
+    small.outer.snapshot()
     small.run(1)
-    return small.syncers.disk, outer
+    return small.syncers.disk, small.outer
 
 
-def test_a_new_folder_begins_at_version_0() -> None:
-    small = Small(0)
-    assert small.syncers.disk.storage.names("") == ["journal-000001", "snapshot-000001"]
-
-
-def test_without_a_snapshot_a_journal_is_not_begun_anew() -> None:
+def test_where_no_snapshot_is_whole_a_journal_is_not_begun_anew() -> None:
     disk, _ = a_disk()
     for name in disk.storage.names("snapshot-"):
         disk.storage.remove(name)
@@ -144,10 +138,6 @@ def answer_before_syncing(patch: Patch) -> None:
     patch.setattr(OuterDisk, "write", write)
 
 
-def name_files_before_syncing_them(patch: Patch) -> None:
-    never_sync(patch, "partial/")
-
-
 def never_sync_names(patch: Patch) -> None:
     patch.setattr(Storage, "sync_names", lambda self: None)
 
@@ -168,31 +158,9 @@ def leave_weights_as_they_are(patch: Patch) -> None:
     patch.setattr(rounds, "normalised", tuple)
 
 
-def count_a_site_twice_in_the_share(patch: Patch) -> None:
-    right = rounds.share
-
-    def share(merged: Any, full_round: dict[str, float]) -> float:
-        return min(1.0, right(merged, full_round) + right(list(merged)[:1], full_round)) if full_round else 1.0
-
-    patch.setattr(rounds, "share", share)
-
-
 def count_dead_sites_in_the_share(patch: Patch) -> None:
     right = rounds._full_round
     patch.setattr(rounds, "_full_round", lambda turn, index, merged: right(turn, index, {*merged, *turn.state.sites}))
-
-
-def count_refused_updates_in_the_share(patch: Patch) -> None:
-    right = rounds._judged
-
-    def judged(turn: Any, event: UpdateArrived) -> Any:
-        verdict, finding = right(turn, event)
-        if finding.why and verdict.outcome is not Outcome.ACCEPTED and verdict.reason is not None:
-            line = turn.state.sites[event.site].lines[event.fragment]
-            line.usual_tokens, line.usual_steps = 2 * line.usual_tokens, 2 * line.usual_steps
-        return verdict, finding
-
-    patch.setattr(rounds, "_judged", judged)
 
 
 def believe_what_is_usual_alone(patch: Patch) -> None:
@@ -355,16 +323,6 @@ def tell_without_asking_for_the_lease(patch: Patch) -> None:
     patch.setattr(Leadership, "valid", lambda self, now_ns: self.lost is None)
 
 
-def take_a_lease_that_has_not_run_out(patch: Patch) -> None:
-    right = Lease.acquire
-
-    def acquire(self: Lease, claim: Claim) -> Any:
-        self.renewed_ns -= self.ttl_ns
-        return right(self, claim)
-
-    patch.setattr(Lease, "acquire", acquire)
-
-
 def wait_for_no_standby(patch: Patch) -> None:
     right = Replication.may_tell
 
@@ -390,18 +348,6 @@ def leave_the_heir_where_it_is(patch: Patch) -> None:
     patch.setattr(Leadership, "heir_is", lambda self, name: None)
 
 
-def believe_that_the_heir_is_out_when_that_is_sent(patch: Patch) -> None:
-    right = Leadership.next_change
-
-    def next_change(self: Leadership, now_ns: int) -> Any:
-        change = right(self, now_ns)
-        if change is not None and change.heir == "":
-            self._possible = ""
-        return change
-
-    patch.setattr(Leadership, "next_change", next_change)
-
-
 def never_attach_again(patch: Patch) -> None:
     patch.setattr(OuterProcess, "attach", lambda self, standby: None)
 
@@ -424,25 +370,22 @@ def leave_free_what_is_taken_up_again(patch: Patch) -> None:
 
 
 MUTATIONS: tuple[tuple[str, Callable[[Patch], None], int], ...] = (
-    ("exactly_once", admit_again, 2),
+    ("exactly_once", admit_again, 3),
     ("versions", recover_an_older_version, 0),
     ("acknowledged", answer_before_syncing, 8),
-    ("storage", name_files_before_syncing_them, 1),
     ("storage", never_sync_names, 5),
     ("storage", drop_a_payload_with_its_fate, 0),
     ("recovery", forget_what_was_merging, 0),
     ("weights", leave_weights_as_they_are, 0),
-    ("weights", add_up_the_updates_of_a_site, 0),
-    ("weights", count_a_site_twice_in_the_share, 0),
+    ("weights", add_up_the_updates_of_a_site, 1),
     ("weights", count_dead_sites_in_the_share, 0),
-    ("weights", count_refused_updates_in_the_share, 172),
     ("staleness", judge_staleness_laxly, 17),
-    ("grace", double_the_grace, 2),
+    ("grace", double_the_grace, 3),
     ("same_versions", publish_unrounded, 0),
-    ("same_versions", merge_only_the_first_update_of_a_site, 1),
+    ("same_versions", merge_only_the_first_update_of_a_site, 16),
     ("lineages", go_on_in_a_new_lineage, 0),
     ("admission", merge_what_is_held, 6),
-    ("admission", believe_what_is_usual_alone, 0),
+    ("admission", believe_what_is_usual_alone, 7),
     ("bounds", seal_without_a_window, 2),
     ("ledger", lose_refused_tokens, 0),
     ("carried", measure_what_is_in_flight_again, 0),
@@ -460,12 +403,10 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None], int], ...] = (
 """Each with the seed that showed it when this was written: tried first, and the others where it shows it no more."""
 OF_A_PAIR: tuple[tuple[str, str, Callable[[Patch], None], int], ...] = (
     ("one_leader", "primary_frozen", tell_without_asking_for_the_lease, 6),
-    ("one_leader", "lease_partition", take_a_lease_that_has_not_run_out, 3),
     ("replicated", "", wait_for_no_standby, 3),
     ("replicated", "", acknowledge_at_the_standby_before_syncing, 3),
     ("recovery", "deserted", leave_the_heir_where_it_is, 339),
-    ("replicated", "", leave_the_heir_where_it_is, 0),
-    ("replicated", "", believe_that_the_heir_is_out_when_that_is_sent, 14),
+    ("replicated", "", leave_the_heir_where_it_is, 44),
     ("liveness", "primary_gone", never_attach_again, 3),
 )
 """Of runs with a standby, and with the fault that shows it."""
@@ -497,7 +438,8 @@ def test_each_checker_notices_its_mutation_where_there_is_a_standby(
     assert noticed(name, pairs) is not None, f"{name} sees nothing in {3 * SEEDS_MAX} seeds"
 
 
-def test_every_checker_has_a_mutation() -> None:
+def test_every_checker_has_a_mutation_and_a_name_of_its_own() -> None:
+    assert len({checker.name for checker in CHECKERS}) == len(CHECKERS)
     assert {checker.name for checker in CHECKERS} <= {name for name, *_ in (*MUTATIONS, *OF_A_PAIR)}
     assert all(checker.mutation for checker in CHECKERS)
 
@@ -517,16 +459,13 @@ def test_a_version_is_the_one_before_and_what_was_merged() -> None:
     assert (coarse.theta, coarse.published) == ((30, 7, 0), (0, 7, 0)), "what is published is rounded"
 
 
-def test_only_the_newest_versions_are_kept() -> None:
+def test_what_the_machine_said_otherwise_is_damage_and_only_the_newest_versions_are_kept() -> None:
     replayer = a_replayer()
     for version in range(1, 10):
         replayer.store(0, version, ZERO)
     assert sorted(replayer.versions[0]) == list(range(10 - VERSIONS_KEPT, 10))
-
-
-def test_what_the_machine_said_otherwise_is_damage() -> None:
     with pytest.raises(JournalError, match="record 0"):
-        a_replayer().apply(Record(5, SyncerStarted(1), "another"))
+        replayer.apply(Record(5, SyncerStarted(1), "another"))
 
 
 def test_a_restored_version_has_no_momentum_and_no_link() -> None:

@@ -1,19 +1,12 @@
+"""The simulated syncer and its standby; each cluster is without faults but for the one that is shown."""
+
 from __future__ import annotations
 
 from random import Random
 
 import pytest
 
-from diloco.sim.outer_process import (
-    HELD_AFTER_NS,
-    INBOX_MAX,
-    CrashPoint,
-    LeaseHolder,
-    Loop,
-    OuterProcess,
-    Replicator,
-    Turn,
-)
+from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, CrashPoint, Loop, OuterProcess, Turn
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import Direction, Heap
 from tests.sim.small import Small, a_pair
@@ -28,23 +21,19 @@ def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint, power: bool)
     before = small.versions()
     small.syncers.doom(small.syncers.seats[0], point, power=power)
     if point.value.startswith("snapshot"):
-        assert small.syncers.outer is not None
-        small.syncers.outer.ask(small.syncers.outer.snapshot)
+        small.outer.ask(small.outer.snapshot)
     small.run(4)
     assert (small.cluster.restarts, small.syncers.power_cuts) == (1, int(power)), point
-    assert small.syncers.outer is not None
-    assert small.syncers.outer.machine.state.epoch == 2
+    assert small.outer.machine.state.epoch == 2
     assert all(now > was for now, was in zip(small.versions(), before, strict=True)), (before, small.versions())
 
 
 def test_payloads_go_with_the_snapshots_that_need_them() -> None:
     small = Small()
     small.run(8)
-    outer = small.syncers.outer
-    assert outer is not None
     for _ in range(3):
-        outer.snapshot()
-    undecided = sum(len(line.undecided) for site in outer.machine.state.sites.values() for line in site.lines)
+        small.outer.snapshot()
+    undecided = sum(len(line.undecided) for site in small.outer.machine.state.sites.values() for line in site.lines)
     assert len(small.syncers.disk.storage.names("spool/")) == undecided
 
 
@@ -64,184 +53,99 @@ def test_rot_is_found_or_harmless() -> None:
 def test_machine_time_stands_still_while_no_process_lives() -> None:
     small = Small()
     small.run(2)
-    assert small.syncers.outer is not None
-    before = small.syncers.outer.now_ns()
+    before = small.outer.now_ns()
     small.syncers.seats[0].restart_ns = 50 * 1_000_000_000
     small.syncers.kill(small.syncers.seats[0])
     small.run(50)
-    assert small.syncers.outer is not None
-    assert small.syncers.outer.now_ns() - before < 1_000_000_000
+    assert small.outer.now_ns() - before < 1_000_000_000
 
 
-# --- A process that leads, and its lease; the simulated cluster is without faults but for the one that is shown ------
+# --- A process that leads, and what waits for its standby -------------------------------------------------------------
 
 
-def leading() -> tuple[Small, OuterProcess, LeaseHolder]:
-    small = Small(replication=a_pair())
-    small.run(3)
-    outer = small.syncers.outer
-    assert outer is not None
-    assert outer.leadership is not None
-    return small, outer, outer.leadership
+def leading(seconds: float = 3, **pair: object) -> tuple[Small, OuterProcess]:
+    small = Small(replication=a_pair(**pair))
+    small.run(seconds)
+    return small, small.outer
 
 
-def test_a_standby_that_has_everything_becomes_the_heir_and_is_taken_out_before_it_lacks_anything() -> None:
-    small, outer, leadership = leading()
-    assert leadership.machine.has_heir("q1")
-    assert leadership.heir_is("q1") is None, "nobody else"
-    assert leadership.heir_is("") is not None, "it stands there still"
-    small.run(0.5)
-    assert small.syncers.lease is not None
-    assert outer.alive
-    assert leadership.machine.has_heir("q1"), "it has everything again"
-
-
-def test_who_cannot_renew_tells_nothing_and_goes_on_when_it_can() -> None:
-    small, outer, leadership = leading()
-    line = small.syncers.seats[0].line
-    assert line is not None
-    line.link.cut(*Direction)
-    small.run(1.3)
-    assert leadership.wanting() is not None
-    assert leadership.machine.lost is None
-    line.link.heal()
-    small.run(0.6)
-    assert (leadership.wanting(), outer.alive) == (None, True)
-
-
-def test_who_was_frozen_for_longer_than_its_lease_ends_and_the_heir_leads() -> None:
-    small, outer, leadership = leading()
-    outer.freeze()
-    small.run(3)
-    outer.thaw()
-    small.run(0.2)
-    assert leadership.machine.lost is not None
-    assert not outer.alive
-    now = small.syncers.outer
-    assert now is not None
-    assert now.machine.state.epoch > leadership.epoch
-
-
-# --- What waits for a standby; the cluster is without faults but for the one that is shown ---------------------------
-
-
-def a_leader(small: Small) -> tuple[OuterProcess, Replicator]:
-    outer = small.syncers.outer
-    assert outer is not None
-    assert outer.replicator is not None
-    return outer, outer.replicator
-
-
-def test_nothing_is_told_while_the_standby_is_away_until_an_operator_detaches_it() -> None:
-    small = Small(replication=a_pair())
-    small.run(2)
-    outer, replicator = a_leader(small)
-    assert replicator.caught_up()
-    between = small.syncers.between
-    assert between is not None
-    between.cut(*Direction)
-    small.run(2)
-    before = small.versions()
-    assert not replicator.follows()
-    small.run(2)
-    assert small.versions() == before
-    outer.deliver(outer.detach)
-    small.run(3)
-    assert sum(small.versions()) > sum(before)
-    between.heal()
-    small.run(3)
-    assert replicator.caught_up(), "it is attached again"
-    assert not outer.machine.state.detached
-
-
-def test_async_goes_on_without_a_standby_that_is_away_once_that_is_the_heir_no_more() -> None:
-    small = Small(replication=a_pair(mode="async"))
-    small.run(2)
-    outer, replicator = a_leader(small)
-    assert replicator.caught_up()
-    between, lease = small.syncers.between, small.syncers.lease
-    assert between is not None
-    assert lease is not None
-    between.cut(*Direction)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_nothing_is_told_without_the_standby_until_it_is_detached_or_no_heir_in_async(
+    mode: str,
+) -> None:
+    small, outer = leading(2, mode=mode)
+    assert small.syncers.caught_up()
+    small.between.cut(*Direction)
     small.run(2.5)
     before = small.versions()
     small.run(2)
+    if mode == "sync":
+        assert small.versions() == before
+        outer.deliver(outer.detach)
+        small.run(3)
+    else:
+        assert small.lease.standing is not None
+        assert small.lease.standing.heir == ""
     assert sum(small.versions()) > sum(before)
-    assert lease.standing is not None
-    assert lease.standing.heir == ""
-    between.heal()
+    small.between.heal()
     small.run(3)
-    assert replicator.caught_up(), "it has everything again"
+    assert small.syncers.caught_up(), "it has everything again"
     assert not outer.machine.state.detached
 
 
-def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
-    small = Small(replication=a_pair())
-    small.run(2)
-    outer, replicator = a_leader(small)
-    between = small.syncers.between
-    assert between is not None
-    between.cut(*Direction)
-    small.run(3)
-    outer.deliver(outer.detach)
-    for _ in range(4):
-        small.run(3)
-        outer.snapshot()
-    between.heal()
-    small.run(4)
-    assert small.syncers.seats[1].folder() == "q2"
-    assert replicator.caught_up()
-
-
-def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_a_standby() -> None:
-    small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
-    small.run(3)
-    syncers = small.syncers
-    first, second = syncers.seats
-    before = small.versions()
-    first.up = False
-    syncers.kill(first)
-    small.run(6)
-    assert syncers.promotions == 1
-    assert isinstance(second.process, OuterProcess)
-    assert min(small.versions()) > max(before)
-    syncers.bring_up(first)
-    small.run(5)
-    assert isinstance(first.process, StandbyProcess), "it does not win"
-    assert (first.leads, syncers.caught_up()) == (False, True)
-
-
 def test_a_syncer_that_is_soon_back_leads_again() -> None:
-    small = Small(replication=a_pair())
-    small.run(3)
-    syncers = small.syncers
-    syncers.kill(syncers.seats[0])
+    small, _ = leading()
+    small.syncers.kill(small.syncers.seats[0])
     small.run(5)
-    assert syncers.promotions == 0
-    outer = small.syncers.outer
-    assert outer is not None
-    assert outer.machine.state.epoch == 2
-    assert syncers.caught_up()
+    assert (small.syncers.promotions, small.outer.machine.state.epoch) == (0, 2)
+    assert small.syncers.caught_up()
 
 
 def test_a_folder_may_be_lost_where_the_other_machine_has_what_was_told() -> None:
-    small = Small(replication=a_pair())
-    small.run(3)
+    alone = Small().syncers
+    assert (len(alone.seats), alone.lease, alone.caught_up()) == (1, None, True)
+    assert not alone.may_be_lost(alone.seats[0])
+    small, _ = leading()
     syncers = small.syncers
     first, second = syncers.seats
     assert syncers.may_be_lost(first)
     assert syncers.may_be_lost(second)
     syncers.lose(second)
-    assert not syncers.may_be_lost(first) or syncers.lease is None or syncers.lease.heir != second.folder()
+    assert not syncers.may_be_lost(first) or small.lease.heir != second.folder()
     small.run(8)
     assert (second.folder(), syncers.caught_up()) == ("q2", True)
 
 
-def test_one_machine_needs_no_lease() -> None:
-    small = Small()
+# --- The standby ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", sooner([False, True], True), ids=["killed", "power cut"])
+@pytest.mark.parametrize("point", CrashPoint)
+def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, power: bool) -> None:
+    small, _ = leading(1)
     syncers = small.syncers
-    assert (len(syncers.seats), syncers.lease, syncers.caught_up()) == (1, None, True)
-    assert not syncers.may_be_lost(syncers.seats[0])
+    syncers.doom(syncers.seats[1], point, power=power)
+    small.run(1)
+    small.outer.snapshot()
+    small.run(2)
+    of_the_syncer_only = point in (CrashPoint.AMONG_EFFECTS, CrashPoint.STEP_MADE)
+    assert (syncers.restarts, syncers.caught_up()) == (int(not of_the_syncer_only), True), point
+
+
+def test_a_standby_is_warm_and_has_the_journal_byte_for_byte_also_after_a_power_cut() -> None:
+    small, _ = leading(4)
+    first, second = small.syncers.seats
+    name = first.disk.journal_name()
+    there = second.disk.storage.read(name)
+    assert len(there) > 1000
+    assert first.disk.storage.read(name).startswith(there)
+    assert isinstance(second.process, StandbyProcess)
+    assert second.process.replayer is not None
+    assert second.process.replayer.machine.state.fragments[0].version > 0
+    acknowledged = second.disk.chain
+    second.disk.storage.power_cut(Random(1))
+    second.disk.recover()
+    assert second.disk.chain == acknowledged
 
 
 class Desk(Loop):
@@ -249,8 +153,7 @@ class Desk(Loop):
 
     def __init__(self) -> None:
         super().__init__(Heap(), lambda: None)
-        self.holds = False
-        self.seen: list[str] = []
+        self.holds, self.seen = True, list[str]()
 
     def _must_wait(self, turn: Turn) -> bool:
         return self.holds
@@ -265,39 +168,16 @@ class Desk(Loop):
     def says(self, what: str) -> None:
         self._say(lambda: self.seen.append(what))
 
-    def run(self, for_ns: int) -> None:
-        self.heap.run_until(self.heap.now_ns + for_ns, lambda: False)
 
-
-def test_nothing_is_told_before_its_turn_is_safe_and_then_all_that_has_arrived_makes_one_turn() -> None:
+def test_what_arrives_while_a_turn_waits_makes_one_turn_and_the_inbox_is_bounded() -> None:
     desk = Desk()
-    desk.holds = True
-    for what in "abc":
-        desk.ask(lambda what=what: desk.says(what))  # type: ignore[misc]
-    desk.run(HELD_AFTER_NS)
-    assert (desk.seen, desk.settled()) == ([], False)
-    desk.holds = False
-    desk.run(HELD_AFTER_NS)
-    assert (desk.seen, desk.settled()) == (["a", "told", "b", "c", "told"], True)
-
-
-def test_who_asks_while_it_waits_for_long_gets_no_answer_and_its_own_work_is_kept() -> None:
-    desk = Desk()
-    desk.holds = True
-    desk.ask(lambda: desk.says("first"))
-    desk.run(2 * HELD_AFTER_NS)
-    desk.ask(lambda: desk.says("late"))
-    desk.own(lambda: desk.says("own"))
-    desk.holds = False
-    desk.deliver(desk.go_on)
-    assert desk.seen == ["first", "told", "own", "told"]
-
-
-def test_the_inbox_is_bounded() -> None:
-    desk = Desk()
-    desk.holds = True
     for _ in range(2 * INBOX_MAX):
         desk.ask(lambda: desk.says("x"))
+    desk.heap.run_until(2 * HELD_AFTER_NS, lambda: False)
+    desk.ask(lambda: desk.says("late"))
+    desk.own(lambda: desk.says("own"))
+    assert (desk.seen, desk.settled()) == ([], False)
     desk.holds = False
     desk.deliver(desk.go_on)
-    assert desk.seen.count("x") == 1 + INBOX_MAX
+    assert desk.seen == ["x", "told", *["x"] * INBOX_MAX, "own", "told"]
+    assert desk.settled()

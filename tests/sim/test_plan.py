@@ -12,12 +12,9 @@ from tests.sooner import sooner
 PLANS = [draw_plan(seed) for seed in range(300)]
 
 
-def test_plan_is_a_function_of_its_seed() -> None:
+def test_plan_is_a_function_of_its_seed_and_every_choice_is_drawn_by_some() -> None:
     assert draw_plan(7) == draw_plan(7)
     assert len({repr(plan) for plan in PLANS}) == len(PLANS)
-
-
-def test_every_choice_is_drawn_by_some_seed() -> None:
     options = [plan.outer.options for plan in PLANS]
     learners = [plan.sites[0].options for plan in PLANS]
     assert {each.quorum for each in options} >= {"all", 1, 2, 3}
@@ -52,13 +49,13 @@ def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
 
 @pytest.mark.parametrize("kind", sooner(PAIR, *PAIR[::2]))
 def test_a_run_survives_each_fault(kind: str) -> None:
+    assert not PairFaults(Small().syncers, Random(kind)).inject(kind), "there is no standby"
     small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
     small.run(2)
     faults = PairFaults(small.syncers, Random(kind))
     if kind == "detach":
         assert not faults.inject(kind), "there is no need"
-        assert small.syncers.between is not None
-        small.syncers.between.cut(*Direction)
+        small.between.cut(*Direction)
         small.run(2)
     found = [faults.inject(kind) for _ in range(4)]
     assert any(found)
@@ -68,9 +65,3 @@ def test_a_run_survives_each_fault(kind: str) -> None:
     small.run(6)
     assert min(small.versions()) > max(before)
     assert small.syncers.caught_up()
-
-
-def test_there_are_none_without_a_standby() -> None:
-    small = Small()
-    faults = PairFaults(small.syncers, Random(0))
-    assert not any(faults.inject(kind) for kind in PAIR)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.wan.relay import Relay, parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
     from diloco.wan.link import LinkOptions
 
@@ -88,3 +90,24 @@ async def site(options: LinkOptions) -> AsyncIterator[Site]:
         for writer in running.writers:
             writer.transport.abort()
         await asyncio.sleep(0)
+
+
+def over(options: LinkOptions) -> Callable[[Callable[..., Coroutine[object, object, None]]], Callable[..., None]]:
+    """A test that is handed a link with ``options``, and ends in bounded time."""
+
+    def of(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
+        async def linked(given: dict[str, Any]) -> None:
+            async with site(options) as link:
+                await test(link, **given)
+
+        @functools.wraps(test)
+        def whole(**given: Any) -> None:
+            run(linked(given))
+
+        signature = inspect.signature(test)
+        whole.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(signature.parameters.values())[1:]
+        )
+        return whole
+
+    return of

@@ -30,39 +30,25 @@ def let_out_all(of: Path[int]) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("rtt_ms", -1),
-        ("rtt_ms", float("nan")),
-        ("rtt_ms", "80"),
-        ("jitter_ms", 1.5),
-        ("mbps", -0.1),
-        ("mbps", 1e-9),
-        ("mbps", True),
-        ("queue_kib", float("inf")),
-        ("stall_percent", 101),
-        ("stall_ms", 1e9),
-        ("seed", 0.5),
-    ],
-)
-def test_an_option_that_cannot_work_is_refused_by_name_and_value(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"^{field} is {value!r}: "):
-        LinkOptions(**{field: value, **({"rtt_ms": 1} if field == "jitter_ms" else {})})  # type: ignore[arg-type]
+REFUSED = {
+    "rtt_ms": (-1, float("nan"), "80"),
+    "jitter_ms": (1.5,),
+    "mbps": (-0.1, 1e-9, True),
+    "queue_kib": (float("inf"),),
+    "stall_percent": (101,),
+    "stall_ms": (1e9,),
+    "seed": (0.5,),
+}
 
 
-def test_a_link_that_would_mostly_stall_is_refused() -> None:
+@pytest.mark.parametrize("field", REFUSED)
+def test_an_option_that_cannot_work_is_refused_by_name_and_value(field: str) -> None:
+    for value in REFUSED[field]:
+        with pytest.raises(ValueError, match=f"^{field} is {value!r}: "):
+            LinkOptions(**{"rtt_ms": 1, field: value})  # type: ignore[arg-type]
     LinkOptions(stall_percent=100, stall_ms=500)
     with pytest.raises(ValueError, match="stall_percent is 100: with stall_ms=2000 the link would stand still 200%"):
         LinkOptions(stall_percent=100, stall_ms=2000)
-
-
-def test_an_idle_link_delays_by_half_the_round_trip() -> None:
-    link = path(rtt_ms=80)
-    link.push(1, 10, 5 * MILLISECOND_NS)
-    assert link.take_due(45 * MILLISECOND_NS - 1) == []
-    assert [passage.item for passage in link.take_due(45 * MILLISECOND_NS)] == [1]
-    assert link.next_due_ns() is None
 
 
 def test_the_rate_is_shared_first_come_first_served() -> None:
@@ -70,6 +56,7 @@ def test_the_rate_is_shared_first_come_first_served() -> None:
     for item in range(3):
         link.push(item, 5000, 0)
     link.push(3, 0, 0)
+    assert link.take_due(15 * MILLISECOND_NS - 1) == []
     assert [(item, due_ns / MILLISECOND_NS) for item, due_ns in let_out_all(link)] == [
         (0, 15),
         (1, 20),
@@ -78,13 +65,6 @@ def test_the_rate_is_shared_first_come_first_served() -> None:
     ]
     link.push(4, 1000, 100 * MILLISECOND_NS)
     assert link.next_due_ns() == 111 * MILLISECOND_NS, "an idle link does not save up its rate"
-
-
-def test_bulk_takes_as_long_as_its_rate_says() -> None:
-    link = path(rtt_ms=50, mbps=100)
-    for item in range(1000):
-        link.push(item, 12_500, 0)
-    assert let_out_all(link)[-1][1] == pytest.approx(SECOND_NS + 25 * MILLISECOND_NS, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -180,9 +160,6 @@ def test_a_partition_holds_all_and_a_heal_sends_it_again_from_the_start() -> Non
     assert link.take_due(10 * SECOND_NS) == []
     link.heal(20 * SECOND_NS)
     assert let_out_all(link) == [(1, 20 * SECOND_NS + 11 * MILLISECOND_NS), (2, 20 * SECOND_NS + 12 * MILLISECOND_NS)]
-
-
-def test_a_heal_does_not_wait_for_the_queue_as_it_was_before() -> None:
     link = path(rtt_ms=20, mbps=8)
     link.push(1, 100_000, 0)
     link.push(2, 100_000, 0)
@@ -197,14 +174,11 @@ def test_what_waits_is_planned_anew_when_the_rate_changes_and_what_is_under_way_
     link.push(2, 1000, 0)
     link.change(LinkOptions(rtt_ms=40, mbps=8), 50 * MILLISECOND_NS)
     assert let_out_all(link) == [(1, 110 * MILLISECOND_NS), (2, 121 * MILLISECOND_NS)]
-
-
-def test_a_shorter_delay_lets_nothing_overtake() -> None:
     link = path(rtt_ms=2000)
     link.push(1, 10, 0)
     link.change(LinkOptions(rtt_ms=2), MILLISECOND_NS)
     link.push(2, 10, MILLISECOND_NS)
-    assert let_out_all(link) == [(1, SECOND_NS), (2, SECOND_NS)]
+    assert let_out_all(link) == [(1, SECOND_NS), (2, SECOND_NS)], "a shorter delay lets nothing overtake"
 
 
 def test_what_is_dropped_leaves_the_others_as_they_were() -> None:

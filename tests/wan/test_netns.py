@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,17 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from diloco.wan import netns
 from diloco.wan.netns import (
     LATE_MS_P99_MAX,
+    SITES_MAX,
     SYNCER,
+    Delayer,
     Netns,
     NetnsDiedError,
     UnfaithfulError,
     _complaints,
     available_congestions,
+    changed_options,
     unavailable,
 )
 from diloco.wan.pipe import PipeOptions
+from tests.runs.processes import ROOT, wait_for
 from tests.wan.test_process import is_running
 
 if TYPE_CHECKING:
@@ -38,7 +44,6 @@ needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=str(unav
 WAIT_S = 20.0
 SILENCE_S = 0.4
 TRIES = 5
-ROOT = Path(__file__).resolve().parents[2]
 SLEEP = ["sleep", "60"]
 # Windows of the size of the link, so that a test of the rate is not one of the machine's settings.
 WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
@@ -161,10 +166,8 @@ def test_the_round_trip_is_what_it_was_told_to_be_and_changes_while_it_runs() ->
             assert 30 <= least_ms(*ends, 36) < 36, "two sites meet over both their links"
         network.assert_faithful(late_ms_p99=250.0)
         # The last acknowledgement of a connection that is closed may still be on its way.
-        until = time.monotonic() + WAIT_S
-        while (counts := network.stats()["a"]) and network.crossed()["a"] != carried(counts):
-            assert time.monotonic() < until, f"{network.crossed()['a']} crossed and {carried(counts)} were carried"
-            time.sleep(0.05)
+        wait_for(lambda: network.crossed()["a"] == carried(network.stats()["a"]), "all that crossed to be carried")
+        counts = network.stats()["a"]
         assert counts["up"]["segments_out"] >= 18 <= counts["down"]["segments_out"]
         with pytest.raises(UnfaithfulError, match=r"the link of a .* 1 packet in 100 was up to .* and 0 is allowed"):
             network.assert_faithful(late_ms_p99=0.0)
@@ -235,32 +238,24 @@ def test_loss_is_as_frequent_as_it_was_told_and_hurts_cubic_and_not_bbr(congesti
 
 
 @needs_namespaces
-def test_nothing_of_it_is_on_the_machine_and_nothing_is_left() -> None:
-    before = socket.if_nameindex()
+def test_a_process_is_in_its_namespace_from_its_birth_and_nothing_is_left_of_it() -> None:
+    before, here = socket.if_nameindex(), Path("/proc/thread-self/ns/net").stat()
     with Netns({"a": PipeOptions()}) as network:
         assert socket.if_nameindex() == before
-        sleeper = network.popen("a", SLEEP)
-        place = network.place("a")
-        assert Path(place).exists()
-    assert sleeper.poll() is not None
-    assert not is_running(network.pid)
-    assert not Path(place).exists()
-    network.close()
-    with pytest.raises(NetnsDiedError, match="the link emulator was closed"):
-        network.stats()
-
-
-@needs_namespaces
-def test_a_process_is_in_its_namespace_from_its_birth() -> None:
-    here = Path("/proc/thread-self/ns/net").stat()
-    with Netns({"a": PipeOptions()}) as network:
         for who in ("a", SYNCER):
             there = Path(network.place(who)).stat()
             for _ in range(20):
                 sleeper = network.popen(who, SLEEP)
                 found = Path(f"/proc/{sleeper.pid}/ns/net").stat()
                 assert (found.st_dev, found.st_ino) == (there.st_dev, there.st_ino)
+        place = Path(network.place("a"))
     assert Path("/proc/thread-self/ns/net").stat().st_ino == here.st_ino, "its parent has stayed there"
+    assert sleeper.poll() is not None
+    assert not is_running(network.pid)
+    assert not place.exists()
+    network.close()
+    with pytest.raises(NetnsDiedError, match="the link emulator was closed"):
+        network.stats()
 
 
 @needs_namespaces
@@ -272,11 +267,8 @@ def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
     )
     owner = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
     assert owner.returncode == -9
-    until = time.monotonic() + WAIT_S
     pids = [int(pid) for pid in owner.stdout.split()]
-    while any(map(is_running, pids)):
-        assert time.monotonic() < until, "the emulator, or a process in its namespaces, outlived the owner"
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(is_running, pids)), "the emulator and what is in its namespaces to end")
 
 
 @needs_namespaces
@@ -304,22 +296,15 @@ def test_root_in_namespaces_of_one_s_own_is_root_enough() -> None:
     assert done.stdout == b"passed\n"
 
 
-def test_where_it_cannot_be_the_caller_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.wan.netns.unavailable", lambda: "it is Tuesday")
-    with pytest.raises(OSError, match="it is Tuesday"):
-        Netns({"a": PipeOptions()})
-
-
 @needs_namespaces
 def test_bad_input_is_refused_in_words_before_or_after_the_start() -> None:
-    with pytest.raises(ValueError, match="congestion is 'vegas': one of "):
-        Netns({"a": PipeOptions()}, congestion="vegas")
-    with pytest.raises(ValueError, match="subnet is 256: 0 to 255"):
-        Netns({"a": PipeOptions()}, subnet=256)
-    with pytest.raises(ValueError, match="none of them called syncer"):
-        Netns({"syncer": PipeOptions()})
-    with pytest.raises(ValueError, match="tcp_nothing"):
-        Netns({"a": PipeOptions()}, settings={"ipv4.tcp_nothing": "1"})
+    for given, words in (
+        ({"congestion": "vegas"}, "congestion is 'vegas': one of "),
+        ({"subnet": 256}, "subnet is 256: 0 to 255"),
+        ({"settings": {"ipv4.tcp_nothing": "1"}}, "tcp_nothing"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Netns({"a": PipeOptions()}, **given)
     with Netns({"a": PipeOptions()}) as network:
         for ask in (network.place, network.syncer_address, network.heal):
             with pytest.raises(ValueError, match="site is 'b': one of "):
@@ -347,3 +332,121 @@ def test_each_way_of_being_unfaithful_is_named(changes: dict[str, Any], words: s
     assert not list(_complaints(STATS, 5.0))
     (complaint,) = _complaints({**STATS, **changes}, 5.0)
     assert words in complaint
+
+
+# --- Namespaces: why not, in words; what is in one, and what is left of it --------------------------------------------
+
+
+@pytest.fixture
+def namespace() -> Iterator[int]:
+    made = netns.make()
+    yield made
+    os.close(made)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("sys.platform", "darwin", "network namespaces are Linux's own, and this is darwin"),
+        ("TUN_DEVICE", Path("/dev/net/none"), "/dev/net/none is not there"),
+        ("shutil.which", lambda name: None if name == "ip" else name, r"the program ip \(of iproute2\)"),
+        ("_capabilities", lambda: 0, "need root, or root in namespaces of one's own: unshare -Urn COMMAND"),
+        ("_may_come_back", lambda: False, "need root"),
+        ("_capabilities", lambda: 1 << netns.CAP_NET_ADMIN, "need root"),
+    ],
+)
+def test_what_is_missing_is_said_in_words(
+    attribute: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # All that a machine may lack is there, but for what the case takes away.
+    monkeypatch.setattr("diloco.wan.netns.sys.platform", "linux")
+    monkeypatch.setattr("diloco.wan.netns.TUN_DEVICE", tmp_path)
+    monkeypatch.setattr("diloco.wan.netns.shutil.which", lambda name: name)
+    monkeypatch.setattr("diloco.wan.netns._capabilities", lambda: -1)
+    monkeypatch.setattr("diloco.wan.netns._may_come_back", lambda: True)
+    assert netns.unavailable() is None
+    monkeypatch.setattr(f"diloco.wan.netns.{attribute}", value)
+    assert re.search(words, str(netns.unavailable()))
+    with pytest.raises(OSError, match=words):
+        Netns({"a": PipeOptions()})
+
+
+@needs_namespaces
+def test_a_namespace_has_nothing_but_its_loopback_and_leaves_us_where_we_were(namespace: int) -> None:
+    before, interfaces = os.readlink("/proc/thread-self/ns/net"), socket.if_nameindex()
+    with netns.within(namespace):
+        assert [name for _, name in socket.if_nameindex()] == ["lo"]
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            address = listening.getsockname()
+            socket.create_connection(address, timeout=5).close()
+    assert socket.if_nameindex() == interfaces
+
+    def fail() -> None:
+        with netns.within(namespace):
+            assert os.readlink("/proc/thread-self/ns/net") != before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert os.readlink("/proc/thread-self/ns/net") == before, "after an error inside too"
+
+
+@needs_namespaces
+def test_settings_are_the_namespaces_own(namespace: int) -> None:
+    setting = Path("/proc/sys/net/ipv4/tcp_wmem")
+    before = setting.read_text("ascii")
+    with netns.within(namespace):
+        netns.write_setting("ipv4.tcp_wmem", "4096 16384 67108864")
+        assert setting.read_text("ascii").split()[2] == "67108864"
+        with pytest.raises(FileNotFoundError):
+            netns.write_setting("ipv4.no_such_thing", "1")
+        netns.write_setting("ipv4.no_such_thing", "1", must=False)
+    assert setting.read_text("ascii") == before
+
+
+@needs_namespaces
+def test_a_command_that_fails_says_why(namespace: int) -> None:
+    with netns.within(namespace), pytest.raises(OSError, match=r"ip link set nothing up: .*nothing"):
+        netns.ip("link", "set", "nothing", "up")
+    with pytest.raises(OSError, match="setns"):
+        netns.enter("/dev/null")
+
+
+@needs_namespaces
+def test_only_what_runs_in_these_namespaces_is_ended(namespace: int) -> None:
+    with contextlib.ExitStack() as stack:
+        with netns.within(namespace):
+            inside, spared = (stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(2))
+        outside = stack.enter_context(subprocess.Popen(["sleep", "60"]))
+        for process in (spared, outside):
+            stack.callback(process.kill)
+        assert netns.end_all_in([namespace], spared.pid) == [inside.pid]
+        assert inside.wait(10) == -9
+        assert (spared.poll(), outside.poll()) == (None, None)
+
+
+# --- The commands of the program between the namespaces ---------------------------------------------------------------
+
+
+def test_changes_are_checked_as_a_whole() -> None:
+    assert changed_options(PipeOptions(rtt_ms=10), {"mbps": 5.0}) == PipeOptions(rtt_ms=10, mbps=5.0)
+    with pytest.raises(ValueError, match="rate is no option of a link: one of rtt_ms, jitter_ms, mbps, loss_percent"):
+        changed_options(PipeOptions(), {"rate": 5.0})
+    with pytest.raises(ValueError, match="jitter_ms is 20: 0 to rtt_ms=10"):
+        changed_options(PipeOptions(rtt_ms=10), {"jitter_ms": 20})
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments", "words"),
+    [
+        ("set", {"name": "far", "mbps": 1}, r"site is 'far': one of \(none yet\)"),
+        ("nothing", {}, r"site is '': one of \(none yet\)"),
+        ("start", {"links": {}}, f"1 to {SITES_MAX} sites"),
+        ("start", {"links": {"syncer": {}}}, "none of them called syncer"),
+        ("start", {"links": {f"s{number}": {} for number in range(SITES_MAX + 1)}}, f"1 to {SITES_MAX} sites"),
+    ],
+)
+def test_commands_are_refused_in_words(what: str, arguments: dict[str, object], words: str) -> None:
+    rest = {"congestion": "bbr", "settings": {}, "subnet": 77} if what == "start" else {}
+    with pytest.raises(ValueError, match=words):
+        Delayer()._do(what, {**arguments, **rest})

@@ -1,16 +1,103 @@
-"""The model of one direction that carries packets, tried without a clock."""
+"""Super-packets, and the model of one direction that carries them, tried without a clock."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
+import struct
 
 import pytest
 
 from diloco.wan.link import MILLISECOND_NS as MS
 from diloco.wan.link import SECOND_NS
-from diloco.wan.pipe import QUEUE_BYTES_MIN, Pipe, PipeOptions, measure
-from tests.wan.test_packets import SEGMENT, packet
+from diloco.wan.pipe import IP_AT, KIND_PLAIN, KIND_TCP4, QUEUE_BYTES_MIN, VIRTIO, Pipe, PipeOptions, keep, measure
+
+# --- Super-packets: how many segments they stand for, and what is left of them when some are lost --------------------
+
+IP_BYTES, TCP_BYTES = 20, 32
+HEADERS = IP_BYTES + TCP_BYTES
+SEGMENT = 1448
+FIN, PSH, ACK, CWR = 0x01, 0x08, 0x10, 0x80
+
+
+def summed(content: bytes) -> int:
+    """RFC 1071, the slow way: 0xFFFF over a header whose checksum is right."""
+    total = 0
+    for word in struct.unpack(f"!{len(content) // 2}H", content):
+        total += word
+        total = (total & 0xFFFF) + (total >> 16)
+    return total
+
+
+def packet(payload: bytes, *, flags: int = ACK, sequence: int = 1000, number: int = 7) -> bytes:
+    """A TCP packet as a TUN device would hand it over."""
+    ip = struct.pack(
+        "!BBHHHBBH4s4s", 0x45, 0, HEADERS + len(payload), number, 0x4000, 64, 6, 0, bytes([10, 77, 1, 1]), bytes(4)
+    )
+    ip = ip[:10] + struct.pack("!H", 0xFFFF - summed(ip)) + ip[12:]
+    tcp = struct.pack("!HHIIBBHHH", 40000, 7077, sequence, 5, TCP_BYTES // 4 << 4, flags, 500, 0, 0) + bytes(12)
+    kind, cut = (KIND_TCP4, SEGMENT) if len(payload) > SEGMENT else (KIND_PLAIN, 0)
+    return VIRTIO.pack(1, kind, HEADERS if cut else 0, cut, IP_BYTES, 16) + ip + tcp + payload
+
+
+def fields(piece: bytes) -> tuple[int, int, int, bytes]:
+    """Sequence number, IP's number, flags and payload, after a look at lengths and sums."""
+    ip = piece[IP_AT:]
+    assert summed(ip[:IP_BYTES]) == 0xFFFF
+    length, number = struct.unpack_from("!HH", ip, 2)
+    assert length == len(ip)
+    (sequence,) = struct.unpack_from("!I", ip, IP_BYTES + 4)
+    (checksum,) = struct.unpack_from("!H", ip, IP_BYTES + 16)
+    if checksum:
+        assert checksum == summed(ip[12:20] + struct.pack("!HH", 6, length - IP_BYTES))
+    return sequence, number, ip[IP_BYTES + 13], ip[HEADERS:]
+
+
+def test_a_packet_takes_the_headers_of_each_segment() -> None:
+    size = measure(packet(bytes(3 * SEGMENT + 10)))
+    assert (size.segments, size.wire_bytes) == (4, 3 * SEGMENT + 10 + 4 * HEADERS)
+    assert size.bytes_of(0, 1) == SEGMENT + HEADERS
+    assert size.bytes_of(3, 4) == 10 + HEADERS
+    assert size.bytes_of(0, 4) == size.wire_bytes
+    small = measure(packet(b"small"))
+    assert (small.segments, small.wire_bytes) == (1, HEADERS + 5) == (1, small.bytes_of(0, 1))
+
+
+def test_what_loses_nothing_is_the_same_packet() -> None:
+    whole = packet(bytes(5 * SEGMENT))
+    assert list(keep(whole, ())) == [(whole, 0, 5)]
+    assert list(keep(whole, range(5))) == []
+    small = packet(b"small")
+    assert list(keep(small, ())) == [(small, 0, 1)]
+    assert list(keep(small, {0})) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_left_is_the_stream_without_the_lost_segments(seed: int) -> None:
+    dice = random.Random(seed)
+    payload = dice.randbytes(dice.randrange(SEGMENT + 1, 44 * SEGMENT))
+    sequence = dice.choice([1000, 2**32 - 5000])  # It wraps.
+    whole = packet(payload, sequence=sequence, number=65_530, flags=ACK | PSH | FIN | CWR)
+    segments = measure(whole).segments
+    gone = {number for number in range(segments) if dice.random() < 0.2}
+    rebuilt = {}
+    for piece, first, stop in keep(whole, gone):
+        size = measure(piece)
+        assert size.segments == stop - first
+        assert size.wire_bytes == measure(whole).bytes_of(first, stop)
+        at, number, flags, content = fields(piece)
+        assert (at, number) == ((sequence + first * SEGMENT) % 2**32, (65_530 + first) % 2**16)
+        assert bool(flags & (FIN | PSH)) == (stop == segments), "the stream ended before its end"
+        assert bool(flags & CWR) == (first == 0)
+        assert flags & ACK
+        for place in range(first, stop):
+            rebuilt[place] = content[(place - first) * SEGMENT : (place - first + 1) * SEGMENT]
+    assert set(rebuilt) == set(range(segments)) - gone
+    assert all(content == payload[place * SEGMENT : (place + 1) * SEGMENT] for place, content in rebuilt.items())
+
+
+# --- The model of one direction ---------------------------------------------------------------------------------------
 
 SMALL = packet(bytes(948))  # 1000 bytes on the link.
 BIG = packet(bytes(40 * SEGMENT))
@@ -44,17 +131,8 @@ def drain(pipe: Pipe) -> list[tuple[int, bytes]]:
 def test_options_are_refused_in_words(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         PipeOptions(**changes)  # type: ignore[arg-type]
-
-
-def test_a_direction_has_a_name() -> None:
     with pytest.raises(ValueError, match="direction is 'left': one of up, down"):
         Pipe(PipeOptions(), "left", 0)
-
-
-def test_half_a_round_trip_each_way() -> None:
-    pipe = Pipe(PipeOptions(rtt_ms=80), "up", 0)
-    pipe.push(SMALL, 5 * MS)
-    assert drain(pipe) == [(45 * MS, SMALL)]
 
 
 def test_the_rate_counts_the_headers_of_every_segment_and_is_shared() -> None:
@@ -67,6 +145,8 @@ def test_the_rate_counts_the_headers_of_every_segment_and_is_shared() -> None:
 
 
 def test_the_queue_is_bounded_and_drops_single_segments_at_its_tail() -> None:
+    assert PipeOptions(rtt_ms=100, mbps=1000).queue_bytes == 12_500_000, "what the link holds in a round trip"
+    assert PipeOptions(rtt_ms=10, mbps=1).queue_bytes == QUEUE_BYTES_MIN
     pipe = Pipe(PipeOptions(mbps=8, queue_kib=100), "up", 0)
     for _ in range(3):
         pipe.push(BIG, 0)
@@ -74,11 +154,6 @@ def test_the_queue_is_bounded_and_drops_single_segments_at_its_tail() -> None:
     kept = 100 * 1024 // (SEGMENT + 52)
     assert counts.overflowed == 120 - kept
     assert sum(measure(content).segments for _, content in drain(pipe)) == kept == counts.segments_out
-
-
-def test_the_default_queue_is_what_the_link_holds_in_a_round_trip() -> None:
-    assert PipeOptions(rtt_ms=100, mbps=1000).queue_bytes == 12_500_000
-    assert PipeOptions(rtt_ms=10, mbps=1).queue_bytes == QUEUE_BYTES_MIN
 
 
 def test_without_a_rate_what_is_held_is_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

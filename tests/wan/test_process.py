@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,12 @@ import pytest
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayDiedError, RelayProcess
 from diloco.wan.relay import format_address, parse_address
+from tests.runs.processes import ROOT, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WAIT_S = 10.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def test_many_threads_may_ask_at_once(relays: RelayProcess) -> None:
     assert sorted(relays.stats()) == names
 
 
-def test_a_killed_relay_is_noticed() -> None:
+def test_a_relay_that_was_killed_or_failed_is_noticed_with_its_last_words() -> None:
     with RelayProcess() as relays:
         relays.add("a", LinkOptions(), "127.0.0.1:1")
         os.kill(relays.pid, signal.SIGKILL)
@@ -112,6 +111,9 @@ def test_a_killed_relay_is_noticed() -> None:
         assert not relays.is_alive()
         with pytest.raises(RelayDiedError):
             relays.heal("a")
+    with RelayProcess() as relays, pytest.raises(RelayDiedError, match=r"(?s)\(exit code 1\); it said: .*TypeError"):
+        # No method asks for this: a link without its arguments is a defect of ours, and ends the child.
+        relays._do("add")
 
 
 def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back() -> None:
@@ -128,14 +130,6 @@ def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back() -> None:
                 os.kill(relays.pid, signal.SIGCONT)
             relays._answer_timeout_s = WAIT_S
             assert relays.cpu_s() > 0, "the answer that came too late was taken for this one's"
-
-
-def test_a_relay_that_fails_says_its_last_words() -> None:
-    with RelayProcess() as relays:
-        relays.stats()
-        with pytest.raises(RelayDiedError, match="TypeError"):
-            # No method asks for this: a link without its arguments is a defect of ours, and ends the child.
-            relays._do("add")
 
 
 def test_closing_ends_the_process_and_closing_twice_is_allowed() -> None:
@@ -156,10 +150,7 @@ def test_the_relay_does_not_outlive_a_parent_that_was_killed() -> None:
     )
     parent = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=30, check=False)
     assert parent.returncode == -9, parent.stderr.decode()
-    deadline_s = time.monotonic() + WAIT_S
-    while is_running(int(parent.stdout)) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert not is_running(int(parent.stdout))
+    wait_for(lambda: not is_running(int(parent.stdout)), "the relay to end")
 
 
 def test_the_relay_is_in_a_session_of_its_own_and_imports_no_torch(relays: RelayProcess) -> None:
