@@ -1,7 +1,9 @@
-"""A fake syncer on a real loopback port, and clients for it."""
+"""A fake syncer on a real loopback port, clients for it, and servers that are none of ours."""
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from diloco.wire.messages import KIB
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.server import RunningServer
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
+from tests.wire.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,8 +37,8 @@ class Wired:
         return client
 
     def channel(self) -> Any:
-        """A bare channel, to say what no client of ours would."""
-        channel = grpc.insecure_channel(self.server.address)
+        """A bare channel of its own, to say what no client of ours would."""
+        channel = grpc.insecure_channel(self.server.address, [("grpc.use_local_subchannel_pool", 1)])
         self.opened.append(channel)
         return channel
 
@@ -60,3 +63,28 @@ def start() -> Iterator[Callable[..., Wired]]:
 @pytest.fixture
 def wired(start: Callable[..., Wired]) -> Wired:
     return start()
+
+
+@pytest.fixture
+def relay(wired: Wired) -> Iterator[Relay]:
+    relay = Relay(wired.server.address)
+    yield relay
+    relay.close()
+
+
+@pytest.fixture
+def aside() -> Iterator[Callable[..., Any]]:
+    """Run a call in a thread; gives the future of its result."""
+    pool = ThreadPoolExecutor(4)
+    yield pool.submit
+    pool.shutdown(wait=False)
+
+
+@contextlib.contextmanager
+def answering(handler: grpc.GenericRpcHandler, calls_max: int | None = None) -> Iterator[str]:
+    """The address of a server that is none of ours, with ``handler``."""
+    server = grpc.server(ThreadPoolExecutor(4), (handler,), maximum_concurrent_rpcs=calls_max)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield address
+    server.stop(None).wait(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,36 @@ STANDING = FragmentStanding(3, 11, DIGEST, 10, 150, 8192, 4096, ((9, 4096), (10,
 EMPTY_STANDING = FragmentStanding(0, 0, DIGEST, 0, 0, 0, 0, (), ())
 HEX = "0123456789abcdef" * 4
 PULL = m.PullHeader(3, 7, 9, False, "int4:32", 96, 30, (10, 20), DIGEST, 0xFFFFFFFF, (FATE,))
+
+SEED = 33
+PAYLOAD = random.Random(SEED).randbytes(6 * m.MIB + 123)
+"""Long enough for several streams."""
+MARK = b"nothing else in the payload looks like this"
+MARKS = 3 * MARK  # One of them is whole in a read, wherever the stream is cut.
+MARKED = b"".join((PAYLOAD[: 2 * m.MIB], MARKS, PAYLOAD[2 * m.MIB : 4 * m.MIB], MARKS, PAYLOAD[4 * m.MIB :], MARKS))
+
+
+def mutated(raw: bytes, others: list[bytes], chance: random.Random) -> bytes:
+    """``raw`` with bits flipped, cut, stretched, spliced with another message, or replaced by noise."""
+    out = bytearray(raw or b"\x00")
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(out)) if out else 0
+        match chance.randrange(7):
+            case 0 if out:
+                out[at] ^= 1 << chance.randrange(8)
+            case 1:
+                del out[at:]
+            case 2:
+                out[at:at] = chance.randbytes(chance.randint(1, 12))
+            case 3:
+                out += chance.choice(others)[: chance.randint(1, 200)]
+            case 4:
+                out[at:at] = b"\xff" * 9 + b"\x01"
+            case 5:
+                out = bytearray(chance.randbytes(chance.randint(0, 64)))
+            case 6:
+                out[at : at + 4] = out[at : at + 4] * 3
+    return bytes(out)
 
 
 def joins() -> list[Sample]:

@@ -1,17 +1,16 @@
-"""The stream between a standby and the syncer, with somebody simple behind it."""
+"""A client's streams that last: a standby's and those of one push, and what else goes over the link meanwhile."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import mmap
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -45,13 +44,9 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from tests.wire.certificates import ADMIN, OBSERVER, A, written
+from tests.wire.conftest import Wired
 from tests.wire.fake_syncer import DIGEST, RUN, FakeSyncer, push_header, report_info, serve
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.wire.conftest import Wired
-
 
 HEX = "a" * 64
 BOUND_S = 20.0
@@ -101,71 +96,56 @@ def start(standby: str = "s", run_id: str = RUN) -> FollowStart:
     return FollowStart(run_id, standby, HEX, HEX, 1, HEX)
 
 
-def test_parts_come_and_acknowledgements_go(capsys: pytest.CaptureFixture[str]) -> None:
-    with connected() as (served, client), client.follow(start()) as stream:
-        assert next(stream) == Follows(False, 1, HEX, 1)
-        stream.ack(FollowAck(1, 77))
-        rest: list[FollowPart] = []
-        with pytest.raises(Unreachable, match="the stream ended"):
-            rest += stream
+def test_parts_come_and_acknowledgements_go() -> None:
+    with connected() as (served, client):
+        with client.follow(start()) as stream:
+            assert next(stream) == Follows(False, 1, HEX, 1)
+            stream.ack(FollowAck(1, 77))
+            rest: list[FollowPart] = []
+            with pytest.raises(Unreachable, match="the stream ended"):
+                rest += stream
         assert set(map(type, rest)) <= {Alive}
         assert served.acks == [FollowAck(1, 77)]
         assert served.starts == [start()]
 
 
-def test_a_stream_that_is_cancelled_is_closed_at_the_other_end() -> None:
+def test_a_stream_that_is_cancelled_is_closed_at_the_other_end_and_a_refusal_comes_in_words() -> None:
     with connected() as (served, client):
         with client.follow(start()) as stream:
             next(stream)
         assert served.closed.wait(BOUND_S)
+        for who, words in ((start("stranger"), "empty folder"), (start(run_id="other"), "no such run")):
+            with client.follow(who) as stream, pytest.raises(Refused, match=words):
+                next(stream)
 
 
-@pytest.mark.parametrize(
-    ("who", "status"), [(start("stranger"), "empty folder"), (start(run_id="other"), "no such run")]
-)
-def test_a_refusal_comes_in_words(who: FollowStart, status: str) -> None:
-    with connected() as (_, client), client.follow(who) as stream, pytest.raises(Refused, match=status):
+def test_where_nobody_serves_standbys_there_is_no_such_service(wired: Wired) -> None:
+    client = FollowClient(wired.server.address)
+    with client.follow(start()) as stream, pytest.raises(Refused) as refused:
         next(stream)
-
-
-def test_where_nobody_serves_standbys_there_is_no_such_service() -> None:
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
-    client = FollowClient(server.address)
-    try:
-        with client.follow(start()) as stream, pytest.raises(Refused) as refused:
-            next(stream)
-        assert refused.value.status is Status.UNIMPLEMENTED
-    finally:
-        client.close()
-        server.stop(0.5)
+    assert refused.value.status is Status.UNIMPLEMENTED
+    client.close()
 
 
 def test_only_a_standby_or_an_admin_may_follow(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.json"
-    table = {"sites": {"site-a": "a" * 20}, "observer": "o" * 20, "admin": "m" * 20, "standby": "s" * 20}
-    tokens.write_text(json.dumps(table))
-    tokens.chmod(0o600)
-    served = Served()
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), SecurityOptions(tokens_file=str(tokens)), following=served)
-    found = {}
+    served, options = Served(), SecurityOptions(tokens_file=written(tmp_path / "tokens.json"))
+    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), options, following=served)
+    found = []
     try:
-        for token in ("", "a" * 20, "o" * 20, "m" * 20, "s" * 20):
+        for token in ("", A, OBSERVER, ADMIN, "token-of-standby"):
             client = FollowClient(server.address, SecurityOptions(token=token))
             with client.follow(start()) as stream:
                 try:
                     next(stream)
-                    found[token[:1]] = "OK"
+                    found.append("OK")
                 except Refused as refused:
-                    found[token[:1]] = refused.status.value
+                    found.append(refused.status.value)
             client.close()
     finally:
         server.stop(0.5)
-    denied = "PERMISSION_DENIED"
-    assert found == {"": "UNAUTHENTICATED", "a": denied, "o": denied, "m": "OK", "s": "OK"}
+    assert found == ["UNAUTHENTICATED", "PERMISSION_DENIED", "PERMISSION_DENIED", "OK", "OK"]
     assert len(served.starts) == 2
 
-
-# --- Transfers that are large or long, and what else goes over the link meanwhile ------------------------------------
 
 LARGE_BYTES = (9 << 28) + 12345  # 2.25 GiB and a bit: over 2^31.
 # Slow enough that a machine with a quarter of a core to spare fills it, with a queue of 0.4 s behind it.
@@ -195,10 +175,7 @@ def header_of(payload_bytes: int, sequence: int) -> PushHeader:
 
 
 def counting(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(header: PushHeader) -> Any:
-        return CountingSession()
-
-    monkeypatch.setattr(wired.syncer, "open_push", opened)
+    monkeypatch.setattr(wired.syncer, "open_push", lambda header: CountingSession())
 
 
 @pytest.mark.slow
@@ -307,35 +284,6 @@ def test_what_is_wanted_again_goes_before_the_rest_and_before_another_commit() -
     assert not list(requests)
 
 
-def test_after_breaks_no_more_is_on_its_way_than_can_be_spared() -> None:
-    payload = bytes(MIB)
-    header = push_header(payload)
-    push = sending([], payload, breaks=9)
-    requests = push.requests()
-    assert unpack_push(next(requests)) == dataclasses.replace(header, frames=True, progress=True)
-    push.admit(PushAdmitted(0, True))
-    sent, committed = [0], threading.Event()
-
-    def read() -> None:
-        for raw in requests:
-            part = unpack_push(raw)
-            sent[0] += len(part.data) if isinstance(part, Frame) else 0
-            if isinstance(part, PushCommit):
-                committed.set()
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    for held in range(0, MIB - 192 * KIB, 64 * KIB):
-        assert not committed.wait(0.02)
-        assert held < sent[0] <= held + 128 * KIB
-        push.held(held + 64 * KIB)
-    push.held(MIB)
-    assert committed.wait(10)
-    push.stop()
-    thread.join(10)
-    assert sent[0] == MIB
-
-
 def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:
     push = sending([])
     with pytest.raises(MalformedMessage, match="were not sent"):
@@ -372,32 +320,7 @@ def test_a_stream_for_which_no_chunk_was_left_carries_none() -> None:
     assert push.carries(guards[0])
 
 
-def test_streams_share_what_is_left() -> None:
-    push = sending([], streams=2)
-    requests = push.requests()
-    next(requests)
-    push.admit(PushAdmitted(0, True))
-    push.join_in()
-    beside = push.beside(Guard(STALLS, 1.0))
-    assert unpack_push(next(beside)) == push_header(PAYLOAD, frames=True, beside=True, others=1)
-    parts = [unpack_push(next(each)) for each in (requests, beside, beside, requests)]
-    assert [part.offset for part in parts if isinstance(part, Frame)] == [0, 64 * KIB, 128 * KIB, 192 * KIB]
-    assert not list(beside)
-    push.stop()
-
-
-def test_stop_before_admission_ends_the_waiting_thread() -> None:
-    push = sending([])
-    messages: list[bytes] = []
-    thread = threading.Thread(target=lambda: messages.extend(push.requests()))
-    thread.start()
-    push.stop()
-    thread.join(timeout=5)
-    assert not thread.is_alive()
-    assert len(messages) == 1
-
-
-def test_stop_in_the_middle_sends_no_commit() -> None:
+def test_stop_sends_no_commit_and_ends_a_thread_that_waits_to_be_admitted(aside: Callable[..., Any]) -> None:
     push = sending([])
     requests = push.requests()
     next(requests)
@@ -405,6 +328,10 @@ def test_stop_in_the_middle_sends_no_commit() -> None:
     next(requests)
     push.stop()
     assert not list(requests)
+    waiting = sending([])
+    messages = aside(list, waiting.requests())
+    waiting.stop()
+    assert len(messages.result(BOUND_S)) == 1
 
 
 def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way() -> None:
@@ -443,12 +370,3 @@ def test_to_who_takes_it_everything_goes_at_once_and_what_is_held_is_left_out_wh
     last, commit = all_of(requests)
     assert last == Frame(192 * KIB, memoryview(PAYLOAD)[192 * KIB :])
     assert isinstance(commit, PushCommit), "a stream beside it keeps nobody who was told of it from committing"
-
-
-def test_an_admission_behind_what_was_sent_sends_nothing_twice() -> None:
-    push = sending([], at_once=True)
-    requests = push.requests()
-    for _ in range(3):
-        next(requests)
-    push.admit(PushAdmitted(0, True))
-    assert [part.offset for part in all_of(requests) if isinstance(part, Frame)] == [128 * KIB, 192 * KIB]
