@@ -12,10 +12,10 @@ import pytest
 
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB
-from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
-from tests.wire.relay import Relay
+from tests.wire.relay import Relay, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,41 +23,51 @@ if TYPE_CHECKING:
 
 @dataclass
 class Wired:
-    """The syncer, its server, and what was opened towards it."""
+    """The syncer, its server and what that noted, and what was opened towards it."""
 
     syncer: FakeSyncer
     server: RunningServer
+    notes: list[str]
     opened: list[Any]
 
-    def client(self, site: str = "site-a", address: str = "", **options: Any) -> SyncClient:
-        """A client with chunks of 64 KiB, closed at the end of the test."""
-        options = {"chunk_bytes": 64 * KIB} | options
-        client = SyncClient(address or self.server.address, site, RUN, options=ClientOptions(**options))
-        self.opened.append(client)
-        return client
+    def client(self, site: str = "site-a", address: str = "", **given: Any) -> SyncClient:
+        """A client with chunks of 64 KiB and the given options and security, closed at the end of the test."""
+        security, options = _parted(given)
+        options = ClientOptions(**{"chunk_bytes": 64 * KIB} | options)
+        self.opened.append(SyncClient(address or self.server.address, site, RUN, security, options))
+        return self.opened[-1]
 
     def channel(self) -> Any:
         """A bare channel of its own, to say what no client of ours would."""
-        channel = grpc.insecure_channel(self.server.address, [("grpc.use_local_subchannel_pool", 1)])
-        self.opened.append(channel)
-        return channel
+        self.opened.append(grpc.insecure_channel(self.server.address, [("grpc.use_local_subchannel_pool", 1)]))
+        return self.opened[-1]
+
+    def noted(self, words: str) -> bool:
+        """Whether the server says so in time."""
+        return wait_until(lambda: any(words in note for note in self.notes))
+
+
+def _parted(given: dict[str, Any]) -> tuple[SecurityOptions, dict[str, Any]]:
+    security = {name: value for name, value in given.items() if name in SecurityOptions.__slots__}
+    return SecurityOptions(**security), {name: value for name, value in given.items() if name not in security}
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Wired]]:
-    """Start a server with the given ``ServerOptions``."""
+    """Start a server with the given ``ServerOptions`` and ``SecurityOptions``."""
     running: list[Wired] = []
 
-    def run(**options: Any) -> Wired:
-        syncer = FakeSyncer()
-        running.append(Wired(syncer, serve(syncer, ServerOptions(run_id=RUN, **options)), []))
+    def run(**given: Any) -> Wired:
+        syncer, notes, (security, options) = FakeSyncer(), list[str](), _parted(given)
+        server = serve(syncer, ServerOptions(run_id=RUN, **options), security, lambda what, why: notes.append(why))
+        running.append(Wired(syncer, server, notes, []))
         return running[-1]
 
     yield run
     for wired in running:
         for opened in wired.opened:
             opened.close()
-        wired.server.stop(0.5)
+        wired.server.stop(0.2)
 
 
 @pytest.fixture
