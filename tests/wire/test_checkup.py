@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -31,9 +30,8 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from diloco.wire.server import RunningServer
 from tests.loopback.cluster import free_port
-from tests.wire.certificates import LOOPBACK, A, Authority, B, written
+from tests.wire.certificates import LOOPBACK, OBSERVER, A, Authority, B, written
 from tests.wire.conftest import Wired
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 from tests.wire.relay import until_reached
@@ -43,20 +41,12 @@ LIMIT_S, WAIT_S = 5.0, 20.0
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
-    """A syncer that knows two sites, with permissions."""
-    with contextlib.ExitStack() as stack:
-
-        def start(**grants: Any) -> RunningServer:
-            table = {"default": "allow", "sites": grants}
-            security = SecurityOptions(
-                tokens_file=written(tmp_path / "tokens"), permissions=written(tmp_path / "permissions", table)
-            )
-            server = serve(FakeSyncer(), ServerOptions(run_id=RUN), security)
-            stack.callback(server.stop, 0.2)
-            return server
-
-        yield start
+def guarded(start: Callable[..., Wired], tmp_path: Path) -> Callable[..., Wired]:
+    """Start a syncer that knows two sites, with permissions."""
+    return lambda **grants: start(
+        tokens_file=written(tmp_path / "tokens"),
+        permissions=written(tmp_path / "permissions", {"default": "allow", "sites": grants}),
+    )
 
 
 def checkup(address: str, token: str = "") -> Checkup:
@@ -80,8 +70,8 @@ def test_round_trips_are_counted_and_bounded(wired: Wired) -> None:
         assert asked.round_trips(1000, 0.0) == []
 
 
-def test_a_known_site_comes_in_and_a_stranger_does_not(guarded: Callable[..., RunningServer]) -> None:
-    address = guarded().address
+def test_a_known_site_comes_in_and_a_stranger_does_not(guarded: Callable[..., Wired]) -> None:
+    address = guarded().server.address
     with checkup(address, A) as asked:
         asked.come_in()
     for token in ("", "another-token-0123456789"):
@@ -223,8 +213,8 @@ def test_a_syncer_is_known_to_speak_tls_or_not_whatever_it_wants_of_callers(
             assert speaks_tls(address) is None
 
 
-def test_a_probe_tells_the_run_the_identity_that_is_seen_and_the_time(guarded: Callable[..., RunningServer]) -> None:
-    with checkup(guarded().address, A) as asked:
+def test_a_probe_tells_the_run_the_identity_that_is_seen_and_the_time(guarded: Callable[..., Wired]) -> None:
+    with checkup(guarded().server.address, A) as asked:
         probed = asked.probe(ProbeAsk(3, RUN))
     assert (probed.answer.protocol, probed.answer.run_id, probed.answer.identity) == (3, RUN, "site/site-a")
     assert abs(probed.ahead_ns) / 1e9 <= probed.round_s + 0.05
@@ -283,19 +273,17 @@ def test_what_is_no_probe_is_refused_in_words(wired: Wired) -> None:
     assert wired.server.counters().get("internal", 0) == 0
 
 
-def test_a_stranger_is_refused_before_a_byte_is_parsed(guarded: Callable[..., RunningServer]) -> None:
-    server = guarded()
-    with grpc.insecure_channel(server.address) as channel:
-        call = channel.stream_stream(f"/{SYNC_SERVICE}/Probe")(iter([b"\xff" * CONTROL_BYTES_MAX]), timeout=WAIT_S)
-        assert status_of(call)[0] == "UNAUTHENTICATED"
+def test_a_stranger_is_refused_before_a_byte_is_parsed(guarded: Callable[..., Wired]) -> None:
+    call = guarded().channel().stream_stream(f"/{SYNC_SERVICE}/Probe")
+    assert status_of(call(iter([b"\xff" * CONTROL_BYTES_MAX]), timeout=WAIT_S))[0] == "UNAUTHENTICATED"
 
 
 class Held:
     """A probe that has begun and does not end before it is told to."""
 
-    def __init__(self, channel: Any, token: str = "") -> None:
+    def __init__(self, channel: Any, token: str) -> None:
         self.over = threading.Event()
-        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        metadata = (("authorization", f"Bearer {token}"),)
         ask = pack_probe(ProbeAsk(3, bytes_up=100))
         self.call = channel.stream_stream(f"/{SYNC_SERVICE}/Probe")(
             self.messages(ask), timeout=WAIT_S, metadata=metadata
@@ -319,33 +307,24 @@ def probed(address: str, token: str = "", **ask: int) -> None:
         asked.probe(ProbeAsk(3, **ask))
 
 
-def test_all_callers_together_probe_a_few_times_at_once(start: Callable[..., Wired]) -> None:
-    for goes_away in (False, True):
-        wired = start()
-        held = [Held(wired.channel()) for _ in range(PROBES_MAX)]
-        with pytest.raises(Unreachable, match="no room for one more probe in all"):
-            probed(wired.server.address)
-        for each in held:
-            if goes_away:
-                each.call.cancel()
-                each.over.set()
-            else:
-                assert each.end().bytes == 5
-        until_reached(lambda wired=wired: probed(wired.server.address))
+def test_a_caller_has_one_place_and_all_together_few_which_they_give_back(guarded: Callable[..., Wired]) -> None:
+    wired = guarded()
+    assert PROBES_MAX == 2
+    address, held = wired.server.address, [Held(wired.channel(), A)]
+    with pytest.raises(Unreachable, match="no room for one more probe of this caller"):
+        probed(address, A)
+    held.append(Held(wired.channel(), B))
+    with pytest.raises(Unreachable, match="no room for one more probe in all"):
+        probed(address, OBSERVER)
+    assert held[0].end().bytes == 5
+    held[1].call.cancel()
+    held[1].over.set()
+    for token in (A, B):
+        until_reached(lambda token=token: probed(address, token))
 
 
-def test_one_site_has_one_place(guarded: Callable[..., RunningServer]) -> None:
-    server = guarded()
-    with grpc.insecure_channel(server.address) as channel:
-        held = Held(channel, A)
-        with pytest.raises(Unreachable, match="probe of this caller"):
-            probed(server.address, A)
-        probed(server.address, B)
-        held.end()
-
-
-def test_filler_has_a_rate_of_its_own_and_questions_have_not(guarded: Callable[..., RunningServer]) -> None:
-    address = guarded().address
+def test_filler_has_a_rate_of_its_own_and_questions_have_not(guarded: Callable[..., Wired]) -> None:
+    address = guarded().server.address
     for _ in range(3):
         probed(address, A, bytes_up=1)
     with pytest.raises(Unreachable, match="probes of this caller is used up") as caught:
@@ -356,9 +335,9 @@ def test_filler_has_a_rate_of_its_own_and_questions_have_not(guarded: Callable[.
     probed(address, B, bytes_up=1)
 
 
-def test_filler_counts_against_what_a_site_may_carry(guarded: Callable[..., RunningServer]) -> None:
+def test_filler_counts_against_what_a_site_may_carry(guarded: Callable[..., Wired]) -> None:
     rates = {"bytes_per_s": 1000.0, "pull_bytes_per_s": 1000.0}
-    address = guarded(**{"site-a": rates, "site-b": {"may_push": False}}).address
+    address = guarded(**{"site-a": rates, "site-b": {"may_push": False}}).server.address
     for way, words in (("bytes_up", "Probe: bytes_per_s of this caller"), ("bytes_down", "pull_bytes_per_s of this")):
         probed(address, A, **{way: 100_000})
         with pytest.raises(Unreachable, match=words):

@@ -45,11 +45,11 @@ from diloco.wire.messages import (
     UpdateAsk,
     WatchAsk,
 )
-from diloco.wire.options import SecurityOptions, ServerOptions
-from diloco.wire.server import RunningServer
+from diloco.wire.options import ServerOptions
 from tests.hunts import http2
 from tests.loopback.cluster import eventually
 from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
+from tests.wire.conftest import Wired
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
 
 WAIT_S = 20.0
@@ -81,15 +81,9 @@ LONG = b"\x00" * 1_400_000
 class Front:
     """A server that knows two sites and the roles, and a bare channel to it."""
 
-    def __init__(self, folder: Path, permissions: object = None, **options: Any) -> None:
-        security = SecurityOptions(
-            tokens_file=written(folder / "tokens.json"),
-            permissions=written(folder / "permissions.json", permissions or {"default": "allow"}),
-        )
+    def __init__(self, wired: Wired) -> None:
+        self.syncer, self.server, self.client, self.channel = wired.syncer, wired.server, wired.client, wired.channel()
         self.over = threading.Event()
-        self.syncer = FakeSyncer()
-        self.server: RunningServer = serve(self.syncer, ServerOptions(run_id=RUN, **options), security)
-        self.channel = grpc.insecure_channel(self.server.address, [("grpc.use_local_subchannel_pool", 1)])
 
     def ask(self, method: str, message: bytes, token: str, *, held: bool = False) -> Any:
         """gRPC's call, before anything of it was read; ``held``: it does not end its stream."""
@@ -128,13 +122,12 @@ def ended(call: Any) -> str:
 
 
 @pytest.fixture
-def front(tmp_path: Path) -> Iterator[Callable[..., Front]]:
+def front(start: Callable[..., Wired], tmp_path: Path) -> Iterator[Callable[..., Front]]:
     with contextlib.ExitStack() as stack:
 
-        def open_front(**options: Any) -> Front:
-            found = Front(tmp_path, **options)
-            stack.callback(found.server.stop, 0.2)
-            stack.callback(found.channel.close)
+        def open_front(permissions: object = None, **options: Any) -> Front:
+            table = written(tmp_path / "permissions", permissions or {"default": "allow"})
+            found = Front(start(tokens_file=written(tmp_path / "tokens"), permissions=table, **options))
             stack.callback(found.over.set)
             return found
 
@@ -203,8 +196,7 @@ def test_bytes_are_charged_as_they_move_and_owed_by_the_next_transfer(front: Cal
     assert here.syncer.calls == ["pull"] * 3
     assert here.server.counters()["payload_bytes_out"] == 3 * len(PAYLOAD)
     for site, token in (("site-a", A), ("site-b", B)):
-        with SyncClient(here.server.address, site, RUN, SecurityOptions(token=token)) as client:
-            assert client.push(push_header(PAYLOAD, site_id=site), PAYLOAD)
+        assert here.client(site, token=token).push(push_header(PAYLOAD, site_id=site), PAYLOAD)
     assert owed_s - 5 < here.come_back_s("Push", ASKS["Push"]("site-a", RUN), A, "bytes_per_s") < owed_s
     assert here.server.counters()["payload_bytes_in"] == 2 * len(PAYLOAD)
 

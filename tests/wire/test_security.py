@@ -407,9 +407,7 @@ def test_an_authority_is_replaced_while_sites_push(
         """Also over connections that began after this: the server ends each at its age."""
         before, since_s = dict(pushed), time.monotonic()
         gone_on = lambda: all(pushed[site] > before[site] + 20 for site in pushed)  # noqa: E731
-        assert wait_until(lambda: time.monotonic() > since_s + 2.5 and gone_on(), 30.0), (
-            f"all push with {what}"
-        )
+        assert wait_until(lambda: time.monotonic() > since_s + 2.5 and gone_on(), 30.0), f"all push with {what}"
 
     written(trusted, old.certificate.decode())
     here = run(connection_age_s=1.0, **put(old, "syncer", "127.0.0.1"), require_client_cert=True)
