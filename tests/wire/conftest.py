@@ -58,8 +58,10 @@ def start() -> Iterator[Callable[..., Wired]]:
     running: list[Wired] = []
 
     def run(**given: Any) -> Wired:
-        syncer, notes, (security, options) = FakeSyncer(), list[str](), _parted(given)
-        server = serve(syncer, ServerOptions(run_id=RUN, **options), security, lambda what, why: notes.append(why))
+        syncer, notes, following = FakeSyncer(), list[str](), given.pop("following", None)
+        security, options = _parted(given)
+        note = lambda what, why: notes.append(f"{what}: {why}")  # noqa: E731
+        server = serve(syncer, ServerOptions(run_id=RUN, **options), security, note, following)
         running.append(Wired(syncer, server, notes, []))
         return running[-1]
 

@@ -9,8 +9,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import grpc
-
 from diloco.sync.events import Fate, FragmentStanding, Outcome, Reason
 from diloco.sync.progress import UnitAsk
 from diloco.wire.chunks import checksum
@@ -292,47 +290,6 @@ class FakeSyncer:
 
     def detach(self) -> None:
         self.calls.append("detach")
-
-
-class Aborted(Exception):
-    """What ``abort`` of a ``Context`` raises."""
-
-
-class Context:
-    """As much of gRPC's context as the syncer's end asks for."""
-
-    def __init__(self, *tokens: str, tls: str = "") -> None:
-        self._metadata = tuple(("authorization", f"Bearer {token}") for token in tokens)
-        self._tls = {"ssl_tls_version": [tls.encode()]} if tls else {}
-        self.status, self.details = grpc.StatusCode.OK, ""
-        self._turns = 3
-
-    def auth_context(self) -> dict[str, list[bytes]]:
-        return self._tls
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._metadata
-
-    def set_trailing_metadata(self, metadata: object) -> None:
-        return
-
-    def add_callback(self, callback: object) -> bool:
-        return True
-
-    def peer(self) -> str:
-        return "ipv4:127.0.0.1:1234"
-
-    def cancel(self) -> None:
-        self._turns = 0
-
-    def is_active(self) -> bool:
-        """A watch would go on for ever; this client goes away after a few events."""
-        self._turns -= 1
-        return self._turns > 0
-
-    def abort(self, status: grpc.StatusCode, details: str) -> None:
-        self.status, self.details = status, details
-        raise Aborted
 
 
 def serve(

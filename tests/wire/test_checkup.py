@@ -29,11 +29,11 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, OBSERVER, A, Authority, B, written
 from tests.wire.conftest import Wired
-from tests.wire.fake_syncer import RUN, FakeSyncer, serve
+from tests.wire.fake_syncer import RUN
 from tests.wire.relay import until_reached
 
 PLAIN = SecurityOptions()
@@ -101,21 +101,11 @@ def greeted(address: str, security: SecurityOptions = PLAIN, host: str = "127.0.
     return greet("127.0.0.1", int(address.rpartition(":")[2]), host, security, LIMIT_S)
 
 
-def served(security: SecurityOptions = PLAIN) -> Iterator[str]:
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), security)
-    yield server.address
-    server.stop(0.2)
-
-
 @pytest.fixture
-def plain() -> Iterator[str]:
-    yield from served()
-
-
-@pytest.fixture
-def mutual(authority: Authority) -> Iterator[str]:
+def mutual(start: Callable[..., Wired], authority: Authority) -> str:
     cert, key = authority.issue("syncer", *LOOPBACK)
-    yield from served(SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True))
+    wired = start(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True)
+    return wired.server.address
 
 
 def answering(told: bytes) -> tuple[socket.socket, str]:
@@ -139,8 +129,8 @@ def test_a_name_is_resolved_and_one_that_is_none_is_not() -> None:
             resolve(host, 7077)
 
 
-def test_a_syncer_answers_in_http2(plain: str) -> None:
-    greeting = greeted(plain)
+def test_a_syncer_answers_in_http2(wired: Wired) -> None:
+    greeting = greeted(wired.server.address)
     assert greeting.heard is Heard.HTTP2
     assert 0 < greeting.connect_s < LIMIT_S
 
@@ -188,23 +178,23 @@ def test_a_certificate_that_is_refused_is_shown_all_the_same(mutual: str, author
         assert greeting.shown
 
 
-def test_a_certificate_that_is_over_is_refused(authority: Authority) -> None:
+def test_a_certificate_that_is_over_is_refused(start: Callable[..., Wired], authority: Authority) -> None:
     cert, key = authority.issue("over", *LOOPBACK, ends_in_s=-60)
-    for address in served(SecurityOptions(tls_cert=cert, tls_key=key)):
-        greeting = greeted(address, SecurityOptions(tls_ca=authority.ca))
-        assert (greeting.unverified, greeting.alert) == (True, "certificate has expired")
+    address = start(tls_cert=cert, tls_key=key).server.address
+    greeting = greeted(address, SecurityOptions(tls_ca=authority.ca))
+    assert (greeting.unverified, greeting.alert) == (True, "certificate has expired")
 
 
-def test_tls_towards_an_end_that_speaks_none_fails_in_words(plain: str, authority: Authority) -> None:
-    greeting = greeted(plain, SecurityOptions(tls_ca=authority.ca))
+def test_tls_towards_an_end_that_speaks_none_fails_in_words(wired: Wired, authority: Authority) -> None:
+    greeting = greeted(wired.server.address, SecurityOptions(tls_ca=authority.ca))
     assert greeting.heard is None
     assert greeting.alert
 
 
 def test_a_syncer_is_known_to_speak_tls_or_not_whatever_it_wants_of_callers(
-    plain: str, mutual: str, monkeypatch: pytest.MonkeyPatch
+    wired: Wired, mutual: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [speaks_tls(address) for address in (plain, mutual)] == [False, True]
+    assert [speaks_tls(address) for address in (wired.server.address, mutual)] == [False, True]
     monkeypatch.setattr(module, "KNOCK_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_one = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -196,33 +196,6 @@ def test_control_is_not_behind_bulk(wired: Wired, relay: Relay, aside: Callable[
         pushed.result(WAIT_S)
 
 
-def test_no_room_says_when_to_come_back(start: Callable[..., Wired], aside: Callable[..., Any]) -> None:
-    wired = start(pushes_max=1, pushback_ms=2500)
-    wired.syncer.write_pause_s = 0.02
-    pushed = aside(wired.client("site-b").push, push_header(PAYLOAD, site_id="site-b"), PAYLOAD)
-    assert wired.syncer.wrote.wait(WAIT_S)
-    client = wired.client()
-    with pytest.raises(Unreachable, match="no room") as caught:
-        client.push(push_header(PAYLOAD), PAYLOAD)
-    assert caught.value.retry_after_s == 2.5
-    assert client.bytes_up < 600
-    wired.syncer.write_pause_s = 0.0
-    pushed.result(WAIT_S)
-
-
-def test_damaged_bytes_may_be_sent_again_and_a_definite_no_may_not(wired: Wired) -> None:
-    client = wired.client()
-    with pytest.raises(Unreachable, match="digest of the payload differs"):
-        client.push(push_header(b"abc", digest=DIGEST), b"abc")
-    with pytest.raises(Refused, match="there is no such run") as caught:
-        client.push(push_header(b"abc", run_id="run-2"), b"abc")
-    assert caught.value.status is Status.NOT_FOUND
-    wired.syncer.join_fails = Refusal(Status.FAILED_PRECONDITION, "model.dim is 64 at the site and 128 at the syncer")
-    with pytest.raises(Refused, match=r"model\.dim") as caught:
-        client.join(join_ask())
-    assert caught.value.status is Status.FAILED_PRECONDITION
-
-
 def test_a_site_that_is_asked_to_confirm_a_join_repeats_the_ticket_and_not_for_ever(wired: Wired) -> None:
     wired.syncer.tickets = [4, 6]  # Another process was taken in between the first answer and the second question.
     assert wired.client().join(join_ask()).incarnation == 1

@@ -318,15 +318,6 @@ def test_what_is_too_short_to_judge_by_is_not_held_for_ever(clock: Clock) -> Non
     assert rate == way.bytes_per_s == 0
 
 
-def test_what_is_held_never_goes_back(clock: Clock) -> None:
-    arrival = Arrival(0)
-    for held in (0, 3 * MIB, 2 * MIB, 5 * MIB, 4 * MIB):
-        arrival.held(held)
-        clock.now_ns += SPAN_MIN_NS
-    arrival.held(6 * MIB)
-    assert arrival.rate() > 0
-
-
 def test_a_client_learns_both_ways_of_a_far_link_and_keeps_to_them(
     wired: Wired, monkeypatch: pytest.MonkeyPatch
 ) -> None:

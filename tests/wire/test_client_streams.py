@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +41,13 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.wire.certificates import ADMIN, OBSERVER, A, written
 from tests.wire.conftest import Wired
-from tests.wire.fake_syncer import DIGEST, RUN, FakeSyncer, push_header, report_info, serve
+from tests.wire.fake_syncer import DIGEST, RUN, push_header, report_info
+from tests.wire.relay import WAIT_S, wait_until
 
 HEX = "a" * 64
-BOUND_S = 20.0
 
 
 class Served:
@@ -80,71 +78,56 @@ class Served:
         self.closed.set()
 
 
-@contextmanager
-def connected() -> Iterator[tuple[Served, FollowClient]]:
-    served = Served()
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), following=served)
-    client = FollowClient(server.address, options=ClientOptions(stall_s=BOUND_S))
-    try:
-        yield served, client
-    finally:
-        client.close()
-        server.stop(0.5)
+def follower(wired: Wired, token: str = "") -> FollowClient:
+    wired.opened.append(FollowClient(wired.server.address, SecurityOptions(token=token)))
+    return wired.opened[-1]
 
 
-def start(standby: str = "s", run_id: str = RUN) -> FollowStart:
+def asked(standby: str = "s", run_id: str = RUN) -> FollowStart:
     return FollowStart(run_id, standby, HEX, HEX, 1, HEX)
 
 
-def test_parts_come_and_acknowledgements_go() -> None:
-    with connected() as (served, client):
-        with client.follow(start()) as stream:
-            assert next(stream) == Follows(False, 1, HEX, 1)
-            stream.ack(FollowAck(1, 77))
-            rest: list[FollowPart] = []
-            with pytest.raises(Unreachable, match="the stream ended"):
-                rest += stream
-        assert set(map(type, rest)) <= {Alive}
-        assert served.acks == [FollowAck(1, 77)]
-        assert served.starts == [start()]
+def test_parts_come_and_acknowledgements_go(start: Callable[..., Wired]) -> None:
+    served = Served()
+    with follower(start(following=served)).follow(asked()) as stream:
+        assert next(stream) == Follows(False, 1, HEX, 1)
+        stream.ack(FollowAck(1, 77))
+        rest: list[FollowPart] = []
+        with pytest.raises(Unreachable, match="the stream ended"):
+            rest += stream
+    assert set(map(type, rest)) <= {Alive}
+    assert served.acks == [FollowAck(1, 77)]
+    assert served.starts == [asked()]
 
 
-def test_a_stream_that_is_cancelled_is_closed_at_the_other_end_and_a_refusal_comes_in_words() -> None:
-    with connected() as (served, client):
-        with client.follow(start()) as stream:
-            next(stream)
-        assert served.closed.wait(BOUND_S)
-        for who, words in ((start("stranger"), "empty folder"), (start(run_id="other"), "no such run")):
-            with client.follow(who) as stream, pytest.raises(Refused, match=words):
-                next(stream)
-
-
-def test_where_nobody_serves_standbys_there_is_no_such_service(wired: Wired) -> None:
-    client = FollowClient(wired.server.address)
-    with client.follow(start()) as stream, pytest.raises(Refused) as refused:
+def test_a_stream_that_is_cancelled_is_closed_at_the_other_end_and_a_refusal_comes_in_words(
+    start: Callable[..., Wired],
+) -> None:
+    served = Served()
+    client, elsewhere = follower(start(following=served)), follower(start())
+    with client.follow(asked()) as stream:
         next(stream)
-    assert refused.value.status is Status.UNIMPLEMENTED
-    client.close()
+    assert served.closed.wait(WAIT_S)
+    for to, who, words in (
+        (client, asked("stranger"), "empty folder"),
+        (client, asked(run_id="other"), "no such run"),
+        (elsewhere, asked(), "Method not found"),
+    ):
+        with to.follow(who) as stream, pytest.raises(Refused, match=words):
+            next(stream)
 
 
-def test_only_a_standby_or_an_admin_may_follow(tmp_path: Path) -> None:
-    served, options = Served(), SecurityOptions(tokens_file=written(tmp_path / "tokens.json"))
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), options, following=served)
-    found = []
-    try:
-        for token in ("", A, OBSERVER, ADMIN, "token-of-standby"):
-            client = FollowClient(server.address, SecurityOptions(token=token))
-            with client.follow(start()) as stream:
-                try:
-                    next(stream)
-                    found.append("OK")
-                except Refused as refused:
-                    found.append(refused.status.value)
-            client.close()
-    finally:
-        server.stop(0.5)
-    assert found == ["UNAUTHENTICATED", "PERMISSION_DENIED", "PERMISSION_DENIED", "OK", "OK"]
-    assert len(served.starts) == 2
+def test_only_a_standby_or_an_admin_may_follow(start: Callable[..., Wired], tmp_path: Path) -> None:
+    served = Served()
+    wired = start(following=served, tokens_file=written(tmp_path / "tokens"))
+    for token, status in (("", "UNAUTHENTICATED"), (A, "PERMISSION_DENIED"), (OBSERVER, "PERMISSION_DENIED")):
+        with follower(wired, token).follow(asked()) as stream, pytest.raises(Refused) as refused:
+            next(stream)
+        assert refused.value.status.value == status
+    assert not served.starts
+    for token in (ADMIN, "token-of-standby"):
+        with follower(wired, token).follow(asked()) as stream:
+            next(stream)
 
 
 LARGE_BYTES = (9 << 28) + 12345  # 2.25 GiB and a bit: over 2^31.
@@ -267,23 +250,6 @@ def test_the_header_goes_alone_until_admitted_then_everything_from_the_offset() 
         assert not list(requests)
 
 
-def test_what_is_wanted_again_goes_before_the_rest_and_before_another_commit() -> None:
-    push = sending([])
-    requests = push.requests()
-    next(requests)
-    push.admit(PushAdmitted(0, True))
-    first = unpack_push(next(requests))
-    assert isinstance(first, Frame)
-    push.again(PushAgain(0, len(first.data)))
-    assert unpack_push(next(requests)) == first
-    *chunks, commit = all_of(requests)
-    assert b"".join(chunk.data for chunk in chunks if isinstance(chunk, Frame)) == PAYLOAD[len(first.data) :]
-    push.again(PushAgain(64 * KIB, 64 * KIB))  # It came damaged, and the commit was on its way already.
-    assert all_of(requests) == [Frame(64 * KIB, memoryview(PAYLOAD)[64 * KIB : 128 * KIB]), commit]
-    push.stop()
-    assert not list(requests)
-
-
 def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:
     push = sending([])
     with pytest.raises(MalformedMessage, match="were not sent"):
@@ -331,42 +297,24 @@ def test_stop_sends_no_commit_and_ends_a_thread_that_waits_to_be_admitted(aside:
     waiting = sending([])
     messages = aside(list, waiting.requests())
     waiting.stop()
-    assert len(messages.result(BOUND_S)) == 1
+    assert len(messages.result(WAIT_S)) == 1
 
 
-def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way() -> None:
-    payload = bytes(MIB)
-    push = sending([], payload, options=ClientOptions(chunk_bytes=MIB), breaks=20)
-    parts: list[PushPart] = []
+def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way(aside: Callable[..., Any]) -> None:
+    push = sending([], bytes(MIB), options=ClientOptions(chunk_bytes=MIB), breaks=20)
 
-    def run() -> None:
+    def run() -> list[PushPart]:
+        parts: list[PushPart] = []
         for raw in push.requests():
-            part = unpack_push(raw)
-            parts.append(part)
-            if isinstance(part, Frame):
-                push.held(part.offset + len(part.data))
-            if isinstance(part, PushCommit):
-                return
+            parts.append(unpack_push(raw))
+            if isinstance(parts[-1], Frame):
+                push.held(parts[-1].offset + len(parts[-1].data))
+            if isinstance(parts[-1], PushCommit):
+                push.stop()
+        return parts
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    ran = aside(run)
     push.admit(PushAdmitted(0, frames=True))
-    thread.join(20.0)
+    wait_until(ran.done)
     push.stop()
-    assert parts, "not even the header"
-    assert isinstance(parts[-1], PushCommit), f"after {len(parts)} messages nothing more came"
-
-
-def test_to_who_takes_it_everything_goes_at_once_and_what_is_held_is_left_out_when_known() -> None:
-    header = push_header(PAYLOAD, others=1)
-    push = sending([], streams=3, at_once=True)
-    requests = push.requests()
-    assert unpack_push(next(requests)) == dataclasses.replace(header, frames=True)
-    assert unpack_push(next(requests)) == Frame(0, memoryview(PAYLOAD)[: 64 * KIB])
-    assert not push.admitted
-    push.join_in()
-    push.admit(PushAdmitted(192 * KIB, True))
-    assert push.admitted
-    last, commit = all_of(requests)
-    assert last == Frame(192 * KIB, memoryview(PAYLOAD)[192 * KIB :])
-    assert isinstance(commit, PushCommit), "a stream beside it keeps nobody who was told of it from committing"
+    assert isinstance(ran.result(WAIT_S)[-1], PushCommit), "nothing more came"

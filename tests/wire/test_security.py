@@ -145,7 +145,8 @@ def test_permissions_hold_for_tokens_too(run: Callable[..., Wired], tmp_path: Pa
     table = {"default": "deny", "sites": {"site-a": {"update_bytes_max": 5}, "site-b": {"roles": ["observer"]}}}
     here = run(tokens_file=tokens, permissions=written(tmp_path / "p", table))
     client = here.client("site-a", token=A)
-    assert status_of(lambda: client.push(push_header(b"sixsix"), b"sixsix")) is Status.PERMISSION_DENIED
+    with pytest.raises(Refused, match="payload_bytes is 6: site site-a may push at most 5"):
+        client.push(push_header(b"sixsix"), b"sixsix")
     assert client.push(push_header(b"fives"), b"fives")
     client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
     assert status_of(lambda: client.pull(PullAsk(RUN, "", 0, -1), PullSink())) is Status.PERMISSION_DENIED
