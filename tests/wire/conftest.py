@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,24 @@ from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 from tests.wire.relay import Relay, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+
+class Talk:
+    """A call in which just these messages are said, and more only with ``say``; None ends the stream."""
+
+    def __init__(self, channel: Any, path: str, messages: Iterable[bytes], token: str) -> None:
+        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.say(*messages)
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        self.call = channel.stream_stream(path)(iter(self._said.get, None), timeout=60, metadata=metadata)
+
+    def say(self, *messages: bytes | None) -> None:
+        for message in messages:
+            self._said.put(message)
+
+    def close(self) -> None:
+        self.say(None)
 
 
 @dataclass
@@ -40,6 +58,11 @@ class Wired:
     def channel(self) -> Any:
         """A bare channel of its own, to say what no client of ours would."""
         self.opened.append(grpc.insecure_channel(self.server.address, [("grpc.use_local_subchannel_pool", 1)]))
+        return self.opened[-1]
+
+    def talk(self, path: str, *messages: bytes, token: str = "", channel: Any = None) -> Talk:
+        """A call of ``path``, over a channel of its own unless one is given."""
+        self.opened.append(Talk(channel or self.channel(), path, messages, token))
         return self.opened[-1]
 
     def noted(self, words: str) -> bool:

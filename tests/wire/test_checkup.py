@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from diloco.wire.messages import (
 from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, OBSERVER, A, Authority, B, written
-from tests.wire.conftest import Wired
+from tests.wire.conftest import Talk, Wired
 from tests.wire.fake_syncer import RUN
 from tests.wire.relay import until_reached
 
@@ -268,28 +268,12 @@ def test_a_stranger_is_refused_before_a_byte_is_parsed(guarded: Callable[..., Wi
     assert status_of(call(iter([b"\xff" * CONTROL_BYTES_MAX]), timeout=WAIT_S))[0] == "UNAUTHENTICATED"
 
 
-class Held:
+def held(wired: Wired, token: str) -> Talk:
     """A probe that has begun and does not end before it is told to."""
-
-    def __init__(self, channel: Any, token: str) -> None:
-        self.over = threading.Event()
-        metadata = (("authorization", f"Bearer {token}"),)
-        ask = pack_probe(ProbeAsk(3, bytes_up=100))
-        self.call = channel.stream_stream(f"/{SYNC_SERVICE}/Probe")(
-            self.messages(ask), timeout=WAIT_S, metadata=metadata
-        )
-        assert isinstance(unpack_probe_reply(next(self.call)), ProbeAnswer)
-
-    def messages(self, ask: bytes) -> Iterator[bytes]:
-        yield ask
-        yield pack_probe(Filler(b"12345"))
-        self.over.wait(WAIT_S)
-
-    def end(self) -> ProbeTaken:
-        self.over.set()
-        [taken] = [unpack_probe_reply(raw) for raw in self.call]
-        assert isinstance(taken, ProbeTaken)
-        return taken
+    ask, filler = pack_probe(ProbeAsk(3, bytes_up=100)), pack_probe(Filler(b"12345"))
+    talk = wired.talk(f"/{SYNC_SERVICE}/Probe", ask, filler, token=token)
+    assert isinstance(unpack_probe_reply(next(talk.call)), ProbeAnswer)
+    return talk
 
 
 def probed(address: str, token: str = "", **ask: int) -> None:
@@ -300,15 +284,17 @@ def probed(address: str, token: str = "", **ask: int) -> None:
 def test_a_caller_has_one_place_and_all_together_few_which_they_give_back(guarded: Callable[..., Wired]) -> None:
     wired = guarded()
     assert PROBES_MAX == 2
-    address, held = wired.server.address, [Held(wired.channel(), A)]
+    address, first = wired.server.address, held(wired, A)
     with pytest.raises(Unreachable, match="no room for one more probe of this caller"):
         probed(address, A)
-    held.append(Held(wired.channel(), B))
+    second = held(wired, B)
     with pytest.raises(Unreachable, match="no room for one more probe in all"):
         probed(address, OBSERVER)
-    assert held[0].end().bytes == 5
-    held[1].call.cancel()
-    held[1].over.set()
+    first.close()
+    [taken] = map(unpack_probe_reply, first.call)
+    assert isinstance(taken, ProbeTaken)
+    assert taken.bytes == 5
+    second.call.cancel()
     for token in (A, B):
         until_reached(lambda token=token: probed(address, token))
 

@@ -7,9 +7,8 @@ import os
 import socket
 import stat
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +81,16 @@ class Front:
     """A server that knows two sites and the roles, and a bare channel to it."""
 
     def __init__(self, wired: Wired) -> None:
-        self.syncer, self.server, self.client, self.channel = wired.syncer, wired.server, wired.client, wired.channel()
-        self.over = threading.Event()
+        self.wired, self.syncer, self.server = wired, wired.syncer, wired.server
+        self._channel = wired.channel()
 
     def ask(self, method: str, message: bytes, token: str, *, held: bool = False) -> Any:
         """gRPC's call, before anything of it was read; ``held``: it does not end its stream."""
-        service = ADMIN_SERVICE if method in OPERATORS else SYNC_SERVICE
-        metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        call = self.channel.stream_stream(f"/{service}/{method}")
-        return call(self._messages(message) if held else iter((message,)), timeout=WAIT_S, metadata=metadata)
-
-    def _messages(self, message: bytes) -> Iterator[bytes]:
-        yield message
-        self.over.wait(WAIT_S)
+        path = f"/{ADMIN_SERVICE if method in OPERATORS else SYNC_SERVICE}/{method}"
+        talk = self.wired.talk(path, message, token=token, channel=self._channel)
+        if not held:
+            talk.close()
+        return talk.call
 
     def status(self, method: str, message: bytes, token: str) -> tuple[str, str]:
         try:
@@ -122,16 +118,12 @@ def ended(call: Any) -> str:
 
 
 @pytest.fixture
-def front(start: Callable[..., Wired], tmp_path: Path) -> Iterator[Callable[..., Front]]:
-    with contextlib.ExitStack() as stack:
+def front(start: Callable[..., Wired], tmp_path: Path) -> Callable[..., Front]:
+    def opened(permissions: object = None, **options: Any) -> Front:
+        table = written(tmp_path / "permissions", permissions or {"default": "allow"})
+        return Front(start(tokens_file=written(tmp_path / "tokens"), permissions=table, **options))
 
-        def open_front(permissions: object = None, **options: Any) -> Front:
-            table = written(tmp_path / "permissions", permissions or {"default": "allow"})
-            found = Front(start(tokens_file=written(tmp_path / "tokens"), permissions=table, **options))
-            stack.callback(found.over.set)
-            return found
-
-        yield open_front
+    return opened
 
 
 def test_every_method_is_looked_at_below() -> None:
@@ -196,7 +188,7 @@ def test_bytes_are_charged_as_they_move_and_owed_by_the_next_transfer(front: Cal
     assert here.syncer.calls == ["pull"] * 3
     assert here.server.counters()["payload_bytes_out"] == 3 * len(PAYLOAD)
     for site, token in (("site-a", A), ("site-b", B)):
-        assert here.client(site, token=token).push(push_header(PAYLOAD, site_id=site), PAYLOAD)
+        assert here.wired.client(site, token=token).push(push_header(PAYLOAD, site_id=site), PAYLOAD)
     assert owed_s - 5 < here.come_back_s("Push", ASKS["Push"]("site-a", RUN), A, "bytes_per_s") < owed_s
     assert here.server.counters()["payload_bytes_in"] == 2 * len(PAYLOAD)
 

@@ -45,7 +45,7 @@ from diloco.wire.messages import (
     WatchAsk,
 )
 from diloco.wire.v1 import sync_pb2
-from tests.wire.conftest import Wired
+from tests.wire.conftest import Talk, Wired
 from tests.wire.fake_syncer import (
     RUN,
     FakeFeed,
@@ -160,62 +160,42 @@ def test_an_oversized_declaration_is_refused_before_a_payload_byte_is_read(wired
     assert wired.syncer.calls == []
 
 
-class Held:
-    """A push that was admitted and says nothing more until released."""
-
-    def __init__(self, wired: Wired, **changes: object) -> None:
-        self._released = False
-        self._call = wired.channel().stream_stream(f"/{SYNC_SERVICE}/Push")(self._messages(changes), timeout=60)
-        self.first = unpack_push_reply(next(self._call))
-
-    def _messages(self, changes: dict[str, object]) -> Iterator[bytes]:
-        yield pack_push(push_header(PAYLOAD, **changes))
-        until = time.monotonic() + 30
-        while not self._released and time.monotonic() < until:
-            time.sleep(0.01)
-        yield pack_push(chunk(0))
-        yield pack_push(commit())
-
-    def release(self) -> PushReply:
-        self._released = True
-        return unpack_push_reply(next(self._call))
-
-    def end(self) -> Any:
-        return refused(lambda: next(self._call), CANCELLED)
+def held(wired: Wired, **changes: object) -> Talk:
+    """A push that was admitted and says nothing more yet."""
+    talk = wired.talk(f"/{SYNC_SERVICE}/Push", pack_push(push_header(PAYLOAD, **changes)))
+    assert unpack_push_reply(next(talk.call)) == PushAdmitted(0)
+    return talk
 
 
 def test_credits_are_taken_before_the_first_payload_byte(start: Callable[..., Wired]) -> None:
     wired = start(pushes_max=2, pushes_per_site_max=1, pushback_ms=1234)
-    held = [Held(wired), Held(wired, site_id="site-b")]
+    pushes = [held(wired), held(wired, site_id="site-b")]
     for changes, whose in (({"fragment": 1}, "of this caller"), ({"site_id": "site-c"}, "in all")):
         error = refused(lambda changes=changes: say(wired, push_header(PAYLOAD, **changes), chunk(0)), FULL)
         assert whose in error.details()
         assert dict(error.trailing_metadata())[PUSHBACK_KEY] == "1234"
     assert wired.syncer.calls == ["open_push"] * 2
     assert wired.server.counters().get("payload_bytes_in", 0) == 0
-    assert [push.release() for push in held] == [ACCEPTED] * 2
+    for push in pushes:
+        push.say(pack_push(chunk(0)), pack_push(commit()))
+        assert unpack_push_reply(next(push.call)) == ACCEPTED
     assert len(say(wired, push_header(PAYLOAD, site_id="site-c"), chunk(0), commit())) == 2
 
 
 def test_a_site_that_comes_back_ends_its_own_old_push(start: Callable[..., Wired]) -> None:
     wired = start(pushes_max=1)
-    old = Held(wired, incarnation=4)
+    old = held(wired, incarnation=4)
     refused(lambda: say(wired, push_header(PAYLOAD, incarnation=3)), FENCED)
     assert say(wired, push_header(PAYLOAD, incarnation=5), chunk(0), commit())[-1] == ACCEPTED
-    old.end()
+    refused(lambda: next(old.call), CANCELLED)
     assert wired.syncer.endings == ["broken off", "committed"]
 
 
 def test_a_push_that_stalls_is_ended_and_its_bytes_are_kept(start: Callable[..., Wired]) -> None:
     wired = start(stall_s=0.4)
-
-    def stalling() -> Iterator[bytes]:
-        yield pack_push(push_header(PAYLOAD))
-        yield pack_push(chunk(0, PAYLOAD[:5000]))
-        time.sleep(5)
-
-    call = wired.channel().stream_stream(f"/{SYNC_SERVICE}/Push")(stalling(), timeout=WAIT_S)
-    refused(lambda: list(call), CANCELLED)
+    push = held(wired)
+    push.say(pack_push(chunk(0, PAYLOAD[:5000])))
+    refused(lambda: list(push.call), CANCELLED)
     assert wired.syncer.ended.wait(WAIT_S)
     assert wired.syncer.endings == ["broken off"]
     assert len(wired.syncer.spool["site-a", 0, 1]) == 5000

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,6 @@ def test_stop_ends_watches_at_once_and_takes_no_new_calls(start: Callable[..., W
 
 
 def test_no_thread_is_left_behind(start: Callable[..., Wired]) -> None:
-    import threading
 
     before = set(threading.enumerate())  # Another test of this process may have left some.
     wired = start()
@@ -93,50 +92,15 @@ METHODS = [
 ]
 
 
-class Silent:
-    """Calls that were opened and say nothing."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._over = threading.Event()
-        self._channels: list[Any] = []
-        self.calls: list[Any] = []
-
-    def open(self, method: str, count: int, metadata: tuple[tuple[str, str], ...] = ()) -> None:
-        for _ in range(count):
-            if len(self.calls) % 8 == 0:  # Under the limit of streams in one connection.
-                private = [("grpc.use_local_subchannel_pool", 1)]
-                self._channels.append(grpc.insecure_channel(self._address, private))
-            call = self._channels[-1].stream_stream(method)(self._nothing(), timeout=120, metadata=metadata)
-            self.calls.append(call)
-
-    def _nothing(self) -> Iterator[bytes]:
-        self._over.wait()
-        return
-        yield b""
-
-    def close(self) -> None:
-        self._over.set()
-        for channel in self._channels:
-            channel.close()
+def silent(wired: Wired, *methods: str) -> list[Any]:
+    """Calls of ``methods`` that say nothing."""
+    channels = [wired.channel() for _ in range(0, len(methods), 8)]  # Under the limit of streams in one connection.
+    return [wired.talk(method, channel=channels[at // 8]).call for at, method in enumerate(methods)]
 
 
-@pytest.fixture
-def silent() -> Iterator[Callable[[str], Silent]]:
-    opened: list[Silent] = []
-    yield lambda address: opened.append(Silent(address)) or opened[-1]  # type: ignore[func-returns-value]
-    for each in opened:
-        each.close()
-
-
-def test_a_call_without_its_message_is_ended_whatever_the_method_is(
-    start: Callable[..., Wired], silent: Callable[[str], Silent]
-) -> None:
+def test_a_call_without_its_message_is_ended_whatever_the_method_is(start: Callable[..., Wired]) -> None:
     wired = start(header_timeout_s=0.3, stall_s=0.3)
-    calls = silent(wired.server.address)
-    for method in METHODS:
-        calls.open(method, 1)
-    for method, call in zip(METHODS, calls.calls, strict=True):
+    for method, call in zip(METHODS, silent(wired, *METHODS), strict=True):
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.CANCELLED, method
@@ -146,16 +110,13 @@ def test_a_call_without_its_message_is_ended_whatever_the_method_is(
 
 
 @pytest.mark.parametrize("method", sooner([f"/{SYNC_SERVICE}/Join", f"/{REFLECTION}"], f"/{SYNC_SERVICE}/Join"))
-def test_silent_calls_leave_room_for_those_that_speak(
-    start: Callable[..., Wired], silent: Callable[[str], Silent], method: str
-) -> None:
+def test_silent_calls_leave_room_for_those_that_speak(start: Callable[..., Wired], method: str) -> None:
     wired = start(sites_max=1)
     threads = ServerOptions(run_id=RUN, sites_max=1).calls_max
-    calls = silent(wired.server.address)
-    calls.open(method, 2 * threads)
+    calls = silent(wired, *[method] * (2 * threads))
     # Those for whom there is no room are sent away.
-    assert wait_until(lambda: sum(call.done() for call in calls.calls) >= threads)
-    codes = {call.code() for call in calls.calls if call.done()}
+    assert wait_until(lambda: sum(call.done() for call in calls) >= threads)
+    codes = {call.code() for call in calls if call.done()}
     assert codes <= {grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert wired.client().report(report_info()).known
 
