@@ -34,14 +34,20 @@ def two(start: Callable[..., Wired]) -> tuple[Wired, Wired, SyncClient]:
 
 def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]) -> None:
     one, other, client = two(start)
+    follower = one.client(address=f"{one.server.address}, {other.server.address}")  # As in another process.
     one.syncer.join_fails = AWAY
     client.join(join_ask())
-    assert client.address == other.server.address
     client.push(push_header(b"four"), b"four")
     client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
     client.report(report_info())
     client.leave(1)
-    assert other.syncer.calls == ["join", "open_push", "pull", "report", "leave"]
+    follower._up.bytes_per_s = 1_000_000
+    follower.follow(client.taken_in)
+    assert follower._up.bytes_per_s == 0, "it was learned of another link"
+    follower.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
+    assert follower.taken_in == client.taken_in
+    assert follower.address == client.address == other.server.address
+    assert other.syncer.calls == ["join", "open_push", "pull", "report", "leave", "pull"]
     assert one.syncer.calls == ["join"]
     assert client.bytes_up > 0
     up, down = client.bytes_up, client.bytes_down
@@ -51,22 +57,6 @@ def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]
     client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
     assert one.syncer.calls == ["join", "join", "open_push", "pull"]
     assert (client.bytes_up, client.bytes_down) == (2 * up, 2 * down), "one count, wherever it goes"
-
-
-def test_a_client_of_another_process_follows_where_the_site_was_taken_in(start: Callable[..., Wired]) -> None:
-    one, other, client = two(start)
-    follower = one.client(address=f"{one.server.address}, {other.server.address}")
-    one.syncer.join_fails = AWAY
-    client.join(join_ask())
-    follower._up.bytes_per_s = 1_000_000
-    follower.follow(client.taken_in)
-    assert follower.address == other.server.address
-    assert follower.taken_in == client.taken_in
-    assert follower._up.bytes_per_s == 0, "it was learned of another link"
-    follower.push(push_header(b"four"), b"four")
-    follower.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
-    assert other.syncer.calls == ["join", "open_push", "pull"]
-    assert one.syncer.calls == ["join"]
 
 
 def test_what_was_learned_of_one_link_holds_for_no_other(start: Callable[..., Wired]) -> None:
@@ -192,25 +182,22 @@ def calls(client: SyncClient, admin: AdminClient) -> list[Any]:
     ]
 
 
-def test_noise_is_unreachable(nonsense: tuple[Nonsense, SyncClient, AdminClient]) -> None:
+def test_noise_and_what_cannot_be_are_unreachable(nonsense: tuple[Nonsense, SyncClient, AdminClient]) -> None:
     handler, client, admin = nonsense
     for answers in ([b"\xff"], [b""], [b"\x08"]):
         handler.answers = answers
         for call in calls(client, admin)[2:]:
             with pytest.raises(Unreachable):
                 call()
-
-
-def test_an_offset_beyond_the_payload_is_not_believed(nonsense: tuple[Nonsense, SyncClient, AdminClient]) -> None:
-    handler, client, _ = nonsense
-    handler.answers = [pack_push_reply(PushAdmitted(4))]
-    with pytest.raises(Unreachable, match="offset is 4"):
-        client.push(push_header(b"abc"), b"abc")
-    handler.answers = []
-    with pytest.raises(Unreachable, match="without an answer"):
-        client.push(push_header(b"abc"), b"abc")
-    with pytest.raises(Unreachable, match="before the header"):
-        client.pull(PullAsk(RUN, "site-a", 0, 0), PullSink())
+    push, pull = calls(client, admin)[2:4]
+    for answers, ask, words in (
+        ([pack_push_reply(PushAdmitted(4))], push, "offset is 4"),
+        ([], push, "without an answer"),
+        ([], pull, "before the header"),
+    ):
+        handler.answers = answers
+        with pytest.raises(Unreachable, match=words):
+            ask()
 
 
 def test_fuzzed_answers_end_in_words(nonsense: tuple[Nonsense, SyncClient, AdminClient]) -> None:

@@ -135,26 +135,18 @@ def test_who_may_call_what() -> None:
 
 
 def test_a_file_says_what_each_may_do(tmp_path: Path) -> None:
-    site = {"fragments": [0, 3], "update_bytes_max": 4e7, "bytes_per_s": 1e6, "pushes_per_s": 0.5, "calls_per_s": 9}
-    site["pull_bytes_per_s"] = 2e6
+    rates = {"bytes_per_s": 1e6, "pull_bytes_per_s": 2e6, "pushes_per_s": 0.5, "calls_per_s": 9}
+    site = {"fragments": [0, 3], "update_bytes_max": 4e7} | rates
     table = {"default": "deny", "sites": {"a": site, "b": {"may_push": False, "roles": ["observer"]}}}
     found = read_permissions(written(tmp_path / "permissions", table))
-    assert found.sites["a"] == Grant(
-        fragments=frozenset({0, 3}),
-        update_bytes_max=40_000_000,
-        bytes_per_s=1e6,
-        pull_bytes_per_s=2e6,
-        pushes_per_s=0.5,
-        calls_per_s=9.0,
-    )
+    assert found.sites["a"] == Grant(fragments=frozenset({0, 3}), update_bytes_max=40_000_000, **rates)
     assert found.sites["b"] == Grant(may_push=False, roles=frozenset({"observer"}))
-    assert found.default is None
-    assert found.roles == frozenset()
-    assert read_permissions(written(tmp_path / "permissions", {"default": "allow"})).default == Grant()
-    assert read_permissions(written(tmp_path / "permissions", {"default": "allow"})).roles == ROLES
-    limited = read_permissions(written(tmp_path / "permissions", {"default": {"pushes_per_s": 1}, "roles": ["admin"]}))
-    assert limited.default == Grant(pushes_per_s=1.0)
-    assert limited.roles == frozenset({"admin"})
+    assert (found.default, found.roles) == (None, frozenset())
+    allowed = read_permissions(written(tmp_path / "permissions", {"default": "allow"}))
+    assert (allowed.default, allowed.roles) == (Grant(), ROLES)
+    table = {"default": {"pushes_per_s": 1}, "roles": ["admin"]}
+    limited = read_permissions(written(tmp_path / "permissions", table))
+    assert (limited.default, limited.roles) == (Grant(pushes_per_s=1.0), {"admin"})
 
 
 BAD_FILES: dict[Callable[[str], object], tuple[str, list[tuple[object, str]]]] = {
