@@ -17,7 +17,7 @@ import pytest
 
 from diloco import open_files
 from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
-from diloco.wire.client import AdminClient, SyncClient
+from diloco.wire.client import AdminClient
 from diloco.wire.convert import (
     pack_evict,
     pack_join,
@@ -40,16 +40,15 @@ from diloco.wire.messages import (
     PullAsk,
     PushAdmitted,
     Refusal,
-    Unreachable,
     UpdateAsk,
     WatchAsk,
 )
 from diloco.wire.options import ServerOptions
 from tests.hunts import http2
-from tests.loopback.cluster import eventually
 from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
 from tests.wire.conftest import Wired
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
+from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
+from tests.wire.relay import until_reached, wait_until
 
 WAIT_S = 20.0
 PAYLOAD = bytes(1000)
@@ -285,34 +284,24 @@ def test_half_of_the_files_are_for_connections_and_no_more_than_all_sites_can_wa
         assert places(ServerOptions(run_id=RUN, sites_max=sites)) == found
 
 
-def answers(address: str) -> bool:
-    with AdminClient(address) as operator, contextlib.suppress(Unreachable):
-        return bool(operator.status())
-    return False
-
-
 def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few(monkeypatch)
-    told: list[tuple[str, str]] = []
-    server = serve(
-        FakeSyncer(), ServerOptions(run_id=RUN, alive_s=0.1), note=lambda what, why: told.append((what, why))
-    )
+    wired = start(alive_s=0.1)
     with contextlib.ExitStack() as stack:
-        stack.callback(server.stop, 0.2)
-        site = stack.enter_context(contextlib.closing(SyncClient(server.address, "site-a", RUN)))
-        watch = stack.enter_context(site.watch(1))
+        watch = stack.enter_context(wired.client().watch(1))
         assert isinstance(next(watch), Alive)
-        strangers = [stack.enter_context(http2.hello(server.address)) for _ in range(3 * PLACES)]
-        eventually(lambda: sum(not http2.is_over(each) for each in strangers) <= ROOM, BOUND_S, "they are hung up on")
-        eventually(lambda: answers(server.address), BOUND_S, "an operator is answered")
+        strangers = [stack.enter_context(http2.hello(wired.server.address)) for _ in range(3 * PLACES)]
+        assert wait_until(lambda: sum(not http2.is_over(each) for each in strangers) <= ROOM), "they are hung up on"
+        with AdminClient(wired.server.address) as operator:
+            assert until_reached(operator.status)
         assert all(isinstance(next(watch), Alive) for _ in range(3)), "what is under way is never hung up on"
-        eventually(lambda: bool(told), BOUND_S, "it is said")
-        assert [what for what, _ in told] == ["crowded"]
-        assert "connections hung up on so far: " in told[0][1]
-        assert f"of {PLACES} places were taken" in told[0][1]
-        assert server.counters()["hung_up"] >= PLACES - ROOM
+        assert wired.noted("connections hung up on so far: ")
+        [note] = wired.notes
+        assert note.startswith("crowded: ")
+        assert f"of {PLACES} places were taken" in note
+        assert wired.server.counters()["hung_up"] >= PLACES - ROOM
 
 
 def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_none_whose_call_is_under_way(
