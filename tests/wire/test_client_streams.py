@@ -250,6 +250,23 @@ def test_the_header_goes_alone_until_admitted_then_everything_from_the_offset() 
         assert not list(requests)
 
 
+def test_what_is_wanted_again_goes_before_the_rest_and_before_another_commit() -> None:
+    push = sending([])
+    requests = push.requests()
+    next(requests)
+    push.admit(PushAdmitted(0, True))
+    first = unpack_push(next(requests))
+    assert isinstance(first, Frame)
+    push.again(PushAgain(0, len(first.data)))
+    assert unpack_push(next(requests)) == first
+    *chunks, commit = all_of(requests)
+    assert b"".join(chunk.data for chunk in chunks if isinstance(chunk, Frame)) == PAYLOAD[len(first.data) :]
+    push.again(PushAgain(64 * KIB, 64 * KIB))  # It came damaged, and the commit was on its way already.
+    assert all_of(requests) == [Frame(64 * KIB, memoryview(PAYLOAD)[64 * KIB : 128 * KIB]), commit]
+    push.stop()
+    assert not list(requests)
+
+
 def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:
     push = sending([])
     with pytest.raises(MalformedMessage, match="were not sent"):
