@@ -44,11 +44,6 @@ def opened(payload: bytes = PAYLOAD, held: int = 0, **changes: Any) -> tuple[Rec
     return Receiving(header, session), session
 
 
-def complete(receiving: Receiving) -> bool:
-    """What a commit finds; it waits as long as the sender is there."""
-    return receiving.await_rest(lambda: None, lambda: True)
-
-
 def frame(offset: int, length: int = 100, *, intact: bool = True, payload: bytes = PAYLOAD) -> Frame:
     return Frame(offset, memoryview(payload)[offset : offset + length], intact)
 
@@ -61,16 +56,11 @@ def test_frames_in_any_order_reach_the_session_in_theirs() -> None:
         for offset in places:
             assert receiving.frame(frame(offset)) is None
             assert session.held == PAYLOAD[: len(session.held)]
-        assert complete(receiving)
+        assert receiving.await_rest(lambda: None, lambda: True)
         assert session.held == PAYLOAD
-
-
-def test_what_came_already_is_passed_over_and_never_wanted_again() -> None:
-    receiving, session = opened()
-    receiving.frame(frame(0, 500))
-    assert receiving.frame(frame(100)) is None
-    assert receiving.frame(frame(100, intact=False)) is None
-    assert receiving.frame(frame(450)) is None
+    receiving, session = opened(held=500)  # What came already is passed over and never wanted again.
+    for came in (frame(100), frame(100, intact=False), frame(450)):
+        assert receiving.frame(came) is None
     assert session.held == PAYLOAD[:550]
 
 
@@ -159,7 +149,7 @@ def test_a_commit_before_the_last_chunks_waits_for_them_and_for_nothing_that_can
         with pytest.raises(DamagedChunk, match="ends at 500"):
             receiving.await_rest(lambda: None, lambda others=others: others == 0)
     assert receiving.frame(frame(500, 500, intact=False)) == PushAgain(500, 500)
-    assert not complete(receiving)
+    assert not receiving.await_rest(lambda: None, lambda: True)
 
 
 ASK = PullAsk(RUN, "site-a", 3, 7, deal=5)
