@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,11 +14,11 @@ import pytest
 from diloco.wire.channel import SYNC_SERVICE, bulk_bytes_per_s
 from diloco.wire.chunks import ChunkError, DamagedChunk, checksum, cut
 from diloco.wire.client import SyncClient
+from diloco.wire.convert import pack_pull_part, unpack_pull
 from diloco.wire.handlers import PullSource
 from diloco.wire.messages import KIB, MIB, Chunk, Frame, MalformedMessage, PullAsk, PullHeader, Unreachable
 from diloco.wire.options import ClientOptions
 from diloco.wire.pulling import Patience, PulledVersion, PullSink, pieces
-from diloco.wire.v1 import sync_pb2
 from tests.wire.conftest import Wired, answering
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header
 from tests.wire.relay import WAIT_S, Relay, until_reached, wait_until
@@ -368,25 +367,13 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -
     asked: list[int] = []
 
     def pull(raw: bytes, context: Any) -> Iterator[bytes]:
-        ask = sync_pb2.PullRequest.FromString(raw)
-        asked.append(ask.offset)
-        header = sync_pb2.PullHeader(
-            fragment=0,
-            from_version=2,
-            version=3,
-            encoding="int4",
-            numel=2 * len(PAYLOAD),
-            payload_bytes=len(PAYLOAD),
-            part_bytes=[len(PAYLOAD)],
-            digest=DIGEST,
-            payload_crc32=crc,
-        )
-        yield sync_pb2.PullResponse(header=header).SerializeToString()
-        for count, (offset, data) in enumerate(cut((PAYLOAD,), ask.offset, len(PAYLOAD), lambda: 64 * KIB)):
+        size, offset = len(PAYLOAD), unpack_pull(raw).offset
+        asked.append(offset)
+        yield pack_pull_part(PullHeader(0, 2, 3, False, "int4", 2 * size, size, (size,), DIGEST, crc, ()))
+        for count, piece in enumerate(cut((PAYLOAD,), offset, size, lambda: 64 * KIB)):
             if len(asked) == 1 and count == 10:
                 return
-            chunk = sync_pb2.Chunk(offset=offset, data=bytes(data), crc32=zlib.crc32(data))
-            yield sync_pb2.PullResponse(chunk=chunk).SerializeToString()
+            yield pack_pull_part(Chunk.of(*piece, as_in_2=True))
 
     handlers = {"Pull": grpc.unary_stream_rpc_method_handler(pull)}
     with (

@@ -66,7 +66,6 @@ def test_stop_ends_watches_at_once_and_takes_no_new_calls(start: Callable[..., W
 
 
 def test_no_thread_is_left_behind(start: Callable[..., Wired]) -> None:
-
     before = set(threading.enumerate())  # Another test of this process may have left some.
     wired = start()
     client = wired.client()
@@ -74,11 +73,9 @@ def test_no_thread_is_left_behind(start: Callable[..., Wired]) -> None:
         next(stream)
     client.close()
     wired.server.stop(1.0)
-    until = time.monotonic() + 10
     ours = ("stalls-", "syncer-rpc")
-    while left := {t.name for t in set(threading.enumerate()) - before if t.name.startswith(ours)}:
-        assert time.monotonic() < until, left
-        time.sleep(0.02)
+    left = lambda: [each.name for each in {*threading.enumerate()} - before if each.name.startswith(ours)]  # noqa: E731
+    assert wait_until(lambda: not left()), left()
 
 
 WAIT_S = 20.0
@@ -224,23 +221,17 @@ def test_a_call_that_was_refused_takes_up_no_place_in_its_connection(wired: Wire
     """Seen: after sixteen refusals a connection was of no more use until the syncer next collected garbage."""
     method, message, options = refusals()[number]
     call = wired.channel().unary_stream(method)
+
+    def refused() -> bool:
+        """A connection may be full until the calls before have been put away; with the defect it stays so."""
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(message, timeout=20, **options))
+        return caught.value.code() is not grpc.StatusCode.UNAVAILABLE
+
     gc.collect()
     gc.disable()
     try:
         for _ in range(30):
-            assert refused(lambda: list(call(message, timeout=20, **options)))
+            assert wait_until(refused, seconds=10.0)
     finally:
         gc.enable()
-
-
-def refused(ask: Callable[[], object], bound_s: float = 10.0) -> bool:
-    """Whether it is refused by the syncer.  A connection may be full until the calls before have been put away, on a
-    loaded machine for a moment; with the defect it stays so."""
-    until = time.monotonic() + bound_s
-    while time.monotonic() < until:
-        with pytest.raises(grpc.RpcError) as caught:
-            ask()
-        if caught.value.code() is not grpc.StatusCode.UNAVAILABLE:
-            return True
-        time.sleep(0.02)
-    return False
