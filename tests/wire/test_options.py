@@ -32,6 +32,8 @@ def test_values_and_switches_that_cannot_work_are_refused_in_words() -> None:
         (SecurityOptions, {"require_client_cert": True, "tls_ca": "x"}, "require_client_cert"),
         (SecurityOptions, {"require_client_cert": True, "tls_ca": "system"} | files, "must name the file"),
         (SecurityOptions, {"token": "two words"}, "token holds"),
+        (SecurityOptions, {"token": "t", "token_file": "f"}, "not both"),
+        (SecurityOptions, {"permissions": "p"}, "permissions is 'p': it needs tokens_file or require_client_cert"),
     ):
         with pytest.raises(ValueError, match=words):
             kind(**options)  # type: ignore[operator]
