@@ -1,4 +1,4 @@
-"""Certificates, tokens and permissions for the tests of who may what, made on the spot."""
+"""Certificates, tokens and permissions for the tests of rights, made on the spot."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_chunks_are_short_where_the_rate_is_low() -> None:
     assert Pacer(1_000_000_000).chunk_bytes(MIB) == MIB
 
 
-def test_who_waits_is_not_taken_for_stuck_and_goes_on_when_it_ends() -> None:
+def test_a_stream_that_waits_is_not_taken_for_stuck_and_goes_on_when_the_rate_ends() -> None:
     class Touched:
         count = 0
 

@@ -43,7 +43,7 @@ def test_pieces_of_a_span_are_views_of_one_part_each_and_no_longer_than_is_asked
             assert at == end
 
 
-def test_a_chunk_has_one_checksum_which_is_crc32_for_who_speaks_protocol_2() -> None:
+def test_a_chunk_has_one_checksum_which_is_crc32_in_protocol_2() -> None:
     chunk, old = Chunk.of(5, PAYLOAD), Chunk.of(5, PAYLOAD, as_in_2=True)
     assert (chunk.crc32, chunk.xxh3) == (0, xxh3_64_intdigest(PAYLOAD))
     assert (old.crc32, old.xxh3) == (zlib.crc32(PAYLOAD), None)

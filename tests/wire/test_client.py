@@ -292,7 +292,7 @@ def test_a_path_that_damages_everything_is_given_up(wired: Wired, relay: Relay) 
     assert not wired.syncer.accepted
 
 
-def test_a_stream_that_finds_nobody_is_done_without(wired: Wired) -> None:
+def test_a_stream_that_is_not_answered_is_done_without(wired: Wired) -> None:
     client = wired.client(data_channels=3)
     client._lines[2].lead_to("127.0.0.1:1")
     for sequence in range(1, 7):
@@ -350,7 +350,7 @@ def test_what_is_held_already_is_left_out_as_soon_as_that_is_known(wired: Wired,
     assert client.bytes_up - sent < KIB, "after one that was not welcome a push waits"
 
 
-def test_attempts_that_found_nobody_are_no_breaks(wired: Wired) -> None:
+def test_attempts_that_were_not_answered_are_no_breaks(wired: Wired) -> None:
     """Nothing was lost on the way, so what goes on after them need not be careful."""
     client, header = wired.client(), push_header(PAYLOAD)
     client._lines[1].lead_to("127.0.0.1:1")

@@ -240,7 +240,7 @@ def test_a_far_link_is_learned_by_what_arrives_and_no_other_unless_it_was_told(c
     told = Learned(80.0)
     assert told.begin(10 * FAR_S) is None
     told.forget()
-    assert told.bytes_per_s == bulk_bytes_per_s(80.0)
+    assert 9_000_000 < told.bytes_per_s == bulk_bytes_per_s(80.0) < 10_000_000, "control keeps a share"
     way = Learned(0.0)
     for rtt_s in (0.0, FAR_S / 2):
         assert way.begin(rtt_s) is None
@@ -285,7 +285,7 @@ def test_now_and_then_a_transfer_goes_unheld_and_a_faster_link_is_found(clock: C
 
 
 def test_a_machine_that_sends_late_does_not_bring_the_rate_down_without_end(clock: Clock) -> None:
-    """A share of what may go is lost at any rate, because whoever sends has no time for it."""
+    """A share of what may go is lost at any rate, because the sender has no time for it."""
     way = Learned(0.0)
     rates = [transfer(way, clock, share=0.8) for _ in range(10 * LOOK_AGAIN)]
     lowest = min(rate for rate in rates if rate)

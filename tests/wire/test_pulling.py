@@ -80,7 +80,7 @@ def test_the_whole_is_compared_where_its_checksum_is_told_and_dropped_when_it_di
 
 
 def test_nothing_is_held_while_a_payload_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else asks how much is here while the memory for it is still being made."""
+    """Another thread asks how much is here while the memory for it is still being made."""
     sink, memory, held = PullSink(), PullSink._memory, []
 
     def asked_meanwhile(self: PullSink, payload_bytes: int) -> bytearray:
@@ -118,7 +118,7 @@ def test_frames_come_in_any_order_and_each_once_and_a_damaged_one_leaves_its_byt
     assert tuple(map(bytes, sink.finish().parts)) == PARTS
 
 
-def test_memory_is_used_again_once_it_is_given_back_and_nobody_reads_it() -> None:
+def test_memory_is_used_again_once_it_is_given_back_and_no_longer_read() -> None:
     sink = PullSink()
     first = begun(sink).finish()
     memory = first.parts[0].obj
