@@ -62,16 +62,6 @@ def test_a_token_says_who_calls_and_is_never_shown(authenticator: Authenticator)
     assert A not in repr(SecurityOptions(token=A))
 
 
-def test_without_proofs_every_caller_is_let_in_and_counted_by_its_connection() -> None:
-    anyone = Authenticator(SecurityOptions()).identify(Context())
-    assert anyone.caller(Context()) == "peer ipv4:127.0.0.1:1234"
-    for method in ("Join", "Push", "Drain", "Status", "Pull"):
-        anyone.check_role(method)
-    anyone.check_site("any")
-    anyone.check_reader("")
-    anyone.check_reader("a")
-
-
 def test_an_older_tls_proves_nothing(authenticator: Authenticator) -> None:
     for version in ("TLSv1", "TLSv1.1", "TLSv1.2"):
         said = refusal(lambda version=version: authenticator.identify(Context(A, tls=version)))

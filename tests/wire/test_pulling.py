@@ -44,15 +44,6 @@ def begun(sink: PullSink | None = None, until: int = 1000, **changes: Any) -> Pu
     return feed(sink, 0, until)
 
 
-def test_parts_come_out_as_they_were_declared() -> None:
-    sink = begun()
-    pulled = sink.finish()
-    assert tuple(map(bytes, pulled.parts)) == PARTS
-    assert pulled.header == HEADER
-    assert all(part.readonly for part in pulled.parts)
-    assert (sink.offset, sink.header) == (0, None)
-
-
 def test_bytes_are_kept_for_the_same_version_with_newer_fates() -> None:
     for stop in (0, 4, 8, 12, 15, 19):
         sink = begun(until=stop)
@@ -118,9 +109,12 @@ def test_frames_come_in_any_order_and_each_once_and_a_damaged_one_leaves_its_byt
     assert tuple(map(bytes, sink.finish().parts)) == PARTS
 
 
-def test_memory_is_used_again_once_it_is_given_back_and_no_longer_read() -> None:
+def test_parts_come_out_as_declared_and_memory_is_used_again_once_it_is_given_back_and_no_longer_read() -> None:
     sink = PullSink()
     first = begun(sink).finish()
+    assert (first.header, tuple(map(bytes, first.parts))) == (HEADER, PARTS)
+    assert all(part.readonly for part in first.parts)
+    assert (sink.offset, sink.header) == (0, None)
     memory = first.parts[0].obj
     second = begun(sink).finish()
     assert second.parts[0].obj is not memory, "it was not given back"
