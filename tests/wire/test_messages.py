@@ -120,6 +120,7 @@ CASES: list[tuple[Any, str, list[Any]]] = [
     (PULL, "whole", [True]),
     (WHOLE, "numel", [3]),
     (m.Item("snapshots/00000012/state.json", 0, 0, 1, HEX), "name", NO_FILES),
+    (m.Item("", 4, 1234, 99, HEX), "item_bytes", [0]),
     (START, "run_id", [""]),
     (START, "standby", ["a b"]),
     (START, "layout_fingerprint", ["x"]),
