@@ -1,9 +1,10 @@
-"""Certificates for the TLS tests, made on the spot."""
+"""Certificates, tokens and permissions for the tests of rights, made on the spot."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+import json
 from pathlib import Path
 
 from cryptography import x509
@@ -12,6 +13,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 LOOPBACK = (x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
+
+A, B, OBSERVER, ADMIN = "token-of-site-a-1", "token-of-site-b-2", "token-of-observer", "token-of-operator"
+TOKENS = {"sites": {"site-a": A, "site-b": B}, "observer": OBSERVER, "admin": ADMIN, "standby": "token-of-standby"}
+
+
+def written(path: Path, table: object = TOKENS, mode: int = 0o600) -> str:
+    """Put ``table`` (JSON or a text) at ``path`` at once, in the place of what was there."""
+    beside = path.with_suffix(".new")
+    beside.write_text(table if isinstance(table, str) else json.dumps(table))
+    beside.chmod(mode)
+    beside.replace(path)
+    return str(path)
 
 
 class Authority:

@@ -6,10 +6,15 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from diloco.wire.messages import Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+T = TypeVar("T")
+WAIT_S = 20.0
 
 
 class Relay:
@@ -125,7 +130,7 @@ class Relay:
         return data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :]
 
 
-def wait_until(there: Callable[[], object], seconds: float = 20.0) -> bool:
+def wait_until(there: Callable[[], object], seconds: float = WAIT_S) -> bool:
     """Whether ``there`` came to be in time."""
     until_s = time.monotonic() + seconds
     while not there():
@@ -133,3 +138,14 @@ def wait_until(there: Callable[[], object], seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def until_reached(call: Callable[[], T]) -> T:
+    """What ``call`` gives once the connection is back."""
+    until_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return call()
+        except Unreachable:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)

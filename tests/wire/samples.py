@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
 from diloco.wire import convert
 from diloco.wire import messages as m
-from diloco.wire import messages as p
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header, report_info
 
 Sample = tuple[object, Callable[[Any], bytes], Callable[[bytes], object]]
@@ -21,156 +21,149 @@ KEEPING = m.LearnerSettings(1, 256 * 1024, 2, 1, keep_until_decided=True)
 STANDING = FragmentStanding(3, 11, DIGEST, 10, 150, 8192, 4096, ((9, 4096), (10, 0)), (FATE, REFUSED))
 EMPTY_STANDING = FragmentStanding(0, 0, DIGEST, 0, 0, 0, 0, (), ())
 HEX = "0123456789abcdef" * 4
+WHOLES: tuple[tuple[Any, ...], ...] = ((), (4,), (4, True), (4, True, 3))
 PULL = m.PullHeader(3, 7, 9, False, "int4:32", 96, 30, (10, 20), DIGEST, 0xFFFFFFFF, (FATE,))
 
-
-def joins() -> list[Sample]:
-    asks = [
-        join_ask(),
-        join_ask(lineage=0, layout_json=b"", shared_config={}),
-        join_ask(protocol=0),
-        join_ask(ticket=9),
-    ]
-    replies = [
-        m.JoinReply(2, 5, 7, (EMPTY_STANDING, STANDING), 10**12, 1_000_000, Ending.DRAINED, SETTINGS),
-        m.JoinReply(2, 5, 7, (), 1, 1, None, KEEPING, 2),
-        m.JoinReply(2, 0, 7, (), 1, 1, None, KEEPING, 2, 6),
-        m.JoinReply(0, 0, 0, (), 0, 0, None, SETTINGS),
-    ]
-    return [(ask, convert.pack_join, convert.unpack_join) for ask in asks] + [
-        (reply, convert.pack_join_reply, convert.unpack_join_reply) for reply in replies
-    ]
+SEED = 33
+PAYLOAD = random.Random(SEED).randbytes(6 * m.MIB + 123)
+"""Long enough for several streams."""
+MARK = b"nothing else in the payload looks like this"
+MARKS = 3 * MARK  # One of them is whole in a read, wherever the stream is cut.
+MARKED = b"".join((PAYLOAD[: 2 * m.MIB], MARKS, PAYLOAD[2 * m.MIB : 4 * m.MIB], MARKS, PAYLOAD[4 * m.MIB :], MARKS))
 
 
-def pushes() -> list[Sample]:
-    parts: list[object] = [
-        push_header(b"abc"),
-        push_header(b"abc", values_digest=""),
-        push_header(b"abc", spans=((0, 3), (5, m.NUMBER_MAX))),
-        push_header(b"abc", lineage=m.NUMBER_MAX),
-        push_header(b"abc", final=True, sequence=m.NUMBER_MAX, base_version=0),
-        m.Chunk(0, b"a", zlib.crc32(b"a")),
-        m.Chunk(300, b"\x00" * 70_000, 0),
-        m.Chunk(m.PAYLOAD_BYTES_MAX, b"z", 0xFFFFFFFF),
-        m.Chunk(1, b"z", 0, 0),
-        m.Chunk(1, b"z", 0, 0xFFFFFFFFFFFFFFFF),
-        push_header(b"abc", frames=True, beside=True, progress=True, others=m.STREAMS_MAX - 1),
-        m.Frame(0, memoryview(b"a")),
-        m.Frame(m.PAYLOAD_BYTES_MAX, memoryview(bytes(70_000))),
-        m.PushCommit(3, DIGEST),
-    ]
-    replies: list[object] = [
-        m.PushAdmitted(0),
-        m.PushAdmitted(m.PAYLOAD_BYTES_MAX, True),
-        m.PushAgain(m.PAYLOAD_BYTES_MAX, m.CHUNK_BYTES_MAX),
-        m.PushResult(Outcome.ACCEPTED, 3, epoch=4),
-        *(m.PushResult(outcome, 0, reason, REFUSED, "words") for outcome in Outcome for reason in Reason),
-    ]
-    return [(part, convert.pack_push, convert.unpack_push) for part in parts] + [
-        (reply, convert.pack_push_reply, convert.unpack_push_reply) for reply in replies
-    ]
-
-
-def pulls() -> list[Sample]:
-    asks = [
-        m.PullAsk(RUN, "site-a", 3, 7, 9, 12),
-        m.PullAsk(RUN, "site-a", 3, 7, 9, 12, 3, m.PAYLOAD_BYTES_MAX, m.NUMBER_MAX, 125_000_000, m.PULL_WAIT_NS_MAX),
-        m.PullAsk(RUN, "", 0, -1),
-        m.PullAsk(RUN, "a", 0, 1, protocol=2),
-    ]
-    parts: list[object] = [
-        PULL,
-        m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, ()),
-        m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4),
-        m.PullHeader(0, 9, 9, False, "fp32", 2, 0, (), DIGEST, 0, (REFUSED,)),
-        m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4, True),
-        m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4, True, 3),
-        m.Chunk(5, b"data", 1),
-        m.Frame(5, memoryview(b"data")),
-    ]
-    return [(ask, convert.pack_pull, convert.unpack_pull) for ask in asks] + [
-        (part, convert.pack_pull_part, convert.unpack_pull_part) for part in parts
-    ]
-
-
-def controls() -> list[Sample]:
-    events: list[object] = [
-        m.Published(2, 3, 4, DIGEST, 5, 6),
-        m.Published(2, 3, 4, DIGEST, 5, 6, 7),
-        FateTold(FATE),
-        FateTold(REFUSED),
-        *(FinalAnnounced(ending) for ending in Ending),
-        *(m.Dropped(reason) for reason in Reason),
-        m.Alive(),
-    ]
-    reports = [
-        report_info(),
-        report_info(loss=None, versions=(), digests=()),
-        report_info(loss=0.0, tokens_per_s=0.0, digests=()),
-        report_info(link=None),
-        report_info(link=m.LinkInfo()),
-        report_info(units=None),
-    ]
-    replies = [
-        m.ReportReply(2, 3, 4, True, None, (0, 5)),
-        m.ReportReply(0, 0, 0, False, Ending.FINISHED),
-        m.ReportReply(2, 3, 4, True, None, units=UnitsTold(7, ((0, 3), (-1, 2), (m.NUMBER_MAX, 1)))),
-        m.ReportReply(2, 3, 4, True, None, units=UnitsTold(0, ())),
-    ]
-    return [
-        *((event, convert.pack_watch_event, convert.unpack_watch_event) for event in events),
-        *((report, convert.pack_report, convert.unpack_report) for report in reports),
-        *((reply, convert.pack_report_reply, convert.unpack_report_reply) for reply in replies),
-        (m.WatchAsk(RUN, "site-a", 4), convert.pack_watch, convert.unpack_watch),
-        (m.LeaveAsk(RUN, "site-a", 4), convert.pack_leave, convert.unpack_leave),
-        (m.EvictAsk("site-a"), convert.pack_evict, convert.unpack_evict),
-        (m.UpdateAsk("site-a", 3, 7), convert.pack_update, convert.unpack_update),
-        (m.PromoteAsk(True), convert.pack_promote, convert.unpack_promote),
-        (m.Nothing(), convert.pack_empty, convert.unpack_empty),
-        ({"sites": {"a": 1.5}}, convert.pack_status, convert.unpack_status),
-    ]
-
-
-def probes() -> list[Sample]:
-    asks: list[object] = [
-        p.ProbeAsk(3),
-        p.ProbeAsk(3, RUN, DIGEST, b"{}", {"outer.lr": "0.7"}, p.PROBE_BYTES_MAX, 1, 5),
-        p.Filler(b"filler" * 100),
-    ]
-    replies: list[object] = [
-        p.ProbeAnswer(3, 2, RUN),
-        p.ProbeAnswer(3, 2, RUN, "site/a", 1_700_000_000_000_000_000, "outer.lr is 1", "10.0.0.1:7077", {"a.b": "1"}),
-        p.ProbeTaken(1 << 20, 10**9, 10**6),
-        p.Filler(b"x"),
-    ]
-    return [(ask, convert.pack_probe, convert.unpack_probe) for ask in asks] + [
-        (reply, convert.pack_probe_reply, convert.unpack_probe_reply) for reply in replies
-    ]
-
-
-def follows() -> list[Sample]:
-    asks = [
-        m.FollowStart("run-1", "standby-1", HEX, HEX, 3, HEX),
-        m.FollowStart("r", "s", HEX, HEX, 0, ""),
-        m.FollowAck(4, 1 << 40),
-    ]
-    parts: list[object] = [
-        m.Follows(True, 3, HEX, 2),
-        m.Follows(False, 0, "", 1, waits=True),
-        m.Item("spool/site-a/0-7-abc.update", 0, 0, 17, HEX),
-        m.Item("spool/.above/0-1795000000000000000-abc.update", 0, 0, 17, HEX),
-        m.Item("above/outbox/0-7.update", 0, 0, 17, HEX),
-        m.Item("snapshots/00000012/state.json", 0, 0, 0, HEX),
-        m.Item("lineages/1795000000/manifest.json", 0, 0, 9, HEX),
-        m.Item("", 4, 1234, 99, HEX),
-        m.Chunk(0, b"bytes", 7),
-        m.Chunk.of(0, b"bytes"),
-        m.Alive(),
-    ]
-    return [(ask, convert.pack_follow, convert.unpack_follow) for ask in asks] + [
-        (part, convert.pack_follow_part, convert.unpack_follow_part) for part in parts
-    ]
+def mutated(raw: bytes, others: list[bytes], chance: random.Random) -> bytes:
+    """``raw`` with bits flipped, cut, stretched, spliced with another message, or replaced by noise."""
+    out = bytearray(raw or b"\x00")
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(out)) if out else 0
+        match chance.randrange(7):
+            case 0 if out:
+                out[at] ^= 1 << chance.randrange(8)
+            case 1:
+                del out[at:]
+            case 2:
+                out[at:at] = chance.randbytes(chance.randint(1, 12))
+            case 3:
+                out += chance.choice(others)[: chance.randint(1, 200)]
+            case 4:
+                out[at:at] = b"\xff" * 9 + b"\x01"
+            case 5:
+                out = bytearray(chance.randbytes(chance.randint(0, 64)))
+            case 6:
+                out[at : at + 4] = out[at : at + 4] * 3
+    return bytes(out)
 
 
 def everything() -> list[Sample]:
-    return joins() + pushes() + pulls() + controls() + probes() + follows()
+    def of(name: str, *messages: object) -> list[Sample]:
+        pack, unpack = getattr(convert, f"pack_{name}"), getattr(convert, f"unpack_{name}")
+        return [(message, pack, unpack) for message in messages]
+
+    return [
+        *of("join", join_ask(), join_ask(lineage=0, layout_json=b"", shared_config={})),
+        *of("join", join_ask(protocol=0), join_ask(ticket=9)),
+        *of(
+            "join_reply",
+            m.JoinReply(2, 5, 7, (EMPTY_STANDING, STANDING), 10**12, 1_000_000, Ending.DRAINED, SETTINGS),
+            m.JoinReply(2, 5, 7, (), 1, 1, None, KEEPING, 2),
+            m.JoinReply(2, 0, 7, (), 1, 1, None, KEEPING, 2, 6),
+            m.JoinReply(0, 0, 0, (), 0, 0, None, SETTINGS),
+        ),
+        *of(
+            "push",
+            push_header(b"abc"),
+            push_header(b"abc", values_digest=""),
+            push_header(b"abc", spans=((0, 3), (5, m.NUMBER_MAX))),
+            push_header(b"abc", lineage=m.NUMBER_MAX),
+            push_header(b"abc", final=True, sequence=m.NUMBER_MAX, base_version=0),
+            m.Chunk(0, b"a", zlib.crc32(b"a")),
+            m.Chunk(300, b"\x00" * 70_000, 0),
+            m.Chunk(m.PAYLOAD_BYTES_MAX, b"z", 0xFFFFFFFF),
+            m.Chunk(1, b"z", 0, 0),
+            m.Chunk(1, b"z", 0, 0xFFFFFFFFFFFFFFFF),
+            push_header(b"abc", frames=True, beside=True, progress=True, others=m.STREAMS_MAX - 1),
+            m.Frame(0, memoryview(b"a")),
+            m.Frame(m.PAYLOAD_BYTES_MAX, memoryview(bytes(70_000))),
+            m.PushCommit(3, DIGEST),
+        ),
+        *of(
+            "push_reply",
+            m.PushAdmitted(0),
+            m.PushAdmitted(m.PAYLOAD_BYTES_MAX, True),
+            m.PushAgain(m.PAYLOAD_BYTES_MAX, m.CHUNK_BYTES_MAX),
+            m.PushResult(Outcome.ACCEPTED, 3, epoch=4),
+            *(m.PushResult(outcome, 0, reason, REFUSED, "words") for outcome in Outcome for reason in Reason),
+        ),
+        *of(
+            "pull",
+            m.PullAsk(RUN, "site-a", 3, 7, 9, 12),
+            m.PullAsk(
+                RUN, "site-a", 3, 7, 9, 12, 3, m.PAYLOAD_BYTES_MAX, m.NUMBER_MAX, 125_000_000, m.PULL_WAIT_NS_MAX
+            ),
+            m.PullAsk(RUN, "", 0, -1),
+            m.PullAsk(RUN, "a", 0, 1, protocol=2),
+        ),
+        *of(
+            "pull_part",
+            PULL,
+            *(m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), *rest) for rest in WHOLES),
+            m.PullHeader(0, 9, 9, False, "fp32", 2, 0, (), DIGEST, 0, (REFUSED,)),
+            m.Chunk(5, b"data", 1),
+            m.Frame(5, memoryview(b"data")),
+        ),
+        *of("watch_event", m.Published(2, 3, 4, DIGEST, 5, 6), m.Published(2, 3, 4, DIGEST, 5, 6, 7), m.Alive()),
+        *of("watch_event", FateTold(FATE), FateTold(REFUSED), *map(FinalAnnounced, Ending), *map(m.Dropped, Reason)),
+        *of(
+            "report",
+            report_info(),
+            report_info(loss=None, versions=(), digests=()),
+            report_info(loss=0.0, tokens_per_s=0.0, digests=()),
+            report_info(link=None),
+            report_info(link=m.LinkInfo()),
+            report_info(units=None),
+        ),
+        *of(
+            "report_reply",
+            m.ReportReply(2, 3, 4, True, None, (0, 5)),
+            m.ReportReply(0, 0, 0, False, Ending.FINISHED),
+            m.ReportReply(2, 3, 4, True, None, units=UnitsTold(7, ((0, 3), (-1, 2), (m.NUMBER_MAX, 1)))),
+            m.ReportReply(2, 3, 4, True, None, units=UnitsTold(0, ())),
+        ),
+        *of("watch", m.WatchAsk(RUN, "site-a", 4)),
+        *of("leave", m.LeaveAsk(RUN, "site-a", 4)),
+        *of("evict", m.EvictAsk("site-a")),
+        *of("update", m.UpdateAsk("site-a", 3, 7)),
+        *of("promote", m.PromoteAsk(True)),
+        *of("empty", m.Nothing()),
+        *of("status", {"sites": {"a": 1.5}}),
+        *of(
+            "probe",
+            m.ProbeAsk(3),
+            m.ProbeAsk(3, RUN, DIGEST, b"{}", {"outer.lr": "0.7"}, m.PROBE_BYTES_MAX, 1, 5),
+            m.Filler(b"filler" * 100),
+        ),
+        *of(
+            "probe_reply",
+            m.ProbeAnswer(3, 2, RUN),
+            m.ProbeAnswer(3, 2, RUN, "site/a", 1_700_000_000_000_000_000, "lr is 1", "10.0.0.1:7077", {"a.b": "1"}),
+            m.ProbeTaken(1 << 20, 10**9, 10**6),
+            m.Filler(b"x"),
+        ),
+        *of("follow", m.FollowStart("run-1", "standby-1", HEX, HEX, 3, HEX), m.FollowStart("r", "s", HEX, HEX, 0, "")),
+        *of("follow", m.FollowAck(4, 1 << 40)),
+        *of(
+            "follow_part",
+            m.Follows(True, 3, HEX, 2),
+            m.Follows(False, 0, "", 1, waits=True),
+            m.Item("spool/site-a/0-7-abc.update", 0, 0, 17, HEX),
+            m.Item("spool/.above/0-1795000000000000000-abc.update", 0, 0, 17, HEX),
+            m.Item("above/outbox/0-7.update", 0, 0, 17, HEX),
+            m.Item("snapshots/00000012/state.json", 0, 0, 0, HEX),
+            m.Item("lineages/1795000000/manifest.json", 0, 0, 9, HEX),
+            m.Item("", 4, 1234, 99, HEX),
+            m.Chunk(0, b"bytes", 7),
+            m.Chunk.of(0, b"bytes"),
+            m.Alive(),
+        ),
+    ]

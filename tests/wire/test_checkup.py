@@ -1,61 +1,65 @@
+"""What is asked of an address before a run: who answers there, in which language, and how fast the link is."""
+
 from __future__ import annotations
 
-import json
 import socket
 import threading
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
-from diloco.wire.checkup import Checkup, Heard, greet, resolve
-from diloco.wire.messages import Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire import checkup as module
+from diloco.wire.channel import SYNC_SERVICE
+from diloco.wire.checkup import Checkup, Greeting, Heard, greet, resolve, speaks_tls
+from diloco.wire.convert import pack_probe, unpack_probe_reply
+from diloco.wire.messages import (
+    CONTROL_BYTES_MAX,
+    JOIN_BYTES_MAX,
+    MIB,
+    PROBES_MAX,
+    Filler,
+    ProbeAnswer,
+    ProbeAsk,
+    ProbeTaken,
+    Refused,
+    Status,
+    Unreachable,
+)
+from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.loopback.cluster import free_port
-from tests.wire.certificates import LOOPBACK, Authority
-from tests.wire.fake_syncer import RUN, FakeSyncer, serve
+from tests.wire.certificates import LOOPBACK, OBSERVER, A, Authority, B, written
+from tests.wire.conftest import Talk, Wired
+from tests.wire.fake_syncer import RUN
+from tests.wire.relay import until_reached
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from diloco.wire.checkup import Greeting
-    from tests.wire.conftest import Wired
-
-
-TOKEN = "a-token-of-site-a-0123456789"
+PLAIN = SecurityOptions()
+LIMIT_S, WAIT_S = 5.0, 20.0
 
 
 @pytest.fixture
-def locked(tmp_path: Path) -> Iterator[tuple[FakeSyncer, str]]:
-    """A syncer that wants tokens, and its address."""
-    tokens = tmp_path / "tokens.json"
-    tokens.write_text(json.dumps({"sites": {"site-a": TOKEN}}))
-    tokens.chmod(0o600)
-    syncer = FakeSyncer()
-    server = serve(syncer, ServerOptions(run_id=RUN), SecurityOptions(tokens_file=str(tokens)))
-    yield syncer, server.address
-    server.stop(0.2)
+def guarded(start: Callable[..., Wired], tmp_path: Path) -> Callable[..., Wired]:
+    """Start a syncer that knows two sites, with permissions."""
+    return lambda **grants: start(
+        tokens_file=written(tmp_path / "tokens"),
+        permissions=written(tmp_path / "permissions", {"default": "allow", "sites": grants}),
+    )
 
 
 def checkup(address: str, token: str = "") -> Checkup:
-    return Checkup(address, SecurityOptions(token=token), ClientOptions(control_timeout_s=5.0))
+    return Checkup(address, SecurityOptions(token=token), ClientOptions(control_timeout_s=WAIT_S))
 
 
 def test_it_tells_what_is_served_and_what_is_not(wired: Wired) -> None:
     with checkup(wired.server.address) as asked:
-        assert asked.serving("") is True
-        assert asked.serving(RUN) is True
-        assert asked.serving("run-2") is None
+        assert [asked.serving(name) for name in ("", RUN, "run-2")] == [True, True, None]
         assert RUN in asked.names()
         asked.come_in()
-
-
-def test_one_that_takes_no_updates_says_so(start: Callable[..., Wired]) -> None:
-    wired = start()
-    wired.server.ready(False)
-    with checkup(wired.server.address) as asked:
-        assert asked.serving(RUN) is False
-        assert asked.serving("") is True
+        wired.server.ready(False)
+        assert [asked.serving(name) for name in ("", RUN)] == [True, False], "it takes no updates"
 
 
 def test_round_trips_are_counted_and_bounded(wired: Wired) -> None:
@@ -66,9 +70,9 @@ def test_round_trips_are_counted_and_bounded(wired: Wired) -> None:
         assert asked.round_trips(1000, 0.0) == []
 
 
-def test_who_is_known_comes_in_and_a_stranger_does_not(locked: tuple[FakeSyncer, str]) -> None:
-    syncer, address = locked
-    with checkup(address, TOKEN) as asked:
+def test_a_known_site_comes_in_and_a_stranger_does_not(guarded: Callable[..., Wired]) -> None:
+    address = guarded().server.address
+    with checkup(address, A) as asked:
         asked.come_in()
     for token in ("", "another-token-0123456789"):
         with checkup(address, token) as asked:
@@ -76,18 +80,16 @@ def test_who_is_known_comes_in_and_a_stranger_does_not(locked: tuple[FakeSyncer,
             with pytest.raises(Refused) as refused:
                 asked.come_in()
             assert refused.value.status is Status.UNAUTHENTICATED
-    assert syncer.calls == []
 
 
-def test_nobody_there_is_unreachable() -> None:
-    with checkup(f"127.0.0.1:{free_port()}") as asked:
+def test_an_address_without_a_syncer_is_unreachable() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with checkup(address) as asked:
         for question in (lambda: asked.serving(""), asked.names, asked.come_in, lambda: asked.round_trips(1, 1.0)):
             with pytest.raises(Unreachable):
                 question()
-
-
-LIMIT_S = 5.0
-PLAIN = SecurityOptions()
+    with pytest.raises(OSError, match="refused"):
+        greeted(address)
 
 
 @pytest.fixture
@@ -99,31 +101,15 @@ def greeted(address: str, security: SecurityOptions = PLAIN, host: str = "127.0.
     return greet("127.0.0.1", int(address.rpartition(":")[2]), host, security, LIMIT_S)
 
 
-def served(security: SecurityOptions = PLAIN) -> Iterator[str]:
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), security)
-    yield server.address
-    server.stop(0.2)
-
-
 @pytest.fixture
-def plain() -> Iterator[str]:
-    yield from served()
-
-
-@pytest.fixture
-def mutual(authority: Authority) -> Iterator[str]:
+def mutual(start: Callable[..., Wired], authority: Authority) -> str:
     cert, key = authority.issue("syncer", *LOOPBACK)
-    yield from served(SecurityOptions(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True))
-
-
-@pytest.fixture
-def over(authority: Authority) -> Iterator[str]:
-    cert, key = authority.issue("over", *LOOPBACK, ends_in_s=-60)
-    yield from served(SecurityOptions(tls_cert=cert, tls_key=key))
+    wired = start(tls_cert=cert, tls_key=key, tls_ca=authority.ca, require_client_cert=True)
+    return wired.server.address
 
 
 def answering(told: bytes) -> tuple[socket.socket, str]:
-    """Somebody who accepts one connection, says ``told`` and closes it."""
+    """One that accepts one connection, says ``told`` and closes it."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -143,30 +129,22 @@ def test_a_name_is_resolved_and_one_that_is_none_is_not() -> None:
             resolve(host, 7077)
 
 
-def test_a_syncer_answers_in_http2(plain: str) -> None:
-    greeting = greeted(plain)
+def test_a_syncer_answers_in_http2(wired: Wired) -> None:
+    greeting = greeted(wired.server.address)
     assert greeting.heard is Heard.HTTP2
     assert 0 < greeting.connect_s < LIMIT_S
 
 
-def test_nobody_there_is_an_error_of_the_system() -> None:
-    with pytest.raises(OSError, match="refused"):
-        greeted(f"127.0.0.1:{free_port()}")
-
-
-@pytest.mark.parametrize(
-    ("told", "heard"),
-    [
+def test_what_is_no_syncer_is_known_by_its_first_word() -> None:
+    for told, heard in (
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", Heard.HTTP1),
         (b"SSH-2.0-OpenSSH_9\r\n", Heard.OTHER),
         (b"\x15\x03\x01\x00\x02\x02\x46xx", Heard.TLS),
         (b"", Heard.CLOSED),
-    ],
-)
-def test_who_is_no_syncer_is_known_by_the_first_word(told: bytes, heard: Heard) -> None:
-    listening, address = answering(told)
-    with listening:
-        assert greeted(address).heard is heard
+    ):
+        listening, address = answering(told)
+        with listening:
+            assert greeted(address).heard is heard
 
 
 def test_silence_is_told_within_the_bound() -> None:
@@ -191,26 +169,156 @@ def test_a_caller_without_a_certificate_is_sent_away(mutual: str, authority: Aut
     assert greeting.heard is Heard.CLOSED or "CERTIFICATE_REQUIRED" in greeting.alert
 
 
-@pytest.mark.parametrize(
-    ("which", "host", "words"), [("own", "other.example", "mismatch"), ("other", "", "certificate")]
-)
-def test_a_certificate_that_is_refused_is_shown_all_the_same(
-    mutual: str, authority: Authority, tmp_path: Path, which: str, host: str, words: str
-) -> None:
-    ca = authority.ca if which == "own" else Authority(tmp_path, "other").ca
-    greeting = greeted(mutual, SecurityOptions(tls_ca=ca), host or "127.0.0.1")
-    assert greeting.unverified
-    assert greeting.heard is None
-    assert words in greeting.alert
-    assert greeting.shown
+def test_a_certificate_that_is_refused_is_shown_all_the_same(mutual: str, authority: Authority, tmp_path: Path) -> None:
+    stranger = Authority(tmp_path, "other").ca
+    for ca, host, words in ((authority.ca, "other.example", "mismatch"), (stranger, "127.0.0.1", "certificate")):
+        greeting = greeted(mutual, SecurityOptions(tls_ca=ca), host)
+        assert (greeting.unverified, greeting.heard) == (True, None)
+        assert words in greeting.alert
+        assert greeting.shown
 
 
-def test_one_that_is_over_is_refused(over: str, authority: Authority) -> None:
-    greeting = greeted(over, SecurityOptions(tls_ca=authority.ca))
+def test_a_certificate_that_is_over_is_refused(start: Callable[..., Wired], authority: Authority) -> None:
+    cert, key = authority.issue("over", *LOOPBACK, ends_in_s=-60)
+    address = start(tls_cert=cert, tls_key=key).server.address
+    greeting = greeted(address, SecurityOptions(tls_ca=authority.ca))
     assert (greeting.unverified, greeting.alert) == (True, "certificate has expired")
 
 
-def test_tls_towards_who_speaks_none_fails_in_words(plain: str, authority: Authority) -> None:
-    greeting = greeted(plain, SecurityOptions(tls_ca=authority.ca))
+def test_tls_towards_an_end_that_speaks_none_fails_in_words(wired: Wired, authority: Authority) -> None:
+    greeting = greeted(wired.server.address, SecurityOptions(tls_ca=authority.ca))
     assert greeting.heard is None
     assert greeting.alert
+
+
+def test_a_syncer_is_known_to_speak_tls_or_not_whatever_it_wants_of_callers(
+    wired: Wired, mutual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [speaks_tls(address) for address in (wired.server.address, mutual)] == [False, True]
+    monkeypatch.setattr(module, "KNOCK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_one = f"127.0.0.1:{silent.getsockname()[1]}"
+        away = f"127.0.0.1:{free_port()}"
+        for address in (silent_one, away, "unix:/nowhere", "nohost.invalid:7077", "127.0.0.1:99999", "a..b:1", "x"):
+            assert speaks_tls(address) is None
+
+
+def test_a_probe_tells_the_run_the_identity_that_is_seen_and_the_time(guarded: Callable[..., Wired]) -> None:
+    with checkup(guarded().server.address, A) as asked:
+        probed = asked.probe(ProbeAsk(3, RUN))
+    assert (probed.answer.protocol, probed.answer.run_id, probed.answer.identity) == (3, RUN, "site/site-a")
+    assert abs(probed.ahead_ns) / 1e9 <= probed.round_s + 0.05
+    assert (probed.up, probed.down) == (None, None)
+
+
+def test_filler_is_counted_both_ways_and_is_no_payload(wired: Wired) -> None:
+    with checkup(wired.server.address) as asked:
+        probed = asked.probe(ProbeAsk(3, bytes_up=4 * MIB + 5, bytes_down=3 * MIB + 7, limit_ns=10**10))
+    assert probed.up is not None
+    assert probed.down is not None
+    assert (probed.up.bytes, probed.down.bytes) == (4 * MIB + 5, 3 * MIB + 7)
+    assert probed.up.bytes_per_s > 1e6
+    assert probed.down.bytes_per_s > 1e6
+    counters = wired.server.counters()
+    assert (counters["probe_bytes_in"], counters["probe_bytes_out"]) == (4 * MIB + 5, 3 * MIB + 7)
+    assert not {"payload_bytes_in", "payload_bytes_out"} & set(counters)
+    assert wired.syncer.calls == []
+
+
+def test_time_bounds_it_where_bytes_do_not(wired: Wired) -> None:
+    began = time.monotonic()
+    with checkup(wired.server.address) as asked:
+        probed = asked.probe(ProbeAsk(3, bytes_up=64 * MIB, bytes_down=64 * MIB, limit_ns=1))
+    assert time.monotonic() - began < WAIT_S
+    assert probed.up is None or probed.up.bytes < 64 * MIB
+    assert probed.down is None or probed.down.bytes < 64 * MIB
+
+
+def status_of(call: Any) -> tuple[str, str]:
+    try:
+        list(call)
+    except grpc.RpcError as error:
+        return error.code().name, error.details()
+    return "OK", ""
+
+
+NO_PROBES: list[tuple[list[bytes], str, str]] = [
+    ([], "INVALID_ARGUMENT", "ended before its message"),
+    ([b"\xff\xff"], "INVALID_ARGUMENT", "cannot be parsed"),
+    ([pack_probe(Filler(b"x"))], "INVALID_ARGUMENT", "first message of a probe is not its ask"),
+    ([bytes(JOIN_BYTES_MAX + 1)], "INVALID_ARGUMENT", "bytes long"),
+    ([pack_probe(ProbeAsk(3, "run-2"))], "NOT_FOUND", "'run-2'"),
+    ([pack_probe(ProbeAsk(3, bytes_up=10)), pack_probe(Filler(bytes(11)))], "INVALID_ARGUMENT", "10 bytes at most"),
+    ([pack_probe(ProbeAsk(3, bytes_up=10)), pack_probe(ProbeAsk(3))], "INVALID_ARGUMENT", "filler wanted"),
+    ([pack_probe(ProbeAsk(3, bytes_up=100)), *[pack_probe(Filler(b"x"))] * 9], "INVALID_ARGUMENT", "in 2 messages"),
+]
+
+
+def test_what_is_no_probe_is_refused_in_words(wired: Wired) -> None:
+    probe = wired.channel().stream_stream(f"/{SYNC_SERVICE}/Probe")
+    for messages, status, words in NO_PROBES:
+        found, details = status_of(probe(iter(messages), timeout=WAIT_S))
+        assert (found, words in details) == (status, True), details
+    assert wired.syncer.calls == []
+    assert wired.server.counters().get("internal", 0) == 0
+
+
+def test_a_stranger_is_refused_before_a_byte_is_parsed(guarded: Callable[..., Wired]) -> None:
+    call = guarded().channel().stream_stream(f"/{SYNC_SERVICE}/Probe")
+    assert status_of(call(iter([b"\xff" * CONTROL_BYTES_MAX]), timeout=WAIT_S))[0] == "UNAUTHENTICATED"
+
+
+def held(wired: Wired, token: str) -> Talk:
+    """A probe that has begun and does not end before it is told to."""
+    ask, filler = pack_probe(ProbeAsk(3, bytes_up=100)), pack_probe(Filler(b"12345"))
+    talk = wired.talk(f"/{SYNC_SERVICE}/Probe", ask, filler, token=token)
+    assert isinstance(unpack_probe_reply(next(talk.call)), ProbeAnswer)
+    return talk
+
+
+def probed(address: str, token: str = "", **ask: int) -> None:
+    with checkup(address, token) as asked:
+        asked.probe(ProbeAsk(3, **ask))
+
+
+def test_a_caller_has_one_place_and_all_together_few_which_they_give_back(guarded: Callable[..., Wired]) -> None:
+    wired = guarded()
+    assert PROBES_MAX == 2
+    address, first = wired.server.address, held(wired, A)
+    with pytest.raises(Unreachable, match="no room for one more probe of this caller"):
+        probed(address, A)
+    second = held(wired, B)
+    with pytest.raises(Unreachable, match="no room for one more probe in all"):
+        probed(address, OBSERVER)
+    first.close()
+    [taken] = map(unpack_probe_reply, first.call)
+    assert isinstance(taken, ProbeTaken)
+    assert taken.bytes == 5
+    second.call.cancel()
+    for token in (A, B):
+        until_reached(lambda token=token: probed(address, token))
+
+
+def test_filler_has_a_rate_of_its_own_and_questions_have_not(guarded: Callable[..., Wired]) -> None:
+    address = guarded().server.address
+    for _ in range(3):
+        probed(address, A, bytes_up=1)
+    with pytest.raises(Unreachable, match="probes of this caller is used up") as caught:
+        probed(address, A, bytes_down=1)
+    assert 0 < (caught.value.retry_after_s or 0) <= 10.1
+    for _ in range(5):
+        probed(address, A)
+    probed(address, B, bytes_up=1)
+
+
+def test_filler_counts_against_what_a_site_may_carry(guarded: Callable[..., Wired]) -> None:
+    rates = {"bytes_per_s": 1000.0, "pull_bytes_per_s": 1000.0}
+    address = guarded(**{"site-a": rates, "site-b": {"may_push": False}}).server.address
+    for way, words in (("bytes_up", "Probe: bytes_per_s of this caller"), ("bytes_down", "pull_bytes_per_s of this")):
+        probed(address, A, **{way: 100_000})
+        with pytest.raises(Unreachable, match=words):
+            probed(address, A, **{way: 1})
+    with pytest.raises(Refused, match="may not push") as refused:
+        probed(address, B, bytes_up=1)
+    assert refused.value.status is Status.PERMISSION_DENIED
+    probed(address, B, bytes_down=1)

@@ -1,3 +1,5 @@
+"""Cutting, checking and reassembling, without a network."""
+
 from __future__ import annotations
 
 import random
@@ -26,48 +28,32 @@ SEED = 20
 PAYLOAD = random.Random(SEED).randbytes(97)
 
 
-def assembled(parts: tuple[bytes, ...], chunk_bytes: int, offset: int = 0, *, as_in_2: bool = False) -> bytes:
-    out = bytearray(PAYLOAD[:offset])
-    for piece in cut(parts, offset, len(PAYLOAD), lambda: chunk_bytes):
-        chunk = Chunk.of(*piece, as_in_2=as_in_2)
-        check_next(chunk, len(out), len(PAYLOAD))
-        out += chunk.data
-    return bytes(out)
+def test_pieces_of_a_span_are_views_of_one_part_each_and_no_longer_than_is_asked_for_then() -> None:
+    for begin in range(0, len(PAYLOAD), 7):
+        for end in range(begin, len(PAYLOAD) + 1, 5):
+            lengths = iter(range(1, 1000))
+            parts = (PAYLOAD[:40], b"", PAYLOAD[40:])
+            at = begin
+            for number, (offset, data) in enumerate(cut(parts, begin, end, lambda lengths=lengths: next(lengths)), 1):
+                assert offset == at
+                assert data == PAYLOAD[at : at + len(data)]
+                assert 0 < len(data) <= number
+                assert data.obj is parts[0 if at < 40 else 2]
+                at += len(data)
+            assert at == end
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 2, 7, 96, 97, 98, 1000])
-def test_cut_and_assemble_from_every_offset(chunk_bytes: int) -> None:
-    for offset in range(len(PAYLOAD) + 1):
-        assert assembled((PAYLOAD,), chunk_bytes, offset) == PAYLOAD
-
-
-def test_cut_at_every_boundary_of_several_parts() -> None:
-    for first in range(len(PAYLOAD) + 1):
-        parts = (PAYLOAD[:first], b"", PAYLOAD[first:])
-        for offset in (0, 1, first, len(PAYLOAD)):
-            assert assembled(parts, 10, offset) == PAYLOAD
-            assert all(len(data) <= 10 for _, data in cut(parts, offset, len(PAYLOAD), lambda: 10))
-
-
-def test_chunks_are_views_with_one_checksum() -> None:
-    payload = bytearray(PAYLOAD)
-    pieces = list(cut((payload,), 0, len(payload), lambda: 40))
-    assert [offset for offset, _ in pieces] == [0, 40, 80]
-    assert all(data.obj is payload for _, data in pieces)
-    chunks = [Chunk.of(*piece) for piece in pieces]
-    assert all((chunk.crc32, chunk.xxh3) == (0, xxh3_64_intdigest(chunk.data)) for chunk in chunks)
-
-
-def test_who_speaks_protocol_2_gets_crc32_and_may_send_it() -> None:
-    chunk = Chunk.of(5, PAYLOAD, as_in_2=True)
-    assert (chunk.crc32, chunk.xxh3) == (zlib.crc32(PAYLOAD), None)
-    assert assembled((PAYLOAD,), 40, as_in_2=True) == PAYLOAD
+def test_a_chunk_has_one_checksum_which_is_crc32_in_protocol_2() -> None:
+    chunk, old = Chunk.of(5, PAYLOAD), Chunk.of(5, PAYLOAD, as_in_2=True)
+    assert (chunk.crc32, chunk.xxh3) == (0, xxh3_64_intdigest(PAYLOAD))
+    assert (old.crc32, old.xxh3) == (zlib.crc32(PAYLOAD), None)
     assert checksum((PAYLOAD[:30], PAYLOAD[30:])) == zlib.crc32(PAYLOAD)
 
 
 @pytest.mark.parametrize("as_in_2", [False, True])
 def test_every_flipped_bit_is_found(as_in_2: bool) -> None:
     chunk = Chunk.of(0, PAYLOAD[:20], as_in_2=as_in_2)
+    check_next(chunk, 0, 20)
     for bit in range(8 * len(chunk.data)):
         damaged = bytearray(chunk.data)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -77,27 +63,6 @@ def test_every_flipped_bit_is_found(as_in_2: bool) -> None:
         told = {"crc32": chunk.crc32 ^ 1 << bit} if as_in_2 else {"xxh3": (chunk.xxh3 or 0) ^ 1 << bit}
         with pytest.raises(DamagedChunk):
             check_next(replace(chunk, **told), 0, 20)
-
-
-@pytest.mark.parametrize(
-    ("offset", "data", "words"),
-    [(4, b"abc", "the next byte is 5"), (6, b"abc", "the next byte is 5"), (5, b"abcdef", "over the 10 declared")],
-)
-def test_a_chunk_out_of_place_is_refused(offset: int, data: bytes, words: str) -> None:
-    with pytest.raises(ChunkError, match=words):
-        check_next(Chunk.of(offset, data), 5, 10)
-
-
-def test_pieces_of_a_span_are_as_long_as_is_asked_for_then() -> None:
-    for begin in range(0, len(PAYLOAD), 7):
-        for end in range(begin, len(PAYLOAD) + 1, 5):
-            lengths = iter(range(1, 1000))
-            parts = (PAYLOAD[:40], b"", PAYLOAD[40:])
-            found = list(cut(parts, begin, end, lambda lengths=lengths: next(lengths)))
-            assert b"".join(data for _, data in found) == PAYLOAD[begin:end]
-            assert [offset for offset, _ in found] == [
-                begin + sum(len(d) for _, d in found[:n]) for n in range(len(found))
-            ]
 
 
 def test_near_the_end_streams_share_what_is_left_in_shorter_and_shorter_chunks() -> None:

@@ -1,28 +1,28 @@
-"""A site's end, over real connections that break, fall silent and come back."""
+"""A site's and an operator's end, over real connections that break, damage bytes, fall silent and come back."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pytest
 
-from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
+from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome
+from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import (
     KIB,
     MIB,
     Alive,
-    Dropped,
     MalformedMessage,
     Published,
     PullAsk,
@@ -33,27 +33,16 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.pulling import PullSink
-from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header, report_info
-from tests.wire.relay import Relay
-from tests.wire.samples import FATE
+from tests.wire.conftest import Wired
+from tests.wire.fake_syncer import DIGEST, RUN, FakeSession, FakeSyncer, join_ask, push_header, report_info
+from tests.wire.relay import WAIT_S, Relay, until_reached, wait_until
+from tests.wire.samples import FATE, MARK, MARKED, PAYLOAD
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from diloco.wire.client import SyncClient
-    from tests.wire.conftest import Wired
-
-SEED = 15
-PAYLOAD = random.Random(SEED).randbytes(6 * MIB + 321)
 ASK = PullAsk(RUN, "site-a", 0, 2)
-WAIT_S = 20.0
 
 
-@pytest.fixture
-def relay(wired: Wired) -> Iterator[Relay]:
-    relay = Relay(wired.server.address)
-    yield relay
-    relay.close()
+def push_again(client: SyncClient) -> PushResult:
+    return until_reached(lambda: client.push(push_header(PAYLOAD), PAYLOAD))
 
 
 def test_push_and_pull_count_their_bytes(wired: Wired) -> None:
@@ -82,10 +71,8 @@ def test_a_call_that_is_over_keeps_no_memory_until_a_garbage_collection(wired: W
         wired.syncer.publish(PAYLOAD)
         client.pull(ASK, sink)
         del payload, sink
-        until_s = time.monotonic() + WAIT_S
-        while any(each() is not None for each in kept) and time.monotonic() < until_s:
-            time.sleep(0.01)  # gRPC's threads let go of a call a moment after its end.
-        assert [each() is None for each in kept] == [True, True]
+        # gRPC's threads let go of a call a moment after its end.
+        assert wait_until(lambda: all(each() is None for each in kept))
     finally:
         gc.enable()
 
@@ -95,49 +82,27 @@ def test_a_header_that_does_not_fit_its_payload_is_our_own_defect(wired: Wired) 
         wired.client().push(push_header(b"abc"), b"abcd")
 
 
-def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    """Run ``work`` in a thread; its result or its error comes in the list."""
-    outcome: list[object] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, outcome
-
-
-def test_a_push_that_was_cut_goes_on_from_where_it_was(wired: Wired, relay: Relay) -> None:
-    client = wired.client(address=relay.address)
-    relay.hold(2 * MIB)
-    thread, outcome = in_background(lambda: client.push(push_header(PAYLOAD), PAYLOAD))
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_push_that_was_cut_goes_on_from_where_it_was(
+    wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int
+) -> None:
+    client = wired.client(address=relay.address, data_channels=channels)
+    relay.hold(MIB)
+    pushed = aside(client.push, push_header(PAYLOAD), PAYLOAD)
     assert wired.syncer.wrote.wait(WAIT_S)
     relay.cut()
-    thread.join(WAIT_S)
-    assert isinstance(outcome[0], Unreachable), outcome
+    with pytest.raises(Unreachable):
+        pushed.result(WAIT_S)
     assert wired.syncer.ended.wait(WAIT_S)
     assert wired.syncer.endings == ["broken off"]
+    assert wait_until(lambda: wired.server.counters().get("broken_off"))
     assert not wired.syncer.accepted
     held = len(wired.syncer.spool["site-a", 0, 1])
     assert 0 < held < len(PAYLOAD)
-    sent_before = client.bytes_up
-    assert until_reached(lambda: client.push(push_header(PAYLOAD), PAYLOAD)) == PushResult(Outcome.ACCEPTED, 3)
-    assert client.bytes_up - sent_before < len(PAYLOAD) - held + 20_000
+    before = client.bytes_up
+    assert push_again(client) == PushResult(Outcome.ACCEPTED, 3)
+    assert client.bytes_up - before < (len(PAYLOAD) - held + 20_000 if channels == 1 else 2 * len(PAYLOAD))
     assert wired.syncer.accepted["site-a", 0, 1] == PAYLOAD
-
-
-def until_reached(call: Callable[[], object]) -> object:
-    """What ``call`` gives once the connection is back."""
-    until_s = time.monotonic() + WAIT_S
-    while True:
-        try:
-            return call()
-        except Unreachable:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
 
 
 KILLED = """
@@ -145,8 +110,8 @@ import sys
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB
 from diloco.wire.options import ClientOptions
-from tests.wire.fake_syncer import RUN
-from tests.wire.test_client import PAYLOAD, push_header
+from tests.wire.fake_syncer import RUN, push_header
+from tests.wire.samples import PAYLOAD
 client = SyncClient(sys.argv[1], "site-a", RUN, options=ClientOptions(chunk_bytes=64 * KIB))
 client.push(push_header(PAYLOAD), PAYLOAD)
 """
@@ -178,18 +143,22 @@ def test_a_client_killed_in_mid_push_is_broken_off_and_not_finished(wired: Wired
     assert wired.server.counters()["broken_off"] >= 2
 
 
-def test_a_half_open_push_is_given_up_after_stall_s(wired: Wired, relay: Relay) -> None:
-    client = wired.client(address=relay.address, stall_s=0.8)
+def test_a_half_open_push_is_given_up_after_stall_s_and_control_is_not_behind_it(
+    wired: Wired, relay: Relay, aside: Callable[..., Any]
+) -> None:
+    client = wired.client(address=relay.address, stall_s=1.5, control_timeout_s=5.0)
+    client.report(report_info())
     wired.syncer.write_pause_s = 0.01
     # Told beforehand: were this thread late, all the rest could be on its way, and a commit waits for ``answer_s``.
     relay.freeze(above_bytes=1_000_000)
-    thread, outcome = in_background(lambda: client.push(push_header(PAYLOAD), PAYLOAD))
+    pushed = aside(client.push, push_header(PAYLOAD), PAYLOAD)
     assert relay.carried.wait(WAIT_S)
-    frozen_s = time.monotonic()
-    thread.join(WAIT_S)
-    assert time.monotonic() - frozen_s < 5
-    assert isinstance(outcome[0], Unreachable), outcome
-    assert "nothing moved for 0.8 s" in outcome[0].why
+    for _ in range(10):
+        assert client.report(report_info()).known
+    assert not pushed.done()
+    assert relay.connections == 2
+    with pytest.raises(Unreachable, match=r"nothing moved for 1\.5 s"):
+        pushed.result(WAIT_S)
     assert not wired.syncer.accepted
 
 
@@ -208,64 +177,16 @@ def test_a_half_open_pull_and_watch_are_given_up_after_stall_s(wired: Wired, rel
     assert 0.7 < time.monotonic() - begun_s < 5
 
 
-def test_a_commit_may_take_longer_than_a_stall(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.wire.fake_syncer import FakeSession
-
-    original = FakeSession.commit
-
-    def slow(self: FakeSession, digest: str) -> PushResult:
-        time.sleep(1.2)
-        return original(self, digest)
-
-    monkeypatch.setattr(FakeSession, "commit", slow)
-    assert wired.client(stall_s=0.3).push(push_header(b"abc"), b"abc").outcome is Outcome.ACCEPTED
+def test_the_syncer_may_take_longer_than_a_stall(start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch) -> None:
+    wired = start(stall_s=0.3, header_timeout_s=0.3)
+    for kind, name, seconds in ((FakeSyncer, "open_push", 0.6), (FakeSession, "commit", 1.5)):
+        work = getattr(kind, name)
+        slowly = lambda *given, work=work, seconds=seconds: (time.sleep(seconds), work(*given))[1]  # noqa: E731
+        monkeypatch.setattr(kind, name, slowly)
+    assert wired.client(stall_s=1.2).push(push_header(b"abc"), b"abc").outcome is Outcome.ACCEPTED
 
 
-def test_control_is_not_behind_bulk(wired: Wired, relay: Relay) -> None:
-    client = wired.client(address=relay.address, control_timeout_s=5.0)
-    client.report(report_info())
-    wired.syncer.write_pause_s = 0.02
-    # The connection that carries bulk is dead from there on; what control says must not notice.
-    relay.freeze(above_bytes=1_000_000)
-    thread, outcome = in_background(lambda: client.push(push_header(PAYLOAD), PAYLOAD))
-    assert relay.carried.wait(WAIT_S)
-    for _ in range(10):
-        assert client.report(report_info()).known
-    assert thread.is_alive(), outcome
-    assert relay.connections == 2
-    client.close()
-    thread.join(WAIT_S)
-    assert isinstance(outcome[0], Unreachable), outcome
-
-
-def test_no_room_says_when_to_come_back(start: Callable[..., Wired]) -> None:
-    wired = start(pushes_max=1, pushback_ms=2500)
-    wired.syncer.write_pause_s = 0.02
-    thread, _ = in_background(lambda: wired.client("site-b").push(push_header(PAYLOAD, site_id="site-b"), PAYLOAD))
-    assert wired.syncer.wrote.wait(WAIT_S)
-    client = wired.client()
-    with pytest.raises(Unreachable, match="no room") as caught:
-        client.push(push_header(PAYLOAD), PAYLOAD)
-    assert caught.value.retry_after_s == 2.5
-    assert client.bytes_up < 600
-    wired.syncer.write_pause_s = 0.0
-    thread.join(WAIT_S)
-
-
-def test_damaged_bytes_may_be_sent_again_and_a_definite_no_may_not(wired: Wired) -> None:
-    client = wired.client()
-    with pytest.raises(Unreachable, match="digest of the payload differs"):
-        client.push(push_header(b"abc", digest=DIGEST), b"abc")
-    with pytest.raises(Refused, match="there is no such run") as caught:
-        client.push(push_header(b"abc", run_id="run-2"), b"abc")
-    assert caught.value.status is Status.NOT_FOUND
-    wired.syncer.join_fails = Refusal(Status.FAILED_PRECONDITION, "model.dim is 64 at the site and 128 at the syncer")
-    with pytest.raises(Refused, match=r"model\.dim") as caught:
-        client.join(join_ask())
-    assert caught.value.status is Status.FAILED_PRECONDITION
-
-
-def test_whoever_is_asked_to_confirm_a_join_repeats_the_ticket_and_not_for_ever(wired: Wired) -> None:
+def test_a_site_that_is_asked_to_confirm_a_join_repeats_the_ticket_and_not_for_ever(wired: Wired) -> None:
     wired.syncer.tickets = [4, 6]  # Another process was taken in between the first answer and the second question.
     assert wired.client().join(join_ask()).incarnation == 1
     assert wired.syncer.confirmed == [0, 4, 6]
@@ -276,111 +197,51 @@ def test_whoever_is_asked_to_confirm_a_join_repeats_the_ticket_and_not_for_ever(
 
 def test_what_a_syncer_of_an_older_epoch_answers_counts_for_nothing(wired: Wired) -> None:
     """The old primary thaws, and a connection to it still stands."""
-    client = wired.client()
-    header = push_header(b"abc")
+    client, header = wired.client(), push_header(b"abc")
     assert client.push(header, b"abc").outcome is Outcome.ACCEPTED
     wired.syncer.epoch = 3
-    assert client.join(join_ask()).epoch == 3
-    assert client.push(header, b"abc").outcome is Outcome.DUPLICATE
     wired.syncer.publish(b"abcd", whole=True, epoch=3)
-    assert client.pull(ASK, PullSink()).header.epoch == 3
-    assert client.report(report_info()).epoch == 3
+    assert client.join(join_ask()).epoch == 3
+    asks: list[Callable[[], Any]] = [
+        lambda: client.push(header, b"abc"),
+        lambda: client.pull(ASK, PullSink()),
+        lambda: client.report(report_info()),
+    ]
+    for ask in asks:
+        ask()
     wired.syncer.epoch = 2
     wired.syncer.publish(b"abcd", whole=True, epoch=2)
-    words = "answers is of epoch 2, and another of epoch 3 has taken its place"
-    with pytest.raises(Unreachable, match=words):
-        client.push(header, b"abc")
-    with pytest.raises(Unreachable, match=words):
-        client.pull(ASK, PullSink())
-    with pytest.raises(Unreachable, match=words):
-        client.report(report_info())
+    for ask in asks:
+        with pytest.raises(Unreachable, match="answers is of epoch 2, and another of epoch 3 has taken its place"):
+            ask()
     wired.syncer.publish(b"abcd", whole=True, epoch=0)  # One that speaks protocol 1 does not tell.
     assert client.pull(ASK, PullSink()).header.version == 3
 
 
-def test_events_come_as_they_happen(wired: Wired) -> None:
-    told = [
-        Published(2, 0, 4, DIGEST, 5, 6),
-        FateTold(FATE),
-        FinalAnnounced(Ending.FINISHED),
-        Dropped(Reason.SUPERSEDED),
-    ]
+def test_events_come_as_they_happen_and_cancel_wakes_the_thread_that_iterates(
+    wired: Wired, aside: Callable[..., Any]
+) -> None:
+    told = [Published(2, 0, 4, DIGEST, 5, 6), FateTold(FATE), FinalAnnounced(Ending.FINISHED)]
     with wired.client().watch(1) as stream:
         assert next(stream) == Alive()
         for event in told:
             wired.syncer.feeds[0].events.put(event)
-        assert [event for event in stream if event != Alive()] == told
-
-
-def test_cancel_wakes_the_thread_that_iterates(wired: Wired) -> None:
-    stream = wired.client().watch(1)
-    assert next(stream) == Alive()
-    thread, outcome = in_background(lambda: list(stream))
-    time.sleep(0.1)
-    stream.cancel()
-    thread.join(WAIT_S)
-    assert outcome == [[]]
+        assert [next(stream) for _ in told] == told
+        rest = aside(list, stream)
+        time.sleep(0.1)
+        stream.cancel()
+        assert rest.result(WAIT_S) == []
     assert wired.syncer.feeds[0].closed.wait(WAIT_S)
 
 
-def test_a_pull_that_was_cut_goes_on_from_where_it_was(wired: Wired, relay: Relay) -> None:
-    client = wired.client(address=relay.address)
-    wired.syncer.publish(PAYLOAD)
-    sink = PullSink()
-    pull_and_cut(client, relay, sink)
-    held, before = sink.offset, client.bytes_down
-    assert 0 < held < len(PAYLOAD)
-    pulled = until_reached(lambda: client.pull(ASK, sink))
-    assert bytes(pulled.parts[0]) == PAYLOAD  # type: ignore[attr-defined]
-    assert client.bytes_down - before < len(PAYLOAD) - held + 20_000
-
-
-def pull_and_cut(client: SyncClient, relay: Relay, sink: PullSink) -> None:
-    """A pull that breaks off with some bytes in ``sink`` and others not."""
-    relay.hold(2 * MIB)
-    thread, outcome = in_background(lambda: client.pull(ASK, sink))
-    until_s = time.monotonic() + WAIT_S
-    while not sink.offset:
-        assert time.monotonic() < until_s, outcome
-        time.sleep(0.005)
-    relay.cut()
-    thread.join(WAIT_S)
-    assert isinstance(outcome[0], Unreachable), outcome
-
-
-def test_a_pull_begins_anew_when_its_version_is_gone(wired: Wired, relay: Relay) -> None:
-    client = wired.client(address=relay.address)
-    wired.syncer.publish(PAYLOAD)
-    sink = PullSink()
-    pull_and_cut(client, relay, sink)
-    wired.syncer.publish(b"new!" * 100, whole=True, version=4, from_version=0)
-    pulled = until_reached(lambda: client.pull(ASK, sink))
-    assert bytes(pulled.parts[0]) == b"new!" * 100  # type: ignore[attr-defined]
-    assert pulled.header.version == 4  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "changes", [{"payload_crc32": 1}, {"fragment": 1}, {"from_version": 0, "part_bytes": (1, 1, 1), "payload_bytes": 3}]
-)
-def test_a_version_that_was_not_asked_for_is_not_taken(
-    wired: Wired, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from diloco.wire.handlers import PullSource
-
-    wired.syncer.publish(b"abc", **changes)
-    monkeypatch.setattr(wired.syncer, "pull", lambda ask, identity: PullSource(wired.syncer.version, (b"abc",)))
-    with pytest.raises(Unreachable, match="Pull"):
-        wired.client().pull(ASK, PullSink())
-
-
-def test_a_closed_client_is_unreachable_and_ends_what_is_under_way(wired: Wired) -> None:
+def test_a_closed_client_is_unreachable_and_ends_what_is_under_way(wired: Wired, aside: Callable[..., Any]) -> None:
     client = wired.client()
     stream = client.watch(1)
     next(stream)
-    thread, outcome = in_background(lambda: list(stream))
+    rest = aside(list, stream)
     client.close()
-    thread.join(WAIT_S)
-    assert isinstance(outcome[0], Unreachable), outcome
+    with pytest.raises(Unreachable):
+        rest.result(WAIT_S)
     for call in (
         lambda: client.join(join_ask()),
         lambda: client.watch(1),
@@ -391,8 +252,158 @@ def test_a_closed_client_is_unreachable_and_ends_what_is_under_way(wired: Wired)
             call()
 
 
-def test_bulk_may_have_several_connections(wired: Wired, relay: Relay) -> None:
+@pytest.mark.parametrize("channels", [2, 6])
+def test_one_push_goes_over_several_streams_and_arrives_once(wired: Wired, relay: Relay, channels: int) -> None:
+    client = wired.client(address=relay.address, data_channels=channels)
+    for sequence in (1, 2):
+        header = push_header(PAYLOAD, sequence=sequence)
+        assert client.push(header, PAYLOAD) == PushResult(Outcome.ACCEPTED, 3)
+        assert wired.syncer.accepted["site-a", 0, sequence] == PAYLOAD
+    assert relay.connections == channels
+    assert wired.server.counters()["payload_bytes_in"] == 2 * len(PAYLOAD), "something was sent twice"
+    assert wired.syncer.calls.count("open_push") == 2
+
+
+def test_a_short_push_takes_one_stream_and_the_next_one_another(wired: Wired, relay: Relay) -> None:
     client = wired.client(address=relay.address, data_channels=3)
+    for sequence, connections in enumerate((1, 2, 3, 3, 3, 3), 1):
+        client.push(push_header(b"short", sequence=sequence), b"short")
+        assert relay.connections == connections
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_damaged_chunk_is_sent_again_by_itself(wired: Wired, relay: Relay, channels: int) -> None:
+    client = wired.client(address=relay.address, data_channels=channels)
+    relay.damage(MARK, 3)
+    assert client.push(push_header(MARKED), MARKED) == PushResult(Outcome.ACCEPTED, 3)
+    assert relay.damaged == 3
+    assert wired.syncer.accepted["site-a", 0, 1] == MARKED
+    counters = wired.server.counters()
+    assert 1 <= counters["chunks_again"] <= 3
+    assert counters["payload_bytes_in"] <= len(MARKED) + 3 * 64 * KIB
+    assert wired.syncer.commits == 1
+
+
+def test_a_path_that_damages_everything_is_given_up(wired: Wired, relay: Relay) -> None:
+    client = wired.client(address=relay.address)
+    relay.damage(MARK, 1_000_000)
+    with pytest.raises(Unreachable, match="damaged on the way, as 64 before it"):
+        client.push(push_header(MARKED), MARKED)
+    assert not wired.syncer.accepted
+
+
+def test_a_stream_that_is_not_answered_is_done_without(wired: Wired) -> None:
+    client = wired.client(data_channels=3)
+    client._lines[2].lead_to("127.0.0.1:1")
     for sequence in range(1, 7):
-        client.push(push_header(b"abc", sequence=sequence), b"abc")
-    assert relay.connections == 3
+        client._turn = itertools.count()  # The first stream is always one that works.
+        assert client.push(push_header(PAYLOAD, sequence=sequence), PAYLOAD).outcome is Outcome.ACCEPTED
+        assert wired.syncer.accepted["site-a", 0, sequence] == PAYLOAD
+
+
+def test_more_connections_are_used_when_that_is_said(wired: Wired, relay: Relay) -> None:
+    client = wired.client(address=relay.address)
+    for sequence, (count, connections) in enumerate(((1, 1), (3, 3), (99, 6), (0, 6)), 1):
+        client.use_channels(count)
+        client.push(push_header(PAYLOAD, sequence=sequence), PAYLOAD)
+        assert relay.connections == connections
+        assert wired.syncer.accepted["site-a", 0, sequence] == PAYLOAD
+
+
+def joined(wired: Wired, address: str = "", channels: int = 1) -> SyncClient:
+    """A client that knows that its syncer speaks protocol 3, and whose first push was welcome."""
+    wired.syncer.protocol = 3
+    client = wired.client(address=address, data_channels=channels)
+    client.join(join_ask())
+    client.push(push_header(PAYLOAD), PAYLOAD)
+    return client
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_after_one_that_was_welcome_a_push_does_not_wait_to_be_admitted(
+    wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int
+) -> None:
+    client = joined(wired, relay.address, channels)
+    small = PAYLOAD[: 800 * KIB]  # More than the first window, less than what finds room on the way.
+    wired.syncer.admits.clear()
+    before = client.bytes_up
+    pushed = aside(client.push, push_header(small, sequence=2), small)
+    assert wait_until(lambda: client.bytes_up - before > 256 * KIB), "nothing goes before the admission"
+    assert not wired.syncer.spool.get(("site-a", 0, 2)), "a byte was read before the admission"
+    wired.syncer.admits.set()
+    assert pushed.result(WAIT_S).outcome is Outcome.ACCEPTED
+    assert wired.syncer.accepted["site-a", 0, 2] == small
+    assert wired.server.counters()["payload_bytes_in"] == len(PAYLOAD) + len(small), "something was sent twice"
+
+
+def test_what_is_held_already_is_left_out_as_soon_as_that_is_known(wired: Wired, relay: Relay) -> None:
+    """As after a restart of the site, which does not know how far the last process came."""
+    client = joined(wired, relay.address)
+    wired.syncer.spool["site-a", 0, 2] = bytearray(PAYLOAD[: 5 * MIB])
+    before = wired.server.counters()["payload_bytes_in"]
+    assert client.push(push_header(PAYLOAD, sequence=2), PAYLOAD).outcome is Outcome.ACCEPTED
+    assert wired.syncer.accepted["site-a", 0, 2] == PAYLOAD
+    assert wired.server.counters()["payload_bytes_in"] - before < len(PAYLOAD)
+    assert client.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.DUPLICATE
+    sent = client.bytes_up
+    assert client.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.DUPLICATE
+    assert client.bytes_up - sent < KIB, "after one that was not welcome a push waits"
+
+
+def test_attempts_that_were_not_answered_are_no_breaks(wired: Wired) -> None:
+    """Nothing was lost on the way, so what goes on after them need not be careful."""
+    client, header = wired.client(), push_header(PAYLOAD)
+    client._lines[1].lead_to("127.0.0.1:1")
+    for _ in range(3):
+        with pytest.raises(Unreachable):
+            client.push(header, PAYLOAD)
+    assert client._breaks == {header.digest: 0}
+    client._lines[1].lead_to(wired.server.address)
+    assert client.push(header, PAYLOAD).outcome is Outcome.ACCEPTED
+
+
+def test_a_push_that_breaks_again_and_again_puts_less_and_less_at_risk(wired: Wired, relay: Relay) -> None:
+    client = wired.client(address=relay.address)
+    payload = bytes(24 * MIB)
+    breaks = 0
+    relay.cut_after(2 * MIB)
+    for _ in range(200):
+        try:
+            assert client.push(push_header(payload), payload).outcome is Outcome.ACCEPTED
+            break
+        except Unreachable:
+            if not relay.waits_to_cut and breaks < 8:
+                breaks += 1
+                relay.cut_after(2 * MIB)
+            wired.syncer.ended.wait(0.1)
+    assert wired.syncer.accepted["site-a", 0, 1] == payload
+    assert breaks >= 6
+    assert relay.carried_up < len(payload) + 12 * MIB
+
+
+def test_an_operators_calls_reach_the_syncer_and_a_refusal_comes_back_in_words(
+    wired: Wired, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evict(site: str) -> None:
+        raise Refusal(Status.NOT_FOUND, f"there is no site {site}")
+
+    with AdminClient(wired.server.address) as admin:
+        assert admin.status() == wired.syncer.status()
+        admin.drain()
+        admin.evict("site-b")
+        admin.readmit("site-b")
+        admin.admit("site-b", 3, 7)
+        admin.refuse("site-c", 0, 9)
+        admin.snapshot()
+        admin.promote(lossy=True)
+        admin.detach()
+        said = ["evict site-b", "readmit site-b", "admit site-b 3 7", "refuse site-c 0 9"]
+        assert wired.syncer.calls == ["status", "status", "drain", *said, "snapshot", "promote lossy=True", "detach"]
+        monkeypatch.setattr(wired.syncer, "evict", evict)
+        with pytest.raises(Refused, match="there is no site site-b") as caught:
+            admin.evict("site-b")
+        assert caught.value.status is Status.NOT_FOUND
+        monkeypatch.setattr(wired.syncer, "status", lambda: {"loss": float("nan")})
+        with pytest.raises(Unreachable, match="INTERNAL"):  # What JSON cannot carry is our own defect.
+            admin.status()
+    assert wired.server.counters()["internal"] == 1

@@ -1,18 +1,23 @@
-"""In which order a call is looked at, and what one caller can take up."""
+"""In which order a call is looked at, what one caller can take up, and which connections make room for others."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import threading
+import os
+import socket
+import stat
+import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from diloco import open_files
 from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
+from diloco.wire.client import AdminClient
 from diloco.wire.convert import (
     pack_evict,
     pack_join,
@@ -25,20 +30,29 @@ from diloco.wire.convert import (
     pack_watch,
     unpack_push_reply,
 )
+from diloco.wire.door import Connections, Counters, OneAtATime, WaitingRoom, _chosen, places
 from diloco.wire.identity import NEEDS
-from diloco.wire.messages import EvictAsk, LeaveAsk, PromoteAsk, PullAsk, PushAdmitted, UpdateAsk, WatchAsk
-from diloco.wire.options import SecurityOptions, ServerOptions
-from diloco.wire.server import RunningServer
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
+from diloco.wire.messages import (
+    Alive,
+    EvictAsk,
+    LeaveAsk,
+    PromoteAsk,
+    PullAsk,
+    PushAdmitted,
+    Refusal,
+    UpdateAsk,
+    WatchAsk,
+)
+from diloco.wire.options import ServerOptions
+from tests.hunts import http2
+from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
+from tests.wire.conftest import Wired
+from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
+from tests.wire.relay import until_reached, wait_until
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-A, B, OBSERVER, ADMIN = "token-of-site-a-1", "token-of-site-b-2", "token-of-observer", "token-of-operator"
 WAIT_S = 20.0
 PAYLOAD = bytes(1000)
 Message = Callable[[str, str], bytes]
-
 # What each method of a site is asked with, for a site and a run.
 ASKS: dict[str, Message] = {
     "Join": lambda site, run: pack_join(join_ask(site_id=site, run_id=run)),
@@ -63,32 +77,19 @@ LONG = b"\x00" * 1_400_000
 
 
 class Front:
-    """A server that knows two sites and two roles, and a bare channel to it."""
+    """A server that knows two sites and the roles, and a bare channel to it."""
 
-    def __init__(self, folder: Path, permissions: dict[str, Any] | None = None, **options: Any) -> None:
-        tokens, table = folder / "tokens.json", folder / "permissions.json"
-        tokens.write_text(json.dumps({"sites": {"site-a": A, "site-b": B}, "observer": OBSERVER, "admin": ADMIN}))
-        tokens.chmod(0o600)
-        table.write_text(json.dumps(permissions or {"default": "allow"}))
-        self.over = threading.Event()
-        self.syncer = FakeSyncer()
-        self.server: RunningServer = serve(
-            self.syncer,
-            ServerOptions(run_id=RUN, **options),
-            SecurityOptions(tokens_file=str(tokens), permissions=str(table)),
-        )
-        self.channel = grpc.insecure_channel(self.server.address, [("grpc.use_local_subchannel_pool", 1)])
+    def __init__(self, wired: Wired) -> None:
+        self.wired, self.syncer, self.server = wired, wired.syncer, wired.server
+        self._channel = wired.channel()
 
     def ask(self, method: str, message: bytes, token: str, *, held: bool = False) -> Any:
         """gRPC's call, before anything of it was read; ``held``: it does not end its stream."""
-        service = ADMIN_SERVICE if method in OPERATORS else SYNC_SERVICE
-        metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        call = self.channel.stream_stream(f"/{service}/{method}")
-        return call(self._messages(message) if held else iter((message,)), timeout=WAIT_S, metadata=metadata)
-
-    def _messages(self, message: bytes) -> Iterator[bytes]:
-        yield message
-        self.over.wait(WAIT_S)
+        path = f"/{ADMIN_SERVICE if method in OPERATORS else SYNC_SERVICE}/{method}"
+        talk = self.wired.talk(path, message, token=token, channel=self._channel)
+        if not held:
+            talk.close()
+        return talk.call
 
     def status(self, method: str, message: bytes, token: str) -> tuple[str, str]:
         try:
@@ -96,6 +97,14 @@ class Front:
         except grpc.RpcError as error:
             return error.code().name, error.details()
         return "OK", ""
+
+    def come_back_s(self, method: str, message: bytes, token: str, words: str) -> float:
+        """Of a call for which there is no room: after how long it may come back."""
+        with pytest.raises(grpc.RpcError) as caught:
+            next(self.ask(method, message, token))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.details() == f"{words} of this caller is used up: come back"
+        return int(dict(caught.value.trailing_metadata())[PUSHBACK_KEY]) / 1000
 
 
 def ended(call: Any) -> str:
@@ -108,21 +117,16 @@ def ended(call: Any) -> str:
 
 
 @pytest.fixture
-def front(tmp_path: Path) -> Iterator[Callable[..., Front]]:
-    with contextlib.ExitStack() as stack:
+def front(start: Callable[..., Wired], tmp_path: Path) -> Callable[..., Front]:
+    def opened(permissions: object = None, **options: Any) -> Front:
+        table = written(tmp_path / "permissions", permissions or {"default": "allow"})
+        return Front(start(tokens_file=written(tmp_path / "tokens"), permissions=table, **options))
 
-        def open_front(**options: Any) -> Front:
-            found = Front(tmp_path, **options)
-            stack.callback(found.server.stop, 0.2)
-            stack.callback(found.channel.close)
-            stack.callback(found.over.set)
-            return found
-
-        yield open_front
+    return opened
 
 
 def test_every_method_is_looked_at_below() -> None:
-    """A standby's call is looked at in ``test_following``, and a probe's in ``test_probe_handler``."""
+    """A standby's call is looked at in ``test_client_streams``, and a probe's in ``test_checkup``."""
     assert {*ASKS, *OPERATORS, "Follow", "Probe"} == {method for method in NEEDS if "/" not in method}
 
 
@@ -164,53 +168,28 @@ def test_what_a_site_may_never_send_is_said_before_there_is_talk_of_room(front: 
     push = lambda **changes: pack_push(push_header(PAYLOAD, **changes))  # noqa: E731
     held = here.ask("Push", push(), A, held=True)
     assert unpack_push_reply(next(held)) == PushAdmitted(0)
-    assert here.status("Push", push(fragment=1), A) == (
-        "PERMISSION_DENIED",
-        "fragment is 1: site site-a may not push it",
-    )
-    assert here.status("Push", push(site_id="site-b"), B) == ("PERMISSION_DENIED", "site site-b may not push")
-    call = here.ask("Push", push(sequence=2), A)
-    with pytest.raises(grpc.RpcError) as caught:
-        next(call)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert caught.value.details() == "pushes_per_s of this caller is used up: come back"
-    assert int(dict(caught.value.trailing_metadata())[PUSHBACK_KEY]) >= 1234
+    denied = "PERMISSION_DENIED"
+    assert here.status("Push", push(fragment=1), A) == (denied, "fragment is 1: site site-a may not push it")
+    assert here.status("Push", push(site_id="site-b"), B) == (denied, "site site-b may not push")
+    assert here.come_back_s("Push", push(sequence=2), A, "pushes_per_s") >= 1.234
     assert here.syncer.calls == ["open_push"]
     assert here.server.counters().get("payload_bytes_in", 0) == 0
 
 
-def test_bytes_are_charged_as_they_come_and_owed_by_the_next_push(front: Callable[..., Front]) -> None:
-    from diloco.wire.client import SyncClient
-    from diloco.wire.messages import Unreachable
-
-    here = front(permissions={"default": {"bytes_per_s": 100}})
-    with SyncClient(here.server.address, "site-a", RUN, SecurityOptions(token=A)) as client:
-        assert client.push(push_header(PAYLOAD), PAYLOAD)
-        with pytest.raises(Unreachable, match="bytes_per_s") as caught:
-            client.push(push_header(PAYLOAD, sequence=2), PAYLOAD)
-        assert caught.value.retry_after_s is not None
-        assert 5 < caught.value.retry_after_s < 10, "nine hundred bytes at a hundred a second"
-    with SyncClient(here.server.address, "site-b", RUN, SecurityOptions(token=B)) as other:
-        assert other.push(push_header(PAYLOAD, site_id="site-b"), PAYLOAD)
-    assert here.server.counters()["payload_bytes_in"] == 2 * len(PAYLOAD)
-
-
-def test_versions_are_charged_as_they_go_out_and_owed_by_the_next_pull(front: Callable[..., Front]) -> None:
-    here = front(permissions={"default": {"pull_bytes_per_s": 100}, "roles": ["observer"]})
+def test_bytes_are_charged_as_they_move_and_owed_by_the_next_transfer(front: Callable[..., Front]) -> None:
+    here = front(permissions={"default": {"bytes_per_s": 100, "pull_bytes_per_s": 100}, "roles": ["observer"]})
     here.syncer.publish(PAYLOAD, whole=True, from_version=0)
-    size, pull = len(PAYLOAD), ASKS["Pull"]
+    pull, owed_s = ASKS["Pull"], len(PAYLOAD) / 100  # One second of it is credit.
     assert ended(here.ask("Pull", pull("site-a", RUN), A)) == "OK"
-    call = here.ask("Pull", pull("site-a", RUN), A)
-    with pytest.raises(grpc.RpcError) as caught:
-        next(call)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert caught.value.details() == "pull_bytes_per_s of this caller is used up: come back"
-    owed_s = int(dict(caught.value.trailing_metadata())[PUSHBACK_KEY]) / 1000
-    assert size / 100 - 5 < owed_s < size / 100, "one second of it is credit"
+    assert owed_s - 5 < here.come_back_s("Pull", pull("site-a", RUN), A, "pull_bytes_per_s") < owed_s
     assert ended(here.ask("Pull", pull("site-b", RUN), B)) == "OK", "another has its own"
     assert ended(here.ask("Pull", pull("", RUN), OBSERVER)) == "OK", "an operator has none"
     assert here.syncer.calls == ["pull"] * 3
-    assert here.server.counters()["payload_bytes_out"] == 3 * size
+    assert here.server.counters()["payload_bytes_out"] == 3 * len(PAYLOAD)
+    for site, token in (("site-a", A), ("site-b", B)):
+        assert here.wired.client(site, token=token).push(push_header(PAYLOAD, site_id=site), PAYLOAD)
+    assert owed_s - 5 < here.come_back_s("Push", ASKS["Push"]("site-a", RUN), A, "bytes_per_s") < owed_s
+    assert here.server.counters()["payload_bytes_in"] == 2 * len(PAYLOAD)
 
 
 def test_one_caller_has_so_much_room_and_another_has_its_own(front: Callable[..., Front]) -> None:
@@ -244,7 +223,7 @@ def test_calls_have_a_rate_for_each_caller_and_wait_for_their_turn(front: Callab
     assert [here.status("Report", report("site-b", RUN), B)[0] for _ in range(6)] == ["OK"] * 6
 
 
-def test_strangers_wait_in_one_line_and_in_nobodys_way(front: Callable[..., Front]) -> None:
+def test_strangers_wait_in_one_line_and_in_no_callers_way(front: Callable[..., Front]) -> None:
     here = front(calls_per_s=2.0, calls_per_caller_max=2)
     calls = [here.ask("Report", b"", f"token-of-stranger-{number}") for number in range(8)]
     codes = {ended(call) for call in calls}
@@ -253,3 +232,120 @@ def test_strangers_wait_in_one_line_and_in_nobodys_way(front: Callable[..., Fron
     began_s = time.monotonic()
     assert here.status("Report", ASKS["Report"]("site-a", RUN), A)[0] == "OK"
     assert time.monotonic() - began_s < 5
+
+
+def test_an_older_stream_that_does_not_end_is_waited_for_with_a_bound() -> None:
+    one = OneAtATime("push", 50)
+    with one.enter(("a",), 1, lambda: None):
+        with pytest.raises(Refusal, match="still being ended") as caught, one.enter(("a",), 1, lambda: None):
+            pass
+        assert caught.value.retry_ms == 50
+    with one.enter(("a",), 1, lambda: None):
+        pass
+
+
+def test_a_full_waiting_room_sends_away_the_longest_of_the_caller_that_has_most() -> None:
+    room = WaitingRoom(3)
+    gone: list[str] = []
+
+    def enter(caller: str, name: str) -> None:
+        waiting.enter_context(room.enter(caller, lambda: gone.append(name)))
+
+    with contextlib.ExitStack() as waiting:
+        enter("honest", "h1")
+        enter("loud", "l1")
+        enter("loud", "l2")
+        assert gone == []
+        enter("loud", "l3")
+        assert gone == ["l1"]
+        enter("other", "o1")
+        assert gone == ["l1", "l2"]
+        enter("late", "x1")
+        assert gone == ["l1", "l2", "h1"], "of equals the one that came first"
+    for turn in range(5):
+        with room.enter("again", lambda: gone.append("never")), room.enter(f"{turn}", lambda: gone.append("never")):
+            pass
+    assert "never" not in gone
+
+
+BOUND_S = 10.0
+FILES, PLACES, ROOM = 64, 32, 24
+
+
+def few(monkeypatch: pytest.MonkeyPatch, files: int = FILES) -> None:
+    monkeypatch.setattr(open_files, "limits", lambda: (files, files))
+
+
+def test_half_of_the_files_are_for_connections_and_no_more_than_all_sites_can_want(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for files, sites, found in ((64, 16, 32), (65_536, 4, 2048), (sys.maxsize, 1, 1280), (1, 1, 1)):
+        few(monkeypatch, files)
+        assert places(ServerOptions(run_id=RUN, sites_max=sites)) == found
+
+
+def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(
+    start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(monkeypatch)
+    wired = start(alive_s=0.1)
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(wired.client().watch(1))
+        assert isinstance(next(watch), Alive)
+        strangers = [stack.enter_context(http2.hello(wired.server.address)) for _ in range(3 * PLACES)]
+        assert wait_until(lambda: sum(not http2.is_over(each) for each in strangers) <= ROOM), "they are hung up on"
+        with AdminClient(wired.server.address) as operator:
+            assert until_reached(operator.status)
+        assert all(isinstance(next(watch), Alive) for _ in range(3)), "what is under way is never hung up on"
+        assert wired.noted("connections hung up on so far: ")
+        [note] = wired.notes
+        assert note.startswith("crowded: ")
+        assert f"of {PLACES} places were taken" in note
+        assert wired.server.counters()["hung_up"] >= PLACES - ROOM
+
+
+def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_none_whose_call_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few(monkeypatch)
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listening.getsockname()[1]
+        dialled = [stack.enter_context(socket.create_connection(("127.0.0.1", port), BOUND_S)) for _ in range(8)]
+        taken = [stack.enter_context(listening.accept()[0]) for _ in dialled]
+        early, late, busy, *strangers = [f"ipv4:127.0.0.1:{each.getsockname()[1]}" for each in dialled]
+        counters = Counters()
+
+        def over(places: int) -> list[int]:
+            """Which of them are over after a look of a server with so many places; three quarters stay."""
+            connections = Connections(places, counters, str)
+            stack.enter_context(connections.calling(busy))
+            for peer in (early, late):
+                with connections.calling(peer):
+                    time.sleep(0.001)
+            connections.look(port)
+            return [number for number, each in enumerate(dialled) if http2.is_over(each)]
+
+        assert over(11) == []
+        assert len(over(8)) == 2
+        assert not {0, 1, 2} & {*over(8)}, "strangers first"
+        assert counters.totals()["hung_up"] >= len(strangers) - 3
+        for connection in taken:
+            if http2.is_over(connection):
+                connection.close()
+        for number in (3, 4, 5, 6, 7):
+            taken[number].close()
+        assert {0, 1, 2} & {*over(3)} == {0}, "the one that has not called for longest"
+        assert {0, 1, 2} & {*over(1)} == {0, 1}
+        assert stat.S_ISSOCK(os.fstat(taken[2].fileno()).st_mode), "it is not ours to close"
+
+
+def test_the_oldest_of_the_address_that_has_most_goes() -> None:
+    one, other, third = "ipv4:1.1.1.1:1", "ipv4:2.2.2.2:1", "ipv6:[::1]:1"
+    for peers, count, chosen in (
+        ([one, other, "ipv4:2.2.2.2:2"], 1, [other]),
+        ([one, "ipv4:1.1.1.1:2"], 1, [one]),
+        ([third, "ipv6:[::1]:2", one], 9, [third, one, "ipv6:[::1]:2"]),
+        ([one], -3, []),
+    ):
+        assert _chosen(peers, count) == chosen

@@ -1,152 +1,204 @@
+"""Who calls, by which proof, and what each may do; and the files that say so."""
+
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import pytest
 
-from diloco.wire.identity import Authenticator, Grant, Identity, read_revoked, read_tokens
+from diloco.wire.identity import (
+    NEEDS,
+    ROLES,
+    Authenticator,
+    Grant,
+    Identity,
+    Needs,
+    read_permissions,
+    read_revoked,
+    read_tokens,
+)
 from diloco.wire.messages import Refusal, Status
 from diloco.wire.options import SecurityOptions
+from diloco.wire.v1 import admin_pb2, sync_pb2
+from tests.wire.certificates import ADMIN, A, B, written
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-A, B, ADMIN = "token-of-site-a-1", "token-of-site-b-2", "token-of-operator"
+NEXT_B = B + "x"
 
 
 class Context:
-    """As much of gRPC's context as is asked."""
+    """As much of gRPC's context as is asked who calls."""
 
     def __init__(self, *tokens: str, tls: str = "") -> None:
-        self._metadata = tuple(("authorization", f"Bearer {token}") for token in tokens)
-        self._tls = {"ssl_tls_version": [tls.encode()]} if tls else {}
-
-    def auth_context(self) -> dict[str, list[bytes]]:
-        return self._tls
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._metadata
-
-    def peer(self) -> str:
-        return "ipv4:127.0.0.1:1234"
-
-
-def written(path: Path, table: object) -> str:
-    path.write_text(table if isinstance(table, str) else json.dumps(table))
-    path.chmod(0o600)
-    return str(path)
+        self.invocation_metadata = lambda: tuple(("authorization", f"Bearer {token}") for token in tokens)
+        self.auth_context = lambda: {"ssl_tls_version": [tls.encode()]} if tls else {}
+        self.peer = lambda: "ipv4:127.0.0.1:1234"
 
 
 @pytest.fixture
 def authenticator(tmp_path: Path) -> Authenticator:
-    tokens = written(tmp_path / "tokens", {"sites": {"a": A, "b": [B, B + "x"]}, "admin": ADMIN})
-    revoked = written(tmp_path / "revoked", {"ids": []})
-    return Authenticator(SecurityOptions(tokens_file=tokens, revoked_file=revoked))
+    tokens = written(tmp_path / "tokens", {"sites": {"a": A, "b": [B, NEXT_B]}, "admin": ADMIN})
+    return Authenticator(SecurityOptions(tokens_file=tokens, revoked_file=written(tmp_path / "revoked", {"ids": []})))
 
 
-def refusal(call: Any) -> Refusal:
+def refusal(call: Callable[[], object]) -> Refusal:
     with pytest.raises(Refusal) as caught:
         call()
     return caught.value
 
 
-def test_a_token_says_who_calls(authenticator: Authenticator) -> None:
-    assert authenticator.identify(Context(A)) == Identity(site="a")
-    assert authenticator.identify(Context(B)) == authenticator.identify(Context(B + "x")) == Identity(site="b")
+def test_a_token_says_who_calls_and_is_never_shown(authenticator: Authenticator) -> None:
+    found = authenticator.identify(Context(A))
+    assert found == Identity(site="a")
+    assert found.caller(Context()) == "site/a"
+    assert authenticator.identify(Context(B)) == authenticator.identify(Context(NEXT_B)) == Identity(site="b")
     admin = authenticator.identify(Context(ADMIN))
     assert (admin.name, admin.roles) == ("admin", {"admin"})
     for tokens in ((), ("unknown-token-0123",), (A, A)):
         assert refusal(lambda tokens=tokens: authenticator.identify(Context(*tokens))).status is Status.UNAUTHENTICATED
+    assert "token_digest" not in repr(found)
+    assert "certificate" not in repr(found)
+    assert A not in repr(SecurityOptions(token=A))
+
+
+def test_an_older_tls_proves_nothing(authenticator: Authenticator) -> None:
+    for version in ("TLSv1", "TLSv1.1", "TLSv1.2"):
+        said = refusal(lambda version=version: authenticator.identify(Context(A, tls=version)))
+        assert (said.status, said.text) == (Status.UNAUTHENTICATED, "TLS 1.3 is needed")
+    assert authenticator.identify(Context(A, tls="TLSv1.3"))
+
+
+def test_only_roles_read_as_no_site(authenticator: Authenticator) -> None:
+    site, admin = authenticator.identify(Context(A)), authenticator.identify(Context(ADMIN))
+    site.check_reader("a")
+    replace(site, grant=Grant(roles=frozenset({"observer"}))).check_reader("")
+    admin.check_reader("")
+    for reader, name in ((site, ""), (site, "b"), (admin, "a")):
+        denied = refusal(lambda reader=reader, name=name: reader.check_reader(name))
+        assert denied.status is Status.PERMISSION_DENIED
 
 
 def test_a_right_that_is_withdrawn_is_missing_from_the_next_look_on(tmp_path: Path) -> None:
-    tokens = written(tmp_path / "tokens", {"sites": {"a": A}})
     permissions = written(tmp_path / "permissions", {"default": {"may_push": True}})
-    authenticator = Authenticator(SecurityOptions(tokens_file=tokens, permissions=permissions))
+    authenticator = Authenticator(SecurityOptions(tokens_file=written(tmp_path / "tokens"), permissions=permissions))
     found = authenticator.identify(Context(A))
     for method in ("Push", "Pull"):
         authenticator.check_still(found, method)
     written(tmp_path / "permissions", {"default": {"may_push": False}})
     assert any(each.refresh() for each in authenticator.watched)
     authenticator.check_still(found, "Pull")
-    assert refusal(lambda: authenticator.check_still(found, "Push")).text == "site/a may not push any more"
+    assert refusal(lambda: authenticator.check_still(found, "Push")).text == "site/site-a may not push any more"
 
 
-@pytest.mark.parametrize("version", ["TLSv1", "TLSv1.1", "TLSv1.2"])
-def test_an_older_tls_is_nobodys(authenticator: Authenticator, version: str) -> None:
-    said = refusal(lambda: authenticator.identify(Context(A, tls=version)))
-    assert (said.status, said.text) == (Status.UNAUTHENTICATED, "TLS 1.3 is needed")
-    assert authenticator.identify(Context(A, tls="TLSv1.3"))
+def allowed(method: str, is_site: bool, roles: frozenset[str]) -> bool:
+    try:
+        Identity("site-a" if is_site else None, roles).check_role(method)
+    except Refusal as refusal:
+        return refusal.status is not Status.PERMISSION_DENIED
+    return True
 
 
-def test_callers_are_counted_by_name_or_else_by_connection(authenticator: Authenticator) -> None:
-    assert authenticator.identify(Context(A)).caller(Context()) == "site/a"
-    anyone = Authenticator(SecurityOptions()).identify(Context())
-    assert anyone.caller(Context()) == "peer ipv4:127.0.0.1:1234"
-    for method in ("Join", "Push", "Drain", "Status", "Pull"):
-        anyone.check_role(method)
-    anyone.check_site("whoever")
+def test_every_method_of_ours_is_in_the_table() -> None:
+    services = [
+        sync_pb2.DESCRIPTOR.services_by_name["SyncService"],
+        admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+    ]
+    ours = {method.name for service in services for method in service.methods}
+    assert ours == {method for method in NEEDS if "/" not in method and NEEDS[method] is not Needs.STANDBY}
 
 
-def test_only_roles_read_as_nobody(authenticator: Authenticator) -> None:
-    site = authenticator.identify(Context(A))
-    site.check_reader("a")
-    for name in ("", "b"):
-        assert refusal(lambda name=name: site.check_reader(name)).status is Status.PERMISSION_DENIED
-    replace(site, grant=Grant(roles=frozenset({"observer"}))).check_reader("")
-    admin = authenticator.identify(Context(ADMIN))
-    admin.check_reader("")
-    assert refusal(lambda: admin.check_reader("a")).status is Status.PERMISSION_DENIED
-    anyone = Authenticator(SecurityOptions()).identify(Context())
-    anyone.check_reader("")
-    anyone.check_reader("a")
+def test_who_may_call_what() -> None:
+    callers = {"a site": (True, frozenset[str]()), **{role: (False, frozenset({role})) for role in ROLES}}
+    who = {
+        Needs.SITE: {"a site"},
+        Needs.READER: {"a site", "observer", "admin", "standby"},
+        Needs.OBSERVER: {"observer", "admin"},
+        Needs.ADMIN: {"admin"},
+        Needs.STANDBY: {"standby", "admin"},
+        Needs.KNOWN: {"a site", "observer", "admin", "standby"},
+    }
+    for method, needs in NEEDS.items():
+        assert {name for name, caller in callers.items() if allowed(method, *caller)} == who[needs], method
+        assert not allowed(method, False, frozenset())
+    assert not allowed("Everything", True, ROLES), "it is not in the table"
 
 
-def test_who_was_let_in_is_looked_at_again(authenticator: Authenticator, tmp_path: Path) -> None:
-    found = authenticator.identify(Context(B))
-    authenticator.check_still(found, "Push")
-    assert refusal(lambda: authenticator.check_still(found, "Drain")).status is Status.PERMISSION_DENIED
-    written(tmp_path / "revoked", {"ids": ["site/b"]})
-    assert [each.refresh() for each in authenticator.watched] == [None, "revoked_file was read again"]
-    assert refusal(lambda: authenticator.check_still(found, "Push")).text == "site/b was revoked"
-    written(tmp_path / "revoked", {"ids": []})
-    written(tmp_path / "tokens", {"sites": {"a": A, "b": B + "x"}})
-    assert all(each.refresh() for each in authenticator.watched)
-    assert "not known any more" in refusal(lambda: authenticator.check_still(found, "Push")).text
-    other = authenticator.identify(Context(B + "x"))
-    authenticator.check_still(other, "Push")
-    assert refusal(lambda: authenticator.check_still(replace(other, site="a"), "Push"))
+def test_a_file_says_what_each_may_do(tmp_path: Path) -> None:
+    rates = {"bytes_per_s": 1e6, "pull_bytes_per_s": 2e6, "pushes_per_s": 0.5, "calls_per_s": 9}
+    site = {"fragments": [0, 3], "update_bytes_max": 4e7} | rates
+    table = {"default": "deny", "sites": {"a": site, "b": {"may_push": False, "roles": ["observer"]}}}
+    found = read_permissions(written(tmp_path / "permissions", table))
+    assert found.sites["a"] == Grant(fragments=frozenset({0, 3}), update_bytes_max=40_000_000, **rates)
+    assert found.sites["b"] == Grant(may_push=False, roles=frozenset({"observer"}))
+    assert (found.default, found.roles) == (None, frozenset())
+    allowed = read_permissions(written(tmp_path / "permissions", {"default": "allow"}))
+    assert (allowed.default, allowed.roles) == (Grant(), ROLES)
+    table = {"default": {"pushes_per_s": 1}, "roles": ["admin"]}
+    limited = read_permissions(written(tmp_path / "permissions", table))
+    assert (limited.default, limited.roles) == (Grant(pushes_per_s=1.0), {"admin"})
 
 
-def test_the_proof_of_an_identity_is_never_shown(authenticator: Authenticator) -> None:
-    found = authenticator.identify(Context(A))
-    assert "token_digest" not in repr(found)
-    assert "certificate" not in repr(found)
+BAD_FILES: dict[Callable[[str], object], tuple[str, list[tuple[object, str]]]] = {
+    read_permissions: (
+        "permissions ",
+        [
+            ("{", "Expecting"),
+            ([], "wanted an object"),
+            ({}, "default is None"),
+            ({"default": "maybe"}, "default is 'maybe'"),
+            ({"default": "deny", "site": {}}, "wanted an object"),
+            ({"default": "deny", "sites": []}, "sites: wanted"),
+            ({"default": "deny", "sites": {"a": {"push": True}}}, r"sites\.a has \['push'\]"),
+            ({"default": "deny", "sites": {"a": 3}}, r"sites\.a has 3"),
+            ({"default": {"may_push": 1}}, r"default\.may_push is 1"),
+            ({"default": {"fragments": [0, -1]}}, r"default\.fragments is \[0, -1\]"),
+            ({"default": {"fragments": [True]}}, r"default\.fragments"),
+            ({"default": {"pushes_per_s": 0}}, r"default\.pushes_per_s is 0"),
+            ({"default": {"pushes_per_s": 10**400}}, r"default\.pushes_per_s is 1000"),
+            ({"default": {"bytes_per_s": float("nan")}}, r"default\.bytes_per_s is nan"),
+            ({"default": {"update_bytes_max": "many"}}, r"default\.update_bytes_max is 'many'"),
+            ({"default": "deny", "roles": ["king"]}, r"roles is \['king'\]"),
+            ({"default": "deny", "sites": {"a": {"roles": "admin"}}}, r"sites\.a\.roles is 'admin'"),
+            ("[" * 100_000, "nested"),
+            ({"default": "deny", "sites": {f"s{n}": {} for n in range(10_001)}}, "at most 10000"),
+        ],
+    ),
+    read_revoked: (
+        "revoked_file ",
+        [
+            ("[", "not JSON"),
+            ([], "wanted an object"),
+            ({"certificate": []}, "wanted an object"),
+            ({"certificates": "all"}, "certificates: wanted a list"),
+            ({"certificates": ["ab"]}, "certificates has 'ab'"),
+            ({"certificates": ["A" * 64]}, "certificates has 'AAA"),
+            ({"ids": ["a"]}, "ids has 'a'"),
+            ({"ids": [3]}, "ids has 3"),
+        ],
+    ),
+    read_tokens: (
+        "tokens_file ",
+        [
+            ("{", "not JSON"),
+            ([], "wanted an object"),
+            ({"site": {}}, "wanted an object"),
+            ({"sites": {"site-a": "short"}}, "the token of site-a"),
+            ({"admin": "token of an operator"}, "the token of admin"),
+            ({"sites": {"site-a": A, "site-b": A}}, "given twice"),
+            *(({"sites": sites}, "a") for sites in ({"a": []}, {"a": [A] * 5}, {"a": [A, A]}, {"a": [A, 3]})),
+            *(({"sites": sites}, "sites") for sites in ({"a/b": A}, {"": A})),
+        ],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ("[", "not JSON"),
-        ([], "wanted an object"),
-        ({"certificate": []}, "wanted an object"),
-        ({"certificates": "all"}, "certificates: wanted a list"),
-        ({"certificates": ["ab"]}, "certificates has 'ab'"),
-        ({"certificates": ["A" * 64]}, "certificates has 'AAA"),
-        ({"ids": ["a"]}, "ids has 'a'"),
-        ({"ids": [3]}, "ids has 3"),
-    ],
-)
-def test_a_revocation_list_that_cannot_be_is_refused_in_words(tmp_path: Path, table: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
-        read_revoked(written(tmp_path / "revoked", table))
-    assert str(caught.value).startswith("revoked_file ")
-
-
-@pytest.mark.parametrize("sites", [{"a": []}, {"a": [A] * 5}, {"a": [A, A]}, {"a/b": A}, {"": A}, {"a": [A, 3]}])
-def test_tokens_of_a_site_that_cannot_be(tmp_path: Path, sites: object) -> None:
-    with pytest.raises(ValueError, match="tokens_file ") as caught:
-        read_tokens(written(tmp_path / "tokens", {"sites": sites}))
-    assert A not in str(caught.value)
+def test_a_file_that_cannot_be_is_refused_in_words_and_shows_no_secret(tmp_path: Path) -> None:
+    for read, (name, tables) in BAD_FILES.items():
+        for table, words in tables:
+            with pytest.raises(ValueError, match=words) as caught:
+                read(written(tmp_path / "file", table))
+            assert str(caught.value).startswith(name)
+            assert A not in str(caught.value)
+    with pytest.raises(ValueError, match="chmod 600"):
+        read_tokens(written(tmp_path / "file", mode=0o644))

@@ -1,38 +1,71 @@
+"""Options that cannot work, bounds that follow from options, and files that are read again."""
+
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco.wire.options import STANDARD_STREAMS_MAX, ClientOptions, ServerOptions, Watched
-
-BAD_SERVER = {"sites_max": 0, "calls_per_s": -1.0}
-BAD_CLIENT = {"data_channels": 0, "up_mbps": -1.0, "down_mbps": 1e9}
-
-
-@pytest.mark.parametrize(("field", "value"), BAD_SERVER.items())
-def test_a_server_value_that_cannot_work_is_named(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
-        ServerOptions(run_id="r", **{field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("field", "value"), BAD_CLIENT.items())
-def test_a_client_value_that_cannot_work_is_named(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
-        ClientOptions(**{field: value})  # type: ignore[arg-type]
+from diloco.wire.options import (
+    STANDARD_STREAMS_MAX,
+    ClientOptions,
+    SecurityOptions,
+    ServerOptions,
+    Watched,
+    check_bind,
+    is_loopback,
+)
 
 
-def test_credits_leave_threads_for_control() -> None:
+def test_values_and_switches_that_cannot_work_are_refused_in_words() -> None:
+    files = {"tls_cert": "x", "tls_key": "y"}
+    for kind, options, words in (
+        (ServerOptions, {"run_id": "r", "sites_max": 0}, "sites_max is 0"),
+        (ServerOptions, {"run_id": "r", "calls_per_s": -1.0}, "calls_per_s is -1"),
+        (ClientOptions, {"data_channels": 0}, "data_channels is 0"),
+        (ClientOptions, {"up_mbps": -1.0}, "up_mbps is -1"),
+        (ClientOptions, {"down_mbps": 1e9}, "down_mbps is 1000000000"),
+        (SecurityOptions, {"tls_cert": "x"}, "both or neither"),
+        (SecurityOptions, {"require_client_cert": True, "tls_ca": "x"}, "require_client_cert"),
+        (SecurityOptions, {"require_client_cert": True, "tls_ca": "system"} | files, "must name the file"),
+        (SecurityOptions, {"token": "two words"}, "token holds"),
+        (SecurityOptions, {"token": "t", "token_file": "f"}, "not both"),
+        (SecurityOptions, {"permissions": "p"}, "permissions is 'p': it needs tokens_file or require_client_cert"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kind(**options)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:7000", "example.org:7000", ":7000"])
+def test_a_reachable_address_needs_tls_and_identities_or_to_be_had_by_saying_so(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **wanted: [("192.0.2.1", 7000)])
+    tls: dict[str, Any] = {"tls_cert": "x", "tls_key": "y"}
+    with pytest.raises(ValueError, match="there is no TLS"):
+        check_bind(address, SecurityOptions(tokens_file="t"))
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        check_bind(address, SecurityOptions(**tls))
+    check_bind(address, SecurityOptions(insecure_non_loopback=True))
+    check_bind(address, SecurityOptions(**tls, tokens_file="t"))
+    check_bind(address, SecurityOptions(**tls, tls_ca="z", require_client_cert=True))
+
+
+def test_loopback_is_what_it_says() -> None:
+    assert all(map(is_loopback, ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1", "unix:/tmp/x")))
+    assert not any(map(is_loopback, ("0.0.0.0:1", "[::]:1", ":1", "127.0.0.1.example.org:1", "10.0.0.1:1")))
+
+
+def test_credits_leave_threads_for_control_and_one_caller_at_its_bound_leaves_all_others_theirs() -> None:
     options = ServerOptions(run_id="r", sites_max=3)
     assert (options.push_credits, options.pull_credits, options.watch_credits) == (6, 24, 6)
     assert options.calls_max >= 6 + 24 + 6 + 2 * 3 + 5 * 6  # And the streams beside each push.
     assert ServerOptions(run_id="r", pushes_max=5).push_credits == 5
-
-
-def test_whoever_is_at_their_bound_leaves_everybody_else_theirs() -> None:
-    options = ServerOptions(run_id="r", sites_max=3, calls_per_caller_max=5)
     callers = ["site"] * 3 + ["observer", "admin", "standby", "strangers"]
+    options = ServerOptions(run_id="r", sites_max=3, calls_per_caller_max=5)
     assert options.calls_max >= 5 * len(callers) + STANDARD_STREAMS_MAX
 
 
@@ -76,25 +109,15 @@ def test_a_change_is_read_once_and_a_broken_one_leaves_what_was(tmp_path: Path) 
     assert (watched.value, watched.complaint) == (4, "")
 
 
-def test_a_file_put_in_the_place_of_another_is_seen_whatever_its_time_and_size(tmp_path: Path) -> None:
-    path, beside = tmp_path / "number", tmp_path / "beside"
-    path.write_text("1")
-    watched = Watched("number_file", [str(path)], lambda: read_number(path))
-    beside.write_text("2")
-    found = path.stat()
-    os.utime(beside, ns=(found.st_atime_ns, found.st_mtime_ns))
-    beside.replace(path)
+def test_a_file_put_in_the_place_of_another_is_seen_whatever_its_time_and_size_and_so_is_a_mode(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one", "two", "beside")]
+    for path, text in zip(paths, "112", strict=True):
+        path.write_text(text)
+    watched = Watched("numbers", [str(path) for path in paths[:2]], lambda: sum(map(read_number, paths[:2])))
+    found = paths[1].stat()
+    os.utime(paths[2], ns=(found.st_atime_ns, found.st_mtime_ns))
+    paths[2].replace(paths[1])
     watched.refresh()
-    assert watched.value == 2
-
-
-def test_any_of_several_files_counts_and_so_does_a_mode(tmp_path: Path) -> None:
-    paths = [tmp_path / "one", tmp_path / "two"]
-    for path in paths:
-        path.write_text("1")
-    watched = Watched("numbers", [str(path) for path in paths], lambda: sum(map(read_number, paths)))
-    paths[1].write_text("5")
-    watched.refresh()
-    assert watched.value == 6
+    assert watched.value == 3
     paths[0].chmod(0o600)
     assert watched.refresh() is not None

@@ -1,46 +1,189 @@
-"""One pull over several streams, and through a path that damages bytes."""
+"""A version on its way in: into a sink, over one stream or several, and through a path that breaks or damages bytes."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 
 from diloco.wire.channel import SYNC_SERVICE, bulk_bytes_per_s
-from diloco.wire.chunks import checksum
+from diloco.wire.chunks import ChunkError, DamagedChunk, checksum, cut
 from diloco.wire.client import SyncClient
+from diloco.wire.convert import pack_pull_part, unpack_pull
 from diloco.wire.handlers import PullSource
-from diloco.wire.messages import KIB, MIB, Frame, PullAsk, Unreachable
+from diloco.wire.messages import KIB, MIB, Chunk, Frame, MalformedMessage, PullAsk, PullHeader, Unreachable
 from diloco.wire.options import ClientOptions
-from diloco.wire.pulling import Patience, PullSink, pieces
-from diloco.wire.v1 import sync_pb2
-from tests.wire.fake_syncer import DIGEST, RUN, join_ask
-from tests.wire.relay import Relay, wait_until
-from tests.wire.test_messages import MARK, MARKED, PAYLOAD
+from diloco.wire.pulling import Patience, PulledVersion, PullSink, pieces
+from tests.wire.conftest import Wired, answering
+from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header
+from tests.wire.relay import WAIT_S, Relay, until_reached, wait_until
+from tests.wire.samples import MARK, MARKED, PAYLOAD
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.wire.conftest import Wired
-
+PARTS = (b"first down-link", b"second")
+JOINED = b"".join(PARTS)
+HEADER = PullHeader(0, 7, 9, False, "int4", 64, 21, (15, 6), DIGEST, checksum(PARTS), ())
 ASK = PullAsk(RUN, "site-a", 0, 2)
 
 
-@pytest.fixture
-def relay(wired: Wired) -> Iterator[Relay]:
-    relay = Relay(wired.server.address)
-    yield relay
-    relay.close()
+def feed(sink: PullSink, offset: int = 0, until: int = 1000) -> PullSink:
+    for at, data in cut(PARTS, offset, len(JOINED), lambda: 4):
+        if at < until:
+            sink.accept(Chunk.of(at, data))
+    return sink
 
 
-@pytest.mark.parametrize("channels", [2, 3, 6])
+def begun(sink: PullSink | None = None, until: int = 1000, **changes: Any) -> PullSink:
+    """A sink that was told a header and given the chunks before ``until``."""
+    sink = sink or PullSink()
+    sink.begin(replace(HEADER, **changes))
+    return feed(sink, 0, until)
+
+
+def test_bytes_are_kept_for_the_same_version_with_newer_fates() -> None:
+    for stop in (0, 4, 8, 12, 15, 19):
+        sink = begun(until=stop)
+        with pytest.raises(DamagedChunk):
+            sink.finish()
+        assert sink.offset == stop
+        sink.begin(replace(HEADER, fates=()))
+        assert sink.offset == stop
+        assert tuple(map(bytes, feed(sink, stop).finish().parts)) == PARTS
+
+
+def test_bytes_of_another_version_are_dropped() -> None:
+    for changes in ({"version": 10, "part_bytes": (15, 3, 3)}, {"digest": "0" * 64}, {"payload_crc32": 1}):
+        sink = begun(until=8)
+        sink.begin(replace(HEADER, **changes))
+        assert sink.offset == 0
+
+
+def test_the_whole_is_compared_where_its_checksum_is_told_and_dropped_when_it_differs() -> None:
+    sink = begun(payload_crc32=HEADER.payload_crc32 ^ 1)
+    with pytest.raises(DamagedChunk, match="whole payload differs"):
+        sink.finish()
+    assert sink.offset == 0
+    assert tuple(map(bytes, begun(payload_crc32=0).finish().parts)) == PARTS
+
+
+def test_nothing_is_held_while_a_payload_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread asks how much is here while the memory for it is still being made."""
+    sink, memory, held = PullSink(), PullSink._memory, []
+
+    def asked_meanwhile(self: PullSink, payload_bytes: int) -> bytearray:
+        held.append(self.bytes_held)
+        return memory(self, payload_bytes)
+
+    monkeypatch.setattr(PullSink, "_memory", asked_meanwhile)
+    begun(sink, until=8)
+    sink.begin(replace(HEADER, version=10))
+    assert held == [0, 0]
+    assert sink.bytes_held == 0
+
+
+def test_chunks_and_ends_before_a_header_are_noticed() -> None:
+    with pytest.raises(MalformedMessage, match="before the header"):
+        PullSink().accept(Frame(0, memoryview(b"a")))
+    with pytest.raises(DamagedChunk, match="before the header"):
+        PullSink().finish()
+
+
+def test_frames_come_in_any_order_and_each_once_and_a_damaged_one_leaves_its_bytes_missing() -> None:
+    sink = PullSink()
+    sink.begin(replace(HEADER, frames=True, payload_crc32=0))
+    for at, data in reversed(list(cut(PARTS, 0, len(JOINED), lambda: 4))):
+        frame = Frame(at, data, intact=at != 8)
+        sink.accept(frame)
+        if frame.intact:
+            with pytest.raises(ChunkError, match="not missing"):
+                sink.accept(frame)
+    assert sink.missing() == [(8, 12)]
+    assert (sink.offset, sink.bytes_held) == (8, len(JOINED) - 4)
+    with pytest.raises(DamagedChunk, match="ends at 8 of 21"):
+        sink.finish()
+    sink.accept(Frame(8, memoryview(JOINED)[8:12]))
+    assert tuple(map(bytes, sink.finish().parts)) == PARTS
+
+
+def test_parts_come_out_as_declared_and_memory_is_used_again_once_it_is_given_back_and_no_longer_read() -> None:
+    sink = PullSink()
+    first = begun(sink).finish()
+    assert (first.header, tuple(map(bytes, first.parts))) == (HEADER, PARTS)
+    assert all(part.readonly for part in first.parts)
+    assert (sink.offset, sink.header) == (0, None)
+    memory = first.parts[0].obj
+    second = begun(sink).finish()
+    assert second.parts[0].obj is not memory, "it was not given back"
+    sink.give_back(first)
+    third = begun(sink).finish()
+    assert third.parts[0].obj is memory
+    reader = third.parts[1][2:]  # Made of a part, as a tensor over it is.
+    sink.give_back(third)
+    assert begun(sink).finish().parts[0].obj is not memory
+    assert reader == PARTS[1][2:]
+    sink.give_back(PulledVersion(HEADER, ()))
+
+
+@pytest.mark.parametrize("length", [3, 10, 11, 22])
+def test_memory_of_about_the_same_length_is_used_again(length: int) -> None:
+    sink = begun()
+    first = sink.finish()
+    memory = first.parts[0].obj
+    sink.give_back(first)
+    payload = bytes(range(length))
+    for crc32 in (checksum((payload,)) ^ 1, checksum((payload,))):
+        sink.begin(PullHeader(0, 7, 8, False, "int4", 64, length, (length,), DIGEST, crc32, ()))
+        assert sink.missing() == [(0, length)]
+        sink.accept(Frame(0, memoryview(payload)))
+        assert (sink.offset, sink.bytes_held, sink.missing()) == (length, length, [])
+        if crc32 != checksum((payload,)):
+            with pytest.raises(DamagedChunk):
+                sink.finish()
+    pulled = sink.finish()
+    assert bytes(pulled.parts[0]) == payload
+    assert (pulled.parts[0].obj is memory) == (11 <= length <= 21)
+
+
+def test_a_listener_is_told_how_many_bytes_from_the_first_on_are_there() -> None:
+    told: list[tuple[int, bytes]] = []
+    headers: list[PullHeader] = []
+
+    def begin(header: PullHeader, payload: memoryview) -> object:
+        headers.append(header)
+        assert payload.readonly
+        assert len(payload) == len(JOINED)
+        return lambda count: told.append((count, bytes(payload[:count])))
+
+    sink = PullSink(begun=begin)  # type: ignore[arg-type]
+    sink.begin(HEADER)
+    for start, stop in ((8, 12), (0, 4), (12, 21), (4, 8)):
+        sink.accept(Frame(start, memoryview(JOINED)[start:stop]))
+    assert told == [(count, JOINED[:count]) for count in (0, 4, 4, 21)]
+    sink.begin(HEADER)
+    assert headers == [HEADER], "it goes on with what it has"
+    sink.finish()
+    sink.begin(HEADER)
+    assert headers == [HEADER, HEADER]
+
+
+def test_no_listener_is_told_more_after_an_attempt_broke_off() -> None:
+    told: list[object] = []
+    sink = PullSink(begun=lambda header, payload: told.append, broken=lambda: told.append("broken"))
+    sink.begin(HEADER)
+    sink.accept(Frame(0, memoryview(JOINED)[:4]))
+    sink.broke_off()
+    sink.begin(HEADER)
+    assert sink.offset == 4, "what came is kept"
+    sink.accept(Frame(4, memoryview(JOINED)[4:]))
+    assert told == [4, "broken"]
+    assert b"".join(sink.finish().parts) == JOINED
+
+
+@pytest.mark.parametrize("channels", [2, 6])
 def test_one_pull_goes_over_several_streams_and_each_byte_once(wired: Wired, relay: Relay, channels: int) -> None:
     wired.syncer.publish(PAYLOAD)
     client = wired.client(address=relay.address, data_channels=channels)
@@ -58,28 +201,29 @@ def test_a_short_pull_takes_one_stream(wired: Wired, relay: Relay) -> None:
     assert relay.connections == 1
 
 
-def joined(wired: Wired, relay: Relay, channels: int) -> SyncClient:
+def joined(wired: Wired, relay: Relay, channels: int, **options: Any) -> SyncClient:
     """A client whose syncer has said that it speaks protocol 3."""
     wired.syncer.protocol = 3
-    client = wired.client(address=relay.address, data_channels=channels)
+    client = wired.client(address=relay.address, data_channels=channels, **options)
     client.join(join_ask())
     return client
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_version_sets_out_the_moment_it_is_made(wired: Wired, relay: Relay, channels: int) -> None:
+def test_a_version_sets_out_the_moment_it_is_made(
+    wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int
+) -> None:
     client, patience = joined(wired, relay, channels), Patience(20.0)
     wired.syncer.publish(PAYLOAD)
     client.pull(ASK, PullSink())
     began = client.bytes_down
-    with ThreadPoolExecutor(1) as pool:
-        pulled = pool.submit(client.pull, replace(ASK, have_version=3), PullSink(), patience)
-        wait_until(lambda: wired.syncer.waiting == channels)
-        assert not wired.syncer.feeds
-        assert client.bytes_down == began
-        assert patience.carried_s == 0.0
-        wired.syncer.publish(PAYLOAD, from_version=3, version=4)
-        found = pulled.result(20)
+    pulled = aside(client.pull, replace(ASK, have_version=3), PullSink(), patience)
+    wait_until(lambda: wired.syncer.waiting == channels)
+    assert not wired.syncer.feeds
+    assert client.bytes_down == began
+    assert patience.carried_s == 0.0
+    wired.syncer.publish(PAYLOAD, from_version=3, version=4)
+    found = pulled.result(WAIT_S)
     assert bytes(found.parts[0]) == PAYLOAD
     assert found.header.version == 4
     assert 0.0 < patience.carried_s < 20.0
@@ -95,19 +239,17 @@ def test_what_is_not_made_is_waited_for_no_longer_than_said(wired: Wired, relay:
 
 
 @pytest.mark.slow
-def test_who_waits_for_what_is_made_already_has_lost_its_connection(wired: Wired, relay: Relay) -> None:
-    wired.syncer.protocol = 3
-    client = wired.client(address=relay.address, stall_s=0.5)
-    client.join(join_ask())
-    patience = Patience(60.0)
+def test_a_pull_that_waits_for_what_is_made_already_has_lost_its_connection(
+    wired: Wired, relay: Relay, aside: Callable[..., Any]
+) -> None:
+    client, patience = joined(wired, relay, 1, stall_s=0.5), Patience(60.0)
     wired.syncer.publish(from_version=3, numel=1)
-    with ThreadPoolExecutor(1) as pool:
-        pulled = pool.submit(client.pull, replace(ASK, have_version=3), PullSink(), patience)
-        wait_until(lambda: wired.syncer.waiting == 1)
-        assert not wait_until(pulled.done, seconds=1.0), "it may wait longer than a stream may be silent"
-        patience.due()
-        with pytest.raises(Unreachable, match="nothing moved"):
-            pulled.result(20)
+    pulled = aside(client.pull, replace(ASK, have_version=3), PullSink(), patience)
+    wait_until(lambda: wired.syncer.waiting == 1)
+    assert not wait_until(pulled.done, seconds=1.0), "it may wait longer than a stream may be silent"
+    patience.due()
+    with pytest.raises(Unreachable, match="nothing moved"):
+        pulled.result(WAIT_S)
 
 
 def test_streams_that_find_different_versions_bring_one_of_them(wired: Wired, relay: Relay) -> None:
@@ -156,46 +298,61 @@ def test_a_path_that_damages_everything_is_given_up_and_keeps_the_rest(wired: Wi
     assert wired.server.counters()["payload_bytes_out"] - before <= 3 * MIB
 
 
-def test_what_several_streams_have_brought_is_not_fetched_again(wired: Wired, relay: Relay) -> None:
+def pull_and_cut(client: SyncClient, relay: Relay, sink: PullSink, aside: Callable[..., Any]) -> int:
+    """A pull that breaks off with some bytes in ``sink``, whose count it gives, and others not."""
+    relay.hold(MIB)
+    pulled = aside(client.pull, ASK, sink)
+    assert wait_until(lambda: sink.bytes_held > MIB // 2)
+    relay.cut()
+    with pytest.raises(Unreachable):
+        pulled.result(WAIT_S)
+    assert 0 < sink.bytes_held < len(PAYLOAD)
+    return sink.bytes_held
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_pull_that_was_cut_goes_on_from_where_it_was(
+    wired: Wired, relay: Relay, aside: Callable[..., Any], channels: int
+) -> None:
     wired.syncer.publish(PAYLOAD)
     broken: list[int] = []
     sink = PullSink(broken=lambda: broken.append(sink.bytes_held))
-    client = wired.client(address=relay.address, data_channels=3)
-    relay.hold(1 * MIB)
-    with ThreadPoolExecutor(1) as pool:
-        pulled = pool.submit(client.pull, ASK, sink)
-        for _ in range(1000):
-            if sink.bytes_held > MIB:
-                break
-            threading.Event().wait(0.01)
-        relay.cut()
-        with pytest.raises(Unreachable):
-            pulled.result(20)
-    held = sink.bytes_held
-    assert held > MIB
+    client = wired.client(address=relay.address, data_channels=channels)
+    held = pull_and_cut(client, relay, sink, aside)
     assert broken == [held]
     before = client.bytes_down
-    for _ in range(100):
-        try:
-            assert bytes(client.pull(ASK, sink).parts[0]) == PAYLOAD
-            break
-        except Unreachable:
-            threading.Event().wait(0.1)
-    assert client.bytes_down - before < len(PAYLOAD) - held + 20_000
+    assert bytes(until_reached(lambda: client.pull(ASK, sink)).parts[0]) == PAYLOAD
+    assert client.bytes_down - before < len(PAYLOAD) - held + 200_000
 
 
-def test_a_pull_keeps_to_the_rate_that_its_site_has_set(wired: Wired) -> None:
-    wired.syncer.publish(PAYLOAD[: 2 * MIB])
-    client = wired.client(down_mbps=16.0)
+def test_a_pull_begins_anew_when_its_version_is_gone(wired: Wired, relay: Relay, aside: Callable[..., Any]) -> None:
+    client, sink = wired.client(address=relay.address), PullSink()
+    wired.syncer.publish(PAYLOAD)
+    pull_and_cut(client, relay, sink, aside)
+    wired.syncer.publish(b"new!" * 100, whole=True, version=4, from_version=0)
+    pulled = until_reached(lambda: client.pull(ASK, sink))
+    assert bytes(pulled.parts[0]) == b"new!" * 100
+    assert pulled.header.version == 4
+
+
+def test_a_version_that_was_not_asked_for_is_not_taken(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wired.syncer, "pull", lambda ask, identity: PullSource(wired.syncer.version, (b"abc",)))
+    three_parts = {"from_version": 0, "part_bytes": (1, 1, 1), "payload_bytes": 3}
+    for changes in ({"payload_crc32": 1}, {"fragment": 1}, three_parts):
+        wired.syncer.publish(b"abc", **changes)
+        with pytest.raises(Unreachable, match="Pull"):
+            wired.client().pull(ASK, PullSink())
+
+
+def test_bulk_keeps_to_the_rate_that_its_site_has_set(wired: Wired) -> None:
+    short = PAYLOAD[: 2 * MIB]
+    wired.syncer.publish(short)
     began_s = time.monotonic()
-    client.pull(ASK, PullSink())
-    assert 0.8 < time.monotonic() - began_s < 10.0
-    client = wired.client(up_mbps=16.0)
-    began_s = time.monotonic()
-    from tests.wire.fake_syncer import push_header
-
-    client.push(push_header(PAYLOAD[: 2 * MIB]), PAYLOAD[: 2 * MIB])
-    assert 0.8 < time.monotonic() - began_s < 10.0
+    wired.client(down_mbps=16.0).pull(ASK, PullSink())
+    pulled_s = time.monotonic()
+    wired.client(up_mbps=16.0).push(push_header(short), short)
+    assert 0.8 < pulled_s - began_s < 10.0
+    assert 0.8 < time.monotonic() - pulled_s < 10.0
 
 
 def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -> None:
@@ -204,44 +361,26 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -
     asked: list[int] = []
 
     def pull(raw: bytes, context: Any) -> Iterator[bytes]:
-        from diloco.wire.chunks import cut
-
-        ask = sync_pb2.PullRequest.FromString(raw)
-        asked.append(ask.offset)
-        header = sync_pb2.PullHeader(
-            fragment=0,
-            from_version=2,
-            version=3,
-            encoding="int4",
-            numel=2 * len(PAYLOAD),
-            payload_bytes=len(PAYLOAD),
-            part_bytes=[len(PAYLOAD)],
-            digest=DIGEST,
-            payload_crc32=crc,
-        )
-        yield sync_pb2.PullResponse(header=header).SerializeToString()
-        for count, (offset, data) in enumerate(cut((PAYLOAD,), ask.offset, len(PAYLOAD), lambda: 64 * KIB)):
+        size, offset = len(PAYLOAD), unpack_pull(raw).offset
+        asked.append(offset)
+        yield pack_pull_part(PullHeader(0, 2, 3, False, "int4", 2 * size, size, (size,), DIGEST, crc, ()))
+        for count, piece in enumerate(cut((PAYLOAD,), offset, size, lambda: 64 * KIB)):
             if len(asked) == 1 and count == 10:
                 return
-            chunk = sync_pb2.Chunk(offset=offset, data=bytes(data), crc32=zlib.crc32(data))
-            yield sync_pb2.PullResponse(chunk=chunk).SerializeToString()
+            yield pack_pull_part(Chunk.of(*piece, as_in_2=True))
 
-    server = grpc.server(ThreadPoolExecutor(4))
     handlers = {"Pull": grpc.unary_stream_rpc_method_handler(pull)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers),))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        with SyncClient(address, "site-a", RUN, options=ClientOptions(data_channels=4)) as client:
-            assert bytes(client.pull(ASK, PullSink()).parts[0]) == PAYLOAD
-            assert asked == [0, 640 * KIB]
-            crc += 1
-            sink = PullSink()
-            with pytest.raises(Unreachable, match="whole payload differs"):
-                client.pull(ASK, sink)
-            assert sink.bytes_held == 0
-    finally:
-        server.stop(None)
+    with (
+        answering(grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)) as address,
+        SyncClient(address, "site-a", RUN, options=ClientOptions(data_channels=4)) as client,
+    ):
+        assert bytes(client.pull(ASK, PullSink()).parts[0]) == PAYLOAD
+        assert asked == [0, 640 * KIB]
+        crc += 1
+        sink = PullSink()
+        with pytest.raises(Unreachable, match="whole payload differs"):
+            client.pull(ASK, sink)
+        assert sink.bytes_held == 0
 
 
 def test_streams_that_bring_what_is_missing_share_the_rate(wired: Wired) -> None:

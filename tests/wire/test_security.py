@@ -1,71 +1,70 @@
+"""Identities over real connections: tokens, TLS and permissions, also changed and broken while a server runs."""
+
 from __future__ import annotations
 
-import json
-import socket
+import datetime
+import hashlib
+import shutil
+import ssl
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
+from diloco.deploy import certificates
 from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.convert import pack_report
-from diloco.wire.identity import read_tokens
-from diloco.wire.messages import PullAsk, Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions, is_loopback
+from diloco.wire.messages import Outcome, PullAsk, Refused, Status, Unreachable
+from diloco.wire.options import SecurityOptions
 from diloco.wire.pulling import PullSink
-from diloco.wire.server import RunningServer
-from tests.wire.certificates import LOOPBACK, Authority
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
+from tests.wire.certificates import ADMIN, LOOPBACK, OBSERVER, TOKENS, A, Authority, B, written
+from tests.wire.conftest import Wired
+from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info
+from tests.wire.relay import WAIT_S, until_reached, wait_until
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from diloco.wire.handlers import PullSource
-    from diloco.wire.identity import Identity
-
-A, B, OBSERVER, ADMIN = "token-of-site-a-1", "token-of-site-b-2", "token-of-observer", "token-of-operator"
+NEXT_B = "next-token-of-site-b"
 PAYLOAD = b"payload" * 200_000
-TOKENS = {"sites": {"site-a": A, "site-b": B}, "observer": OBSERVER, "admin": ADMIN}
 
 
 @pytest.fixture
-def syncer() -> FakeSyncer:
-    return FakeSyncer()
-
-
-@pytest.fixture
-def run(syncer: FakeSyncer) -> Iterator[Callable[..., RunningServer]]:
-    servers: list[RunningServer] = []
-
-    def start(**security: Any) -> RunningServer:
-        servers.append(serve(syncer, ServerOptions(run_id=RUN), SecurityOptions(**security)))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop(0.2)
+def run(start: Callable[..., Wired]) -> Callable[..., Wired]:
+    return lambda **given: start(alive_s=0.2, **given)
 
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
-    return written(tmp_path, TOKENS)
+    return written(tmp_path / "tokens.json")
 
 
-def written(folder: Path, table: object, mode: int = 0o600) -> str:
-    path = folder / "tokens.json"
-    path.write_text(table if isinstance(table, str) else json.dumps(table))
-    path.chmod(mode)
-    return str(path)
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
 
 
-def client(server: RunningServer, site: str = "site-a", **security: Any) -> SyncClient:
-    options = ClientOptions(control_timeout_s=10.0, join_timeout_s=10.0)
-    return SyncClient(server.address, site, RUN, SecurityOptions(**security), options)
+class Follower:
+    """A site's Watch stream in a thread."""
+
+    def __init__(self, client: SyncClient) -> None:
+        self.events = 0
+        self.ended = threading.Event()
+        self._stream = client.watch(1)
+        next(self._stream)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for _ in self._stream:
+                self.events += 1
+        except (Refused, Unreachable):
+            pass
+        self.ended.set()
 
 
 def status_of(call: Callable[[], object]) -> Status:
@@ -75,299 +74,356 @@ def status_of(call: Callable[[], object]) -> Status:
     return caught.value.status
 
 
-def test_the_right_token_opens_its_own_site(run: Callable[..., RunningServer], tokens: str, syncer: FakeSyncer) -> None:
-    with client(run(tokens_file=tokens), token=A) as site:
-        assert site.join(join_ask()).incarnation == 1
-        assert site.push(push_header(PAYLOAD), PAYLOAD)
-        with site.watch(1) as stream:
-            next(stream)
-        site.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
-        with pytest.raises(Refused, match="only an observer, an admin or a standby reads as nobody"):
-            site.pull(PullAsk(RUN, "", 0, -1), PullSink())
-    assert syncer.accepted["site-a", 0, 1] == PAYLOAD
-
-
-@pytest.mark.parametrize(
-    ("token", "status"),
-    [
-        ("", "UNAUTHENTICATED"),
-        ("token-of-nobody-0", "UNAUTHENTICATED"),
-        (B, "PERMISSION_DENIED"),
-        (OBSERVER, "PERMISSION_DENIED"),
-        (ADMIN, "PERMISSION_DENIED"),
-    ],
-)
 def test_a_wrong_token_or_a_foreign_site_gets_nowhere_and_no_payload_is_read(
-    run: Callable[..., RunningServer], tokens: str, syncer: FakeSyncer, token: str, status: str
+    run: Callable[..., Wired], tokens: str
 ) -> None:
-    server = run(tokens_file=tokens)
-    with client(server, token=token) as site:
-        calls: list[Callable[[], object]] = [
-            lambda: site.join(join_ask()),
-            lambda: site.report(report_info()),
-            lambda: site.leave(1),
-            lambda: list(site.watch(1)),
-            lambda: site.pull(PullAsk(RUN, "site-a", 0, -1), PullSink()),
-            lambda: site.push(push_header(PAYLOAD), PAYLOAD),
-        ]
-        assert [status_of(call) for call in calls] == [Status(status)] * len(calls)
+    unknown, denied = Status.UNAUTHENTICATED, Status.PERMISSION_DENIED
+    for token, status in (("", unknown), ("token-of-no-site-0", unknown), (B, denied), (OBSERVER, denied)):
+        here = run(tokens_file=tokens)
+        site = here.client(token=token)
+        for call in (
+            lambda site=site: site.join(join_ask()),
+            lambda site=site: site.report(report_info()),
+            lambda site=site: site.leave(1),
+            lambda site=site: list(site.watch(1)),
+            lambda site=site: site.pull(PullAsk(RUN, "site-a", 0, -1), PullSink()),
+            lambda site=site: site.push(push_header(PAYLOAD), PAYLOAD),
+        ):
+            assert status_of(call) is status
         assert site.bytes_up < 1000
-    assert syncer.calls == []
-    assert server.counters() == {f"refused_{status.lower()}": len(calls)}
+        assert here.syncer.calls == []
+        assert here.server.counters() == {f"refused_{status.lower()}": 6}
 
 
-def test_one_call_has_one_token(run: Callable[..., RunningServer], tokens: str) -> None:
+def test_one_call_has_one_token(run: Callable[..., Wired], tokens: str) -> None:
     raw = pack_report(report_info())
-    with grpc.insecure_channel(run(tokens_file=tokens).address) as channel:
-        call = channel.unary_unary(f"/{SYNC_SERVICE}/Report")
-        for values in ([f"Bearer {A}", f"Bearer {A}"], [f"Basic {A}"], [f"bearer {A}"], [A], [f"Bearer  {A}"], [""]):
-            with pytest.raises(grpc.RpcError) as caught:
-                call(raw, timeout=10, metadata=[("authorization", value) for value in values])
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert call(raw, timeout=10, metadata=[("authorization", f"Bearer {A}")])
-
-
-def test_roles(run: Callable[..., RunningServer], tokens: str, syncer: FakeSyncer) -> None:
-    server = run(tokens_file=tokens)
-    security = {name: SecurityOptions(token=token) for name, token in (("a", A), ("o", OBSERVER), ("x", ADMIN))}
-    with AdminClient(server.address, security["a"]) as site:
-        for call in (site.status, site.drain, site.snapshot, lambda: site.evict("site-b")):
-            assert status_of(call) is Status.PERMISSION_DENIED
-    with AdminClient(server.address, security["o"]) as observer:
-        assert observer.status()
-        for call in (observer.drain, observer.snapshot, lambda: observer.evict("site-b")):
-            assert status_of(call) is Status.PERMISSION_DENIED
-    with AdminClient(server.address, security["x"]) as admin:
-        admin.status()
-        admin.drain()
-        admin.evict("site-b")
-        admin.snapshot()
-    with client(server, "", token=OBSERVER) as observer_pulls:
-        observer_pulls.pull(PullAsk(RUN, "", 0, -1), PullSink())
-    assert syncer.calls == ["status", "status", "drain", "evict site-b", "snapshot", "pull"]
+    call = run(tokens_file=tokens).channel().unary_unary(f"/{SYNC_SERVICE}/Report")
+    for values in ([f"Bearer {A}", f"Bearer {A}"], [f"Basic {A}"], [f"bearer {A}"], [A], [f"Bearer  {A}"], [""]):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(raw, timeout=10, metadata=[("authorization", value) for value in values])
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert call(raw, timeout=10, metadata=[("authorization", f"Bearer {A}")])
 
 
 def test_a_site_takes_up_its_own_room_under_whatever_name_it_reads(
-    tmp_path: Path, tokens: str, syncer: FakeSyncer, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Wired],
+    tmp_path: Path,
+    tokens: str,
+    aside: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = {"default": "allow", "sites": {"site-a": {"roles": ["observer"]}}}
-    permissions = tmp_path / "permissions.json"
-    permissions.write_text(json.dumps(table))
-    inside, go_on = threading.Event(), threading.Event()
-    pull, first = syncer.pull, [True]
-
-    def wait_once(ask: PullAsk, identity: Identity) -> PullSource:
-        if first and first.pop():
-            inside.set()
-            assert go_on.wait(20.0)
-        return pull(ask, identity)
-
-    monkeypatch.setattr(syncer, "pull", wait_once)
-    security = SecurityOptions(tokens_file=tokens, permissions=str(permissions))
-    server = serve(syncer, ServerOptions(run_id=RUN, pulls_per_site_max=1), security)
-    try:
-        with client(server, token=A) as site, client(server, "", token=OBSERVER) as observer:
-            nobody, itself = PullAsk(RUN, "", 0, -1), PullAsk(RUN, "site-a", 0, -1)
-            held = threading.Thread(target=lambda: site.pull(nobody, PullSink()))
-            held.start()
-            assert inside.wait(20.0)
-            with pytest.raises(Unreachable, match="no room for one more pull of this caller"):
-                site.pull(itself, PullSink())
-            observer.pull(nobody, PullSink())
-            go_on.set()
-            held.join(20.0)
-            site.pull(itself, PullSink())
-    finally:
-        go_on.set()
-        server.stop(0.2)
+    here = run(pulls_per_site_max=1, tokens_file=tokens, permissions=written(tmp_path / "p", table))
+    entered, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(here.syncer, "pull", lambda *asked: (entered.set(), go_on.wait(WAIT_S)) and pull(*asked))
+    pull = FakeSyncer.pull.__get__(here.syncer)
+    unnamed, itself = PullAsk(RUN, "", 0, -1), PullAsk(RUN, "site-a", 0, -1)
+    site = here.client(token=A)
+    held = aside(site.pull, unnamed, PullSink())
+    assert entered.wait(WAIT_S)
+    with pytest.raises(Unreachable, match="no room for one more pull of this caller"):
+        site.pull(itself, PullSink())
+    other = aside(here.client("", token=OBSERVER).pull, unnamed, PullSink())
+    go_on.set()
+    for pulled in (held, other):
+        pulled.result(WAIT_S)
+    site.pull(itself, PullSink())
 
 
-def test_strangers_may_ask_for_health_and_nothing_else(run: Callable[..., RunningServer], tokens: str) -> None:
-    with grpc.insecure_channel(run(tokens_file=tokens).address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        assert health.Check(health_pb2.HealthCheckRequest(), timeout=10).status
-        ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        for call in (
-            lambda: list(reflection.ServerReflectionInfo(iter([ask]), timeout=10)),
-            lambda: list(health.Watch(health_pb2.HealthCheckRequest(), timeout=10)),
-        ):
-            with pytest.raises(grpc.RpcError) as caught:
-                call()
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+def test_strangers_may_ask_for_health_and_nothing_else(run: Callable[..., Wired], tokens: str) -> None:
+    channel = run(tokens_file=tokens).channel()
+    health, ask = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+    assert health.Check(ask, timeout=10).status
+    reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+    for call in (reflection.ServerReflectionInfo(iter(()), timeout=10), health.Watch(ask, timeout=10)):
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize(
-    ("table", "mode", "words"),
-    [
-        (TOKENS, 0o644, "chmod 600"),
-        ("{", 0o600, "not JSON"),
-        ([], 0o600, "wanted an object"),
-        ({"site": {}}, 0o600, "wanted an object"),
-        ({"sites": {"site-a": "short"}}, 0o600, "the token of site-a"),
-        ({"admin": "token of an operator"}, 0o600, "the token of admin"),
-        ({"sites": {"site-a": A, "site-b": A}}, 0o600, "given twice"),
-    ],
-)
-def test_a_tokens_file_that_cannot_be_is_refused_in_words(tmp_path: Path, table: Any, mode: int, words: str) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
-        read_tokens(written(tmp_path, table, mode))
-    assert A not in str(caught.value)
+def test_permissions_hold_for_tokens_too(run: Callable[..., Wired], tmp_path: Path, tokens: str) -> None:
+    table = {"default": "deny", "sites": {"site-a": {"update_bytes_max": 5}, "site-b": {"roles": ["observer"]}}}
+    here = run(tokens_file=tokens, permissions=written(tmp_path / "p", table))
+    client = here.client("site-a", token=A)
+    with pytest.raises(Refused, match="payload_bytes is 6: site site-a may push at most 5"):
+        client.push(push_header(b"sixsix"), b"sixsix")
+    assert client.push(push_header(b"fives"), b"fives")
+    client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
+    assert status_of(lambda: client.pull(PullAsk(RUN, "", 0, -1), PullSink())) is Status.PERMISSION_DENIED
+    client = here.client("site-b", token=B)
+    client.pull(PullAsk(RUN, "", 0, -1), PullSink())
+    with AdminClient(here.server.address, SecurityOptions(token=B)) as both:
+        assert both.status()
+        assert status_of(both.drain) is Status.PERMISSION_DENIED
+    with AdminClient(here.server.address, SecurityOptions(token=ADMIN)) as admin:
+        assert status_of(admin.status) is Status.PERMISSION_DENIED, "the file lists no role"
 
 
-def test_what_a_site_shows_is_in_no_text_of_its_options() -> None:
-    assert A not in repr(SecurityOptions(token=A))
-
-
-# --- TLS -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-def tls(authority: Authority) -> dict[str, str]:
-    cert, key = authority.issue("syncer", *LOOPBACK)
-    return {"tls_cert": cert, "tls_key": key}
-
-
-def test_tls_with_a_token(run: Callable[..., RunningServer], authority: Authority, tokens: str) -> None:
-    server = run(**tls(authority), tokens_file=tokens)
-    with client(server, token=A, tls_ca=authority.ca) as site:
-        assert site.join(join_ask())
-        assert site.push(push_header(PAYLOAD), PAYLOAD)
-    with client(server, token=B, tls_ca=authority.ca) as foreign:
-        assert status_of(lambda: foreign.join(join_ask())) is Status.PERMISSION_DENIED
-
-
-def test_plaintext_or_another_authority_fails_at_a_tls_port(
-    run: Callable[..., RunningServer], authority: Authority, tmp_path: Path, syncer: FakeSyncer
+def test_a_token_that_is_removed_ends_its_streams_and_opens_nothing_more(
+    run: Callable[..., Wired], tmp_path: Path
 ) -> None:
-    server = run(**tls(authority))
-    for security in ({}, {"tls_ca": Authority(tmp_path, "stranger").ca}):
-        with client(server, **security) as site, pytest.raises(Unreachable):
-            site.join(join_ask())
-    assert syncer.calls == []
+    file = tmp_path / "tokens.json"
+    here = run(tokens_file=written(file))
+    first = here.client(token=A)
+    second = here.client("site-b", token=B)
+    stays, goes = Follower(first), Follower(second)
+    written(file, {**TOKENS, "sites": {"site-a": A}})
+    assert goes.ended.wait(WAIT_S)
+    assert status_of(lambda: second.join(join_ask(site_id="site-b"))) is Status.UNAUTHENTICATED
+    assert here.noted("calls of site/site-b were ended: the token is not known any more")
+    seen = stays.events
+    assert wait_until(lambda: stays.events > seen), "the other site's stream goes on"
+    assert first.join(join_ask())
 
 
-def test_tls_towards_a_plaintext_port_fails(run: Callable[..., RunningServer], authority: Authority) -> None:
-    with client(run(), tls_ca=authority.ca) as site, pytest.raises(Unreachable):
-        site.join(join_ask())
+def test_one_token_follows_another_without_a_gap(run: Callable[..., Wired], tmp_path: Path) -> None:
+    file, own = tmp_path / "tokens.json", tmp_path / "own"
+    here = run(tokens_file=written(file))
+    client = here.client("site-b", token_file=written(own, B))
+    follower = Follower(client)
+    written(file, {**TOKENS, "sites": {"site-a": A, "site-b": [B, NEXT_B]}})
+    assert here.noted("tokens_file was read again")
+    written(own, NEXT_B)
+    assert client.join(join_ask(site_id="site-b"))
+    assert not follower.ended.is_set()
+    written(file, {**TOKENS, "sites": {"site-a": A, "site-b": NEXT_B}})
+    assert follower.ended.wait(WAIT_S), "it began with the token that is no more"
+    assert client.join(join_ask(site_id="site-b"))
 
 
-def mutual(authority: Authority) -> dict[str, Any]:
-    return {**tls(authority), "tls_ca": authority.ca, "require_client_cert": True}
+def test_a_broken_file_leaves_the_one_before_it_in_force_and_says_so(run: Callable[..., Wired], tmp_path: Path) -> None:
+    file, table = tmp_path / "tokens.json", tmp_path / "permissions.json"
+    here = run(tokens_file=written(file), permissions=written(table, {"default": "allow"}))
+    client = here.client(token=A)
+    follower = Follower(client)
+    written(file, '{"sites": {"site-a": "token-of')
+    assert here.noted("tokens_file cannot be used, what was read before stays in force: tokens_file")
+    written(table, {"default": "perhaps"})
+    assert here.noted("permissions cannot be used")
+    assert client.join(join_ask())
+    assert not follower.ended.is_set()
+    assert [text.split()[0] for text in here.server.complaints()] == ["tokens_file", "permissions"]
+    assert not any(A in note for note in here.notes)
+    written(file)
+    written(table, {"default": "deny"})
+    assert follower.ended.wait(WAIT_S)
+    assert status_of(lambda: client.join(join_ask())) is Status.PERMISSION_DENIED
+    assert here.server.complaints() == []
 
 
-def shown(authority: Authority, *ids: str) -> dict[str, Any]:
+def serving(authority: Authority, *, mutual: bool = True) -> dict[str, Any]:
+    cert, key = authority.issue("syncer", *LOOPBACK)
+    own: dict[str, Any] = {"tls_cert": cert, "tls_key": key}
+    return own | ({"tls_ca": authority.ca, "require_client_cert": True} if mutual else {})
+
+
+def shown(authority: Authority, *ids: str) -> dict[str, str]:
     cert, key = authority.site(*ids)
     return {"tls_ca": authority.ca, "tls_cert": cert, "tls_key": key}
 
 
-def test_the_certificate_says_who_a_site_is(
-    run: Callable[..., RunningServer], authority: Authority, syncer: FakeSyncer
+def test_tls_with_a_token(run: Callable[..., Wired], authority: Authority, tokens: str) -> None:
+    here = run(**serving(authority, mutual=False), tokens_file=tokens)
+    assert here.client(token=A, tls_ca=authority.ca).push(push_header(PAYLOAD), PAYLOAD)
+    foreign = here.client(token=B, tls_ca=authority.ca)
+    assert status_of(lambda: foreign.join(join_ask())) is Status.PERMISSION_DENIED
+
+
+def test_ends_that_do_not_trust_one_another_or_speak_another_language_never_meet(
+    run: Callable[..., Wired], authority: Authority, tmp_path: Path
 ) -> None:
-    server = run(**mutual(authority))
-    with client(server, **shown(authority, "site/site-a")) as site:
-        assert site.join(join_ask())
-        assert status_of(lambda: site.join(join_ask(site_id="site-b"))) is Status.PERMISSION_DENIED
-    with AdminClient(server.address, SecurityOptions(**shown(authority, "admin"))) as admin:
+    stranger = Authority(tmp_path, "stranger")
+    tls, mutual = run(**serving(authority, mutual=False)), run(**serving(authority))
+    for here, security in (
+        (run(), {"tls_ca": authority.ca}),
+        (tls, {}),
+        (tls, {"tls_ca": stranger.ca}),
+        (mutual, {"tls_ca": authority.ca}),
+        (mutual, shown(stranger, "site/site-a") | {"tls_ca": authority.ca}),
+    ):
+        with pytest.raises(Unreachable):
+            here.client(**security).join(join_ask())
+        assert here.syncer.calls == []
+        assert here.server.counters() == {}
+
+
+def test_the_certificate_says_who_a_site_is(run: Callable[..., Wired], authority: Authority) -> None:
+    here = run(**serving(authority))
+    site = here.client(**shown(authority, "site/site-a"))
+    assert site.join(join_ask())
+    assert status_of(lambda: site.join(join_ask(site_id="site-b"))) is Status.PERMISSION_DENIED
+    with AdminClient(here.server.address, SecurityOptions(**shown(authority, "admin"))) as admin:
         admin.drain()
-    with AdminClient(server.address, SecurityOptions(**shown(authority, "observer"))) as observer:
+    with AdminClient(here.server.address, SecurityOptions(**shown(authority, "observer"))) as observer:
         assert observer.status()
         assert status_of(observer.drain) is Status.PERMISSION_DENIED
-    assert syncer.calls == ["join", "drain", "status"]
+    assert here.syncer.calls == ["join", "drain", "status"]
 
 
-@pytest.mark.parametrize("ids", [(), ("site/site-a", "admin"), ("sites/site-a",), ("site/",), ("site/a b",)])
-def test_a_certificate_without_exactly_one_known_id_is_nobodys(
-    run: Callable[..., RunningServer], authority: Authority, ids: tuple[str, ...]
+def test_a_certificate_without_exactly_one_known_id_of_the_trust_domain_proves_nothing(
+    run: Callable[..., Wired], authority: Authority
 ) -> None:
-    server = run(**mutual(authority))
-    with client(server, **shown(authority, *ids)) as site:
-        assert status_of(lambda: site.join(join_ask())) is Status.UNAUTHENTICATED
-
-
-def test_without_a_certificate_or_with_a_strangers_no_call_arrives(
-    run: Callable[..., RunningServer], authority: Authority, tmp_path: Path, syncer: FakeSyncer
-) -> None:
-    server = run(**mutual(authority))
-    stranger = shown(Authority(tmp_path, "stranger"), "site/site-a") | {"tls_ca": authority.ca}
-    for security in ({"tls_ca": authority.ca}, stranger):
-        with client(server, **security) as site, pytest.raises(Unreachable):
-            site.join(join_ask())
-    assert syncer.calls == []
-    assert server.counters() == {}
+    here, elsewhere = (run(**serving(authority), trust_domain=f"example.{end}") for end in ("org", "com"))
+    bad = [(), ("site/site-a", "admin"), ("sites/site-a",), ("site/",), ("site/a b",)]
+    good = ("site/site-a",)
+    for server, ids in (*((here, ids) for ids in bad), (elsewhere, good)):
+        site = server.client(**shown(authority, *ids))
+        assert status_of(lambda site=site: site.join(join_ask())) is Status.UNAUTHENTICATED
+    site = here.client(**shown(authority, *good))
+    assert site.join(join_ask())
 
 
 def test_token_and_certificate_must_name_the_same_caller(
-    run: Callable[..., RunningServer], authority: Authority, tokens: str
+    run: Callable[..., Wired], authority: Authority, tokens: str
 ) -> None:
-    server = run(**mutual(authority), tokens_file=tokens)
+    here = run(**serving(authority), tokens_file=tokens)
     shows = shown(authority, "site/site-a")
-    with client(server, **shows, token=A) as site:
-        assert site.join(join_ask())
-    with client(server, **shows, token=B) as site:
-        assert status_of(lambda: site.join(join_ask(site_id="site-b"))) is Status.UNAUTHENTICATED
+    site = here.client(**shows, token=A)
+    assert site.join(join_ask())
+    site = here.client(**shows, token=B)
+    assert status_of(lambda: site.join(join_ask(site_id="site-b"))) is Status.UNAUTHENTICATED
 
 
-# --- what is refused in words before anything starts -----------------------------------------------------------
+def fingerprint(cert: str) -> str:
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(Path(cert).read_text())).hexdigest()
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:7000", "example.org:7000", ":7000"])
-def test_a_reachable_address_needs_tls_and_identities(
-    address: str, syncer: FakeSyncer, authority: Authority, tokens: str, monkeypatch: pytest.MonkeyPatch
+def test_a_revoked_certificate_ends_its_streams_and_another_of_the_same_site_is_good(
+    run: Callable[..., Wired], tmp_path: Path, authority: Authority
 ) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **wanted: [("192.0.2.1", 7000)])
-    options = ServerOptions(run_id=RUN, address=address)
-    with pytest.raises(ValueError, match="there is no TLS"):
-        serve(syncer, options, SecurityOptions(tokens_file=tokens))
-    with pytest.raises(ValueError, match="cannot be told apart"):
-        serve(syncer, options, SecurityOptions(**tls(authority)))
+    file = tmp_path / "revoked.json"
+    here = run(**serving(authority), revoked_file=written(file, {"certificates": []}))
+    shows = shown(authority, "site/site-a")
+    client = here.client(**shows)
+    follower = Follower(client)
+    written(file, {"certificates": [fingerprint(shows["tls_cert"])]})
+    assert follower.ended.wait(WAIT_S)
+    assert status_of(lambda: client.join(join_ask())) is Status.UNAUTHENTICATED
+    assert here.noted("this certificate of site/site-a was revoked")
+    client = here.client(**shown(authority, "site/site-a"))
+    follower = Follower(client)
+    written(file, {"ids": ["site/site-a"]})
+    assert follower.ended.wait(WAIT_S), "a whole identity was revoked"
 
 
-@pytest.mark.parametrize("host", ["nohost.invalid", "a..b", "10.1.2.300"])
-@pytest.mark.parametrize("insecure", [False, True])
-def test_a_name_that_does_not_resolve_is_no_reason_to_switch_protection_off(
-    syncer: FakeSyncer, host: str, insecure: bool
+@pytest.fixture
+def successor(tmp_path: Path) -> Authority:
+    """Another authority of the same name."""
+    (tmp_path / "next").mkdir()
+    return Authority(tmp_path / "next")
+
+
+def test_a_new_connection_sees_the_new_certificate_and_an_old_one_lives_on(
+    run: Callable[..., Wired], authority: Authority, successor: Authority
 ) -> None:
-    options = ServerOptions(run_id=RUN, address=f"{host}:7000")
-    with pytest.raises(ValueError, match=f"address is '{host}:7000': {host} does not resolve here") as caught:
-        serve(syncer, options, SecurityOptions(insecure_non_loopback=insecure))
-    assert "insecure" not in str(caught.value)
+    files = serving(authority)
+    here = run(**files)
+    client = here.client(**shown(authority, "site/site-a"))
+    follower = Follower(client)
+    cert, key = successor.issue("syncer", *LOOPBACK)
+    shutil.copy(cert, files["tls_cert"])  # For a moment they do not fit, and that is said and survived.
+    assert here.noted("are no certificate and its key")
+    shutil.copy(key, files["tls_key"])
+    assert wait_until(lambda: here.server.complaints() == []), "certificate and key fit again"
+    later = shown(authority, "site/site-a") | {"tls_ca": successor.ca}
+    other = here.client(**later)
+    assert other.join(join_ask())
+    seen = follower.events
+    assert wait_until(lambda: follower.events > seen), "the old connection goes on"
 
 
-def test_a_reachable_address_can_be_had_by_saying_so(syncer: FakeSyncer, authority: Authority, tokens: str) -> None:
-    options = ServerOptions(run_id=RUN, address="0.0.0.0:0")
-    for security in (
-        SecurityOptions(insecure_non_loopback=True),
-        SecurityOptions(**tls(authority), tokens_file=tokens),
-        SecurityOptions(**mutual(authority)),
-    ):
-        serve(syncer, options, security).stop(0.1)
+@pytest.mark.slow
+def test_a_certificate_is_looked_at_again_though_its_connection_lives(
+    run: Callable[..., Wired], tmp_path: Path, authority: Authority, successor: Authority
+) -> None:
+    """As it is when it has ended: here its authority is no longer the one that counts."""
+    files = serving(authority)
+    here = run(connection_age_s=3.0, **files)
+    shows = shown(authority, "site/site-a")
+    kept = tmp_path / "kept.pem"
+    shutil.copy(authority.ca, kept)  # What the site itself trusts does not change.
+    client = here.client(**shows | {"tls_ca": str(kept)})
+    follower = Follower(client)
+    shutil.copy(successor.ca, files["tls_ca"])
+    assert here.noted("was read again")
+    assert follower.ended.wait(WAIT_S)
+    for _ in range(1000):
+        try:
+            client.join(join_ask())
+        except Unreachable:
+            return
+        time.sleep(0.02)
+    pytest.fail("a new call came in on what counts no more")
 
 
-def test_a_token_does_not_travel_unencrypted() -> None:
-    with pytest.raises(ValueError, match="unencrypted"):
-        SyncClient("example.org:7000", "site-a", RUN, SecurityOptions(token=A))
-    SyncClient("example.org:7000", "site-a", RUN, SecurityOptions(token=A, insecure_non_loopback=True)).close()
+def test_a_site_shows_its_new_certificate_when_it_comes_back(
+    run: Callable[..., Wired], authority: Authority, successor: Authority
+) -> None:
+    here, shows = run(**serving(authority)), shown(authority, "site/site-a")
+    client = here.client(**shows)
+    assert client.join(join_ask())
+    here.server.stop(0.2)
+    run(address=here.server.address, **serving(successor))
+    with pytest.raises(Unreachable):
+        client.join(join_ask())  # Its certificate is of an authority that counts no more.
+    for name, path in shown(successor, "site/site-a").items():
+        shutil.copy(path, shows[name])
+    assert until_reached(lambda: client.join(join_ask())).incarnation > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tls_cert": "x"}, "both or neither"),
-        ({"require_client_cert": True, "tls_ca": "x"}, "require_client_cert"),
-        ({"require_client_cert": True, "tls_cert": "x", "tls_key": "y", "tls_ca": "system"}, "must name the file"),
-        ({"token": "two words"}, "token holds"),
-    ],
-)
-def test_switches_that_do_not_fit_are_refused_in_words(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SecurityOptions(**options)
+@pytest.mark.slow
+def test_an_authority_is_replaced_while_sites_push(
+    run: Callable[..., Wired], tmp_path: Path, aside: Callable[..., Any]
+) -> None:
+    """Both authorities count, then every end shows what the new one has signed, then the old one counts no more.
 
+    They are those of ``diloco certs init``, and so have one name.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    old, new = (certificates.make_authority("diloco", now) for _ in range(2))
+    trusted, over = tmp_path / "trusted.pem", threading.Event()
+    pushed = dict.fromkeys(("site-a", "site-b", "site-c"), 0)
 
-def test_loopback_is_what_it_says() -> None:
-    assert all(map(is_loopback, ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1", "unix:/tmp/x")))
-    assert not any(map(is_loopback, ("0.0.0.0:1", "[::]:1", ":1", "127.0.0.1.example.org:1", "10.0.0.1:1")))
+    def put(authority: certificates.Pair, who: str, *hosts: str) -> dict[str, str]:
+        """Write what ``authority`` signs for ``who`` over what was there; the files, by setting."""
+        pair = certificates.issue(authority, who, hosts, 1, now)
+        key, cert = (tmp_path / f"{who.replace('/', '-')}.{kind}" for kind in ("key", "pem"))
+        return {
+            "tls_key": written(key, pair.key.decode()),
+            "tls_cert": written(cert, pair.certificate.decode()),
+            "tls_ca": str(trusted),
+        }
+
+    def push_on(client: SyncClient, site: str) -> None:
+        while not over.is_set():
+            payload = f"{site} {pushed[site]} ".encode() * 20_000
+            try:
+                answer = client.push(push_header(payload, site_id=site, sequence=pushed[site] + 1), payload)
+                assert answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE)
+                pushed[site] += 1
+            except Unreachable:
+                over.wait(0.02)
+
+    def all_go_on(what: str) -> None:
+        """Also over connections that began after this: the server ends each at its age."""
+        before, since_s = dict(pushed), time.monotonic()
+        gone_on = lambda: all(pushed[site] > before[site] + 20 for site in pushed)  # noqa: E731
+        assert wait_until(lambda: time.monotonic() > since_s + 2.5 and gone_on(), 30.0), f"all push with {what}"
+
+    written(trusted, old.certificate.decode())
+    here = run(connection_age_s=1.0, **put(old, "syncer", "127.0.0.1"), require_client_cert=True)
+    pushing = [aside(push_on, here.client(site, **put(old, f"site/{site}")), site) for site in pushed]
+    try:
+        all_go_on("the old authority")
+        written(trusted, (old.certificate + new.certificate).decode())
+        all_go_on("both authorities")
+        for who, hosts in (("syncer", ["127.0.0.1"]), *((f"site/{site}", []) for site in pushed)):
+            put(new, who, *hosts)
+        all_go_on("the new certificates")
+        written(trusted, new.certificate.decode())
+        all_go_on("the new authority alone")
+    finally:
+        over.set()
+    for each in pushing:
+        each.result(WAIT_S)  # None was refused.
+    assert here.server.complaints() == []

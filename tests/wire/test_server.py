@@ -1,18 +1,37 @@
+"""A server as a whole: its address, its end, the standard services, and callers that cost it something."""
+
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from diloco.wire.messages import Unreachable
-from diloco.wire.options import ServerOptions
-from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.wire.conftest import Wired
+from diloco.wire.channel import (
+    ADMIN_SERVICE,
+    SYNC_SERVICE,
+)
+from diloco.wire.convert import pack_leave, pack_pull, pack_push, pack_report, pack_watch
+from diloco.wire.messages import (
+    LeaveAsk,
+    PullAsk,
+    Unreachable,
+    WatchAsk,
+)
+from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, ServerOptions
+from tests.hunts import http2
+from tests.sooner import sooner
+from tests.wire.conftest import Wired
+from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
+from tests.wire.relay import wait_until
 
 
 def test_two_servers_cannot_have_one_port(wired: Wired) -> None:
@@ -20,16 +39,16 @@ def test_two_servers_cannot_have_one_port(wired: Wired) -> None:
         serve(FakeSyncer(), ServerOptions(run_id=RUN, address=wired.server.address))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:65536", "127.0.0.1:99999", "[::1]:99999", "127.0.0.1", "127.0.0.1:-1"])
-def test_a_port_that_is_none_is_not_taken_modulo_what_there_is(address: str) -> None:
-    with pytest.raises(ValueError, match=r"address is '.*': host:port wanted, with a port of 0 to 65535"):
-        serve(FakeSyncer(), ServerOptions(run_id=RUN, address=address))
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:http!", "no.such.host.invalid:1"])
-def test_an_address_that_cannot_be_bound_is_named(address: str) -> None:
-    with pytest.raises(ValueError, match=r"address is '"):
-        serve(FakeSyncer(), ServerOptions(run_id=RUN, address=address))
+def test_an_address_that_cannot_be_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("127.0.0.1:65536", "[::]:99999", "127.0.0.1", "127.0.0.1:-1", "127.0.0.1:http!"):
+        with pytest.raises(ValueError, match=r"address is '.*': host:port wanted, with a port of 0 to 65535"):
+            serve(FakeSyncer(), ServerOptions(run_id=RUN, address=address))
+    # A name that does not resolve is no reason to switch protection off.
+    for host, insecure in (("nohost.invalid", False), ("a..b", True), ("10.1.2.300", False)):
+        options = ServerOptions(run_id=RUN, address=f"{host}:7000")
+        with pytest.raises(ValueError, match=f"address is '{host}:7000': {host} does not resolve here") as caught:
+            serve(FakeSyncer(), options, SecurityOptions(insecure_non_loopback=insecure))
+        assert "insecure" not in str(caught.value)
 
 
 def test_stop_ends_watches_at_once_and_takes_no_new_calls(start: Callable[..., Wired]) -> None:
@@ -47,8 +66,6 @@ def test_stop_ends_watches_at_once_and_takes_no_new_calls(start: Callable[..., W
 
 
 def test_no_thread_is_left_behind(start: Callable[..., Wired]) -> None:
-    import threading
-
     before = set(threading.enumerate())  # Another test of this process may have left some.
     wired = start()
     client = wired.client()
@@ -56,8 +73,165 @@ def test_no_thread_is_left_behind(start: Callable[..., Wired]) -> None:
         next(stream)
     client.close()
     wired.server.stop(1.0)
-    until = time.monotonic() + 10
     ours = ("stalls-", "syncer-rpc")
-    while left := {t.name for t in set(threading.enumerate()) - before if t.name.startswith(ours)}:
-        assert time.monotonic() < until, left
-        time.sleep(0.02)
+    left = lambda: [each.name for each in {*threading.enumerate()} - before if each.name.startswith(ours)]  # noqa: E731
+    assert wait_until(lambda: not left()), left()
+
+
+WAIT_S = 20.0
+HEALTH = "grpc.health.v1.Health"
+REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+METHODS = [
+    *(f"/{SYNC_SERVICE}/{name}" for name in ("Join", "Report", "Leave", "Push", "Watch", "Pull")),
+    *(f"/{ADMIN_SERVICE}/{name}" for name in ("Status", "Drain", "Evict", "Snapshot")),
+    *(f"/{HEALTH}/{name}" for name in ("Check", "List", "Watch")),
+    f"/{REFLECTION}",
+]
+
+
+def silent(wired: Wired, *methods: str) -> list[Any]:
+    """Calls of ``methods`` that say nothing."""
+    channels = [wired.channel() for _ in range(0, len(methods), 8)]  # Under the limit of streams in one connection.
+    return [wired.talk(method, channel=channels[at // 8]).call for at, method in enumerate(methods)]
+
+
+def test_a_call_without_its_message_is_ended_whatever_the_method_is(start: Callable[..., Wired]) -> None:
+    wired = start(header_timeout_s=0.3, stall_s=0.3)
+    for method, call in zip(METHODS, silent(wired, *METHODS), strict=True):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.CANCELLED, method
+    # The status reaches us before the call is counted there.
+    assert wait_until(lambda: sum(wired.server.counters().values()) == len(METHODS)), wired.server.counters()
+    assert wired.syncer.calls == []
+
+
+@pytest.mark.parametrize("method", sooner([f"/{SYNC_SERVICE}/Join", f"/{REFLECTION}"], f"/{SYNC_SERVICE}/Join"))
+def test_silent_calls_leave_room_for_those_that_speak(start: Callable[..., Wired], method: str) -> None:
+    wired = start(sites_max=1)
+    threads = ServerOptions(run_id=RUN, sites_max=1).calls_max
+    calls = silent(wired, *[method] * (2 * threads))
+    # Those for whom there is no room are sent away.
+    assert wait_until(lambda: sum(call.done() for call in calls) >= threads)
+    codes = {call.code() for call in calls if call.done()}
+    assert codes <= {grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert wired.client().report(report_info()).known
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"),
+    [
+        (f"/{HEALTH}/Check", b""),
+        (f"/{SYNC_SERVICE}/Report", pack_report(report_info())),
+    ],
+)
+def test_callers_that_take_no_answer_leave_room_for_those_that_do(
+    start: Callable[..., Wired], method: str, raw: bytes
+) -> None:
+    wired = start(sites_max=1)
+    calls_max = ServerOptions(run_id=RUN, sites_max=1).calls_max
+    with contextlib.ExitStack() as opened:
+        for _ in range(calls_max // 8):
+            rude = opened.enter_context(http2.hello(wired.server.address, http2.TAKES_NOTHING))
+            for stream in range(1, 16, 2):  # Under the limit of streams in one connection.
+                rude.sendall(http2.frame(http2.HEADERS, http2.END_HEADERS, stream, http2.headers(method)))
+                rude.sendall(http2.frame(http2.DATA, http2.END_STREAM, stream, http2.message(raw)))
+        time.sleep(0.5)  # All of them have come in; nothing of theirs is waited for.
+        assert wired.client().report(report_info()).known
+
+
+def test_streams_of_the_standard_services_are_bounded(wired: Wired) -> None:
+    stubs = [
+        health_pb2_grpc.HealthStub(grpc.insecure_channel(wired.server.address, [("grpc.use_local_subchannel_pool", 1)]))
+        for _ in range(STANDARD_STREAMS_MAX + 1)
+    ]
+    with contextlib.ExitStack() as ended:
+        for number, stub in enumerate(stubs):
+            stream = stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=WAIT_S)
+            ended.callback(stream.cancel)
+            if number < STANDARD_STREAMS_MAX:
+                next(stream)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def test_health_lists_every_name_and_knows_no_other(wired: Wired) -> None:
+    stub = health_pb2_grpc.HealthStub(wired.channel())
+    found = stub.List(health_pb2.HealthListRequest(), timeout=10).statuses
+    names = ("", SYNC_SERVICE, ADMIN_SERVICE, RUN)
+    assert {name: answer.status for name, answer in found.items()} == dict.fromkeys(names, SERVING)
+    ask = health_pb2.HealthCheckRequest(service="other")
+    for call in (lambda: stub.Check(ask, timeout=WAIT_S), lambda: next(stub.Watch(ask, timeout=WAIT_S))):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_health_says_when_the_syncer_stops(start: Callable[..., Wired]) -> None:
+    wired = start()
+    stub = health_pb2_grpc.HealthStub(wired.channel())
+    seen = []
+    stream = stub.Watch(health_pb2.HealthCheckRequest(service=RUN), timeout=20)
+    seen.append(next(stream).status)
+    wired.server.stop(1.0)
+    with pytest.raises(grpc.RpcError):
+        seen.extend(answer.status for answer in stream)
+    assert seen == [SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+
+
+def test_reflection_lists_our_services(wired: Wired) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(wired.channel())
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=10)
+    names = {service.name for service in answer.list_services_response.service}
+    assert {SYNC_SERVICE, ADMIN_SERVICE, "grpc.health.v1.Health"} <= names
+    ask = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SYNC_SERVICE)
+    (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=10)
+    assert b"PushHeader" in answer.file_descriptor_response.file_descriptor_proto[0]
+
+
+def test_noise_at_the_standard_services_is_the_senders_fault(wired: Wired) -> None:
+    for method in (f"/{HEALTH}/Check", f"/{HEALTH}/Watch", f"/{REFLECTION}"):
+        call = wired.channel().stream_stream(method)(iter([b"\xff"]), timeout=10)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def refusals() -> list[tuple[str, bytes, dict[str, Any]]]:
+    """Method, message, and what else: each is refused at another place."""
+    other_run = pack_push(replace(push_header(b"abc"), run_id="other"))
+    watch, pull = pack_watch(WatchAsk("other", "site-a", 1)), pack_pull(PullAsk("other", "site-a", 0, -1))
+    return [
+        (f"/{SYNC_SERVICE}/Push", other_run, {}),
+        (f"/{SYNC_SERVICE}/Watch", watch, {}),
+        (f"/{SYNC_SERVICE}/Pull", pull, {}),
+        (f"/{SYNC_SERVICE}/Watch", watch, {"compression": grpc.Compression.Gzip}),
+        (f"/{SYNC_SERVICE}/Leave", pack_leave(LeaveAsk("other", "site-a", 1)), {}),
+        ("/grpc.health.v1.Health/Watch", b"\x0a\x05other", {}),
+    ]
+
+
+@pytest.mark.parametrize("number", sooner(range(6), 0, 3))
+def test_a_call_that_was_refused_takes_up_no_place_in_its_connection(wired: Wired, number: int) -> None:
+    """Seen: after sixteen refusals a connection was of no more use until the syncer next collected garbage."""
+    method, message, options = refusals()[number]
+    call = wired.channel().unary_stream(method)
+
+    def refused() -> bool:
+        """A connection may be full until the calls before have been put away; with the defect it stays so."""
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(message, timeout=20, **options))
+        return caught.value.code() is not grpc.StatusCode.UNAVAILABLE
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(30):
+            assert wait_until(refused, seconds=10.0)
+    finally:
+        gc.enable()

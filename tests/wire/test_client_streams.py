@@ -1,17 +1,15 @@
-"""The stream between a standby and the syncer, with somebody simple behind it."""
+"""A client's streams that last: a standby's and those of one push, and what else goes over the link meanwhile."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import mmap
 import resource
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -44,17 +42,13 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from tests.wire.fake_syncer import DIGEST, RUN, FakeSyncer, push_header, report_info, serve
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.wire.conftest import Wired
-
+from diloco.wire.options import ClientOptions, SecurityOptions
+from tests.wire.certificates import ADMIN, OBSERVER, A, written
+from tests.wire.conftest import Wired
+from tests.wire.fake_syncer import DIGEST, RUN, push_header, report_info
+from tests.wire.relay import WAIT_S, wait_until
 
 HEX = "a" * 64
-BOUND_S = 20.0
 
 
 class Served:
@@ -85,87 +79,57 @@ class Served:
         self.closed.set()
 
 
-@contextmanager
-def connected() -> Iterator[tuple[Served, FollowClient]]:
-    served = Served()
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), following=served)
-    client = FollowClient(server.address, options=ClientOptions(stall_s=BOUND_S))
-    try:
-        yield served, client
-    finally:
-        client.close()
-        server.stop(0.5)
+def follower(wired: Wired, token: str = "") -> FollowClient:
+    wired.opened.append(FollowClient(wired.server.address, SecurityOptions(token=token)))
+    return wired.opened[-1]
 
 
-def start(standby: str = "s", run_id: str = RUN) -> FollowStart:
+def asked(standby: str = "s", run_id: str = RUN) -> FollowStart:
     return FollowStart(run_id, standby, HEX, HEX, 1, HEX)
 
 
-def test_parts_come_and_acknowledgements_go(capsys: pytest.CaptureFixture[str]) -> None:
-    with connected() as (served, client), client.follow(start()) as stream:
+def test_parts_come_and_acknowledgements_go(start: Callable[..., Wired]) -> None:
+    served = Served()
+    with follower(start(following=served)).follow(asked()) as stream:
         assert next(stream) == Follows(False, 1, HEX, 1)
         stream.ack(FollowAck(1, 77))
         rest: list[FollowPart] = []
         with pytest.raises(Unreachable, match="the stream ended"):
             rest += stream
-        assert set(map(type, rest)) <= {Alive}
-        assert served.acks == [FollowAck(1, 77)]
-        assert served.starts == [start()]
+    assert set(map(type, rest)) <= {Alive}
+    assert served.acks == [FollowAck(1, 77)]
+    assert served.starts == [asked()]
 
 
-def test_a_stream_that_is_cancelled_is_closed_at_the_other_end() -> None:
-    with connected() as (served, client):
-        with client.follow(start()) as stream:
-            next(stream)
-        assert served.closed.wait(BOUND_S)
-
-
-@pytest.mark.parametrize(
-    ("who", "status"), [(start("stranger"), "empty folder"), (start(run_id="other"), "no such run")]
-)
-def test_a_refusal_comes_in_words(who: FollowStart, status: str) -> None:
-    with connected() as (_, client), client.follow(who) as stream, pytest.raises(Refused, match=status):
-        next(stream)
-
-
-def test_where_nobody_serves_standbys_there_is_no_such_service() -> None:
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
-    client = FollowClient(server.address)
-    try:
-        with client.follow(start()) as stream, pytest.raises(Refused) as refused:
-            next(stream)
-        assert refused.value.status is Status.UNIMPLEMENTED
-    finally:
-        client.close()
-        server.stop(0.5)
-
-
-def test_only_a_standby_or_an_admin_may_follow(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.json"
-    table = {"sites": {"site-a": "a" * 20}, "observer": "o" * 20, "admin": "m" * 20, "standby": "s" * 20}
-    tokens.write_text(json.dumps(table))
-    tokens.chmod(0o600)
+def test_a_stream_that_is_cancelled_is_closed_at_the_other_end_and_a_refusal_comes_in_words(
+    start: Callable[..., Wired],
+) -> None:
     served = Served()
-    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), SecurityOptions(tokens_file=str(tokens)), following=served)
-    found = {}
-    try:
-        for token in ("", "a" * 20, "o" * 20, "m" * 20, "s" * 20):
-            client = FollowClient(server.address, SecurityOptions(token=token))
-            with client.follow(start()) as stream:
-                try:
-                    next(stream)
-                    found[token[:1]] = "OK"
-                except Refused as refused:
-                    found[token[:1]] = refused.status.value
-            client.close()
-    finally:
-        server.stop(0.5)
-    denied = "PERMISSION_DENIED"
-    assert found == {"": "UNAUTHENTICATED", "a": denied, "o": denied, "m": "OK", "s": "OK"}
-    assert len(served.starts) == 2
+    client, elsewhere = follower(start(following=served)), follower(start())
+    with client.follow(asked()) as stream:
+        next(stream)
+    assert served.closed.wait(WAIT_S)
+    for to, who, words in (
+        (client, asked("stranger"), "empty folder"),
+        (client, asked(run_id="other"), "no such run"),
+        (elsewhere, asked(), "Method not found"),
+    ):
+        with to.follow(who) as stream, pytest.raises(Refused, match=words):
+            next(stream)
 
 
-# --- Transfers that are large or long, and what else goes over the link meanwhile ------------------------------------
+def test_only_a_standby_or_an_admin_may_follow(start: Callable[..., Wired], tmp_path: Path) -> None:
+    served = Served()
+    wired = start(following=served, tokens_file=written(tmp_path / "tokens"))
+    for token, status in (("", "UNAUTHENTICATED"), (A, "PERMISSION_DENIED"), (OBSERVER, "PERMISSION_DENIED")):
+        with follower(wired, token).follow(asked()) as stream, pytest.raises(Refused) as refused:
+            next(stream)
+        assert refused.value.status.value == status
+    assert not served.starts
+    for token in (ADMIN, "token-of-standby"):
+        with follower(wired, token).follow(asked()) as stream:
+            next(stream)
+
 
 LARGE_BYTES = (9 << 28) + 12345  # 2.25 GiB and a bit: over 2^31.
 # Slow enough that a machine with a quarter of a core to spare fills it, with a queue of 0.4 s behind it.
@@ -195,10 +159,7 @@ def header_of(payload_bytes: int, sequence: int) -> PushHeader:
 
 
 def counting(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(header: PushHeader) -> Any:
-        return CountingSession()
-
-    monkeypatch.setattr(wired.syncer, "open_push", opened)
+    monkeypatch.setattr(wired.syncer, "open_push", lambda header: CountingSession())
 
 
 @pytest.mark.slow
@@ -307,32 +268,27 @@ def test_what_is_wanted_again_goes_before_the_rest_and_before_another_commit() -
     assert not list(requests)
 
 
-def test_after_breaks_no_more_is_on_its_way_than_can_be_spared() -> None:
-    payload = bytes(MIB)
-    header = push_header(payload)
+def test_after_breaks_no_more_is_on_its_way_than_can_be_spared(aside: Callable[..., Any]) -> None:
+    payload, sent = bytes(MIB), [0]
     push = sending([], payload, breaks=9)
     requests = push.requests()
-    assert unpack_push(next(requests)) == dataclasses.replace(header, frames=True, progress=True)
+    assert unpack_push(next(requests)) == dataclasses.replace(push_header(payload), frames=True, progress=True)
     push.admit(PushAdmitted(0, True))
-    sent, committed = [0], threading.Event()
 
     def read() -> None:
-        for raw in requests:
-            part = unpack_push(raw)
-            sent[0] += len(part.data) if isinstance(part, Frame) else 0
+        for part in map(unpack_push, requests):
             if isinstance(part, PushCommit):
-                committed.set()
+                return
+            sent[0] += len(part.data) if isinstance(part, Frame) else 0
 
-    thread = threading.Thread(target=read)
-    thread.start()
+    committed = aside(read)
     for held in range(0, MIB - 192 * KIB, 64 * KIB):
-        assert not committed.wait(0.02)
+        assert not wait_until(committed.done, seconds=0.02)
         assert held < sent[0] <= held + 128 * KIB
         push.held(held + 64 * KIB)
     push.held(MIB)
-    assert committed.wait(10)
+    committed.result(WAIT_S)
     push.stop()
-    thread.join(10)
     assert sent[0] == MIB
 
 
@@ -372,32 +328,7 @@ def test_a_stream_for_which_no_chunk_was_left_carries_none() -> None:
     assert push.carries(guards[0])
 
 
-def test_streams_share_what_is_left() -> None:
-    push = sending([], streams=2)
-    requests = push.requests()
-    next(requests)
-    push.admit(PushAdmitted(0, True))
-    push.join_in()
-    beside = push.beside(Guard(STALLS, 1.0))
-    assert unpack_push(next(beside)) == push_header(PAYLOAD, frames=True, beside=True, others=1)
-    parts = [unpack_push(next(each)) for each in (requests, beside, beside, requests)]
-    assert [part.offset for part in parts if isinstance(part, Frame)] == [0, 64 * KIB, 128 * KIB, 192 * KIB]
-    assert not list(beside)
-    push.stop()
-
-
-def test_stop_before_admission_ends_the_waiting_thread() -> None:
-    push = sending([])
-    messages: list[bytes] = []
-    thread = threading.Thread(target=lambda: messages.extend(push.requests()))
-    thread.start()
-    push.stop()
-    thread.join(timeout=5)
-    assert not thread.is_alive()
-    assert len(messages) == 1
-
-
-def test_stop_in_the_middle_sends_no_commit() -> None:
+def test_stop_sends_no_commit_and_ends_a_thread_that_waits_to_be_admitted(aside: Callable[..., Any]) -> None:
     push = sending([])
     requests = push.requests()
     next(requests)
@@ -405,50 +336,27 @@ def test_stop_in_the_middle_sends_no_commit() -> None:
     next(requests)
     push.stop()
     assert not list(requests)
+    waiting = sending([])
+    messages = aside(list, waiting.requests())
+    waiting.stop()
+    assert len(messages.result(WAIT_S)) == 1
 
 
-def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way() -> None:
-    payload = bytes(MIB)
-    push = sending([], payload, options=ClientOptions(chunk_bytes=MIB), breaks=20)
-    parts: list[PushPart] = []
+def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way(aside: Callable[..., Any]) -> None:
+    push = sending([], bytes(MIB), options=ClientOptions(chunk_bytes=MIB), breaks=20)
 
-    def run() -> None:
+    def run() -> list[PushPart]:
+        parts: list[PushPart] = []
         for raw in push.requests():
-            part = unpack_push(raw)
-            parts.append(part)
-            if isinstance(part, Frame):
-                push.held(part.offset + len(part.data))
-            if isinstance(part, PushCommit):
-                return
+            parts.append(unpack_push(raw))
+            if isinstance(parts[-1], Frame):
+                push.held(parts[-1].offset + len(parts[-1].data))
+            if isinstance(parts[-1], PushCommit):
+                push.stop()
+        return parts
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    ran = aside(run)
     push.admit(PushAdmitted(0, frames=True))
-    thread.join(20.0)
+    wait_until(ran.done)
     push.stop()
-    assert parts, "not even the header"
-    assert isinstance(parts[-1], PushCommit), f"after {len(parts)} messages nothing more came"
-
-
-def test_to_who_takes_it_everything_goes_at_once_and_what_is_held_is_left_out_when_known() -> None:
-    header = push_header(PAYLOAD, others=1)
-    push = sending([], streams=3, at_once=True)
-    requests = push.requests()
-    assert unpack_push(next(requests)) == dataclasses.replace(header, frames=True)
-    assert unpack_push(next(requests)) == Frame(0, memoryview(PAYLOAD)[: 64 * KIB])
-    assert not push.admitted
-    push.join_in()
-    push.admit(PushAdmitted(192 * KIB, True))
-    assert push.admitted
-    last, commit = all_of(requests)
-    assert last == Frame(192 * KIB, memoryview(PAYLOAD)[192 * KIB :])
-    assert isinstance(commit, PushCommit), "a stream beside it keeps nobody who was told of it from committing"
-
-
-def test_an_admission_behind_what_was_sent_sends_nothing_twice() -> None:
-    push = sending([], at_once=True)
-    requests = push.requests()
-    for _ in range(3):
-        next(requests)
-    push.admit(PushAdmitted(0, True))
-    assert [part.offset for part in all_of(requests) if isinstance(part, Frame)] == [128 * KIB, 192 * KIB]
+    assert isinstance(ran.result(WAIT_S)[-1], PushCommit), "nothing more came"
