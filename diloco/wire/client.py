@@ -352,11 +352,13 @@ class Pushing:
 
     def _next(self, chunk_bytes: int, guard: Guard) -> tuple[int, int] | None:
         with self._changed:
+            # What is wanted again goes on the stream that commits: the commit would overtake it on another.
+            again = self._again if guard is self._guard else ()
             # Bytes in flight when a connection breaks are lost, so an unreliable one gets a bound on them.
-            self._changed.wait_for(lambda: self._stopped or self._again or self._spared(chunk_bytes))
+            self._changed.wait_for(lambda: self._stopped or again or self._spared(chunk_bytes))
             if self._stopped or guard in self._broken:
                 return None
-            if self._again:
+            if again:
                 self._carrying.add(guard)
                 return self._again.popleft()
             assert self._at is not None, "not admitted yet"

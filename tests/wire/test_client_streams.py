@@ -360,3 +360,20 @@ def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way(asid
     wait_until(ran.done)
     push.stop()
     assert isinstance(ran.result(WAIT_S)[-1], PushCommit), "nothing more came"
+
+
+def test_what_is_wanted_again_goes_on_the_stream_that_commits() -> None:
+    push = sending([], streams=2)
+    requests, beside = push.requests(), push.beside(Guard(STALLS, 1.0))
+    next(requests)
+    push.admit(PushAdmitted(0, True))
+    push.join_in()
+    next(beside)
+    for _ in range(4):
+        next(requests)
+    push.again(PushAgain(0, 64 * KIB))
+    assert not list(beside), "the commit would overtake it"
+    *again, commit = all_of(requests)
+    assert again == [Frame(0, memoryview(PAYLOAD)[: 64 * KIB])]
+    assert isinstance(commit, PushCommit)
+    push.stop()
