@@ -11,8 +11,8 @@ import pytest
 from diloco.cli.launch import TOOLS, write
 from diloco.cli.main import main
 from diloco.config.errors import ConfigError
-from diloco.deploy.rendering import File, source_tree
-from tests.deploy.rendered import AWAY, OPEN
+from diloco.deploy.rendering import File
+from tests.deploy.rendered import AWAY, OPEN, SOURCE
 
 EVERY = [*AWAY, *OPEN, "launch.secrets=false"]
 
@@ -53,11 +53,11 @@ def test_the_tool_is_called_where_the_files_are(kind: str, place: Path, capsys: 
     told = capsys.readouterr().out
     assert told.startswith(f"runs/First.run/launch/{kind}: ")
     wanted = {
-        "docker": [f"docker build --tag diloco:latest --file Dockerfile {source_tree()}"],
+        "docker": [f"docker build --tag diloco:latest --file Dockerfile {SOURCE}"],
         "slurm": [f"sbatch {name}.sbatch" for name in ("syncer", "site-a", "fra")],
         "kubernetes": [f"kubectl apply --filename {name}.yaml" for name in ("syncer", "site-a", "fra")],
         "skypilot": [
-            f"sky launch --yes --detach-run --cluster first-run-{name} {name}.sky.yaml"
+            f"sky launch --yes --detach-run --cluster first-run-{name} --workdir {SOURCE} {name}.sky.yaml"
             for name in ("syncer", "site-a", "fra")
         ],
     }[kind]

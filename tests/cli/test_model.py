@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diloco.cli import model
 from diloco.cli.main import main
 from diloco.cli.model import size_of, texts
 from diloco.config import build
@@ -313,7 +314,7 @@ SCORED = ["eval", "nowhere", "--tasks", "pets"]
         ("invalid int value: 'x'", 2, ["generate", "RUN", "a", "--seed", "x"]),
         ("'nowhere' is no run folder", 2, ["generate", "nowhere", "a"]),
         ("the syncer of run ended does not answer", 3, ["eval", "ENDED"]),
-        ("run.name is null", 2, ["eval", "--syncer", "127.0.0.1:1", "--follow", *TINY]),
+        ("the syncer at 127.0.0.1:1 does not answer", 3, ["eval", "--syncer", "127.0.0.1:1", "--follow"]),
         ("is evaluated as it lies", 2, ["eval", "CHECKPOINT", "--follow"]),
         ("is evaluated as it lies", 2, ["eval", "CHECKPOINT", "--syncer", "127.0.0.1:1"]),
         ("--version is 3: a syncer hands out", 2, ["eval", "--syncer", "127.0.0.1:1", "--version", "3"]),
@@ -343,6 +344,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # As where the harness is not installed.
     monkeypatch.delitem(sys.modules, "diloco.integrations.lm_eval", raising=False)
+    monkeypatch.setattr(model, "GIVE_UP_S", 0.5)
     places = {"RUN": run}
     if {"CHECKPOINT", "ENDED"} & {*arguments}:
         places |= {"CHECKPOINT": request.getfixturevalue("trained"), "ENDED": request.getfixturevalue("ended")}

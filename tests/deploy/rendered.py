@@ -17,6 +17,7 @@ from diloco.config.compose import compose, read
 from diloco.config.schema import RunConfig
 from diloco.deploy.rendering import File
 
+SOURCE = Path(__file__).resolve().parents[2]
 AWAY = ("run.name=First.run", "site.syncer=syncer.example.org:7077", "cluster=one", "cluster.sites.fra.nproc=8")
 OPEN = ("cluster.syncer.listen=0.0.0.0:7077", "cluster.syncer.insecure_non_loopback=true")
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")

@@ -7,8 +7,7 @@ import pytest
 
 from diloco.config.errors import ConfigError
 from diloco.deploy.docker import CPU_BASE, CUDA_BASE, USER, call, files
-from diloco.deploy.rendering import source_tree
-from tests.deploy.rendered import composed
+from tests.deploy.rendered import SOURCE, composed
 
 KNOWN = frozenset({"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "USER", "VOLUME", "ENTRYPOINT", "CMD"})
 
@@ -53,10 +52,10 @@ def test_the_tool_is_called_with_the_source_and_nothing_else_goes_in() -> None:
     first, *taken = left_out.text.split()
     assert first == "*"
     named = [line.removeprefix("!") for line in taken if line.startswith("!")]
-    assert all((source_tree() / name).exists() for name in named)
+    assert all((SOURCE / name).exists() for name in named)
     assert {"diloco", "configs", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(named)
     words = call(composed("launch.image=here/diloco:1"))
     assert words[:5] == ["docker", "build", "--tag", "here/diloco:1", "--file"]
-    assert words[-1] == str(source_tree())
+    assert words[-1] == str(SOURCE)
     with pytest.raises(ConfigError, match=r"launch\.base is"):
         files(composed("launch.base='x && y'"))

@@ -10,9 +10,7 @@ import yaml
 from diloco.cli.launch import prepared
 from diloco.config.errors import ConfigError
 from diloco.deploy import docker, rendering, skypilot
-from tests.deploy.rendered import composed, configured
-
-SOURCE = Path(__file__).resolve().parents[2]
+from tests.deploy.rendered import SOURCE, composed, configured
 
 
 @pytest.fixture

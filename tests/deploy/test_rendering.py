@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import yaml
 
 from diloco.config.errors import ConfigError
-from diloco.deploy import rendering
-from diloco.deploy.rendering import check_reachable, documents, filled, gpus, label, processes, source_tree
+from diloco.deploy.rendering import check_reachable, documents, filled, gpus, label, processes
 from tests.deploy.rendered import LABEL, configured
 
 
@@ -131,10 +128,3 @@ def test_text_of_several_lines_reads_as_such_and_every_hole_of_a_template_is_fil
     assert "!!" not in text
     with pytest.raises(KeyError, match="image"):
         filled("Dockerfile", {})
-
-
-def test_an_installed_program_is_no_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (source_tree() / "diloco" / "__init__.py").is_file()
-    monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/deploy/rendering.py"))
-    with pytest.raises(ConfigError, match="is no source tree of diloco"):
-        rendering.source_tree()

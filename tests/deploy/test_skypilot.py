@@ -8,7 +8,6 @@ import yaml
 
 from diloco.cli.site import check_identity
 from diloco.config.compose import read
-from diloco.deploy.rendering import source_tree
 from diloco.deploy.skypilot import call, files, prepared
 from tests.deploy.rendered import LABEL, commands, configured, put, understood
 
@@ -31,7 +30,7 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
         told = yaml.safe_load(texts[f"{process.name}.sky.yaml"])
         assert told["name"] == process.label
         assert LABEL.fullmatch(told["name"])
-        assert (told["num_nodes"], told["workdir"]) == (1, str(source_tree()))
+        assert told["num_nodes"] == 1
         (command,) = commands(told["run"])
         assert understood(command, tmp_path) == process.config
         needs = told["resources"]

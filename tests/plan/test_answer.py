@@ -112,17 +112,17 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "benchmarks" / "results" / "plan.svg"
 
 
-def test_the_picture_in_the_readme_is_what_the_verb_draws() -> None:
+def test_the_picture_in_the_page_is_what_the_verb_draws() -> None:
     assert COMMITTED.read_text("utf-8") == picture(PRESETS["100t_20dc"])
 
 
-def test_the_readme_shows_what_the_verb_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_the_verb_says(capsys: pytest.CaptureFixture[str]) -> None:
     """But for what fleets were found to do, which is another figure in each test that makes them short."""
     show(answer(PRESETS["100t_20dc"]))
     fleets = (JOB, *LAYOUTS.values())
-    readme = (ROOT / "README.md").read_text("utf-8").splitlines()
+    page = (ROOT / "docs/tutorials/choose-for-a-link.md").read_text("utf-8").splitlines()
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert [line for line in said if not line.strip().startswith(fleets) and line not in readme] == []
+    assert [line for line in said if not line.strip().startswith(fleets) and line not in page] == []
 
 
 def test_the_answer_stands_first(capsys: pytest.CaptureFixture[str]) -> None:
