@@ -1,19 +1,32 @@
-"""Rounds: who is waited for, how long, and what a restart finds of one."""
+"""Rounds: who is waited for and how long, how much a site counts, and the values that a run arrives at."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
+from diloco.outer.optimizer import outer_step as optimizer_step
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import SECOND_NS, OuterOptions, smoothed
-from diloco.sync.rounds import Selection, Standstill, grace_ns, parse_selection, standing, standstill
+from diloco.sync.rounds import (
+    Selection,
+    Standstill,
+    grace_ns,
+    normalised,
+    outer_step,
+    parse_selection,
+    raw_weight,
+    share,
+    standing,
+    standstill,
+)
 from diloco.sync.state import Status
-from tests.sync.driving import MS, Syncer, notes, of, running
-from tests.sync.two_levels import PLAIN, Level, Region, number
+from tests.sync.driving import MS, Syncer, of, only, running
+from tests.sync.two_levels import PLAIN, Level, number
 
 
 @pytest.mark.parametrize("gone", [ev.SiteSilent("b"), ev.SiteLeft(1, "b", 1), ev.SiteEvicted(1, "b")])
@@ -32,18 +45,6 @@ def test_round_opened_in_a_merge_shrinks_when_a_member_is_gone(gone: ev.OuterEve
     state = syncer.machine.state
     assert state.fragments[0].merging_since_ns is not None, "the round waits for a site that is gone"
     assert state.sites["b"].status is not Status.LIVE
-
-
-def test_shrinking_says_so_and_waits_below_quorum_min_in_words() -> None:
-    syncer = running("a", "b", "c", quorum="all", quorum_min=2)
-    syncer.push("a")
-    assert notes(syncer.handle(ev.SiteSilent("b"))) == ["site_silent", "round_shrunk"]
-    effects = syncer.handle(ev.SiteSilent("c"))
-    assert notes(effects) == ["site_silent", "round_shrunk", "round_waits"]
-    assert "quorum_min=2" in of(fx.Note, effects)[-1].why
-    assert syncer.machine.next_deadline_ns() is None
-    syncer.handle(ev.SiteHeard("c"))
-    assert of(fx.StartOuterStep, syncer.push("c"))
 
 
 def test_invariant_14_grace_runs_from_the_quorum_even_during_a_merge() -> None:
@@ -67,17 +68,13 @@ def test_invariant_14_grace_that_ended_during_a_merge_is_not_begun_again() -> No
     assert of(fx.StartOuterStep, syncer.done(at_s=9))
 
 
-def test_the_first_round_too_waits_for_a_share_of_a_period() -> None:
+@pytest.mark.parametrize(("step_s", "grace_s"), [(0.1, 0.9), (1000, 1.8)])
+def test_the_first_round_too_waits_for_a_share_of_a_period_no_longer_than_the_time_since_its_site_joined(
+    step_s: float, grace_s: float
+) -> None:
     syncer = running("a", "b", grace="adaptive", grace_ns=0, grace_period_percent=90)
-    syncer.push("a", at_s=2, steps=10, step_ns=SECOND_NS // 10)
-    assert syncer.machine.next_deadline_ns() == round(2.9 * SECOND_NS)
-    assert of(fx.StartOuterStep, syncer.push("b", at_s=2.8, steps=10, step_ns=SECOND_NS // 10))
-
-
-def test_a_first_update_makes_a_grace_no_longer_than_the_time_since_its_site_joined() -> None:
-    syncer = running("a", "b", grace="adaptive", grace_ns=0, grace_period_percent=90)
-    syncer.push("a", at_s=2, steps=10, step_ns=1000 * SECOND_NS)
-    assert syncer.machine.next_deadline_ns() == round(3.8 * SECOND_NS)
+    syncer.push("a", at_s=2, steps=10, step_ns=round(step_s * SECOND_NS))
+    assert syncer.machine.next_deadline_ns() == round((2 + grace_s) * SECOND_NS)
 
 
 def stands(syncer: Syncer, at_s: float) -> Standstill | None:
@@ -178,45 +175,247 @@ def test_a_buffer_counts_updates_and_waits_for_no_more_than_can_come(live: str, 
     assert (found.met, found.complete) == (met, met), found.why()
 
 
-def test_fixed_grace_is_always_the_same() -> None:
-    assert grace_ns(OuterOptions(grace="fixed", grace_ns=7), 10**12, 10**12, 10**12) == 7
-
-
-def test_adaptive_grace_is_a_share_of_the_slack() -> None:
-    """Decoupled DiLoCo (arXiv 2604.21428): slack = τ·ξ_step − (ξ_quorum + ξ_sync)."""
-    options = OuterOptions(grace="adaptive", grace_ns=10 * SECOND_NS, grace_share_percent=50, overlap_steps=3)
-    assert grace_ns(options, 100 * MS, 40 * MS, 60 * MS) == 100 * MS
-
-
-@pytest.mark.parametrize(("quorum_ms", "sync_ms"), [(200, 100), (200, 101), (300, 0), (0, 301), (10**7, 10**7)])
-def test_adaptive_grace_is_nothing_where_the_overlap_leaves_no_slack(quorum_ms: int, sync_ms: int) -> None:
-    """The overlap lasts 3 x 100 ms; with 3 ns of it left the grace is half of them, in whole nanoseconds."""
-    options = OuterOptions(grace="adaptive", grace_ns=10 * SECOND_NS, grace_share_percent=50, overlap_steps=3)
-    assert grace_ns(options, 100 * MS, quorum_ms * MS, sync_ms * MS) == 0
-    assert grace_ns(options, 100 * MS, 200 * MS, 100 * MS - 3) == 1
-
-
-def test_19_adaptive_grace_is_no_less_than_its_share_of_a_period() -> None:
-    """A step of 10 ms leaves no slack, and a period of 30 of them is 300 ms."""
-    options = OuterOptions(grace="adaptive", grace_ns=SECOND_NS, overlap_steps=2, grace_period_percent=90)
-    assert grace_ns(options, 10 * MS, 40 * MS, 0, 300 * MS) == 270 * MS
-    assert grace_ns(options, 500 * MS, 0, 0, 300 * MS) == 800 * MS, "the slack lasts longer"
-    assert grace_ns(options, 10**6 * MS, 0, 0, 300 * MS) == SECOND_NS, "the bound of the slack"
-    assert grace_ns(options, 10 * MS, 0, 0, 10_000 * MS) == 9 * SECOND_NS, "that of a period is the period"
-    assert grace_ns(OuterOptions(grace="fixed", grace_ns=7, grace_period_percent=90), 0, 0, 0, 300 * MS) == 7
-
-
-@pytest.mark.parametrize("step_ms", [0, 1, 10, 1000, 10**6])
-@pytest.mark.parametrize("busy_ms", [0, 5, 10**7])
-def test_invariant_14_grace_never_exceeds_its_bound(step_ms: int, busy_ms: int) -> None:
-    options = OuterOptions(grace="adaptive", grace_ns=SECOND_NS, overlap_steps=20)
-    assert 0 <= grace_ns(options, step_ms * MS, busy_ms * MS, busy_ms * MS) <= SECOND_NS
+@pytest.mark.parametrize(
+    ("options", "step_ms", "quorum_ms", "sync_ms", "period_ms", "grace"),
+    [
+        ({"grace": "fixed", "grace_ns": 7, "grace_period_percent": 90}, 10**6, 10**6, 10**6, 300, 7),
+        # Decoupled DiLoCo (arXiv 2604.21428): slack = τ·ξ_step − (ξ_quorum + ξ_sync); here half of it, of three steps.
+        ({}, 100, 40, 60, 0, 100 * MS),
+        ({}, 100, 200, 100 - 3e-6, 0, 1),
+        ({}, 100, 200, 100, 0, 0),
+        ({}, 100, 0, 301, 0, 0),
+        ({}, 100, 10**7, 10**7, 0, 0),
+        ({}, 0, 5, 5, 0, 0),
+        ({}, 10**6, 0, 0, 0, 10 * SECOND_NS),  # Invariant 14: its bound.
+        ({"grace_period_percent": 90}, 10, 40, 0, 300, 270 * MS),  # No slack, and a period of 300 ms.
+        ({"grace_period_percent": 90}, 500, 0, 0, 300, 750 * MS),  # The slack lasts longer.
+        ({"grace_period_percent": 90}, 10**6, 0, 0, 300, 10 * SECOND_NS),
+        ({"grace_period_percent": 90}, 10, 0, 0, 100_000, 90 * SECOND_NS),  # The bound of a period is the period.
+    ],
+)
+def test_19_grace_is_a_share_of_the_slack_and_no_less_than_its_share_of_a_period(
+    options: dict[str, object], step_ms: int, quorum_ms: int, sync_ms: float, period_ms: int, grace: int
+) -> None:
+    adaptive = {"grace": "adaptive", "grace_ns": 10 * SECOND_NS, "grace_share_percent": 50, "overlap_steps": 3}
+    found = OuterOptions(**(adaptive | options))
+    assert grace_ns(found, step_ms * MS, quorum_ms * MS, round(sync_ms * MS), period_ms * MS) == grace
 
 
 def test_smoothing_begins_with_the_first_sample_and_halves() -> None:
-    assert smoothed(0, 100) == 100
-    assert smoothed(100, 200) == 150
-    assert smoothed(100, 0) == 50
+    assert [smoothed(0, 100), smoothed(100, 200), smoothed(100, 0)] == [100, 150, 50]
+
+
+# --- How much a site counts ------------------------------------------------------------------------------------------
+
+RULES = pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+
+
+@pytest.mark.parametrize(("rule", "weight"), [("tokens2_per_step", 2500.0), ("tokens", 500.0), ("uniform", 1.0)])
+def test_rules(rule: str, weight: float) -> None:
+    assert raw_weight(rule, 500, 100) == weight
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(0, 1), (-1, 1), (1, 0)])
+def test_invariant_6_a_site_without_weight_never_reaches_a_merge(tokens: int, steps: int) -> None:
+    with pytest.raises(AssertionError):
+        raw_weight("tokens", tokens, steps)
+
+
+def test_invariant_10_weights_sum_to_one() -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        weights = [draw.uniform(1e-9, 1e9) for _ in range(draw.randint(1, 64))]
+        shares = normalised(weights)
+        assert abs(sum(shares) - 1) < 1e-12, f"seed {seed}"
+        assert all(share > 0 for share in shares), f"seed {seed}"
+
+
+@RULES
+def test_invariants_6_and_17_absent_sites_have_no_part_and_twice_the_tokens_everywhere_are_the_same_weights(
+    rule: str,
+) -> None:
+    found = []
+    for times in (1, 2, 3):
+        syncer = running(*"abcd", weights=rule, quorum=3)
+        syncer.push("a", tokens=100 * times, steps=10)
+        syncer.push("b", tokens=700 * times, steps=30)
+        step = only(fx.StartOuterStep, syncer.push("d", tokens=50 * times, steps=50))
+        assert [part.site for part in step.contributions] == ["a", "b", "d"]
+        found.append([part.weight for part in step.contributions])
+    assert found[1] == found[0]
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+    assert (len(set(found[0])) == 1) == (rule == "uniform")
+
+
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_it_never_came(rule: str) -> None:
+    tokens = {"a": [100, 70], "b": [300], "c": [50]}
+
+    def merge(gone: set[tuple[str, int]]) -> Syncer:
+        syncer = Syncer(weights=rule, grace="fixed", grace_ns=10**9, quorum=1, updates_in_flight_max=2)
+        for site in "abcd":
+            syncer.join(site)
+        for site, each in tokens.items():
+            for sequence, count in enumerate(each, 1):
+                if (site, sequence) not in gone:
+                    syncer.push(site, tokens=count, steps=7, sequence=sequence)
+        (step,) = of(fx.StartOuterStep, syncer.deadline())
+        assert outer_step(syncer.options, syncer.machine.state, 0) == step
+        return syncer
+
+    whole = merge(set())
+    for gone in ({("b", 1)}, {("a", 2)}, {("b", 1), ("c", 1)}):
+        wanted = outer_step(whole.options, merge(gone).machine.state, 0)
+        assert outer_step(whole.options, whole.machine.state, 0, gone) == wanted
+        assert abs(sum(part.weight for part in wanted.contributions) - 1) < 1e-12
+    everything = {(site, sequence) for site, each in tokens.items() for sequence in range(1, len(each) + 1)}
+    assert outer_step(whole.options, whole.machine.state, 0, everything).contributions == ()
+
+
+@pytest.mark.parametrize("senders", ["abc", "aab", "aaa"])
+def test_19_by_update_whoever_sent_them_each_is_a_term_with_its_own_weight_and_base(senders: str) -> None:
+    options = {"merge_by": "update", "updates_in_flight_max": 3, "weights": "tokens", "staleness_power": 1.0}
+    syncer = running("a", "b", "c", round_updates=3, **options)
+    for sequence in (1, 2, 3):
+        syncer.push("c", sequence)
+    syncer.done()
+    sent = dict.fromkeys("abc", 0) | {"c": 3}
+    for (place, site), base, tokens in zip(enumerate(senders), (1, 0, 1), (100, 400, 100), strict=True):
+        sent[site] += 1
+        effects = syncer.push(site, sent[site], base_version=base, tokens=tokens)
+        assert bool(of(fx.StartOuterStep, effects)) == (place == 2)
+    step = only(fx.StartOuterStep, effects)
+    assert [part.site for part in step.contributions] == list(senders)
+    assert [part.base_version for part in step.contributions] == [1, 0, 1]
+    assert [part.weight for part in step.contributions] == [0.25, 0.5, 0.25]  # 400 tokens at age 1 are 200
+    assert [len(part.updates) for part in step.contributions] == [1, 1, 1]
+
+
+def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
+    syncer = running("a", "b", round_updates=3, merge_by="update", weights="uniform")
+    syncer.push("a")
+    syncer.push("a", 2)
+    syncer.push("b")
+    found = outer_step(syncer.options, syncer.machine.state, 0, {("a", 1)}).contributions
+    assert [(part.site, part.updates[0].sequence, part.weight) for part in found] == [("a", 2, 0.5), ("b", 1, 0.5)]
+
+
+# --- The share of a full round that a step makes up ------------------------------------------------------------------
+
+
+def shares(*rounds: str, **options: object) -> list[float]:
+    """Of steps of the sites named by letters, out of a, b, c and d, each with an update of the usual 100 tokens."""
+    syncer = running("a", "b", "c", "d", share_weighted=True, **options)
+    sent = dict.fromkeys("abcd", 0)
+    found = []
+    for version, sites in enumerate(rounds):
+        syncer.options.quorum = len(sites)
+        for site in sites:
+            sent[site] += 1
+            effects = syncer.push(site, sent[site], base_version=version)
+        found.append(only(fx.StartOuterStep, effects).share)
+        syncer.done()
+    return found
+
+
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+def test_19_a_step_is_taken_by_the_share_of_the_sites_in_it(rule: str) -> None:
+    assert shares("a", "b", "cd", "abcd", "abc", weights=rule) == [0.25, 0.25, 0.5, 1.0, 0.75]
+
+
+def test_19_who_is_away_has_no_part_in_a_full_round() -> None:
+    syncer = running("a", "b", "c", share_weighted=True)
+    assert only(fx.StartOuterStep, syncer.push("a")).share == pytest.approx(1 / 3)
+    syncer.done()
+    syncer.handle(ev.SiteSilent("c"))
+    assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5
+    syncer.done()
+    syncer.handle(ev.SiteLeft(1, "a", 1))
+    assert only(fx.StartOuterStep, syncer.push("b", 2, base_version=2)).share == 1.0
+
+
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+@pytest.mark.parametrize("tokens", [50, 100, 300])
+def test_19_an_update_counts_the_same_whoever_comes_with_it(rule: str, tokens: int) -> None:
+    """Long, short or usual: by its share it moves the model as far alone as in a round of all."""
+    found = []
+    for groups in (("a", "b", "c"), ("ab", "c"), ("a", "bc"), ("abc",)):
+        syncer = running("a", "b", "c", share_weighted=True, weights=rule, quorum=3)
+        usual = {"a": 100, "b": 100, "c": 200}
+        for site in "abc":
+            syncer.push(site, tokens=usual[site])
+        syncer.done()
+        counts = {}
+        for group in groups:
+            version = syncer.machine.state.fragments[0].version
+            syncer.restart(quorum=len(group))
+            for site in group:
+                sent = {"tokens": tokens, "steps": tokens // 10} if site == "a" else {"tokens": usual[site]}
+                effects = syncer.push(site, 2, base_version=version, **sent)
+            step = only(fx.StartOuterStep, effects)
+            counts |= {part.site: step.share * part.weight for part in step.contributions}
+            syncer.done()
+        found.append(counts)
+    assert [counts["a"] for counts in found] == pytest.approx([found[0]["a"]] * 4, rel=1e-12)
+    if tokens == 100:
+        assert all(counts == pytest.approx(found[-1], rel=1e-12) for counts in found), found
+
+
+def test_19_a_newcomer_counts_no_more_than_the_largest_of_the_others() -> None:
+    """Its first update is all that is known of it, and its own word."""
+    syncer = running("a", "b", share_weighted=True, weights="tokens", quorum=2)
+    for site in "ab":
+        syncer.push(site, tokens=100)
+    syncer.done()
+    syncer.join("c")
+    syncer.restart(quorum=3)
+    for site in "ab":
+        syncer.push(site, 2, base_version=1, tokens=100)
+    step = only(fx.StartOuterStep, syncer.push("c", base_version=1, tokens=6400))
+    assert [part.weight for part in step.contributions] == pytest.approx([1 / 3] * 3)
+
+
+def test_19_a_restart_takes_the_same_share_whatever_came_meanwhile() -> None:
+    syncer = running("a", "b", "c", share_weighted=True)
+    first = only(fx.StartOuterStep, syncer.push("a"))
+    syncer.push("b", tokens=7000)
+    syncer.handle(ev.SiteSilent("c"))
+    assert only(fx.StartOuterStep, syncer.restart()) == first
+
+
+def test_19_a_share_is_one_without_the_setting_never_nothing_and_less_by_what_is_left_out() -> None:
+    assert only(fx.StartOuterStep, running("a", "b", "c").push("a")).share == 1.0
+    assert share(["a"], {"a": 1.0, "b": 1e30}) == 1e-6
+    syncer = running("a", "b", "c", "d", share_weighted=True, round_updates=3, weights="uniform")
+    syncer.push("a")
+    syncer.push("a", 2)
+    assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5, "of a buffer it is that of its sites"
+    left_out = [{("b", 1)}, {("a", 1)}, {("a", 1), ("a", 2), ("b", 1)}]
+    found = [outer_step(syncer.options, syncer.machine.state, 0, gone).share for gone in left_out]
+    assert found == [0.25, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("claim", [300, 1600])
+def test_19_no_update_says_what_it_counts_itself(claim: int) -> None:
+    """A site that was cut off sends several periods at once, or claims so: two equal sites stay about equal."""
+    syncer = running("a", "b", share_weighted=True, weights="tokens")
+    found = []
+    for turn, tokens in enumerate((100, 100, claim, 100, 100)):
+        for site, count in (("a", tokens), ("b", 100)):
+            step = only(fx.StartOuterStep, syncer.push(site, turn + 1, base_version=2 * turn, tokens=count))
+            syncer.done()
+            found.append(step.share)
+    assert found[:5] == [0.5] * 5, "the long update counts as its site's usual one"
+    assert all(0.39 < each < 0.61 for each in found), "and moves what is usual by half a sample"
+
+
+def test_19_a_step_that_failed_leaves_what_is_usual() -> None:
+    syncer = running("a", "b", share_weighted=True, weights="tokens")
+    syncer.push("a", tokens=100)
+    syncer.done()
+    syncer.push("b", tokens=6400, base_version=1)
+    syncer.handle(ev.OuterStepFailed(0, 2))
+    assert only(fx.StartOuterStep, syncer.push("b", 2, tokens=100, base_version=1)).share == 0.5
 
 
 # --- The values that a run arrives at under the asynchronous rules, update by update, worked out by hand in fp64 -----
@@ -224,7 +423,7 @@ def test_smoothing_begins_with_the_first_sample_and_halves() -> None:
 EXACT = 1e-12
 DELAYED = OuterOptimizerOptions(kind="delayed_nesterov", lr=1.0, momentum=0.5, window=4)
 ONE_BY_ONE = pytest.mark.parametrize("round_updates", [0, 1])
-"""Every update merges alone where nobody is waited for, whether a round is bounded to one or is all that came."""
+"""Every update merges alone where no site is waited for, whether a round is bounded to one or is all that came."""
 
 
 def run(optimizer: OuterOptimizerOptions, **options: object) -> Level:
@@ -295,7 +494,7 @@ def test_invariant_4_four_equal_arrivals_are_one_nesterov_step_and_plain_nestero
     and one step on their mean by (1 + mu) g."""
     equal = [("a", 0, 90.0), ("b", 0, 90.0), ("a", 0, 90.0), ("c", 0, 90.0)]
     nesterov = OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.9)
-    once, _ = outer_step(number(100.0), number(10.0), NOTHING, nesterov)
+    once, _ = optimizer_step(number(100.0), number(10.0), NOTHING, nesterov)
     delayed = OuterOptimizerOptions(kind="delayed_nesterov", lr=0.7, momentum=0.9, window=4)
     values = play(run(delayed, round_updates=round_updates), *equal)
     assert values == pytest.approx([98.25, 96.5, 94.75, 100 - 0.7 * 1.9 * 10], abs=EXACT, rel=0)
@@ -368,60 +567,6 @@ def test_an_old_update_moves_the_model_less_beside_a_new_one_and_as_much_beside_
     level.push("a", 6, 6.0)
     merge()
     assert found == pytest.approx(values, abs=EXACT, rel=0)
-
-
-def test_two_levels_of_delayed_nesterov_by_hand() -> None:
-    """HALoS, with windows of two and momentum .5 on both levels.
-
-    The region has lr 2: theta <- theta - g, and at a window's end less m as well.  Above, lr is 1:
-    theta <- theta - g/2, and at a window's end less m/2.  m <- m/2 + (mean of the window) on either.  After two updates
-    the region sends what it has gained, and it takes a fourth of what comes back.
-    """
-
-    def delayed(lr: float) -> OuterOptimizerOptions:
-        return OuterOptimizerOptions(kind="delayed_nesterov", lr=lr, momentum=0.5, window=2)
-
-    above = Level(delayed(1.0), weights="uniform")
-    above.theta = number(100.0)
-    above.handle(ev.JoinRequested(1, "x", "p"))
-    region = Region(above, "region-a", 2, 0.25, optimizer=delayed(2.0), weights="uniform")
-    for site in "st":
-        region.handle(ev.JoinRequested(1, site, "p"))
-    region.join()
-    region.settle()
-    assert (region.version, region.theta.item()) == (1, 100.0)
-
-    region.push("s", 1, 8.0)
-    region.step()
-    assert region.theta.item() == 92.0  # 100 - 8
-    region.push("t", 1, 4.0, base_version=1)
-    region.step()
-    assert region.theta.item() == 82.0  # m = (8 + 4)/2 = 6;  92 - 4 - 6
-    region.seal()
-    region.do()
-    above.step()
-    assert above.theta.item() == 91.0  # The region brings 100 - 82 = 18;  100 - 18/2
-    above.push("x", 1, 6.0, base_version=0)
-    above.step()
-    assert above.theta.item() == 82.0  # m = (18 + 6)/2 = 12;  91 - 6/2 - 12/2
-    region.push("s", 2, 2.0, base_version=1)
-    region.step()
-    assert region.theta.item() == 80.0  # 82 - 2, the first of a window, before the region hears of versions 1 and 2
-    region.settle()
-    assert region.theta.item() == 80.5  # 3/4 x 80 + 1/4 x 82, in the middle of the window
-
-    region.push("t", 2, 10.0)
-    region.step()
-    assert region.theta.item() == 61.5  # m = 6/2 + (2 + 10)/2 = 9;  80.5 - 10 - 9
-    region.settle()
-    assert above.theta.item() == 72.5  # The region brings 80.5 - 61.5 = 19, from what it took;  82 - 19/2
-    assert region.theta.item() == 64.25  # 3/4 x 61.5 + 1/4 x 72.5
-    above.push("x", 2, 7.0)
-    region.settle()
-    assert above.theta.item() == 59.5  # m = 12/2 + (19 + 7)/2 = 19;  72.5 - 7/2 - 19/2
-    assert region.theta.item() == 63.0625  # 3/4 x 64.25 + 1/4 x 59.5: nothing is unsent
-    assert [(seal.sequence, seal.base_version) for seal in region.sent] == [(1, 0), (2, 2)]
-    assert (above.version, region.version) == (4, 8)
 
 
 # --- Selections ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,708 @@
+"""A region between its sites and the syncer above: what goes up, what comes down, and what its end leaves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.events import Ending, Outcome, Reason, UpstreamFetched
+from diloco.sync.options import OuterOptions
+from diloco.sync.state import Phase
+from diloco.sync.syncer import OuterSync, replay
+from tests.sooner import sooner
+from tests.sync.driving import of
+from tests.sync.two_levels import Level, Region, number
+
+
+def based(updates: int = 2, **options: object) -> tuple[Level, Region]:
+    """A run above with a plain site x, and a region with a site s, which holds the version above."""
+    above = Level()
+    above.theta = number(100.0)
+    above.handle(ev.JoinRequested(1, "x", "p"))
+    region = Region(above, "region-a", updates, **options)  # type: ignore[arg-type]
+    region.handle(ev.JoinRequested(1, "s", "p"))
+    region.join()
+    region.settle()
+    assert region.theta.item() == 100.0
+    return above, region
+
+
+def merge(region: Region, *values: float, first: int = 1, **given: object) -> None:
+    """Updates of the site s, each all alone in its round."""
+    for sequence, value in enumerate(values, first):
+        region.push("s", sequence, value, **({"tokens": 10} | given))
+        region.step()
+
+
+def sent(*values: float, **options: object) -> tuple[Level, Region]:
+    """A region with an update on its way: of the first two ``values``, the others are merged after it."""
+    above, region = based(**options)  # type: ignore[arg-type]
+    merge(region, *values)
+    region.seal()
+    return above, region
+
+
+def column(region: Region, *names: str) -> list[int]:
+    ledger = region.ledger()
+    return [ledger[name] for name in names]
+
+
+def test_a_new_region_takes_the_version_above_whole_before_a_round_of_it_closes() -> None:
+    above = Level()
+    above.theta = number(100.0)
+    region = Region(above, "region-a")
+    region.handle(ev.JoinRequested(1, "s", "p"))
+    region.push("s", 1, 8.0)
+    assert not region.commands, "a round closed without a base"
+    region.join()
+    region.settle()
+    assert region.theta.item() == 92.0
+    assert region.version == 2
+    assert region.ledger() == {
+        "processed": 100, "merged": 0, "refused": 0, "in_flight": 0, "unsent": 100, "overwritten": 0, "lost": 0
+    }  # fmt: skip
+
+
+def test_two_levels_by_hand() -> None:
+    above, region = based()
+    region.push("s", 1, 8.0, tokens=100, steps=10)
+    region.step()
+    assert not region.sealing, "one of two updates is merged"
+    region.push("s", 2, 4.0, tokens=60, steps=5)
+    region.step()
+    assert region.theta.item() == 88.0
+    ((seal, value),) = region.sealing
+    assert value.item() == 12.0
+    assert (seal.tokens, seal.steps, seal.base_version) == (160, 15, 0)
+    region.seal()
+    region.do()
+    assert region.ledger()["in_flight"] == 160
+    above.step()
+    assert above.theta.item() == 88.0
+    above.push("x", 1, 48.0)
+    above.step()
+    region.push("s", 3, 16.0, tokens=40)  # Merged while the answer is on its way.
+    region.step()
+    region.settle()
+    assert above.theta.item() == 40.0
+    assert region.theta.item() == 0.75 * 72 + 0.25 * 40
+    assert region.ledger() == {
+        "processed": 200, "merged": 160, "refused": 0, "in_flight": 0, "unsent": 0, "overwritten": 40, "lost": 0
+    }  # fmt: skip
+    assert region.syncer.machine.progress_ppm() == 250_000
+    region.push("s", 4, 1.0)  # The fourth of the fragment: due again.
+    region.step()
+    ((seal, value),) = region.sealing
+    assert (value.item(), seal.base_version) == (1.0, 2)
+
+
+def test_19_from_the_blend_so_many_updates_count_and_none_goes_up_while_one_is_under_way() -> None:
+    """HALoS' code with K 2 and a 1/4: of seven updates of 1, the first two go up, then the last two."""
+    above, region = based(from_blend=True)
+
+    def merge(sequence: int) -> int:
+        region.push("s", sequence, 1.0)
+        region.step()
+        return len(region.sent) + len(region.sealing)
+
+    assert [merge(1), merge(2)] == [0, 1]
+    region.seal()
+    region.do()
+    assert [merge(3), merge(4), merge(5)] == [1, 1, 1]
+    region.settle()
+    assert above.theta.item() == 98.0
+    assert region.theta.item() == 0.75 * 95 + 0.25 * 98
+    assert merge(6) == 1
+    region.restart()
+    region.settle()
+    assert merge(7) == 2
+    ((seal, value),) = region.sealing
+    assert (value.item(), seal.tokens, seal.base_version) == (2.0, 200, 1)
+
+
+def test_others_versions_wait_for_the_regions_own_update_and_are_taken_at_once_by_an_idle_one() -> None:
+    above, region = based()
+    above.push("x", 1, 40.0)
+    region.settle()
+    assert region.theta.item() == 0.75 * 100 + 0.25 * 60, "nothing here would have been given up for it"
+    region.push("s", 1, 8.0)
+    region.step()
+    above.push("x", 2, 20.0)
+    region.settle()
+    assert region.theta.item() == 82.0, "what s has brought is not sent yet"
+    region.push("s", 2, 2.0)
+    region.settle()
+    assert above.theta.item() == 30.0
+    assert region.theta.item() == 0.75 * 80 + 0.25 * 30
+
+
+def test_the_momentum_is_kept_and_staleness_counts_the_versions_that_were_taken() -> None:
+    heavy = OuterOptimizerOptions(kind="heavy_ball", lr=1.0, momentum=0.5)
+    above, region = based()
+    region.optimizer = heavy
+    region.push("s", 1, 8.0)
+    region.step()
+    region.push("s", 2, 0.0)
+    region.step()
+    assert region.theta.item() == 88.0  # 100 - 8 - 4
+    region.settle()
+    assert above.theta.item() == 88.0
+    assert region.theta.item() == 88.0
+    region.push("s", 3, 0.0, base_version=1)
+    command = region.commands[0]
+    assert isinstance(command, fx.StartOuterStep)
+    assert command.version - 1 - command.contributions[0].base_version == 3, "one of the three was taken from above"
+    region.step()
+    assert region.theta.item() == 86.0
+
+
+def test_a_second_update_before_the_answer_is_less_the_first() -> None:
+    _, region = based()
+    merge(region, 8.0, 4.0, 2.0, 1.0)
+    ((_, first),) = region.sealing  # One update at a time waits for its answer.
+    assert first.item() == 12.0
+    region.seal()
+    assert not region.sealing
+    region.do()
+    ((seal, second),) = region.sealing
+    assert (seal.in_flight, second.item()) == ((1,), 3.0)
+
+
+def test_updates_whose_versions_are_long_in_coming_are_no_more_than_may_be_in_flight() -> None:
+    above, region = based(updates=1)
+
+    def merge(sequence: int, **given: object) -> None:
+        region.push("s", sequence, 4.0, tokens=10, **given)
+        region.step()
+        while region.sealing or region.orders:
+            if region.sealing:
+                region.seal()
+            elif isinstance(region.orders[0], fx.Fetch):
+                region.orders.popleft()  # It takes long.
+            else:
+                region.do()
+            if above.commands:
+                above.step()
+            region.hear()
+
+    for sequence in range(1, 5):
+        merge(sequence)
+    assert (len(region.outbox), above.theta.item()) == (2, 92.0)
+    assert region.ledger()["unsent"] == 20
+    region.handle(ev.FinalAnnounced(ev.Ending.FINISHED))
+    merge(5, final=True)
+    assert above.theta.item() == 80.0, "nothing is taken any more, and the rest goes up"
+    assert len(region.outbox) == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "theta", "merged", "refused"),
+    [(Reason.OVERLOAD, 88.0, 20, 0), (Reason.OUTLIER, 100.0, 0, 20)],
+    ids=["kept, it goes up with the next", "discarded, it costs the region its progress"],
+)
+def test_what_was_refused_above(reason: Reason, theta: float, merged: int, refused: int) -> None:
+    above, region = sent(8.0, 4.0)
+    region.orders.clear()
+    region.handle(ev.PushAnswered(0, 1, Outcome.REFUSED, reason))
+    assert not region.outbox
+    region.settle()
+    assert region.theta.item() == above.theta.item() == theta
+    assert column(region, "merged", "refused") == [merged, refused]
+
+
+def test_a_region_that_is_refused_for_good_stops_in_words() -> None:
+    _, region = sent(8.0, 4.0)
+    (stop,) = of(fx.StopTraining, region.handle(ev.PushAnswered(0, 1, Outcome.REFUSED, Reason.FENCED)))
+    assert stop.failed
+    assert "fenced" in stop.why
+
+
+def test_what_is_said_of_a_fragment_that_is_not_there_changes_nothing() -> None:
+    _, region = based()
+    before = region.syncer.machine.snapshot()
+    region.syncer.now_ns -= 1_000_000
+    effects = region.handle(ev.VersionPublished(1, 7, 3, 0, 0))
+    assert [type(effect) for effect in effects] == [fx.Note]
+    assert region.syncer.machine.snapshot() == before
+
+
+def test_an_update_of_a_round_of_several_counts_each_of_them() -> None:
+    _, region = based(updates=3, round_updates=0, quorum=2)
+    region.handle(ev.JoinRequested(1, "t", "p"))
+    for sequence in (1, 2):
+        region.push("s", sequence, 8.0, tokens=100, steps=10)
+        region.push("t", sequence, 4.0, tokens=60, steps=6)
+        region.step()
+    ((seal, value),) = region.sealing
+    assert (seal.tokens, seal.steps) == (320, 32)
+    assert value.item() == pytest.approx(2 * 6, rel=0.2)
+
+
+def test_a_version_above_that_cannot_be_taken_ends_the_region_and_is_tried_again() -> None:
+    above, region = based()
+    above.push("x", 1, 40.0)
+    above.step()
+    region.hear()
+    region.do()
+    command = region.commands.popleft()
+    assert isinstance(command, fx.TakeVersion)
+    (stop,) = of(fx.StopTraining, region.handle(ev.OuterStepFailed(0, command.version)))
+    assert stop.failed
+    assert "fragment 0: blended with the version above" in stop.why
+    region.restart()
+    assert list(region.commands) == [command]
+
+
+# --- The run above, or the region, was restored ----------------------------------------------------------------------
+
+
+def test_a_new_lineage_above_is_taken_whole() -> None:
+    above, region = based()
+    region.push("s", 1, 8.0, tokens=10)
+    region.step()
+    above.theta = number(7.0)
+    above.handle(ev.LineageBegan(5, ("restored",), "a test"))
+    region.handle(ev.VersionPublished(1, 0, 1, 0, 0, 5))
+    (order,) = region.orders
+    assert isinstance(order, fx.Join)
+    region.orders.clear()
+    region.join()
+    payload, region.spool["late"] = "late", number(55.0)
+    region.handle(_fetched(above.version, payload, lineage=1))
+    assert payload not in region.spool, "of the run that is no more"
+    region.fetch = lambda: _fetch(region, lineage=5)  # type: ignore[method-assign]
+    region.settle()
+    assert region.theta.item() == 7.0
+    assert region.ledger()["overwritten"] == 10
+
+
+def test_what_waits_of_an_older_lineage_above_is_never_taken() -> None:
+    above, region = based()
+    region.push("s", 1, 4.0)
+    region.step()
+    above.push("x", 1, 8.0)
+    region.settle()
+    assert region.learner.fetched == 1, "it is here, and waits"
+    above.theta = number(7.0)
+    above.handle(ev.LineageBegan(5, ("restored",), "a test"))
+    region.handle(ev.VersionPublished(1, 0, 2, 0, 0, 5))
+    region.orders.clear()
+    region.join()
+    assert not region.spool, "the values of before are let go of"
+    region.restart()
+    assert not region.commands
+    region.fetch = lambda: _fetch(region, lineage=5)  # type: ignore[method-assign]
+    region.settle()
+    assert region.theta.item() == 7.0
+
+
+def _fetched(version: int, payload: str, lineage: int) -> ev.RegionEvent:
+    from diloco.sync.events import UpstreamFetched
+
+    return UpstreamFetched(0, version, payload, "p", lineage, 1)
+
+
+def _fetch(region: Region, lineage: int) -> None:
+    region.spool["new"] = region.above.theta
+    region.handle(_fetched(region.above.version, "new", lineage))
+
+
+def test_a_version_from_a_syncer_whose_place_another_has_taken_is_fetched_again() -> None:
+    above, region = based()
+    above.push("x", 1, 40.0)
+    above.step()
+    region.handle(ev.VersionPublished(2, 0, 1, 0, 0))
+    region.orders.clear()
+    region.spool["old"] = number(60.0)
+    (order,) = of(fx.Fetch, region.handle(_fetched(1, "old", lineage=1)))
+    assert order.have_version == 0
+    assert "old" not in region.spool
+
+
+def test_a_restored_region_takes_the_version_above_whole() -> None:
+    above, region = sent(8.0, 8.0)
+    region.do()
+    above.step()
+    region.theta, region.reference = number(-3.0), None
+    region.handle(ev.LineageBegan(9, ("restored",), "a test"))
+    assert not region.spool, "of the past"
+    region.outbox.clear()
+    region.restart()
+    region.handle(ev.JoinRequested(1, "s", "p2"))
+    region.settle()
+    assert region.theta.item() == above.theta.item() == 84.0
+
+
+# --- A region's process dies -----------------------------------------------------------------------------------------
+
+
+def test_a_crash_before_the_seal_gives_the_progress_back_and_one_after_it_sends_the_same() -> None:
+    above, region = based()
+    merge(region, 4.0, 4.0)
+    region.outbox[1] = ("never told", number(8.0))  # The machine does not know of these bytes.
+    region.restart()
+    assert not region.outbox
+    ((seal, value),) = region.sealing
+    assert (seal.sequence, seal.tokens, value.item()) == (1, 20, 8.0)
+    region.seal()
+    region.restart()  # It was sealed, and not sent.
+    assert [type(each) for each in region.orders] == [fx.Send]
+    region.do()
+    region.orders.append(fx.Send(0, 1))  # Its answer was lost.
+    region.restart()
+    region.settle()
+    assert (above.theta.item(), above.version) == (92.0, 1)
+    assert column(region, "merged") == [20]
+
+
+def test_a_new_process_decides_nothing_before_it_has_joined() -> None:
+    above, region = based()
+    region.push("s", 1, 4.0)
+    region.step()
+    above.push("x", 1, 8.0)
+    region.settle()
+    region.push("s", 2, 4.0)
+    command = region.commands.popleft()
+    assert isinstance(command, fx.StartOuterStep)
+    region.handle(ev.SyncerStarted(2))
+    assert region.commands, "the outer step was under way"
+    region.step()
+    assert not region.sealing, "what is in the outbox is not known yet"
+    region.start()
+    assert not region.sealing
+    region.join()
+    assert len(region.sealing) == 1
+
+
+def test_a_version_that_waits_is_not_fetched_again_after_a_crash() -> None:
+    above, region = based()
+    region.push("s", 1, 4.0)
+    region.step()
+    above.push("x", 1, 8.0)
+    region.settle()
+    fetches = region.fetches
+    assert fetches == 2, "it lies here, and is not taken while something is unsent"
+    region.restart()
+    region.settle()
+    assert region.fetches == fetches
+    region.push("s", 2, 4.0)
+    region.settle()
+    assert region.theta.item() == 0.75 * 92 + 0.25 * 84
+
+
+def test_bytes_that_are_lost_with_a_disk_cost_the_region_what_it_cannot_tell_apart() -> None:
+    above, region = sent(4.0, 4.0)
+    region.do()
+    region.outbox.clear()
+    region.restart()
+    assert region.theta.item() == 92.0
+    region.step()
+    assert region.theta.item() == 100.0, "what it had last from above"
+    region.settle()
+    assert above.theta.item() == 92.0
+    assert region.theta.item() == 0.75 * 100 + 0.25 * 92
+    assert column(region, "merged") == [20]
+
+
+# --- The end of a region: its last round, what goes up after that, and what is left when it goes on ------------------
+
+
+def has_left(above: Level) -> bool:
+    return above.syncer.machine.state.sites["region-a"].status.value == "left"
+
+
+def ends(region: Region, event: ev.OuterEvent | None = None) -> None:
+    """The last round, in which its site leaves."""
+    region.handle(event or ev.FinalAnnounced(Ending.FINISHED))
+    region.handle(ev.SiteLeft(1, "s", 1))
+
+
+def test_the_end_above_is_the_last_round_here_and_then_the_rest_goes_up() -> None:
+    above, region = based(updates=10)
+    merge(region, 8.0)
+    above.handle(ev.DrainRequested(1))
+    region.hear()
+    assert of(fx.AnnounceFinal, region.told)
+    merge(region, 4.0, first=2, final=True)
+    assert of(fx.MarkFinal, region.told)
+    ((seal, value),) = region.sealing
+    assert (seal.final, seal.tokens, value.item()) == (True, 20, 12.0)
+    region.settle()
+    above.handle(ev.SiteLeft(1, "x", 1))
+    assert above.theta.item() == region.theta.item() == 88.0
+    assert column(region, "merged") == [20]
+    assert has_left(above)
+    assert of(fx.MarkFinal, above.told)
+
+
+def test_a_join_into_the_last_round_above_begins_the_one_here() -> None:
+    above, region = based(updates=10)
+    merge(region, 8.0)
+    above.handle(ev.DrainRequested(1))
+    region.restart()
+    assert of(fx.AnnounceFinal, region.told)
+    assert not region.sealing, "s is still to send its last"
+    region.push("s", 2, 4.0, tokens=10, final=True)
+    region.settle()
+    assert [seal.tokens for seal in region.sent] == [20]
+    assert above.theta.item() == 88.0
+
+
+def test_a_region_that_is_drained_leaves_the_run_above_and_comes_back() -> None:
+    above, region = based(updates=10)
+    merge(region, 8.0)
+    ends(region, ev.DrainRequested(1))
+    region.settle()
+    assert above.theta.item() == 92.0
+    assert not of(fx.MarkFinal, above.told)
+    region.restart()
+    region.settle()
+    region.handle(ev.JoinRequested(1, "s", "p2"))
+    region.push("s", 2, 4.0, incarnation=2, tokens=10)
+    region.settle()
+    assert column(region, "unsent") == [10]
+    assert region.theta.item() == 88.0
+
+
+def test_an_end_with_an_answer_on_its_way_gives_nothing_up_and_takes_nothing_that_comes_in_it() -> None:
+    above, region = sent(4.0, 4.0, 2.0)
+    region.do()
+    region.handle(ev.FinalAnnounced(Ending.FINISHED))
+    above.step()
+    region.hear()
+    region.do()
+    assert region.learner.fetched == 1, "it is here"
+    region.handle(ev.SiteLeft(1, "s", 1))
+    region.settle()
+    assert above.theta.item() == region.theta.item() == 90.0
+    assert column(region, "merged") == [30]
+    region.fetch()
+    assert region.spool.keys() == {"above 1"}, "a late one is let go of"
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_was_refused_in_the_last_round_does_not_go_up_at_the_end_nor_when_the_region_goes_on(
+    goes_on: bool,
+) -> None:
+    above, region = sent(4.0, 4.0, 4.0)
+    region.orders.clear()
+    if goes_on:
+        ends(region, ev.DrainRequested(1))
+    else:
+        region.push("s", 4, 4.0, tokens=10)
+        region.handle(ev.FinalAnnounced(Ending.FINISHED))
+    region.handle(ev.PushAnswered(0, 1, Outcome.REFUSED, Reason.OUTLIER))
+    if not goes_on:
+        region.handle(ev.SiteLeft(1, "s", 1))
+    region.settle()
+    assert above.theta.item() == 100.0
+    assert column(region, "refused", "overwritten", "unsent") == [20, 10 if goes_on else 20, 0]
+    assert has_left(above)
+    if goes_on:
+        region.restart()
+        region.handle(ev.JoinRequested(1, "s", "p2"))
+        region.settle()
+        assert region.theta.item() == 100.0
+        region.push("s", 4, 1.0, incarnation=2)
+        region.settle()
+        assert above.theta.item() == 99.0
+
+
+def test_what_a_last_round_merges_without_a_base_is_in_the_ledger() -> None:
+    above = Level()
+    above.theta = number(100.0)
+    region = Region(above, "region-a")
+    region.handle(ev.JoinRequested(1, "s", "p"))
+    region.push("s", 1, 8.0, tokens=10)
+    ends(region, ev.DrainRequested(1))
+    region.step()
+    assert of(fx.MarkFinal, region.told)
+    region.restart()
+    region.settle()
+    assert region.theta.item() == 100.0
+    assert column(region, "processed", "overwritten") == [10, 10]
+
+
+@pytest.mark.parametrize("above_goes_on", [False, True])
+def test_a_region_that_has_finished_goes_on_where_the_run_above_does_and_else_stays_so(above_goes_on: bool) -> None:
+    above, region = based(updates=10)
+    merge(region, 8.0)
+    ends(region)
+    region.settle()
+    assert region.syncer.machine.state.phase is Phase.ENDED
+    assert has_left(above)
+    region.told.clear()
+    if above_goes_on:
+        above.handle(ev.LineageBegan(7, ("restored",), "a test"))
+        above.theta = number(50.0)
+    region.restart(had_finished=True)
+    if not above_goes_on:
+        assert not of(fx.MarkFinal, region.told)
+        region.handle(ev.FinalAnnounced(Ending.FINISHED))
+        region.settle()
+        assert of(fx.MarkFinal, region.told) == [fx.MarkFinal(Ending.FINISHED, (2,))]
+        assert column(region, "merged") == [10]
+        return
+    while region.orders:  # The numbers of this level know one lineage only.
+        assert region.orders.popleft() == fx.Fetch(0, -1)
+    region.spool["restored"] = above.theta
+    region.handle(UpstreamFetched(0, above.version, "restored", "p", 7, above.syncer.machine.state.epoch))
+    region.step()
+    assert region.theta.item() == 50.0
+    region.handle(ev.JoinRequested(1, "s", "p2"))
+    merge(region, 4.0, first=2, incarnation=2)
+    assert region.theta.item() == 46.0
+    assert column(region, "unsent") == [10]
+    assert region.syncer.machine.state.phase is Phase.RUNNING
+
+
+# --- Two levels of delayed Nesterov, worked out by hand --------------------------------------------------------------
+
+
+def test_two_levels_of_delayed_nesterov_by_hand() -> None:
+    """HALoS, with windows of two and momentum .5 on both levels.
+
+    The region has lr 2: theta <- theta - g, and at a window's end less m as well.  Above, lr is 1:
+    theta <- theta - g/2, and at a window's end less m/2.  m <- m/2 + (mean of the window) on either.  After two updates
+    the region sends what it has gained, and it takes a fourth of what comes back.
+    """
+
+    def delayed(lr: float) -> OuterOptimizerOptions:
+        return OuterOptimizerOptions(kind="delayed_nesterov", lr=lr, momentum=0.5, window=2)
+
+    above = Level(delayed(1.0), weights="uniform")
+    above.theta = number(100.0)
+    above.handle(ev.JoinRequested(1, "x", "p"))
+    region = Region(above, "region-a", 2, 0.25, optimizer=delayed(2.0), weights="uniform")
+    for site in "st":
+        region.handle(ev.JoinRequested(1, site, "p"))
+    region.join()
+    region.settle()
+    assert (region.version, region.theta.item()) == (1, 100.0)
+
+    region.push("s", 1, 8.0)
+    region.step()
+    assert region.theta.item() == 92.0  # 100 - 8
+    region.push("t", 1, 4.0, base_version=1)
+    region.step()
+    assert region.theta.item() == 82.0  # m = (8 + 4)/2 = 6;  92 - 4 - 6
+    region.seal()
+    region.do()
+    above.step()
+    assert above.theta.item() == 91.0  # The region brings 100 - 82 = 18;  100 - 18/2
+    above.push("x", 1, 6.0, base_version=0)
+    above.step()
+    assert above.theta.item() == 82.0  # m = (18 + 6)/2 = 12;  91 - 6/2 - 12/2
+    region.push("s", 2, 2.0, base_version=1)
+    region.step()
+    assert region.theta.item() == 80.0  # 82 - 2, the first of a window, before the region hears of versions 1 and 2
+    region.settle()
+    assert region.theta.item() == 80.5  # 3/4 x 80 + 1/4 x 82, in the middle of the window
+
+    region.push("t", 2, 10.0)
+    region.step()
+    assert region.theta.item() == 61.5  # m = 6/2 + (2 + 10)/2 = 9;  80.5 - 10 - 9
+    region.settle()
+    assert above.theta.item() == 72.5  # The region brings 80.5 - 61.5 = 19, from what it took;  82 - 19/2
+    assert region.theta.item() == 64.25  # 3/4 x 61.5 + 1/4 x 72.5
+    above.push("x", 2, 7.0)
+    region.settle()
+    assert above.theta.item() == 59.5  # m = 12/2 + (19 + 7)/2 = 19;  72.5 - 7/2 - 19/2
+    assert region.theta.item() == 63.0625  # 3/4 x 64.25 + 1/4 x 59.5: nothing is unsent
+    assert [(seal.sequence, seal.base_version) for seal in region.sent] == [(1, 0), (2, 2)]
+    assert (above.version, region.version) == (4, 8)
+
+
+# --- Two regions and the syncer above them, as dice have it ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", sooner(range(12), *range(4)))
+def test_at_any_instant_a_crash_costs_nothing_and_a_replay_decides_the_same(seed: int) -> None:
+    """Sites push, levels step, processes of both die, a region is drained and goes on, words get lost and come twice,
+    updates are refused.  What goes up says as much as its tokens do, all that was merged in a region is merged above or
+    in its ledger, each of its updates was merged once, and a replay decides it all again."""
+    dice = random.Random(seed)
+    above, region = based(updates=dice.choice((1, 2, 3)))
+    regions = {"region-a": region, "region-b": Region(above, "region-b", dice.choice((1, 2)))}
+    regions["region-b"].handle(ev.JoinRequested(1, "s", "p"))
+    regions["region-b"].join()
+    sequences: Counter[str] = Counter()
+    for _ in range(240):
+        name = dice.choice(sorted(regions))
+        _something_happens(dice, above, regions[name], name, sequences)
+        regions[name].ledger()
+    for each in regions.values():
+        each.join()
+    for _ in range(3):
+        for each in regions.values():
+            each.settle()
+    for name, each in regions.items():
+        merged = each.syncer.machine.state.sites["s"].lines[0].tokens_merged
+        ledger, line = each.ledger(), above.syncer.machine.state.sites[name].lines[0]
+        assert ledger["processed"] == merged
+        assert ledger["lost"] == ledger["in_flight"] == 0
+        assert ledger["merged"] == line.tokens_merged
+        assert line.watermark == line.updates_merged, "each was merged once"
+        assert len(each.spool) <= 2
+        assert len(each.outbox) <= 2
+        again = OuterSync(OuterOptions(**_options(each.syncer.options)))
+        list(replay(again, each.syncer.records))
+        assert again.snapshot() == each.syncer.machine.snapshot()
+
+
+def _something_happens(dice: random.Random, above: Level, region: Region, name: str, sequences: Counter[str]) -> None:
+    choices = [*["s"] * 4, "x", "hear", *["crash", "deaf", "crash above", "drain"] * (dice.random() < 0.1)]
+    choices += ["below"] * (2 * bool(region.commands)) + ["above"] * bool(above.commands)
+    choices += ["seal"] * bool(region.sealing) + ["do", "do", "do twice"] * bool(region.orders)
+    choices += ["refuse"] * (bool(region.outbox) and dice.random() < 0.2)
+    match dice.choice(choices):
+        case "s" if not region.commands:
+            sequences[name] += 1
+            tokens, incarnation = dice.randrange(1, 50), region.syncer.machine.state.sites["s"].incarnation
+            region.push("s", sequences[name], float(tokens), tokens=tokens, incarnation=incarnation)
+        case "x" if not above.commands:
+            sequences["x"] += 1
+            above.push("x", sequences["x"], float(dice.randrange(-64, 64)))
+        case "hear":
+            region.hear()
+        case "deaf":
+            region.mail.clear()
+        case "crash":
+            region.restart()
+        case "crash above":
+            above.restart()
+        case "below":
+            region.step()
+        case "above":
+            above.step()
+        case "seal":
+            (seal, value) = region.sealing[0]
+            assert value.item() == pytest.approx(seal.tokens), "something goes up twice, or never"
+            region.seal()
+        case "refuse":
+            sequence = max(region.outbox)
+            reason = dice.choice((ev.Reason.OVERLOAD, ev.Reason.OUTLIER))
+            region.handle(ev.PushAnswered(0, sequence, ev.Outcome.REFUSED, reason, region.outbox[sequence][0]))
+        case "drain":
+            region.handle(ev.DrainRequested(1))
+            region.handle(ev.SiteLeft(1, "s", region.syncer.machine.state.sites["s"].incarnation))
+            while region.commands:
+                region.step()
+            if dice.random() < 0.5:
+                region.settle()
+            region.restart()
+            region.handle(ev.JoinRequested(1, "s", f"process {region.syncer.machine.state.epoch}"))
+        case "do":
+            region.do()
+        case "do twice":
+            region.orders.append(region.orders[0])
+            region.do()
+
+
+def _options(options: OuterOptions) -> dict[str, object]:
+    return {name: getattr(options, name) for name in options.__slots__}
