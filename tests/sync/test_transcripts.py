@@ -49,34 +49,23 @@ def tell(text: str) -> str:
     driver: Syncer | Site | None = None
     at_ns = 0
     for line in text.splitlines():
-        if not line or line.startswith("#"):
-            told.append(line)
-        elif not line.startswith(" "):
-            told.append(line)
-            words = line.split("#")[0].split()
-            if words[0].startswith("@"):
-                at_ns = value_of(words.pop(0)[1:])
-            name, given = words[0], dict(argument(word) for word in words[1:])
-            if driver is None:
-                driver = {"syncer": Syncer, "learner": Site}[name](**given)
-            elif name == "state":
-                told += [f"  {shown}" for shown in memory(driver)]
-            else:
-                told += [f"  {show_effect(effect)}" for effect in happen(driver, name, given, at_ns)] or ["  -"]
+        if line.startswith(" "):
+            continue
+        told.append(line)
+        words = line.split("#")[0].split()
+        if words and words[0].startswith("@"):
+            at_ns = value_of(words.pop(0)[1:])
+        if not words:
+            continue
+        name, given = words[0], {key: value_of(value) for key, _, value in (word.partition("=") for word in words[1:])}
+        if driver is None:
+            driver = {"syncer": Syncer, "learner": Site}[name](**given)
+        elif isinstance(driver, Syncer):
+            driver.now_ns = at_ns
+            told += memory_of_syncer(driver.machine) if name == "state" else effects(to_syncer(driver, name, given))
+        else:
+            told += memory_of_site(driver.machine) if name == "state" else effects(to_site(driver, name, given))
     return "\n".join(told) + "\n"
-
-
-def memory(driver: Syncer | Site) -> list[str]:
-    return memory_of_syncer(driver.machine) if isinstance(driver, Syncer) else memory_of_site(driver.machine)
-
-
-def happen(driver: Syncer | Site, name: str, given: dict[str, Any], at_ns: int) -> Sequence[object]:
-    return to_syncer(driver, name, given, at_ns) if isinstance(driver, Syncer) else to_site(driver, name, given)
-
-
-def argument(word: str) -> tuple[str, Any]:
-    name, _, value = word.partition("=")
-    return name, value_of(value)
 
 
 def value_of(text: str) -> Any:
@@ -89,31 +78,21 @@ def value_of(text: str) -> Any:
     return {"true": True, "false": False, "none": None}.get(text, text)
 
 
-def to_syncer(syncer: Syncer, name: str, given: dict[str, Any], at_ns: int) -> Sequence[object]:
-    syncer.now_ns = at_ns
+def to_syncer(syncer: Syncer, name: str, given: dict[str, Any]) -> Sequence[object]:
     match name:
-        case "push":
-            return syncer.push(**given)
-        case "done":
-            return syncer.done(**given)
+        case "push" | "done" | "join" | "restart":
+            return getattr(syncer, name)(**given)
         case "failed":
-            index = given.get("fragment", 0)
-            return syncer.handle(ev.OuterStepFailed(index, syncer.machine.state.fragments[index].version + 1))
-        case "restart":
-            return syncer.restart(**given)
+            return syncer.handle(ev.OuterStepFailed(0, syncer.machine.state.fragments[0].version + 1))
         case "deadline":
-            assert syncer.machine.next_deadline_ns() == at_ns, (
-                f"the machine waits for {syncer.machine.next_deadline_ns()}"
-            )
+            wanted = syncer.machine.next_deadline_ns()
+            assert wanted == syncer.now_ns, f"the machine waits for {wanted}"
             return syncer.deadline()
-        case "join":
-            return syncer.join(**given)
         case "restored":
             digests = tuple(f"r{index}" for index in range(syncer.options.num_fragments))
             return syncer.handle(ev.LineageBegan(given["lineage"], digests, "a backup"))
-    kinds = {"silent": ev.SiteSilent, "heard": ev.SiteHeard}
-    if name in kinds:
-        return syncer.handle(kinds[name](**given))
+        case "silent" | "heard":
+            return syncer.handle({"silent": ev.SiteSilent, "heard": ev.SiteHeard}[name](**given))
     asked = {"leave": ev.SiteLeft, "evict": ev.SiteEvicted, "drain": ev.DrainRequested}
     return syncer.handle(asked[name](call=1, **given))
 
@@ -121,18 +100,14 @@ def to_syncer(syncer: Syncer, name: str, given: dict[str, Any], at_ns: int) -> S
 def to_site(site: Site, name: str, given: dict[str, Any]) -> Sequence[object]:
     match name:
         case "joined":
+            fates = {"fates": (fate_of(given.pop("fate")),)} if "fate" in given else {}
             names = {field.name for field in dataclasses.fields(ev.FragmentStanding)}
-            lines = {key: value for key, value in given.items() if key in names}
-            rest = {key: value for key, value in given.items() if key not in names and key != "fate"}
+            lines = {key: given.pop(key) for key in names & given.keys()} | fates
             if "undecided" in lines:
-                lines["undecided"] = tuple((int(s), 150) for s in str(lines["undecided"]).split(","))
-            if "fate" in given:
-                lines["fates"] = (fate_of(given["fate"]),)
-            return site.join(*([known(**lines)] if lines else []), **{"ending": None} | rest_of(rest))
-        case "train":
-            return site.train(**given)
-        case "boundary":
-            return site.boundary()
+                lines["undecided"] = ((lines["undecided"], 150),)
+            return site.join(*([known(**lines)] if lines else []), **given)
+        case "train" | "boundary":
+            return getattr(site, name)(**given)
         case "sealed":
             return site.seal(**given)
         case "answer":
@@ -142,26 +117,21 @@ def to_site(site: Site, name: str, given: dict[str, Any]) -> Sequence[object]:
             return site.handle(ev.FateTold(fate_of(given["of"])))
         case "fetched":
             fates = (fate_of(given.pop("fate")),) if "fate" in given else ()
-            return site.handle(ev.VersionFetched(**({"fragment": 0} | given), fates=fates))
+            return site.handle(ev.VersionFetched(0, given["version"], fates))
         case "published":
-            return site.handle(
-                ev.VersionPublished(**({"epoch": 1, "fragment": 0} | given), run_tokens=0, progress_ppm=0)
-            )
+            return site.handle(ev.VersionPublished(given.get("epoch", 1), 0, given["version"], 0, 0))
         case "checkpoint":
             site.checkpoint = site.machine.snapshot()
-            return []
         case "restart":
-            outbox = {(0, int(key)): f"u{key}" for key in str(given.get("outbox", "")).split(",") if key}
+            outbox = {(0, given["outbox"]): f"u{given['outbox']}"} if "outbox" in given else {}
             site.restart(site.checkpoint, outbox, given.get("processed", 0))
-            return []
         case "final":
             return site.handle(ev.FinalAnnounced(ev.Ending(given["ending"])))
-    plain = {"seal_failed": ev.SealFailed, "fetch_failed": ev.FetchFailed, "leave_asked": ev.LeaveAsked}
-    return site.handle(plain[name](**({} if name == "leave_asked" else {"fragment": 0} | given)))
-
-
-def rest_of(given: dict[str, Any]) -> dict[str, Any]:
-    return given | ({"ending": ev.Ending(given["ending"])} if given.get("ending") else {})
+        case "seal_failed":
+            return site.handle(ev.SealFailed(0, given["sequence"]))
+        case _:
+            raise AssertionError(f"a site knows no {name}")
+    return []
 
 
 def fate_of(text: str) -> ev.Fate:
@@ -176,6 +146,10 @@ def fate_of(text: str) -> ev.Fate:
 # --- Effects and memories as the lines of a story --------------------------------------------------------------------
 
 HIDDEN = frozenset({"call", "payload", "encoding"})  # They say nothing about the protocol.
+
+
+def effects(found: Sequence[object]) -> list[str]:
+    return [f"  {show_effect(effect)}" for effect in found] or ["  -"]
 
 
 def show_effect(effect: Any) -> str:
@@ -238,7 +212,7 @@ def memory_of_syncer(machine: OuterSync) -> list[str]:
             updates = [show_fate(fate) for fate in line_of.fates] + updates
             parts.append(f"watermark {line_of.watermark} [{' '.join(updates)}]" + (" final" if line_of.final else ""))
         lines.append(", ".join(parts))
-    return lines
+    return [f"  {line}" for line in lines]
 
 
 def memory_of_site(machine: LearnerSync) -> list[str]:
@@ -254,4 +228,4 @@ def memory_of_site(machine: LearnerSync) -> list[str]:
         lines.append(line + (", due" if part.due else "") + (", retaking" if part.retaking else ""))
         ledger = dataclasses.asdict(ledger_of(state, index))
         lines.append("  tokens: " + " ".join(f"{key}={value}" for key, value in ledger.items() if value))
-    return lines
+    return [f"  {line}" for line in lines]
