@@ -63,18 +63,14 @@ def test_a_new_region_takes_the_version_above_whole_before_a_round_of_it_closes(
     region.settle()
     assert region.theta.item() == 92.0
     assert region.version == 2
-    assert region.ledger() == {
-        "processed": 100, "merged": 0, "refused": 0, "in_flight": 0, "unsent": 100, "overwritten": 0, "lost": 0
-    }  # fmt: skip
+    assert column(region, "processed", "unsent") == [100, 100]
 
 
 def test_two_levels_by_hand() -> None:
     above, region = based()
-    region.push("s", 1, 8.0, tokens=100, steps=10)
-    region.step()
+    merge(region, 8.0, tokens=100, steps=10)
     assert not region.sealing, "one of two updates is merged"
-    region.push("s", 2, 4.0, tokens=60, steps=5)
-    region.step()
+    merge(region, 4.0, first=2, tokens=60, steps=5)
     assert region.theta.item() == 88.0
     ((seal, value),) = region.sealing
     assert value.item() == 12.0
@@ -91,9 +87,7 @@ def test_two_levels_by_hand() -> None:
     region.settle()
     assert above.theta.item() == 40.0
     assert region.theta.item() == 0.75 * 72 + 0.25 * 40
-    assert region.ledger() == {
-        "processed": 200, "merged": 160, "refused": 0, "in_flight": 0, "unsent": 0, "overwritten": 40, "lost": 0
-    }  # fmt: skip
+    assert column(region, "processed", "merged", "overwritten") == [200, 160, 40]
     assert region.syncer.machine.progress_ppm() == 250_000
     region.push("s", 4, 1.0)  # The fourth of the fragment: due again.
     region.step()
@@ -105,24 +99,23 @@ def test_19_from_the_blend_so_many_updates_count_and_none_goes_up_while_one_is_u
     """HALoS' code with K 2 and a 1/4: of seven updates of 1, the first two go up, then the last two."""
     above, region = based(from_blend=True)
 
-    def merge(sequence: int) -> int:
-        region.push("s", sequence, 1.0)
-        region.step()
+    def sealed_after(sequence: int) -> int:
+        merge(region, 1.0, first=sequence)
         return len(region.sent) + len(region.sealing)
 
-    assert [merge(1), merge(2)] == [0, 1]
+    assert [sealed_after(1), sealed_after(2)] == [0, 1]
     region.seal()
     region.do()
-    assert [merge(3), merge(4), merge(5)] == [1, 1, 1]
+    assert [sealed_after(3), sealed_after(4), sealed_after(5)] == [1, 1, 1]
     region.settle()
     assert above.theta.item() == 98.0
     assert region.theta.item() == 0.75 * 95 + 0.25 * 98
-    assert merge(6) == 1
+    assert sealed_after(6) == 1
     region.restart()
     region.settle()
-    assert merge(7) == 2
+    assert sealed_after(7) == 2
     ((seal, value),) = region.sealing
-    assert (value.item(), seal.tokens, seal.base_version) == (2.0, 200, 1)
+    assert (value.item(), seal.tokens, seal.base_version) == (2.0, 20, 1)
 
 
 def test_others_versions_wait_for_the_regions_own_update_and_are_taken_at_once_by_an_idle_one() -> None:
@@ -130,8 +123,7 @@ def test_others_versions_wait_for_the_regions_own_update_and_are_taken_at_once_b
     above.push("x", 1, 40.0)
     region.settle()
     assert region.theta.item() == 0.75 * 100 + 0.25 * 60, "nothing here would have been given up for it"
-    region.push("s", 1, 8.0)
-    region.step()
+    merge(region, 8.0)
     above.push("x", 2, 20.0)
     region.settle()
     assert region.theta.item() == 82.0, "what s has brought is not sent yet"
@@ -145,10 +137,7 @@ def test_the_momentum_is_kept_and_staleness_counts_the_versions_that_were_taken(
     heavy = OuterOptimizerOptions(kind="heavy_ball", lr=1.0, momentum=0.5)
     above, region = based()
     region.optimizer = heavy
-    region.push("s", 1, 8.0)
-    region.step()
-    region.push("s", 2, 0.0)
-    region.step()
+    merge(region, 8.0, 0.0)
     assert region.theta.item() == 88.0  # 100 - 8 - 4
     region.settle()
     assert above.theta.item() == 88.0
@@ -263,8 +252,7 @@ def test_a_version_above_that_cannot_be_taken_ends_the_region_and_is_tried_again
 
 def test_a_new_lineage_above_is_taken_whole() -> None:
     above, region = based()
-    region.push("s", 1, 8.0, tokens=10)
-    region.step()
+    merge(region, 8.0)
     above.theta = number(7.0)
     above.handle(ev.LineageBegan(5, ("restored",), "a test"))
     region.handle(ev.VersionPublished(1, 0, 1, 0, 0, 5))
@@ -283,8 +271,7 @@ def test_a_new_lineage_above_is_taken_whole() -> None:
 
 def test_what_waits_of_an_older_lineage_above_is_never_taken() -> None:
     above, region = based()
-    region.push("s", 1, 4.0)
-    region.step()
+    merge(region, 4.0)
     above.push("x", 1, 8.0)
     region.settle()
     assert region.learner.fetched == 1, "it is here, and waits"
@@ -302,8 +289,6 @@ def test_what_waits_of_an_older_lineage_above_is_never_taken() -> None:
 
 
 def _fetched(version: int, payload: str, lineage: int) -> ev.RegionEvent:
-    from diloco.sync.events import UpstreamFetched
-
     return UpstreamFetched(0, version, payload, "p", lineage, 1)
 
 
@@ -362,8 +347,7 @@ def test_a_crash_before_the_seal_gives_the_progress_back_and_one_after_it_sends_
 
 def test_a_new_process_decides_nothing_before_it_has_joined() -> None:
     above, region = based()
-    region.push("s", 1, 4.0)
-    region.step()
+    merge(region, 4.0)
     above.push("x", 1, 8.0)
     region.settle()
     region.push("s", 2, 4.0)
@@ -381,8 +365,7 @@ def test_a_new_process_decides_nothing_before_it_has_joined() -> None:
 
 def test_a_version_that_waits_is_not_fetched_again_after_a_crash() -> None:
     above, region = based()
-    region.push("s", 1, 4.0)
-    region.step()
+    merge(region, 4.0)
     above.push("x", 1, 8.0)
     region.settle()
     fetches = region.fetches
@@ -585,8 +568,7 @@ def test_two_levels_of_delayed_nesterov_by_hand() -> None:
     region.settle()
     assert (region.version, region.theta.item()) == (1, 100.0)
 
-    region.push("s", 1, 8.0)
-    region.step()
+    merge(region, 8.0)
     assert region.theta.item() == 92.0  # 100 - 8
     region.push("t", 1, 4.0, base_version=1)
     region.step()
@@ -598,8 +580,7 @@ def test_two_levels_of_delayed_nesterov_by_hand() -> None:
     above.push("x", 1, 6.0, base_version=0)
     above.step()
     assert above.theta.item() == 82.0  # m = (18 + 6)/2 = 12;  91 - 6/2 - 12/2
-    region.push("s", 2, 2.0, base_version=1)
-    region.step()
+    merge(region, 2.0, first=2, base_version=1)
     assert region.theta.item() == 80.0  # 82 - 2, the first of a window, before the region hears of versions 1 and 2
     region.settle()
     assert region.theta.item() == 80.5  # 3/4 x 80 + 1/4 x 82, in the middle of the window
