@@ -382,6 +382,7 @@ def test_an_operators_word_keeps_a_held_update_out_and_what_came_after_it_does_n
     assert not of(fx.StartOuterStep, push(syncer))
     effects = decide(syncer, WITHDRAW)
     assert only(fx.TellFate, effects).fate.reason is Reason.WITHDRAWN
+    assert only(fx.AnswerDone, effects).reason is None
     assert [update.sequence for update in only(fx.StartOuterStep, effects).contributions[0].updates] == [8]
     assert decide(syncer, WITHDRAW) == [fx.AnswerDone(1)]
     assert decide(syncer, ADMIT) == [fx.AnswerDone(1, Reason.CONFLICT)]

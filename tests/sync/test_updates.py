@@ -440,12 +440,14 @@ def test_updates_of_an_earlier_process_fill_the_window_too() -> None:
 def test_invariant_9_a_fate_told_many_times_counts_once() -> None:
     site = Site()
     site.send(1)
+    assert not site.machine.settled()
     for _ in range(3):
         site.fate(1, 1)
         site.handle(ev.VersionFetched(0, 1, (ev.Fate(0, 1, 1, 150, "u1"),)))
         site.join(known(version=1, watermark=1, fates=(ev.Fate(0, 1, 1, 150, "u1"),)))
     part = site.machine.state.fragments[0]
     assert (part.tokens_merged, part.updates_merged) == (150, 1)
+    assert site.machine.settled()
 
 
 def test_fetch_that_brings_nothing_newer_is_not_repeated_at_once() -> None:
