@@ -544,61 +544,6 @@ def test_a_region_that_has_finished_goes_on_where_the_run_above_does_and_else_st
     assert region.syncer.machine.state.phase is Phase.RUNNING
 
 
-# --- Two levels of delayed Nesterov, worked out by hand --------------------------------------------------------------
-
-
-def test_two_levels_of_delayed_nesterov_by_hand() -> None:
-    """HALoS, with windows of two and momentum .5 on both levels.
-
-    The region has lr 2: theta <- theta - g, and at a window's end less m as well.  Above, lr is 1:
-    theta <- theta - g/2, and at a window's end less m/2.  m <- m/2 + (mean of the window) on either.  After two updates
-    the region sends what it has gained, and it takes a fourth of what comes back.
-    """
-
-    def delayed(lr: float) -> OuterOptimizerOptions:
-        return OuterOptimizerOptions(kind="delayed_nesterov", lr=lr, momentum=0.5, window=2)
-
-    above = Level(delayed(1.0), weights="uniform")
-    above.theta = number(100.0)
-    above.handle(ev.JoinRequested(1, "x", "p"))
-    region = Region(above, "region-a", 2, 0.25, optimizer=delayed(2.0), weights="uniform")
-    for site in "st":
-        region.handle(ev.JoinRequested(1, site, "p"))
-    region.join()
-    region.settle()
-    assert (region.version, region.theta.item()) == (1, 100.0)
-
-    merge(region, 8.0)
-    assert region.theta.item() == 92.0  # 100 - 8
-    region.push("t", 1, 4.0, base_version=1)
-    region.step()
-    assert region.theta.item() == 82.0  # m = (8 + 4)/2 = 6;  92 - 4 - 6
-    region.seal()
-    region.do()
-    above.step()
-    assert above.theta.item() == 91.0  # The region brings 100 - 82 = 18;  100 - 18/2
-    above.push("x", 1, 6.0, base_version=0)
-    above.step()
-    assert above.theta.item() == 82.0  # m = (18 + 6)/2 = 12;  91 - 6/2 - 12/2
-    merge(region, 2.0, first=2, base_version=1)
-    assert region.theta.item() == 80.0  # 82 - 2, the first of a window, before the region hears of versions 1 and 2
-    region.settle()
-    assert region.theta.item() == 80.5  # 3/4 x 80 + 1/4 x 82, in the middle of the window
-
-    region.push("t", 2, 10.0)
-    region.step()
-    assert region.theta.item() == 61.5  # m = 6/2 + (2 + 10)/2 = 9;  80.5 - 10 - 9
-    region.settle()
-    assert above.theta.item() == 72.5  # The region brings 80.5 - 61.5 = 19, from what it took;  82 - 19/2
-    assert region.theta.item() == 64.25  # 3/4 x 61.5 + 1/4 x 72.5
-    above.push("x", 2, 7.0)
-    region.settle()
-    assert above.theta.item() == 59.5  # m = 12/2 + (19 + 7)/2 = 19;  72.5 - 7/2 - 19/2
-    assert region.theta.item() == 63.0625  # 3/4 x 64.25 + 1/4 x 59.5: nothing is unsent
-    assert [(seal.sequence, seal.base_version) for seal in region.sent] == [(1, 0), (2, 2)]
-    assert (above.version, region.version) == (4, 8)
-
-
 # --- Two regions and the syncer above them, as dice have it ----------------------------------------------------------
 
 

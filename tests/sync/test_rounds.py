@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
-from diloco.outer.optimizer import outer_step as optimizer_step
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import SECOND_NS, OuterOptions, smoothed
@@ -17,6 +14,7 @@ from diloco.sync.rounds import (
     Standstill,
     grace_ns,
     normalised,
+    of_its_age,
     outer_step,
     parse_selection,
     raw_weight,
@@ -26,7 +24,6 @@ from diloco.sync.rounds import (
 )
 from diloco.sync.state import Status
 from tests.sync.driving import MS, Syncer, of, only, running
-from tests.sync.two_levels import PLAIN, Level, number
 
 
 @pytest.mark.parametrize("gone", [ev.SiteSilent("b"), ev.SiteLeft(1, "b", 1), ev.SiteEvicted(1, "b")])
@@ -213,6 +210,8 @@ RULES = pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"
 @pytest.mark.parametrize(("rule", "weight"), [("tokens2_per_step", 2500.0), ("tokens", 500.0), ("uniform", 1.0)])
 def test_rules(rule: str, weight: float) -> None:
     assert raw_weight(rule, 500, 100) == weight
+    assert [of_its_age(age, 0.0) for age in (0, 3)] == [1.0, 1.0]
+    assert [of_its_age(age, 0.5) for age in (0, 3)] == [1.0, 0.5], "what is old counts less"
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(0, 1), (-1, 1), (1, 0)])
@@ -272,25 +271,6 @@ def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_i
     assert outer_step(whole.options, whole.machine.state, 0, everything).contributions == ()
 
 
-@pytest.mark.parametrize("senders", ["abc", "aab", "aaa"])
-def test_19_by_update_whoever_sent_them_each_is_a_term_with_its_own_weight_and_base(senders: str) -> None:
-    options = {"merge_by": "update", "updates_in_flight_max": 3, "weights": "tokens", "staleness_power": 1.0}
-    syncer = running("a", "b", "c", round_updates=3, **options)
-    for sequence in (1, 2, 3):
-        syncer.push("c", sequence)
-    syncer.done()
-    sent = dict.fromkeys("abc", 0) | {"c": 3}
-    for (place, site), base, tokens in zip(enumerate(senders), (1, 0, 1), (100, 400, 100), strict=True):
-        sent[site] += 1
-        effects = syncer.push(site, sent[site], base_version=base, tokens=tokens)
-        assert bool(of(fx.StartOuterStep, effects)) == (place == 2)
-    step = only(fx.StartOuterStep, effects)
-    assert [part.site for part in step.contributions] == list(senders)
-    assert [part.base_version for part in step.contributions] == [1, 0, 1]
-    assert [part.weight for part in step.contributions] == [0.25, 0.5, 0.25]  # 400 tokens at age 1 are 200
-    assert [len(part.updates) for part in step.contributions] == [1, 1, 1]
-
-
 def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
     syncer = running("a", "b", round_updates=3, merge_by="update", weights="uniform")
     syncer.push("a")
@@ -321,17 +301,6 @@ def shares(*rounds: str, **options: object) -> list[float]:
 @pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
 def test_19_a_step_is_taken_by_the_share_of_the_sites_in_it(rule: str) -> None:
     assert shares("a", "b", "cd", "abcd", "abc", weights=rule) == [0.25, 0.25, 0.5, 1.0, 0.75]
-
-
-def test_19_who_is_away_has_no_part_in_a_full_round() -> None:
-    syncer = running("a", "b", "c", share_weighted=True)
-    assert only(fx.StartOuterStep, syncer.push("a")).share == pytest.approx(1 / 3)
-    syncer.done()
-    syncer.handle(ev.SiteSilent("c"))
-    assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5
-    syncer.done()
-    syncer.handle(ev.SiteLeft(1, "a", 1))
-    assert only(fx.StartOuterStep, syncer.push("b", 2, base_version=2)).share == 1.0
 
 
 @pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
@@ -375,14 +344,6 @@ def test_19_a_newcomer_counts_no_more_than_the_largest_of_the_others() -> None:
     assert [part.weight for part in step.contributions] == pytest.approx([1 / 3] * 3)
 
 
-def test_19_a_restart_takes_the_same_share_whatever_came_meanwhile() -> None:
-    syncer = running("a", "b", "c", share_weighted=True)
-    first = only(fx.StartOuterStep, syncer.push("a"))
-    syncer.push("b", tokens=7000)
-    syncer.handle(ev.SiteSilent("c"))
-    assert only(fx.StartOuterStep, syncer.restart()) == first
-
-
 def test_19_a_share_is_one_without_the_setting_never_nothing_and_less_by_what_is_left_out() -> None:
     assert only(fx.StartOuterStep, running("a", "b", "c").push("a")).share == 1.0
     assert share(["a"], {"a": 1.0, "b": 1e30}) == 1e-6
@@ -407,166 +368,6 @@ def test_19_no_update_says_what_it_counts_itself(claim: int) -> None:
             found.append(step.share)
     assert found[:5] == [0.5] * 5, "the long update counts as its site's usual one"
     assert all(0.39 < each < 0.61 for each in found), "and moves what is usual by half a sample"
-
-
-def test_19_a_step_that_failed_leaves_what_is_usual() -> None:
-    syncer = running("a", "b", share_weighted=True, weights="tokens")
-    syncer.push("a", tokens=100)
-    syncer.done()
-    syncer.push("b", tokens=6400, base_version=1)
-    syncer.handle(ev.OuterStepFailed(0, 2))
-    assert only(fx.StartOuterStep, syncer.push("b", 2, tokens=100, base_version=1)).share == 0.5
-
-
-# --- The values that a run arrives at under the asynchronous rules, update by update, worked out by hand in fp64 -----
-
-EXACT = 1e-12
-DELAYED = OuterOptimizerOptions(kind="delayed_nesterov", lr=1.0, momentum=0.5, window=4)
-ONE_BY_ONE = pytest.mark.parametrize("round_updates", [0, 1])
-"""Every update merges alone where no site is waited for, whether a round is bounded to one or is all that came."""
-
-
-def run(optimizer: OuterOptimizerOptions, **options: object) -> Level:
-    """A run with the sites a, b and c; version 0 is the number 100."""
-    level = Level(optimizer, **({"weights": "uniform"} | options))
-    level.theta = number(100.0)
-    for site in "abc":
-        level.handle(ev.JoinRequested(1, site, "p"))
-    return level
-
-
-def play(level: Level, *arrivals: tuple[str, int, float]) -> list[float]:
-    """What every version holds; an arrival is a site, the version that it trained from, and where it got to from
-    there."""
-    published, sequences = [level.theta], Counter[str]()
-    for site, base, reached in arrivals:
-        sequences[site] += 1
-        level.push(site, sequences[site], published[base] - reached, base_version=base)
-        level.step()
-        published.append(level.theta)
-    assert level.version == len(arrivals)
-    return [each.item() for each in published[1:]]
-
-
-@ONE_BY_ONE
-def test_delayed_nesterov_arrival_by_arrival(round_updates: int) -> None:
-    """With lr 1, mu .5, N 4 and c 0 each update moves theta by a fourth of itself, and the last of a window by half
-    of the momentum as well, which is then m <- m/2 + (mean of the window)."""
-    values = play(
-        run(DELAYED, round_updates=round_updates),
-        ("a", 0, 92.0),  # 100 - 92 = 8
-        ("b", 0, 96.0),  # 100 - 96 = 4, one version old
-        ("a", 1, 82.0),  # 98 - 82 = 16, one version old
-        ("c", 0, 88.0),  # 100 - 88 = 12, three versions old
-        ("b", 4, 81.0),  # 85 - 81 = 4
-        ("a", 4, 77.0),  # 85 - 77 = 8, one version old
-        ("b", 6, 86.0),  # 82 - 86 = -4
-        ("c", 7, 67.0),  # 83 - 67 = 16
-    )
-    assert values == [
-        98.0,  # 100 - 8/4
-        97.0,  # 98 - 4/4
-        93.0,  # 97 - 16/4
-        85.0,  # m = (8 + 4 + 16 + 12)/4 = 10;  93 - 12/4 - 10/2
-        84.0,  # 85 - 4/4, and the momentum rests
-        82.0,  # 84 - 8/4
-        83.0,  # 82 + 4/4
-        73.5,  # m = 10/2 + (4 + 8 - 4 + 16)/4 = 11;  83 - 16/4 - 11/2
-    ]
-
-
-def test_updates_that_wait_together_are_applied_one_after_another_as_they_came() -> None:
-    level = run(DELAYED, round_updates=1)
-    for site, sequence, value in (("c", 1, 12.0), ("a", 1, 8.0), ("b", 1, 4.0), ("a", 2, 16.0)):
-        level.push(site, sequence, value)
-    found = []
-    while level.commands:
-        level.step()
-        found.append(level.theta.item())
-    assert found == [97.0, 95.0, 94.0, 85.0]  # 100 - 12/4;  - 8/4;  - 4/4;  - 16/4 - 10/2
-
-
-@ONE_BY_ONE
-def test_invariant_4_four_equal_arrivals_are_one_nesterov_step_and_plain_nesterov_takes_four(
-    round_updates: int,
-) -> None:
-    """At momentum .9 four arrivals of g move plain Nesterov by (4 + 4 mu + 3 mu^2 + 2 mu^3 + mu^4) g = 12.1441 g,
-    and one step on their mean by (1 + mu) g."""
-    equal = [("a", 0, 90.0), ("b", 0, 90.0), ("a", 0, 90.0), ("c", 0, 90.0)]
-    nesterov = OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.9)
-    once, _ = optimizer_step(number(100.0), number(10.0), NOTHING, nesterov)
-    delayed = OuterOptimizerOptions(kind="delayed_nesterov", lr=0.7, momentum=0.9, window=4)
-    values = play(run(delayed, round_updates=round_updates), *equal)
-    assert values == pytest.approx([98.25, 96.5, 94.75, 100 - 0.7 * 1.9 * 10], abs=EXACT, rel=0)
-    assert values[-1] == pytest.approx(once.item(), abs=EXACT, rel=0)
-    plain = play(run(nesterov, round_updates=round_updates), *equal)
-    assert plain[-1] == pytest.approx(100 - 0.7 * 12.1441 * 10, abs=EXACT, rel=0)
-
-
-@pytest.mark.parametrize(
-    ("weights", "first", "second"),
-    [
-        # Version 1 has 8 + 16 = 24 of a and 6 of b, version 2 has 2 + 4 = 6 of a and 10 of b.
-        ("uniform", 85.0, 77.0),  # 100 - (24 + 6)/2;  85 - (6 + 10)/2
-        # a read 400 tokens in 20 steps and counts 400^2/20 = 8000, b counts 200^2/20 = 2000; then 2000 and 1000.
-        ("tokens2_per_step", 79.6, 79.6 - 22 / 3),  # 100 - (4 x 24 + 6)/5;  then (2 x 6 + 10)/3
-        ("tokens", 82.0, 82.0 - 22 / 3),  # 100 - (2 x 24 + 6)/3;  then the same, as all have the same tokens a step
-    ],
-)
-def test_a_buffer_adds_and_weighs_the_updates_of_a_site_as_one(weights: str, first: float, second: float) -> None:
-    """The mean of the three updates would be 10, and each weighed for itself 13.67."""
-    level = run(PLAIN, round_updates=3, weights=weights)
-    level.push("a", 1, 8.0, tokens=100, steps=10)
-    level.push("b", 1, 6.0, tokens=200, steps=20)
-    assert not level.commands
-    level.push("a", 2, 16.0, tokens=300, steps=10)
-    level.push("b", 2, 10.0)  # It came while the three are merged, and is of the next version.
-    level.step()
-    assert level.theta.item() == pytest.approx(first, abs=EXACT, rel=0)
-    level.push("a", 3, 2.0, base_version=0)
-    assert not level.commands
-    level.push("a", 4, 4.0)
-    level.step()
-    assert level.theta.item() == pytest.approx(second, abs=EXACT, rel=0)
-    assert level.version == 2
-
-
-@pytest.mark.parametrize(
-    ("power", "weights", "values"),
-    [
-        # a brings 8 at age 0, b 20 at age 3, with twice as many tokens; then both 8 and 4 at age 1; then a brings 6 at
-        # age 0, and b 8 + 4 with the older at age 3, in three times as many tokens.
-        (0.5, "uniform", [76.0, 70.0, 62.0]),  # (8 + 20/2)/1.5 = 12;  (8 + 4)/2 = 6;  (6 + 12/2)/1.5 = 8
-        (0.0, "uniform", [74.0, 68.0, 59.0]),  # (8 + 20)/2 = 14;  6;  (6 + 12)/2 = 9
-        (0.5, "tokens", [74.0, 68.0, 58.4]),  # (8 + 2/2 x 20)/2 = 14;  6;  (6 + 3/2 x 12)/2.5 = 9.6
-    ],
-)
-def test_an_old_update_moves_the_model_less_beside_a_new_one_and_as_much_beside_its_like(
-    power: float, weights: str, values: list[float]
-) -> None:
-    level = run(PLAIN, round_updates=0, quorum=2, staleness_power=power, weights=weights)
-    for sequence in (1, 2, 3):
-        level.push("a", sequence, 4.0)
-        level.push("c", sequence, 4.0)
-        level.step()
-    assert level.theta.item() == 88.0
-    found = []
-
-    def merge() -> None:
-        level.step()
-        found.append(level.theta.item())
-
-    level.push("b", 1, 20.0, base_version=0, tokens=200)
-    level.push("a", 4, 8.0)
-    merge()
-    level.push("a", 5, 8.0, base_version=3)
-    level.push("c", 4, 4.0, base_version=3)
-    merge()
-    level.push("b", 2, 8.0, base_version=2, tokens=200)
-    level.push("b", 3, 4.0)
-    level.push("a", 6, 6.0)
-    merge()
-    assert found == pytest.approx(values, abs=EXACT, rel=0)
 
 
 # --- Selections ------------------------------------------------------------------------------------------------------
