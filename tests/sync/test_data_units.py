@@ -11,10 +11,8 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.data_units import (
-    PAST_MAX,
     SKIPPED,
     Columns,
-    Holder,
     Span,
     Units,
     added,
@@ -119,21 +117,6 @@ def test_the_units_at_places_of_a_list() -> None:
     assert units_at(100, pieces, [(0, 1000)]) == [(4, 5), (10, 13)]
     assert units_at(100, pieces, [(101, 104)]) == [(11, 13)]
     assert leased_places(100, pieces) == [(100, 103), (105, 106)]
-
-
-def test_a_holder_forgets_what_is_over() -> None:
-    holder = Holder(merged=[[(0, 7)], [(2, 9)]], pieces=[(5, 4)], counted=[(1, 2)])
-    assert holder.end == 4
-    assert holder.open() == [(0, 1), (2, 4)]
-    assert holder.whole(2) == [(1, 3)]
-    holder.cut(2, 2)
-    assert (holder.first, holder.end, holder.pieces, holder.counted) == (2, 4, [(7, 2)], [])
-    assert holder.begin == 0
-    assert holder.merged == [[(0, 7)], [(2, 9)]]
-    holder.pieces = [(7, PAST_MAX)]
-    holder.cut(PAST_MAX + 1, 2)
-    assert (holder.begin, holder.first, holder.end) == (1, PAST_MAX + 1, PAST_MAX + 2)
-    assert holder.merged == [[(2, 7)], [(2, 9)]]
 
 
 def test_every_unit_is_in_one_column() -> None:
@@ -291,17 +274,6 @@ def test_the_places_that_a_site_filled_by_itself_are_skipped() -> None:
     assert ask(syncer, "a", 7, known=2, begin=5, again=3) == ((SKIPPED, 3), (2, 2))
     merge(syncer, "a", 1, (0, 20), (50, 70))
     assert (counts(syncer).merged, counts(syncer).repeated) == (4, 3)
-
-
-def test_what_a_later_process_names_of_what_was_given_up_is_shown_as_repeated() -> None:
-    syncer = leasing("a", "b")
-    ask(syncer, "a", 3)
-    ask(syncer, "a", 3, known=3, floor=20)
-    assert ask(syncer, "b", 2) == ((0, 2),)
-    merge(syncer, "b", 1, (0, 20))
-    syncer.join("a", "p2")
-    merge(syncer, "a", 1, (0, 20), incarnation=2)
-    assert (counts(syncer).merged, counts(syncer).repeated) == (2, 2)
 
 
 def test_what_comes_late_in_its_last_fragment_alone_is_shown_as_repeated() -> None:
