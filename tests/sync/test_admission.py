@@ -181,7 +181,7 @@ def test_no_update_has_more_tokens_than_its_steps_can_read() -> None:
         ("ab", 1000, [("a", 655_360), ("a", 655_361)], "as at any site that others say little of"),
         ("abc", 20_000, [("a", 20_000 * 60), ("b", 20_000 * 65)], "64 times the 2000 of others"),
     ],
-    ids=["by the others", "little that others have read bounds nobody", "no pair raises its own bound"],
+    ids=["by the others", "little that others have read bounds no site", "no pair raises its own bound"],
 )
 def test_where_units_are_leased_a_site_is_bounded_by_the_others(
     sites: str, tokens: int, sent: list[tuple[str, int]], words: str

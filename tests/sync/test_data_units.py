@@ -464,7 +464,7 @@ def test_a_restored_run_knows_of_no_later_units() -> None:
     site.join(lineage=2)
     assert (asked(site).known, asked(site).begin) == (1, 1)
     units, again = units_from(site.machine.state, 0, 1)
-    assert again, "what is left of the unit that was begun is nobody's"
+    assert again, "what is left of the unit that was begun is no site's"
     assert 7 <= units[0][0] < 10
     site.handle(ev.VersionFetched(0, 0, ()))
     site.boundary()

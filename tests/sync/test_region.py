@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,6 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Ending, Outcome, Reason, UpstreamFetched
-from diloco.sync.options import OuterOptions
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync, replay
 from tests.sooner import sooner
@@ -222,51 +222,36 @@ def test_a_version_above_that_cannot_be_taken_ends_the_region_and_is_tried_again
 # --- The run above, or the region, was restored ----------------------------------------------------------------------
 
 
-def test_a_new_lineage_above_is_taken_whole() -> None:
-    above, region = based()
-    merge(region, 8.0)
-    above.theta = number(7.0)
-    above.handle(ev.LineageBegan(5, ("restored",), "a test"))
-    region.handle(ev.VersionPublished(1, 0, 1, 0, 0, 5))
-    (order,) = region.orders
-    assert isinstance(order, fx.Join)
-    region.orders.clear()
-    region.join()
-    payload, region.spool["late"] = "late", number(55.0)
-    region.handle(_fetched(above.version, payload, lineage=1))
-    assert payload not in region.spool, "of the run that is no more"
-    region.fetch = lambda: _fetch(region, lineage=5)  # type: ignore[method-assign]
-    region.settle()
-    assert region.theta.item() == 7.0
-    assert region.ledger()["overwritten"] == 10
-
-
-def test_what_waits_of_an_older_lineage_above_is_never_taken() -> None:
-    above, region = based()
-    merge(region, 4.0)
-    above.push("x", 1, 8.0)
-    region.settle()
-    assert region.learner.fetched == 1, "it is here, and waits"
-    above.theta = number(7.0)
-    above.handle(ev.LineageBegan(5, ("restored",), "a test"))
-    region.handle(ev.VersionPublished(1, 0, 2, 0, 0, 5))
-    region.orders.clear()
-    region.join()
-    assert not region.spool, "the values of before are let go of"
-    region.restart()
-    assert not region.commands
-    region.fetch = lambda: _fetch(region, lineage=5)  # type: ignore[method-assign]
-    region.settle()
-    assert region.theta.item() == 7.0
-
-
 def _fetched(version: int, payload: str, lineage: int) -> ev.RegionEvent:
     return UpstreamFetched(0, version, payload, "p", lineage, 1)
 
 
-def _fetch(region: Region, lineage: int) -> None:
-    region.spool["new"] = region.above.theta
-    region.handle(_fetched(region.above.version, "new", lineage))
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_new_lineage_above_is_taken_whole_and_nothing_of_the_older_one(waits: bool) -> None:
+    above, region = based()
+    merge(region, 4.0)
+    if waits:
+        above.push("x", 1, 8.0)
+        region.settle()
+        assert region.learner.fetched == 1, "it is here, and waits"
+    above.theta = number(7.0)
+    above.handle(ev.LineageBegan(5, ("restored",), "a test"))
+    region.handle(ev.VersionPublished(1, 0, above.version, 0, 0, 5))
+    assert of(fx.Join, region.orders)
+    region.orders.clear()
+    region.join()
+    region.spool["late"] = number(55.0)
+    region.handle(_fetched(above.version, "late", lineage=1))
+    assert not region.spool, "of the run that is no more"
+    if waits:
+        region.restart()
+        assert not region.commands
+    region.spool["new"] = above.theta
+    region.orders.clear()
+    region.handle(_fetched(above.version, "new", lineage=5))
+    region.settle()
+    assert region.theta.item() == 7.0
+    assert column(region, "overwritten") == [10]
 
 
 def test_a_version_from_a_syncer_whose_place_another_has_taken_is_fetched_again() -> None:
@@ -377,12 +362,17 @@ def ends(region: Region, event: ev.OuterEvent | None = None) -> None:
     region.handle(ev.SiteLeft(1, "s", 1))
 
 
-def test_the_end_above_is_the_last_round_here_and_then_the_rest_goes_up() -> None:
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_end_above_is_the_last_round_here_also_after_a_join_and_then_the_rest_goes_up(joins: bool) -> None:
     above, region = based(updates=10)
     merge(region, 8.0)
     above.handle(ev.DrainRequested(1))
-    region.hear()
+    if joins:
+        region.restart()
+    else:
+        region.hear()
     assert of(fx.AnnounceFinal, region.told)
+    assert not region.sealing, "s is still to send its last"
     merge(region, 4.0, first=2, final=True)
     assert of(fx.MarkFinal, region.told)
     ((seal, value),) = region.sealing
@@ -393,19 +383,6 @@ def test_the_end_above_is_the_last_round_here_and_then_the_rest_goes_up() -> Non
     assert column(region, "merged") == [20]
     assert has_left(above)
     assert of(fx.MarkFinal, above.told)
-
-
-def test_a_join_into_the_last_round_above_begins_the_one_here() -> None:
-    above, region = based(updates=10)
-    merge(region, 8.0)
-    above.handle(ev.DrainRequested(1))
-    region.restart()
-    assert of(fx.AnnounceFinal, region.told)
-    assert not region.sealing, "s is still to send its last"
-    region.push("s", 2, 4.0, tokens=10, final=True)
-    region.settle()
-    assert [seal.tokens for seal in region.sent] == [20]
-    assert above.theta.item() == 88.0
 
 
 def test_a_region_that_is_drained_leaves_the_run_above_and_comes_back() -> None:
@@ -548,7 +525,7 @@ def test_at_any_instant_a_crash_costs_nothing_and_a_replay_decides_the_same(seed
         assert line.watermark == line.updates_merged, "each was merged once"
         assert len(each.spool) <= 2
         assert len(each.outbox) <= 2
-        again = OuterSync(OuterOptions(**_options(each.syncer.options)))
+        again = OuterSync(replace(each.syncer.options))
         list(replay(again, each.syncer.records))
         assert again.snapshot() == each.syncer.machine.snapshot()
 
@@ -600,7 +577,3 @@ def _something_happens(dice: random.Random, above: Level, region: Region, name: 
         case "do twice":
             region.orders.append(region.orders[0])
             region.do()
-
-
-def _options(options: OuterOptions) -> dict[str, object]:
-    return {name: getattr(options, name) for name in options.__slots__}

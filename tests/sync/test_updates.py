@@ -25,21 +25,21 @@ from tests.sync.driving import MS, of, only
 from tests.sync.driving_site import Site, known
 
 
-def accepted(site: Site, effects: list[fx.LearnerEffect]) -> list[int]:
-    """Every update that is sealed in ``effects`` is sent and accepted at once; the fragments of them."""
+def accepted(site: Site, effects: list[fx.LearnerEffect]) -> list[fx.Seal]:
+    """The updates that are sealed in ``effects``, each sent and accepted at once."""
     seals = of(fx.Seal, effects)
     for seal in seals:
         site.handle(ev.Sealed(seal.fragment, seal.sequence, "u"))
         site.handle(ev.PushAnswered(seal.fragment, seal.sequence, Outcome.ACCEPTED, None))
-    return [seal.fragment for seal in seals]
+    return seals
 
 
 def sealed_at(site: Site, fragments: int, steps: int) -> list[list[int]]:
     """The steps after which each fragment was sealed, with every update accepted at once."""
     found: list[list[int]] = [[] for _ in range(fragments)]
     for _ in range(steps):
-        for fragment in accepted(site, site.train()):
-            found[fragment].append(site.step)
+        for seal in accepted(site, site.train()):
+            found[seal.fragment].append(site.step)
     return found
 
 
@@ -82,19 +82,19 @@ def test_the_next_boundary_with_anything_to_do_is_known_beforehand(dynamic: bool
     for site in (single, several):
         told(site, 60)
         site.train()  # What a step takes is known from the first one on.
-    acted, found = [], []
+    acted: list[tuple[int, list[fx.Seal]]] = []
+    found: list[tuple[int, list[fx.Seal]]] = []
     while single.step < 60:
         acts = single.machine.may_act()
-        if accepted(single, single.train()):
-            acted.append(single.step)
+        if seals := accepted(single, single.train()):
+            acted.append((single.step, seals))
             assert acts
-    while several.step < 60:
-        steps = several.machine.steps_to_act()
+    while (steps := several.machine.steps_to_act()) + several.step <= 60:
         several.step += steps
         step = ev.StepDone(several.step, 10 * steps, 100 * MS, several.step, steps=steps)
-        if accepted(several, several.handle(step)) and several.step <= 60:
-            found.append(several.step)
-    assert found == acted
+        if seals := accepted(several, several.handle(step)):
+            found.append((several.step, seals))
+    assert found == acted, "steps told as one leave what they leave one by one"
 
 
 def test_what_is_due_and_was_overwritten_just_now_is_sent_after_the_next_step() -> None:
@@ -106,14 +106,6 @@ def test_what_is_due_and_was_overwritten_just_now_is_sent_after_the_next_step() 
     assert not of(fx.Seal, site.train()), "nothing is left of it"
     assert site.machine.steps_to_act() == 1
     assert of(fx.Seal, site.train())
-
-
-def test_steps_told_as_one_leave_what_they_leave_one_by_one() -> None:
-    single, several = Site(inner_steps=15, num_fragments=2), Site(inner_steps=15, num_fragments=2)
-    seals = single.train(7)
-    assert several.handle(ev.StepDone(7, 70, 100 * MS, 7, steps=7)) == seals
-    assert of(fx.Seal, seals)
-    assert single.machine.snapshot() == several.machine.snapshot()
 
 
 def test_what_comes_after_the_ranks_have_agreed_is_done_after_the_next_step() -> None:
