@@ -225,6 +225,7 @@ def test_what_was_in_flight_is_refused_and_every_fragment_is_taken_whole() -> No
     assert of(fx.Forget, effects) == [fx.Forget(0, 2)]
     assert of(fx.Fetch, effects) == [fx.Fetch(0, -1)]
     assert not of(fx.Send, effects)
+    assert not of(fx.Seal, site.train(20)), "an update of what was before the restore"
     assert ledger_of(site.machine.state, 0).refused == 300
     assert site.machine.state.fragments[0].next_sequence == 1
     assert notes(site.join(epoch=9, lineage=2)) == ["join_ignored"]
@@ -244,18 +245,6 @@ def test_the_syncer_knows_best_what_is_merged_and_the_rest_is_lost() -> None:
     restored(site, known(version=1), lineage=3)
     ledger = ledger_of(site.machine.state, 0)
     assert (ledger.merged, ledger.refused, ledger.lost) == (0, 150, 300), "an older backup has none of it"
-
-
-def test_what_was_trained_before_a_restored_version_came_is_overwritten() -> None:
-    site = Site(inner_steps=15)
-    site.train(3)
-    site.join(known(version=5), lineage=2)
-    assert not of(fx.Seal, site.train(20)), "an update of what was before the restore"
-    site.handle(ev.VersionFetched(0, 5, ()))
-    retake = only(fx.Retake, site.boundary())
-    assert (retake.version, retake.keep) == (5, ())
-    assert ledger_of(site.machine.state, 0).overwritten == 230
-    assert only(fx.Seal, site.train(15)).base_version == 5
 
 
 def test_a_checkpoint_of_before_the_restore_holds_nothing_that_may_be_sent() -> None:

@@ -352,8 +352,18 @@ def test_base_that_the_syncer_does_not_have_is_named() -> None:
     assert "another update" not in stop.why
 
 
-@pytest.mark.parametrize("how", ["seal", "answer", "fate"])
-def test_a_nan_throws_away_what_every_fragment_has_learned(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "reason", "taken_again"),
+    [
+        ("seal", Reason.NON_FINITE, [0, 1]),
+        ("answer", Reason.NON_FINITE, [0, 1]),
+        ("fate", Reason.NON_FINITE, [0, 1]),
+        ("answer", Reason.OUTLIER, [0]),
+    ],
+)
+def test_a_nan_throws_away_what_every_fragment_has_learned_and_an_outlier_what_its_own_has(
+    how: str, reason: Reason, taken_again: list[int]
+) -> None:
     site = Site(num_fragments=2, inner_steps=16)
     assert only(fx.Seal, site.train(8)).fragment == 0
     if how == "seal":
@@ -361,20 +371,12 @@ def test_a_nan_throws_away_what_every_fragment_has_learned(how: str) -> None:
     else:
         site.seal(1)
         if how == "answer":
-            site.answer(1, Outcome.REFUSED, Reason.NON_FINITE)
+            site.answer(1, Outcome.REFUSED, reason)
         else:
-            site.fate(1, 0, Reason.NON_FINITE, 80)
-    assert [retake.fragment for retake in of(fx.Retake, site.boundary())] == [0, 1]
-    assert ledger_of(site.machine.state, 1).overwritten == 80
-
-
-def test_an_outlier_throws_away_what_its_own_fragment_has_learned() -> None:
-    site = Site(num_fragments=2, inner_steps=16)
-    site.train(8)
-    site.seal(1)
-    site.answer(1, Outcome.REFUSED, Reason.OUTLIER)
-    assert only(fx.Retake, site.boundary()).fragment == 0
-    assert ledger_of(site.machine.state, 1).unsent == 80
+            site.fate(1, 0, reason, 80)
+    assert [retake.fragment for retake in of(fx.Retake, site.boundary())] == taken_again
+    ledger = ledger_of(site.machine.state, 1)
+    assert (ledger.overwritten, ledger.unsent) == ((80, 0) if 1 in taken_again else (0, 80))
 
 
 def test_restored_updates_are_no_reason_to_stop() -> None:
