@@ -14,18 +14,14 @@ from diloco.sync.data_units import (
     SKIPPED,
     Columns,
     Span,
-    Units,
     added,
-    columns,
     common,
     first_of,
     in_units,
     joined,
-    leased_places,
     pieces_before,
     pieces_from,
     size,
-    units_at,
     whole_units,
     without,
 )
@@ -110,21 +106,6 @@ def test_pieces_are_cut_and_joined_by_places() -> None:
     assert pieces_before(pieces, 4) == [(10, 3), (SKIPPED, 1)]
     assert pieces_before(pieces, 0) == []
     assert joined([(1, 2), (3, 1), (SKIPPED, 1), (SKIPPED, 2), (9, 0), (4, 1)]) == [(1, 3), (SKIPPED, 3), (4, 1)]
-
-
-def test_the_units_at_places_of_a_list() -> None:
-    pieces = [(10, 3), (SKIPPED, 2), (4, 1)]
-    assert units_at(100, pieces, [(0, 1000)]) == [(4, 5), (10, 13)]
-    assert units_at(100, pieces, [(101, 104)]) == [(11, 13)]
-    assert leased_places(100, pieces) == [(100, 103), (105, 106)]
-
-
-def test_every_unit_is_in_one_column() -> None:
-    units = Units(fresh=10, over=[(0, 4)], partly=1, begun=[(4, 6)], free=[(6, 7)])
-    found = columns(units, [(5, 6), (7, 10)])
-    assert (found.merged, found.partly, found.in_hand, found.given_back) == (3, 2, 4, 1)
-    assert found.balanced()
-    assert not columns(units, [(7, 10)]).balanced() or columns(units, [(7, 10)]).partly == 3
 
 
 # --- Units at the syncer ---------------------------------------------------------------------------------------------

@@ -122,18 +122,6 @@ def test_the_momentum_is_kept_and_staleness_counts_the_versions_that_were_taken(
     assert region.theta.item() == 86.0
 
 
-def test_a_second_update_before_the_answer_is_less_the_first() -> None:
-    _, region = based()
-    merge(region, 8.0, 4.0, 2.0, 1.0)
-    ((_, first),) = region.sealing  # One update at a time waits for its answer.
-    assert first.item() == 12.0
-    region.seal()
-    assert not region.sealing
-    region.do()
-    ((seal, second),) = region.sealing
-    assert (seal.in_flight, second.item()) == ((1,), 3.0)
-
-
 def test_updates_whose_versions_are_long_in_coming_are_no_more_than_may_be_in_flight() -> None:
     above, region = based(updates=1)
 

@@ -41,16 +41,6 @@ def test_round_opened_in_a_merge_shrinks_when_a_member_is_gone(gone: ev.OuterEve
     assert state.sites["b"].status is not Status.LIVE
 
 
-def test_invariant_14_grace_runs_from_the_quorum_even_during_a_merge() -> None:
-    syncer = running("a", "b", grace_ns=SECOND_NS)
-    syncer.push("a", at_s=0)
-    syncer.deadline(1)
-    syncer.push("a", 2, at_s=2)  # The quorum of the next round is met now, while the merge is under way.
-    syncer.done(at_s=2.5)
-    assert syncer.machine.next_deadline_ns() == 3 * SECOND_NS
-    assert of(fx.StartOuterStep, syncer.deadline())
-
-
 def test_invariant_14_grace_that_ended_during_a_merge_is_not_begun_again() -> None:
     syncer = running("a", "b", grace_ns=SECOND_NS)
     syncer.push("a", at_s=0)
