@@ -184,7 +184,6 @@ def settled(adapter: Adapter, found: LinkEstimate, step_ns: int = STEP_NS) -> Ch
 @pytest.mark.parametrize(
     ("begins_with", "up", "codec"),
     [
-        ("int8", 1e8, "int8"),  # 4 % of the time
         ("int8", 5.2e6, "int8"),  # 77 %
         ("int8", 4.9e6, "int4"),  # 82 %, and 41 % in int4
         ("int8", 2e6, "topk"),  # int4 would take 101 %
@@ -193,8 +192,6 @@ def settled(adapter: Adapter, found: LinkEstimate, step_ns: int = STEP_NS) -> Ch
         ("topk", 4.1e6, "int4"),  # 49 % in int4, 98 % in int8
         ("topk", 3.9e6, "topk"),  # 52 % in int4: it would fit, and leave less than half of the time
         ("int4", 3.9e6, "int4"),  # and is kept by who has it
-        ("int4", 8.5e6, "int8"),
-        ("int4", 7.9e6, "int4"),
     ],
 )
 def test_the_largest_codec_that_leaves_room_is_taken(begins_with: str, up: float, codec: str) -> None:
@@ -231,7 +228,6 @@ def test_it_says_why_and_says_it_until_something_changes() -> None:
         ({"channels_max": 4}, LinkEstimate(), STEP_NS),
         ({"channels_max": 4}, link(1e5), 0),
         ({"ways": WAYS[:1]}, link(1e3), STEP_NS),
-        ({"ways": WAYS[:1]}, link(1e9), STEP_NS),
     ],
 )
 def test_without_a_measurement_or_a_choice_nothing_changes(
@@ -251,14 +247,12 @@ def test_round_trips_count_for_each_fragment_and_the_period_is_a_sites_own() -> 
 @pytest.mark.parametrize(
     ("up", "rtt_ms", "began", "channels"),
     [
-        (1e6, 100, 1, 1),
         (20e6, 100, 1, 2),  # 27 MB/s are one window's: it may be the window that bounds it
         (20e6, 100, 2, 2),
         (50e6, 100, 2, 3),
         (12e6, 100, 3, 1),
         (26e6, 100, 3, 2),  # one would do, at the very edge of what it can hold
         (500e6, 100, 1, 6),
-        (500e6, 1, 6, 1),
         (20e6, 0, 3, 3),
     ],
 )
@@ -341,15 +335,12 @@ def test_an_exchange_is_its_bytes_its_round_trips_and_its_round(
     ("exchange_ms", "now", "least", "most", "chosen"),
     [
         (250, 0, 0, 9, 3),  # The third step is under way when the version comes.
-        (300, 0, 0, 9, 3),
         (301, 0, 0, 9, 4),
         (250, 3, 0, 9, 3),
         (250, 4, 0, 9, 4),  # 312 ms would not fit in three
         (240, 4, 0, 9, 3),
-        (50, 9, 0, 9, 1),
         (50, 9, 2, 9, 2),
         (5000, 1, 0, 9, 9),
-        (5000, 1, 0, 1, 1),
         (50, 0, 0, 0, 0),
         (0, 4, 0, 9, 4),  # Nothing is known.
     ],

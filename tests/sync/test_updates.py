@@ -47,32 +47,25 @@ def told(site: Site, fastest_ms: int, fragment: int = 0) -> None:
     site.handle(ev.VersionPublished(1, fragment, 0, 0, 0, 1, fastest_ms * MS))
 
 
-def test_dynamic_steps_follow_the_fastest_site_as_told() -> None:
-    """Site takes 100 ms a step; an update is of 20 steps where the fastest is as slow, and of 10 where it is twice as
-    fast."""
-    site = Site(inner_steps=20, dynamic_steps=True, updates_in_flight_max=100)
-    assert sealed_at(site, 1, 45) == [[20, 40]]
-    told(site, 50)
-    assert sealed_at(site, 1, 25) == [[50, 60, 70]]
-    told(site, 0)
-    assert sealed_at(site, 1, 30) == [[90]]
-
-
-@pytest.mark.parametrize(("rounding", "wanted"), [("down", [[2, 4, 6]]), ("up", [[3, 6]])])
-def test_19_a_site_rounds_its_dynamic_steps_as_told(rounding: str, wanted: list[list[int]]) -> None:
-    """A step takes it 100 ms and the fastest 35: 2.8 of 8."""
-    site = Site(inner_steps=8, dynamic_steps=True, dynamic_rounding=rounding, updates_in_flight_max=100)
-    told(site, 35)
-    assert sealed_at(site, 1, 7) == wanted
-
-
-def test_the_first_updates_of_several_fragments_stand_apart_with_dynamic_steps_too() -> None:
-    plain = sealed_at(Site(inner_steps=20, num_fragments=4, updates_in_flight_max=100), 4, 40)
-    dynamic = Site(inner_steps=20, num_fragments=4, updates_in_flight_max=100, dynamic_steps=True)
-    assert sealed_at(dynamic, 4, 40) == plain
-    slow = Site(inner_steps=20, num_fragments=4, updates_in_flight_max=100, dynamic_steps=True)
-    told(slow, 50)
-    assert sealed_at(slow, 4, 20) == [[2, 12], [5, 15], [7, 17], [10, 20]]
+@pytest.mark.parametrize(
+    ("options", "fastest_ms", "steps", "sealed"),
+    [
+        ({"inner_steps": 20}, 100, 45, [[20, 40]]),
+        ({"inner_steps": 20}, 0, 45, [[20, 40]]),
+        ({"inner_steps": 20}, 50, 25, [[10, 20]]),
+        ({"inner_steps": 8}, 35, 7, [[2, 4, 6]]),  # 2.8 of 8
+        ({"inner_steps": 8, "dynamic_rounding": "up"}, 35, 7, [[3, 6]]),
+        ({"inner_steps": 20, "num_fragments": 4}, 0, 40, [[5, 25], [10, 30], [15, 35], [20, 40]]),
+        ({"inner_steps": 20, "num_fragments": 4}, 50, 20, [[2, 12], [5, 15], [7, 17], [10, 20]]),
+    ],
+)
+def test_19_dynamic_steps_follow_the_fastest_site_and_the_first_updates_of_several_fragments_stand_apart(
+    options: dict[str, Any], fastest_ms: int, steps: int, sealed: list[list[int]]
+) -> None:
+    """A step takes the site 100 ms."""
+    site = Site(dynamic_steps=True, updates_in_flight_max=100, **options)
+    told(site, fastest_ms)
+    assert sealed_at(site, len(sealed), steps) == sealed
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
