@@ -80,9 +80,7 @@ def test_invariant_15_an_update_is_judged_by_its_header_which_changes_nothing(
         ({"intact": False, "finite": False}, Reason.CORRUPT),
     ],
 )
-def test_invariant_15_what_is_not_finite_or_not_what_was_sent_changes_nothing(
-    facts: dict[str, bool], reason: Reason
-) -> None:
+def test_invariant_15_what_is_not_finite_or_not_intact_changes_nothing(facts: dict[str, bool], reason: Reason) -> None:
     syncer = running("a", "b", quorum=2)
     before = syncer.machine.snapshot()
     assert syncer.push("a", **facts) == [fx.AnswerPush(1, REFUSED, 0, reason)]
@@ -183,7 +181,7 @@ def test_no_update_has_more_tokens_than_its_steps_can_read() -> None:
     ],
     ids=["by the others", "little that others have read bounds no site", "no pair raises its own bound"],
 )
-def test_where_units_are_leased_a_site_is_bounded_by_the_others(
+def test_leased_units_bound_a_site_by_the_others(
     sites: str, tokens: int, sent: list[tuple[str, int]], words: str
 ) -> None:
     syncer = seasoned(*sites, tokens=tokens, unit_sequences=1)

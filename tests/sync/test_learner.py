@@ -59,9 +59,7 @@ def test_an_ending_is_remembered_until_the_syncer_says_how_it_stands_now() -> No
 
 
 @pytest.mark.parametrize("outrun", [False, True])
-def test_a_site_that_trains_on_before_its_new_process_has_joined_loses_only_what_an_earlier_one_had_sent(
-    outrun: bool,
-) -> None:
+def test_a_new_process_that_trains_before_it_has_joined_loses_only_what_an_earlier_one_had_sent(outrun: bool) -> None:
     site = Site(inner_steps=15)
     site.train(5)
     plain = site.machine.snapshot()

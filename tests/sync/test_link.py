@@ -54,9 +54,7 @@ def link(up: float = 1e7, rtt_ms: float = 10, down: float = 1e7) -> LinkEstimate
         (1.0, 65.1, 100, 2),
     ],
 )
-def test_as_many_connections_as_fill_the_link(
-    rtt_s: float, bytes_per_s: float, window_bytes: int, channels: int
-) -> None:
+def test_as_many_channels_as_fill_the_link(rtt_s: float, bytes_per_s: float, window_bytes: int, channels: int) -> None:
     assert channels_for(rtt_s, bytes_per_s, window_bytes) == channels
 
 
@@ -230,9 +228,7 @@ def test_it_says_why_and_says_it_until_something_changes() -> None:
         ({"ways": WAYS[:1]}, link(1e3), STEP_NS),
     ],
 )
-def test_without_a_measurement_or_a_choice_nothing_changes(
-    changes: dict[str, Any], found: LinkEstimate, step_ns: int
-) -> None:
+def test_without_a_measurement_nothing_changes(changes: dict[str, Any], found: LinkEstimate, step_ns: int) -> None:
     assert settled(Adapter(options(**changes)), found, step_ns) == Choice("int8", 1)
 
 

@@ -112,9 +112,7 @@ def test_a_machine_with_part_of_the_fragments_is_told_when_they_are_due() -> Non
         (100, 9_999, 1, 1),
     ],
 )
-def test_19_a_slower_site_makes_as_many_fewer_steps_and_at_least_one(
-    fastest_ms: int, own_ms: int, down: int, up: int
-) -> None:
+def test_19_a_slower_site_makes_fewer_steps_and_at_least_one(fastest_ms: int, own_ms: int, down: int, up: int) -> None:
     """Up, it is HALoS' max(1, ceil(H w)), w being the site's speed by that of the fastest."""
     assert local_steps(40, fastest_ms * MS, own_ms * MS) == down
     assert local_steps(40, fastest_ms * MS, own_ms * MS, "up") == up
@@ -148,9 +146,7 @@ OURS = Agreement(PROTOCOL, "run-1", 3, "f" * 64, {"outer.lr": "0.7", "model.dim"
         ),
     ],
 )
-def test_invariant_15_the_first_difference_is_named_with_both_values(
-    changed: dict[str, object], words: str | None
-) -> None:
+def test_invariant_15_a_difference_is_named_with_both_values(changed: dict[str, object], words: str | None) -> None:
     assert disagreement(OURS, replace(OURS, **changed)) == words
 
 

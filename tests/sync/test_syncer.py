@@ -93,7 +93,7 @@ def test_fates_are_counted_by_reason_and_the_newest_are_kept() -> None:
 
 
 @pytest.mark.parametrize(("event", "discarded"), [(ev.OuterStepFailed(0, 1), 100), (None, 0)])
-def test_tokens_count_as_discarded_only_where_the_site_throws_its_progress_away(
+def test_tokens_are_discarded_only_where_the_site_throws_its_progress_away(
     event: ev.OuterEvent | None, discarded: int
 ) -> None:
     syncer = running("a", staleness_max=0)

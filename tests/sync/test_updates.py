@@ -59,7 +59,7 @@ def told(site: Site, fastest_ms: int, fragment: int = 0) -> None:
         ({"inner_steps": 20, "num_fragments": 4}, 50, 20, [[2, 12], [5, 15], [7, 17], [10, 20]]),
     ],
 )
-def test_19_dynamic_steps_follow_the_fastest_site_and_the_first_updates_of_several_fragments_stand_apart(
+def test_19_dynamic_steps_follow_the_fastest_site(
     options: dict[str, Any], fastest_ms: int, steps: int, sealed: list[list[int]]
 ) -> None:
     """A step takes the site 100 ms."""
@@ -188,9 +188,7 @@ def test_each_fragment_waits_for_its_own_steps() -> None:
 
 
 @pytest.mark.parametrize("event", [ev.FinalAnnounced(Ending.FINISHED), ev.LeaveAsked(), None])
-def test_nothing_is_held_back_from_a_site_that_stops_or_whose_next_update_needs_it(
-    event: ev.LearnerEvent | None,
-) -> None:
+def test_nothing_is_held_back_from_a_site_that_stops_or_needs_it_at_once(event: ev.LearnerEvent | None) -> None:
     site = overlapping()
     site.send(1)
     if event is None:
@@ -257,9 +255,7 @@ def test_lock_step_trains_no_step_between_the_last_version_and_the_word_that_end
 
 
 @pytest.mark.parametrize(("adopt", "num_fragments"), [("overwrite", 2), ("blend", 1)])
-def test_lock_step_goes_on_with_the_version_that_was_made_while_the_site_was_away(
-    adopt: str, num_fragments: int
-) -> None:
+def test_lock_step_goes_on_with_a_version_that_was_made_while_it_was_away(adopt: str, num_fragments: int) -> None:
     """It stands still for that version, so nothing else would ever come due."""
     lock_step = {"lock_step": True, "adopt": adopt, "updates_in_flight_max": 1, "num_fragments": num_fragments}
     site = Site(inner_steps=50, **lock_step)
@@ -308,9 +304,7 @@ def test_answer_to_an_update_that_is_not_sent_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.STALE, Reason.OVERLOAD])
-def test_refused_and_kept_progress_goes_out_with_the_next_update_if_it_is_stale_from_a_newer_base(
-    reason: Reason,
-) -> None:
+def test_refused_and_kept_progress_goes_out_again_a_stale_one_from_a_newer_base(reason: Reason) -> None:
     site = sent()
     effects = site.answer(1, Outcome.REFUSED, reason)
     assert [type(effect) for effect in effects][:2] == [fx.Forget, fx.Release]
@@ -354,7 +348,7 @@ def test_base_that_the_syncer_does_not_have_is_named() -> None:
         ("answer", Reason.OUTLIER, [0]),
     ],
 )
-def test_a_nan_throws_away_what_every_fragment_has_learned_and_an_outlier_what_its_own_has(
+def test_a_nan_costs_every_fragment_its_progress_and_an_outlier_its_own(
     how: str, reason: Reason, taken_again: list[int]
 ) -> None:
     site = Site(num_fragments=2, inner_steps=16)
