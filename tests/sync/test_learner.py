@@ -265,19 +265,17 @@ def test_what_an_earlier_process_sent_in_this_lineage_is_waited_for() -> None:
 # --- A standby has taken over that may lack what was acknowledged ----------------------------------------------------
 
 
-def kept(*, epoch: int = 1, **options: object) -> Site:
+def kept(**options: int) -> Site:
     """A site whose syncer acknowledges what its standby may lack."""
-    site = Site(**options)  # type: ignore[arg-type]
-    site.join(epoch=epoch, keep=True)
+    site = Site(**options)
+    site.join(keep=True)
     return site
 
 
-def promoted(site: Site, *standings: ev.FragmentStanding, epoch: int = 2, **given: object) -> list[fx.LearnerEffect]:
+def promoted(site: Site, *standings: ev.FragmentStanding, epoch: int = 2) -> list[fx.LearnerEffect]:
     """Joins the next syncer, and once more when it is asked to: one answer that knows less may be a late one."""
-    effects = site.join(*standings, epoch=epoch, **{"keep": True, **given})
-    if of(fx.Join, effects):
-        effects = site.join(*standings, epoch=epoch, **{"keep": True, **given})
-    return effects
+    effects = site.join(*standings, epoch=epoch, keep=True)
+    return site.join(*standings, epoch=epoch, keep=True) if of(fx.Join, effects) else effects
 
 
 def sequences(site: Site) -> list[tuple[int, SentState]]:

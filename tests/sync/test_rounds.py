@@ -187,12 +187,6 @@ def test_rules(rule: str, weight: float) -> None:
     assert [of_its_age(age, 0.5) for age in (0, 3)] == [1.0, 0.5], "what is old counts less"
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(0, 1), (-1, 1), (1, 0)])
-def test_invariant_6_a_site_without_weight_never_reaches_a_merge(tokens: int, steps: int) -> None:
-    with pytest.raises(AssertionError):
-        raw_weight("tokens", tokens, steps)
-
-
 @RULES
 def test_invariants_6_and_17_weights_are_of_the_sites_that_came_whatever_the_scale(rule: str) -> None:
     found = []
