@@ -190,6 +190,8 @@ def settled(adapter: Adapter, found: LinkEstimate, step_ns: int = STEP_NS) -> Ch
         ("topk", 4.1e6, "int4"),  # 49 % in int4, 98 % in int8
         ("topk", 3.9e6, "topk"),  # 52 % in int4: it would fit, and leave less than half of the time
         ("int4", 3.9e6, "int4"),  # and is kept by who has it
+        ("int4", 8.5e6, "int8"),
+        ("int4", 7.9e6, "int4"),
     ],
 )
 def test_the_largest_codec_that_leaves_room_is_taken(begins_with: str, up: float, codec: str) -> None:
