@@ -6,10 +6,14 @@ from typing import Any
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.effects import LearnerEffect as Effect
+from diloco.sync.events import Outcome, Reason
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.progress import ledger_of, site_ledger
 from tests.sync.driving import MS, only, through_json
+
+ACCEPTED = Outcome.ACCEPTED
 
 
 class Site:
@@ -26,7 +30,7 @@ class Site:
                 self.handle(ev.VersionFetched(index, 0, ()))
             self.boundary()
 
-    def handle(self, event: ev.LearnerEvent) -> list[fx.LearnerEffect]:
+    def handle(self, event: ev.LearnerEvent) -> list[Effect]:
         effects = self.machine.handle(event, 0)
         self.check()
         return effects
@@ -37,29 +41,27 @@ class Site:
             assert ledger_of(state, index).balanced(), ledger_of(state, index)
         assert site_ledger(state).balanced(), site_ledger(state)
 
-    def join(self, *standings: ev.FragmentStanding, **given: Any) -> list[fx.LearnerEffect]:
+    def join(self, *standings: ev.FragmentStanding, **given: Any) -> list[Effect]:
         """A join's answer; fragments without a standing are as the syncer first knows them."""
         told = {standing.fragment: standing for standing in standings}
         every = tuple(told.get(index, known(index)) for index in range(self.options.num_fragments))
         fields: dict[str, Any] = {"epoch": 1, "incarnation": 1, "run_tokens": 0, "progress_ppm": 0, "ending": None}
         return self.handle(ev.JoinAnswered(standings=every, **(fields | given)))
 
-    def train(self, steps: int = 1, tokens: int = 10) -> list[fx.LearnerEffect]:
-        effects: list[fx.LearnerEffect] = []
+    def train(self, steps: int = 1, tokens: int = 10) -> list[Effect]:
+        effects: list[Effect] = []
         for _ in range(steps):
             self.step += 1
             effects += self.handle(ev.StepDone(self.step, tokens, 100 * MS, self.step))
         return effects
 
-    def boundary(self) -> list[fx.LearnerEffect]:
+    def boundary(self) -> list[Effect]:
         return self.handle(ev.BoundaryReached())
 
-    def seal(self, sequence: int, fragment: int = 0) -> list[fx.LearnerEffect]:
+    def seal(self, sequence: int, fragment: int = 0) -> list[Effect]:
         return self.handle(ev.Sealed(fragment, sequence, f"u{sequence}"))
 
-    def answer(
-        self, sequence: int, outcome: ev.Outcome = ev.Outcome.ACCEPTED, reason: ev.Reason | None = None
-    ) -> list[fx.LearnerEffect]:
+    def answer(self, sequence: int, outcome: Outcome = ACCEPTED, reason: Reason | None = None) -> list[Effect]:
         return self.handle(ev.PushAnswered(0, sequence, outcome, reason))
 
     def send(self, sequence: int, steps: int = 15) -> None:
@@ -68,9 +70,7 @@ class Site:
         self.seal(sequence)
         self.answer(sequence)
 
-    def fate(
-        self, sequence: int, version: int, reason: ev.Reason | None = None, tokens: int = 150
-    ) -> list[fx.LearnerEffect]:
+    def fate(self, sequence: int, version: int, reason: Reason | None = None, tokens: int = 150) -> list[Effect]:
         return self.handle(ev.FateTold(ev.Fate(0, sequence, version, tokens, f"u{sequence}", reason)))
 
     def restart(self, plain: object, outbox: dict[tuple[int, int], str] | None = None, processed: int = 0) -> None:

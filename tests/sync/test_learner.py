@@ -1,38 +1,39 @@
-"""A site's machine: what it sends and adopts, where its tokens are, and what a restart may claim."""
+"""A site's machine: what a restart, a restored run or a promoted standby leaves of what it has sent."""
 
 from __future__ import annotations
-
-import functools
-import json
-import random
 
 import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Ending, Outcome, Reason
-from diloco.sync.options import SECOND_NS, LearnerOptions
-from diloco.sync.progress import Ledger, ledger_of, site_ledger
-from tests.sooner import sooner
-from tests.sync.another_process import told_in_another_process
+from diloco.sync.progress import SentState, ledger_of, site_ledger
 from tests.sync.driving import notes, of, only
 from tests.sync.driving_site import Site, known
-from tests.sync.world import World
 
-# --- restart ---------------------------------------------------------------------------------------------------
+# --- A new process ---------------------------------------------------------------------------------------------------
 
 
-def test_restarted_site_seals_nothing_before_the_syncer_has_answered() -> None:
-    site = Site()
-    checkpoint = site.machine.snapshot()
-    site.send(1)  # An earlier process sends update 1 after the checkpoint; this one must not make another update 1.
-    site.restart(checkpoint, processed=150)
-    assert site.machine.state.incarnation == 0
-    assert not of(fx.Seal, site.train(15)), "two processes made an update of one number"
-    site.join(known(watermark=1, cursor=15, undecided=((1, 150),)), incarnation=2)
-    assert site.machine.state.fragments[0].next_sequence == 2
-    only(fx.Retake, site.boundary())
-    assert only(fx.Seal, site.train(15)).sequence == 2
+def test_invariant_16_a_cold_site_seals_nothing_before_it_has_a_base_and_adds_nothing_to_what_it_takes() -> None:
+    site = Site(cold=True, inner_steps=1)
+    assert not site.machine.ready()
+    effects = [
+        *site.boundary(),
+        *site.join(known(version=4)),
+        *site.boundary(),
+        *site.handle(ev.FinalAnnounced(Ending.DRAINED)),
+    ]
+    assert not of(fx.Seal, effects)
+    assert not site.machine.ready()
+    with pytest.raises(AssertionError, match="without a base"):
+        site.handle(ev.StepDone(1, 10, 1, 1))
+    site = Site(cold=True)
+    site.join(known(version=4, watermark=7, cursor=99, tokens_merged=500))
+    site.handle(ev.VersionFetched(0, 4, ()))
+    retake = only(fx.Retake, site.boundary())
+    assert (retake.version, retake.keep) == (4, ())
+    assert site.machine.state.cursor == 99
+    assert only(fx.Seal, site.train(15)).sequence == 8
 
 
 def test_restarted_site_leaves_only_after_the_syncer_has_answered() -> None:
@@ -57,284 +58,63 @@ def test_an_ending_is_remembered_until_the_syncer_says_how_it_stands_now() -> No
         assert site.machine.state.ending is standing
 
 
-def test_late_answer_to_a_join_is_no_proof_that_the_syncer_forgot() -> None:
+@pytest.mark.parametrize("outrun", [False, True])
+def test_a_new_process_that_trains_before_it_has_joined_loses_only_what_an_earlier_one_had_sent(outrun: bool) -> None:
+    site = Site(inner_steps=15)
+    site.train(5)
+    plain = site.machine.snapshot()
+    processed = 50
+    if outrun:
+        site.send(1, steps=10)
+        processed = 150
+    site.restart(plain, processed=processed)
+    assert site.machine.ready()
+    assert site.train(30) == [], "nothing is decided before it is known what an earlier process has sent"
+    if not outrun:
+        site.join(incarnation=2)
+        (seal,) = of(fx.Seal, site.boundary())
+        assert (seal.sequence, seal.tokens) == (1, 350), "all of it goes out"
+        return
+    site.join(known(version=0, watermark=1, undecided=((1, 150),)), incarnation=2)
+    assert not of(fx.Seal, site.boundary())
+    ledger = site_ledger(site.machine.state)
+    assert ledger.in_flight == 150, "the earlier process' update is still to be decided"
+    assert ledger.unsent == 0
+    assert ledger.lost == ledger.processed - 150
+
+
+@pytest.mark.parametrize("behind", ["watermark", "version"])
+def test_an_answer_to_a_join_that_goes_back_is_proof_that_the_syncer_forgot_only_when_said_twice(behind: str) -> None:
     site = Site()
-    site.send(1)
-    effects = site.join(known(watermark=0))  # The syncer wrote it before update 1 was accepted.
-    assert not of(fx.StopTraining, effects)
-    only(fx.Join, effects)
-    assert not of(fx.StopTraining, site.join(known(watermark=1, undecided=((1, 150),))))
-    assert not of(fx.StopTraining, site.join(known(watermark=0))), "each doubt is a new one"
-
-
-def test_second_answer_that_is_behind_is_proof_that_the_syncer_forgot() -> None:
-    site = Site()
-    site.send(1)
-    site.join(known(watermark=0))
-    assert only(fx.StopTraining, site.join(known(watermark=0))).failed
-
-
-def test_version_that_goes_back_is_proof_only_when_said_twice() -> None:
-    site = Site()
-    site.handle(ev.VersionPublished(1, 0, 3, 0, 0))
-    site.handle(ev.VersionFetched(0, 3, ()))
-    site.boundary()
-    only(fx.Join, site.join(known(version=2)))
-    assert only(fx.StopTraining, site.join(known(version=2))).failed
-
-
-# --- lock-step -------------------------------------------------------------------------------------------------
-
-
-def test_lock_step_waits_for_the_update_of_an_earlier_process_too() -> None:
-    site = Site(lock_step=True)
-    checkpoint = site.machine.snapshot()
-    site.restart(checkpoint)
-    site.join(known(watermark=1, undecided=((1, 150),)), incarnation=2)
-    only(fx.Retake, site.boundary())
-    assert site.machine.must_wait(), "it would train from a version that lacks its own last round"
-    site.handle(ev.VersionPublished(1, 0, 1, 0, 0))
-    site.fate(1, 1)
-    assert site.machine.must_wait(), "the version with its last round is not adopted yet"
-    site.handle(ev.VersionFetched(0, 1, ()))
-    assert only(fx.Adopt, site.boundary()).version == 1
-    assert not site.machine.must_wait()
-
-
-# --- answers ---------------------------------------------------------------------------------------------------
-
-
-def test_site_that_missed_the_end_asks_how_it_ended() -> None:
-    site = Site()
-    only(fx.Seal, site.train(15))
-    site.seal(1)
-    effects = site.answer(1, Outcome.REFUSED, Reason.FINISHED)
-    only(fx.Join, effects)
-    assert not of(fx.Leave, effects), "the training would go on with nobody to stop it"
-    effects = site.join(ending=Ending.DRAINED)
-    assert only(fx.StopTraining, effects).ending is Ending.DRAINED
-    assert only(fx.Leave, site.boundary()).ending is Ending.DRAINED
-
-
-def test_site_that_missed_a_pause_goes_on() -> None:
-    site = Site()
-    site.train(15)
-    site.seal(1)
-    site.answer(1, Outcome.REFUSED, Reason.FINISHED)
-    assert not of(fx.StopTraining, site.join(epoch=2))
-    assert only(fx.Seal, site.train()).sequence == 1
-
-
-@pytest.mark.parametrize("reason", [Reason.STALE, Reason.OVERLOAD])
-def test_refused_and_kept_progress_goes_out_with_the_next_update(reason: Reason) -> None:
-    site = Site()
-    site.train(15)
-    site.seal(1)
-    effects = site.answer(1, Outcome.REFUSED, reason)
-    assert [type(effect) for effect in effects][:2] == [fx.Forget, fx.Release]
-    assert not of(fx.StopTraining, effects)
-    site.handle(ev.VersionFetched(0, 9, ()))
-    again = only(fx.Seal, site.train())
-    assert (again.sequence, again.tokens, again.steps) == (1, 160, 16)
-
-
-def test_stale_update_is_not_made_again_before_a_newer_base() -> None:
-    site = Site()
-    site.train(15)
-    site.seal(1)
-    effects = site.answer(1, Outcome.REFUSED, Reason.STALE)
-    assert only(fx.Fetch, effects).have_version == 0, "stale says that there is a newer version"
-    assert not of(fx.Seal, site.train(30)), "the same base can only be refused again"
-    site.handle(ev.VersionFetched(0, 9, ()))
-    assert only(fx.Seal, site.boundary()).base_version == 9
-
-
-@pytest.mark.parametrize("adopt", ["overwrite", "blend"])
-def test_kept_progress_that_an_adopt_threw_away_is_counted(adopt: str) -> None:
-    site = Site(adopt=adopt)
-    site.send(1)
-    site.handle(ev.VersionFetched(0, 1, ()))
-    site.boundary()
-    site.fate(1, 1, Reason.STALE)
-    part = site.machine.state.fragments[0]
-    assert (part.unsent_tokens, part.tokens_overwritten) == (0, 150), "the next update cannot hold this progress"
-
-
-def test_answer_to_an_update_that_is_not_sent_changes_nothing() -> None:
-    site = Site()
-    site.train(15)  # Update 1 is being sealed: an answer can only be a late one to an earlier update 1.
-    before = site.machine.snapshot()
-    assert not site.answer(1, Outcome.REFUSED, Reason.STALE)
-    assert site.machine.snapshot() == before
-    site.seal(1)
-    site.answer(1)
-    before = site.machine.snapshot()
-    assert not site.seal(1)
-    assert not site.handle(ev.SealFailed(0, 1))
-    assert site.machine.snapshot() == before, "what was accepted stays accepted"
-
-
-def test_base_that_the_syncer_does_not_have_is_named() -> None:
-    site = Site()
-    site.train(15)
-    site.seal(1)
-    stop = only(fx.StopTraining, site.answer(1, Outcome.REFUSED, Reason.BAD_BASE))
-    assert stop.failed
-    assert "bad_base" in stop.why
-    assert "another update" not in stop.why
-
-
-def test_epoch_rises_with_a_published_version() -> None:
-    site = Site()
-    site.handle(ev.VersionPublished(3, 0, 1, 0, 0))
-    assert notes(site.handle(ev.VersionPublished(2, 0, 9, 0, 0))) == ["publish_ignored"]
-    assert notes(site.join(epoch=2)) == ["join_ignored"]
-    assert site.machine.state.fragments[0].published == 1
-
-
-def test_fetch_that_brings_nothing_newer_is_not_repeated_at_once() -> None:
-    site = Site()
-    only(fx.Fetch, site.handle(ev.VersionPublished(1, 0, 9, 0, 0)))
-    effects = site.handle(ev.VersionFetched(0, 0, ()))
-    assert not of(fx.Fetch, effects), "what was published is not there: asking again at once would never end"
-    only(fx.Fetch, site.handle(ev.VersionPublished(1, 0, 9, 0, 0)))
-
-
-# --- invariants ------------------------------------------------------------------------------------------------
-
-
-def test_invariant_16_a_cold_site_seals_nothing_before_it_has_a_base() -> None:
-    site = Site(cold=True, inner_steps=1)
-    assert not site.machine.ready()
-    for effects in (
-        site.boundary(),
-        site.join(known(version=4)),
-        site.boundary(),
-        site.handle(ev.FinalAnnounced(Ending.DRAINED)),
-    ):
-        assert not of(fx.Seal, effects)
-    with pytest.raises(AssertionError, match="without a base"):
-        site.handle(ev.StepDone(1, 10, 1, 1))
-
-
-def test_invariant_16_a_site_that_lost_its_memory_adds_nothing_to_what_it_takes() -> None:
-    site = Site(cold=True)
-    site.join(known(version=4, watermark=7, cursor=99, tokens_merged=500))
-    assert not site.machine.ready()
-    site.handle(ev.VersionFetched(0, 4, ()))
-    retake = only(fx.Retake, site.boundary())
-    assert (retake.version, retake.keep) == (4, ())
-    assert site.machine.state.cursor == 99
-    assert only(fx.Seal, site.train(15)).sequence == 8
-
-
-def test_lock_step_trains_no_step_between_the_last_version_and_the_word_that_ends_the_run() -> None:
-    site = Site(lock_step=True)
-    site.handle(ev.VersionPublished(1, 0, 0, 1000, 999_999))
-    assert not site.machine.must_wait()
-    site.handle(ev.VersionPublished(1, 0, 0, 1000, 1_000_000))
-    assert site.machine.must_wait()
-
-
-def test_invariant_14_only_lock_step_is_asked_to_wait() -> None:
-    for lock_step in (False, True):
-        site = Site(lock_step=lock_step)
+    if behind == "watermark":
         site.send(1)
-        assert site.machine.must_wait() == lock_step
-        site.handle(ev.VersionFetched(0, 1, (ev.Fate(0, 1, 1, 150, "u1"),)))
+        late, present = known(watermark=0), known(watermark=1, undecided=((1, 150),))
+    else:
+        site.handle(ev.VersionPublished(1, 0, 3, 0, 0))
+        site.handle(ev.VersionFetched(0, 3, ()))
         site.boundary()
-        assert not site.machine.must_wait()
+        late, present = known(version=2), known(version=3)
+    for standing in (late, present, late):  # The syncer wrote it before update 1 was accepted.
+        effects = site.join(standing)
+        assert not of(fx.StopTraining, effects), "each doubt is a new one"
+        assert bool(of(fx.Join, effects)) == (standing is late)
+    assert only(fx.StopTraining, site.join(late)).failed
 
 
-def test_invariant_9_a_fate_told_many_times_counts_once() -> None:
+# --- Another process of the site, on a copy of its disk --------------------------------------------------------------
+
+
+def twin() -> Site:
+    """A process that begins with an update in its outbox, which a twin may have numbered otherwise."""
     site = Site()
-    site.send(1)
-    for _ in range(3):
-        site.fate(1, 1)
-        site.handle(ev.VersionFetched(0, 1, (ev.Fate(0, 1, 1, 150, "u1"),)))
-        site.join(known(version=1, watermark=1, fates=(ev.Fate(0, 1, 1, 150, "u1"),)))
-    part = site.machine.state.fragments[0]
-    assert (part.tokens_merged, part.updates_merged) == (150, 1)
-
-
-def test_invariant_10_tokens_of_every_fragment_balance_through_a_seal_in_each() -> None:
-    site = Site(num_fragments=3, inner_steps=7)
-    for _ in range(40):  # The ledger is checked after every event.
-        for seal in of(fx.Seal, site.train(1, tokens=11)):
-            site.handle(ev.Sealed(seal.fragment, seal.sequence, f"{seal.fragment}.{seal.sequence}"))
-            site.handle(ev.PushAnswered(seal.fragment, seal.sequence, Outcome.ACCEPTED, None))
-    # Due at 2, 4 and 7 of every 7 steps, two updates each until the windows are full: 9, 11 and 14 steps are in flight.
-    assert site_ledger(site.machine.state) == Ledger(
-        440, merged=0, refused=0, in_flight=125, unsent=315, overwritten=0, lost=0
-    )
-
-
-# --- Stories that the swarm simulator found broken, each as short as it could be made --------------------------------
-
-
-def test_site_whose_last_update_came_too_late_still_hears_of_its_other_fragment() -> None:
-    site = Site(num_fragments=2, inner_steps=2)
-    site.train(1)
-    site.handle(ev.Sealed(0, 1, "u1"))
-    site.handle(ev.FinalAnnounced(Ending.FINISHED))
-    assert [seal.fragment for seal in of(fx.Seal, site.train(1))] == [1]
-    site.handle(ev.Sealed(1, 1, "v1"))
-    effects = site.answer(1, Outcome.REFUSED, Reason.FINISHED)
-    assert not of(fx.Leave, effects), "update 1 of fragment 1 is under way and may have been accepted"
-    effects = site.handle(ev.PushAnswered(1, 1, Outcome.ACCEPTED, None))
-    assert only(fx.Leave, effects).ending is Ending.FINISHED
-    assert not of(fx.Seal, site.boundary()), "nothing is taken any more"
-
-
-def test_what_is_kept_in_a_retake_is_known_before() -> None:
-    site = Site()
-    site.send(1)
-    only(fx.Seal, site.train(15))
-    site.fate(1, 0, Reason.NON_FINITE)
-    assert not of(fx.Retake, site.train()), "update 2 is still being encoded: its rounded values are nowhere yet"
-    site.seal(2)
-    assert only(fx.Retake, site.boundary()).keep == (2,)
-
-
-def test_updates_of_an_earlier_process_fill_the_window_too() -> None:
-    site = Site(updates_in_flight_max=2)
-    site.restart(site.machine.snapshot())
-    site.join(known(watermark=2, undecided=((1, 150), (2, 150))), incarnation=2)
-    only(fx.Retake, site.boundary())
-    assert not of(fx.Seal, site.train(15)), "the syncer would answer retry until one of the two is decided"
-    site.fate(1, 1)
-    assert only(fx.Seal, site.train()).sequence == 3
-
-
-def test_site_that_gave_up_may_try_again_from_a_ruined_checkpoint() -> None:
-    site = Site(discards_max=2)
     site.train(15)
-    site.handle(ev.SealFailed(0, 1))
-    checkpoint = site.machine.snapshot()
-    site.restart(checkpoint)
-    site.join(incarnation=2)
-    site.train(15)
-    assert not of(fx.StopTraining, site.handle(ev.SealFailed(0, 1))), "it would end here at every start"
-    assert of(fx.Retake, site.boundary())
-
-
-def test_updates_that_went_wrong_together_are_one_mishap() -> None:
-    site = Site(discards_max=2, updates_in_flight_max=2)
-    site.send(1)
-    site.send(2)
-    checkpoint = site.machine.snapshot()
-    site.restart(checkpoint)
-    fates = tuple(ev.Fate(0, sequence, 0, 150, f"u{sequence}", Reason.NON_FINITE) for sequence in (1, 2))
-    effects = site.join(known(watermark=2, tokens_discarded=300, fates=fates), incarnation=2)
-    assert not of(fx.StopTraining, effects), "it would end here at every start from this checkpoint"
-    assert of(fx.Retake, site.boundary())
+    site.seal(1)
+    site.restart(site.machine.snapshot(), {(0, 1): "u1"})
+    return site
 
 
 def test_number_that_a_twin_has_used_for_something_else_is_not_taken_for_ours() -> None:
-    site = Site()
-    site.train(15)
-    site.seal(1)
-    site.restart(site.machine.snapshot(), {(0, 1): "u1"})  # On a copy of the disk; the first process goes on.
+    site = twin()
     theirs = ev.Fate(0, 1, 1, 30, "x1", None)
     effects = site.join(known(version=1, watermark=1, cursor=15, tokens_merged=30, fates=(theirs,)), incarnation=2)
     assert of(fx.Release, effects)
@@ -344,156 +124,268 @@ def test_number_that_a_twin_has_used_for_something_else_is_not_taken_for_ours() 
     assert site.machine.state.fragments[0].tokens_merged == 30
 
 
-def test_number_that_a_twin_has_used_is_noticed_when_its_fate_is_told() -> None:
-    site = Site()
-    site.train(15)
-    site.seal(1)
-    site.restart(site.machine.snapshot(), {(0, 1): "u1"})
-    site.join(known(watermark=1, cursor=15, undecided=((1, 150),)), incarnation=2)
+def test_number_that_a_twin_has_used_is_noticed_when_its_fate_is_told_and_its_batches_are_skipped_before() -> None:
+    site = twin()
+    effects = site.join(known(watermark=1, cursor=40, undecided=((1, 150),)), incarnation=2)
+    assert only(fx.SkipData, effects).cursor == 40
     theirs = ev.Fate(0, 1, 1, 150, "x1", None)
     only(fx.Join, site.handle(ev.FateTold(theirs)))
-    site.join(known(version=1, watermark=1, cursor=15, tokens_merged=150, fates=(theirs,)), incarnation=2)
+    site.join(known(version=1, watermark=1, cursor=40, tokens_merged=150, fates=(theirs,)), incarnation=2)
     assert not site.machine.state.fragments[0].in_flight
 
 
-def test_batches_that_a_twin_has_read_are_skipped_even_before_it_is_known_as_one() -> None:
+@pytest.mark.parametrize("ends", ["sealed", "failed", "restarted"])
+def test_a_number_is_not_given_again_while_it_is_encoded_for_a_process_that_was_outrun(ends: str) -> None:
+    """Another process of the site has used number 1, and number 2 is free: but its bytes are yet to come."""
+    site = Site()
+    site.send(1)
+    site.train(15)  # Sealing number 2.
+    theirs = told(1, 1, None, "of another process")
+    effects = site.join(known(version=1, watermark=1, fates=(theirs,)))
+    assert of(fx.Release, effects) == [fx.Release(0, 1)]
+    site.handle(ev.VersionFetched(0, 1, ()))
+    assert not site.train(15), "neither a retake nor a seal before the bytes are gone"
+    if ends == "sealed":
+        assert site.seal(2) == [fx.Forget(0, 2), fx.Release(0, 2)]
+    elif ends == "failed":
+        assert site.handle(ev.SealFailed(0, 2)) == [fx.Release(0, 2)]
+    else:
+        site.restart(site.machine.snapshot())
+        site.join(known(version=1, watermark=1, fates=(theirs,)))
+        site.handle(ev.VersionFetched(0, 1, ()))
+    part = site.machine.state.fragments[0]
+    assert (part.in_flight, part.next_sequence, part.tokens_refused) == ([], 2, 0)
+    assert only(fx.Retake, site.boundary()).keep == ()
+    assert only(fx.Seal, site.train(15)).sequence == 2
+    assert of(fx.Send, site.seal(2)) == [fx.Send(0, 2)]
+
+
+# --- A site follows the versions that are published ------------------------------------------------------------------
+
+
+def test_a_version_of_an_older_epoch_or_lineage_is_no_news_and_a_newer_lineage_is_asked_about() -> None:
+    site = Site()
+    site.handle(ev.VersionPublished(3, 0, 1, 0, 0))
+    assert notes(site.handle(ev.VersionPublished(2, 0, 9, 0, 0))) == ["publish_ignored"]
+    assert notes(site.join(epoch=2)) == ["join_ignored"]
+    assert site.machine.state.fragments[0].published == 1
+    site = Site()
+    site.join(epoch=9, lineage=2)
+    assert notes(site.handle(ev.VersionPublished(12, 0, 7, 0, 0, lineage=1))) == ["publish_ignored"]
+    effects = site.handle(ev.VersionPublished(1, 0, 7, 0, 0, lineage=3))
+    assert notes(effects) == ["publish_ignored"]
+    assert of(fx.Join, effects)
+    assert not of(fx.Fetch, effects)
+    assert not of(fx.Join, site.handle(ev.VersionPublished(9, 0, 7, 0, 0, lineage=2)))
+    assert site.machine.state.fragments[0].published == 7
+
+
+def test_a_base_that_is_not_what_it_stands_for_is_taken_whole_and_what_was_measured_from_it_is_given_up() -> None:
+    site = Site()
+    site.train(3)
+    effects = site.handle(ev.BaseDiffers(0, 0))
+    assert notes(effects) == ["base_differs"]
+    assert of(fx.StartOver, effects) == [fx.StartOver(0)]
+    assert of(fx.Fetch, effects) == [fx.Fetch(0, -1)], "whole, and not what leads on from the damaged one"
+    assert site.handle(ev.BaseDiffers(0, 0)) == [], "it is said until it is put right"
+    assert not of(fx.Retake, site.train()), "it trains on meanwhile"
+    assert not of(fx.Seal, site.train(50)), "and sends nothing"
+    site.handle(ev.VersionFetched(0, 2, ()))
+    (retake,) = of(fx.Retake, site.boundary())
+    assert (retake.version, retake.keep) == (2, ())
+    assert "in this site's memory" in retake.why
+    part = site.machine.state.fragments[0]
+    assert (part.base_version, part.retaking, part.tokens_overwritten) == (2, None, 540)
+    assert site.handle(ev.BaseDiffers(0, 0)) == [], "that base is gone"
+    assert site.machine.state.fragments[0].base_version == 2
+
+
+# --- A site joins a run that was restored while it was away, or while it trained -------------------------------------
+
+
+def restored(site: Site, *standings: ev.FragmentStanding, lineage: int = 2) -> list[fx.LearnerEffect]:
+    return site.join(*standings, lineage=lineage, epoch=1)
+
+
+def told(sequence: int, version: int, reason: Reason | None, digest: str = "") -> ev.Fate:
+    return ev.Fate(0, sequence, version, 150, digest or f"u{sequence}", reason)
+
+
+def test_what_was_in_flight_is_refused_and_every_fragment_is_taken_whole() -> None:
+    site = Site(updates_in_flight_max=3)
+    site.join(epoch=7)
+    site.send(1)
+    site.train(15)
+    site.seal(2)
+    effects = restored(site, known(version=1), lineage=3)
+    assert of(fx.StartOver, effects) == [fx.StartOver(0)]
+    assert of(fx.Release, effects) == [fx.Release(0, 1), fx.Release(0, 2)]
+    assert of(fx.Forget, effects) == [fx.Forget(0, 2)]
+    assert of(fx.Fetch, effects) == [fx.Fetch(0, -1)]
+    assert not of(fx.Send, effects)
+    assert not of(fx.Seal, site.train(20)), "an update of what was before the restore"
+    assert ledger_of(site.machine.state, 0).refused == 300
+    assert site.machine.state.fragments[0].next_sequence == 1
+    assert notes(site.join(epoch=9, lineage=2)) == ["join_ignored"]
+    assert (site.machine.state.lineage, site.machine.state.epoch) == (3, 1), "a lineage counts more than an epoch"
+
+
+def test_the_syncer_knows_best_what_is_merged_and_the_rest_is_lost() -> None:
+    site = Site(updates_in_flight_max=3)
+    for sequence in (1, 2, 3):
+        site.send(sequence)
+    site.fate(1, 1)
+    fates = (told(1, 1, None), told(2, 2, None), told(3, 2, Reason.RESTORED))
+    restored(site, known(version=3, watermark=3, tokens_merged=300, tokens_discarded=150, fates=fates))
+    ledger = ledger_of(site.machine.state, 0)
+    assert (ledger.merged, ledger.refused, ledger.lost) == (300, 150, 0)
+    assert site.machine.state.fragments[0].next_sequence == 4
+    restored(site, known(version=1), lineage=3)
+    ledger = ledger_of(site.machine.state, 0)
+    assert (ledger.merged, ledger.refused, ledger.lost) == (0, 150, 300), "an older backup has none of it"
+
+
+def test_a_checkpoint_of_before_the_restore_holds_nothing_that_may_be_sent() -> None:
     site = Site()
     site.train(15)
+    restored(site, known(version=1))
+    site.restart(site.machine.snapshot())
+    assert ledger_of(site.machine.state, 0).refused == 150
+    assert not site.machine.state.fragments[0].in_flight
+
+
+def test_what_an_earlier_process_sent_in_this_lineage_is_waited_for() -> None:
+    site = Site(cold=True)
+    site.join(known(version=4, watermark=1, undecided=((1, 70),)), lineage=4)
+    assert ledger_of(site.machine.state, 0).in_flight == 70
+    site.handle(ev.FateTold(told(1, 5, None, "of another process")))
+    assert ledger_of(site.machine.state, 0).merged == 70
+
+
+# --- A standby has taken over that may lack what was acknowledged ----------------------------------------------------
+
+
+def kept(**options: int) -> Site:
+    """A site whose syncer acknowledges what its standby may lack."""
+    site = Site(**options)
+    site.join(keep=True)
+    return site
+
+
+def promoted(site: Site, *standings: ev.FragmentStanding, epoch: int = 2) -> list[fx.LearnerEffect]:
+    """Joins the next syncer, and once more when it is asked to: one answer that knows less may be a late one."""
+    effects = site.join(*standings, epoch=epoch, keep=True)
+    return site.join(*standings, epoch=epoch, keep=True) if of(fx.Join, effects) else effects
+
+
+def sequences(site: Site) -> list[tuple[int, SentState]]:
+    return [(sent.sequence, sent.state) for sent in site.machine.state.fragments[0].in_flight]
+
+
+def test_the_bytes_of_an_accepted_update_are_kept_until_its_fate_is_known() -> None:
+    site = kept()
+    assert not site.train(14)
+    site.train(1)
     site.seal(1)
-    site.restart(site.machine.snapshot(), {(0, 1): "u1"})
-    effects = site.join(known(watermark=1, cursor=40, undecided=((1, 150),)), incarnation=2)
-    assert only(fx.SkipData, effects).cursor == 40
+    assert not of(fx.Forget, site.answer(1))
+    assert of(fx.Forget, site.fate(1, 1)) == [fx.Forget(0, 1)]
+    assert not of(fx.Forget, site.fate(1, 1)), "once"
+    site.send(2)
+    effects = site.fate(2, 0, Reason.STALE)
+    assert of(fx.Forget, effects) == [fx.Forget(0, 2)]
+    assert of(fx.Release, effects) == [fx.Release(0, 2)]
 
 
-# --- A site's machine with the real syncer's, under losses, delays, restarts and refusals, from seeds ----------------
-
-TURNS = 250
-
-
-def a_world(draw: random.Random) -> World:
-    fragments = draw.randint(1, 2)
-    window, staleness = draw.randint(1, 3), draw.choice([0, 1, 8])
-    options = LearnerOptions(
-        num_fragments=fragments,
-        inner_steps=draw.randint(fragments, 5),
-        adopt=draw.choice(["rebase", "rebase", "overwrite"]),
-        updates_in_flight_max=window,
-        discards_max=1000,
-        lock_step=draw.random() < 0.2,
-    )
-    return World(
-        draw,
-        options,
-        grace="fixed",
-        grace_ns=draw.choice([0, SECOND_NS]),
-        staleness_max=staleness,
-        updates_in_flight_max=window,
-        fates_kept_max=window * (staleness + 2) + 3,
-    )
+def test_what_a_promoted_standby_lacks_is_sent_again_in_order() -> None:
+    site = kept(updates_in_flight_max=3)
+    for sequence in (1, 2, 3):
+        site.send(sequence)
+    first = site.join(known(watermark=1), epoch=2, keep=True)
+    assert of(fx.Join, first), "it may be a late answer"
+    assert not of(fx.Send, first)
+    effects = site.join(known(watermark=1), epoch=2, keep=True)
+    assert of(fx.Send, effects) == [fx.Send(0, 2), fx.Send(0, 3)]
+    assert notes(effects) == ["sent_again", "sent_again"]
+    assert not of(fx.StopTraining, effects)
+    site.answer(2)
+    site.answer(3, Outcome.DUPLICATE)
+    assert sequences(site) == [(n, SentState.ACCEPTED) for n in (1, 2, 3)]
+    assert promoted(site, known(watermark=3), epoch=3) == []
+    site.fate(1, 1)
+    site.fate(2, 1)
+    site.fate(3, 1)
+    assert ledger_of(site.machine.state, 0).merged == 450
 
 
-def turn(world: World) -> None:
-    kind = world.draw.choices(
-        ["train", "deliver", "pass_time", "save", "restart", "restart_syncer", "join", "strange"],
-        [40, 60, 8, 3, 1, 1, 1, 3],
-    )[0]
-    if kind == "strange":
-        strange(world)
-    else:
-        getattr(world, kind)()
+@pytest.mark.parametrize("case", ["not kept", "same epoch", "merged", "version"])
+def test_a_syncer_that_must_not_lack_it_is_refused_in_words(case: str) -> None:
+    site = Site()
+    site.join(keep=case != "not kept")
+    site.send(1)
+    if case == "merged":
+        site.fate(1, 1)
+    if case == "version":
+        site.handle(ev.VersionFetched(0, 3, ()))
+        site.boundary()
+    effects = promoted(site, known(watermark=0), epoch=1 if case == "same epoch" else 2)
+    why = only(fx.StopTraining, effects).why
+    assert "has forgotten what it acknowledged of fragment 0, as if its data were an old copy; stop the syncer, " in why
+    assert "diloco restore RUN_DIR --from-site SITE_DIR --above 1, or --from BACKUP" in why
+    assert not of(fx.Send, effects)
 
 
-def strange(world: World) -> None:
-    """Late, repeated and meaningless words, of the kind that a network gives."""
-    draw = world.draw
-    index = draw.randrange(world.options.num_fragments)
-    part = world.machine.state.fragments[index]
-    number = draw.choice([0, part.next_sequence - 1, part.next_sequence, part.next_sequence + 5])
-    sealed = [sent.sequence for sent in part.in_flight if sent.state == "sealed"]
-    told = world.syncer.machine.state.sites["a"].lines[index].fates
-    events: list[ev.LearnerEvent] = [
-        ev.FateTold(ev.Fate(index, number, 1, 10, "another")),
-        ev.VersionPublished(0, index, 999, 0, 0),
-        ev.BoundaryReached(),
-        ev.BaseDiffers(index, draw.choice([part.base_version, 999])),
-        *[ev.FateTold(fate) for fate in told],
-    ]
-    if number not in sealed:
-        events.append(ev.PushAnswered(index, number, ev.Outcome.REFUSED, draw.choice(list(Reason))))
-    if all(sent.state != "sealing" for sent in part.in_flight):
-        events += [ev.Sealed(index, number, "late"), ev.SealFailed(index, number)]
-    if not world.options.lock_step:
-        events.append(ev.OverlapChosen(draw.randrange(world.options.inner_steps)))
-    if part.fetching or part.base_version >= 0:
-        events.append(ev.FetchFailed(index))
-    world.tell(draw.choice(events))
+def test_after_a_refusal_what_was_numbered_after_it_is_unsent_again() -> None:
+    site = kept(updates_in_flight_max=3)
+    for sequence in (1, 2, 3):
+        site.send(sequence)
+    site.train(5)
+    promoted(site, known(watermark=0))
+    effects = site.answer(1, Outcome.REFUSED, Reason.STALE)
+    assert {effect.sequence for effect in of(fx.Forget, effects)} == {1, 2, 3}
+    assert {effect.sequence for effect in of(fx.Release, effects)} == {1, 2, 3}
+    assert not site.machine.state.fragments[0].in_flight
+    assert site.machine.state.fragments[0].next_sequence == 1
+    assert ledger_of(site.machine.state, 0).unsent == 500
+    site.handle(ev.VersionFetched(0, 1, ()))
+    seal = only(fx.Seal, site.boundary())
+    assert (seal.sequence, seal.tokens, seal.steps) == (1, 500, 50)
 
 
-def deliver_all(world: World) -> None:
-    for _ in range(1000):
-        if not world.mail:
-            return
-        world.deliver()
-    raise AssertionError("messages without end")
+def test_one_that_is_being_encoded_is_unsent_again_when_its_bytes_are_there() -> None:
+    site = kept(updates_in_flight_max=3)
+    site.send(1)
+    site.train(15)  # Sealing number 2.
+    promoted(site, known(watermark=0))
+    site.answer(1, Outcome.REFUSED, Reason.OVERLOAD)
+    assert sequences(site) == [(2, SentState.SEALING)]
+    assert not of(fx.Seal, site.train(30)), "number 2 is not free yet"
+    assert site.seal(2) == [fx.Forget(0, 2), fx.Release(0, 2)]
+    assert ledger_of(site.machine.state, 0).unsent == 600
+    assert only(fx.Seal, site.boundary()).sequence == 1
 
 
-def come_to_rest(world: World) -> None:
-    """No more faults; the site leaves after sending what it has, then everything is decided."""
-    world.calm = True
-    world.join()  # Whatever Watch has lost, its next stream begins with a join.
-    world.tell(ev.LeaveAsked())
-    for _ in range(60):
-        deliver_all(world)
-        world.tell(ev.BoundaryReached())
-        world.pass_time()
-        if world.machine.state.left and not world.mail:
-            break
-    state = world.machine.state
-    assert state.left, "the site cannot leave"
-    world.join()
-    deliver_all(world)
-    assert world.machine.settled(), "an update has no fate at the end"
+@pytest.mark.parametrize("own", [False, True])
+def test_what_went_with_an_earlier_process_is_lost_and_what_was_numbered_after_it_is_unsent_again(own: bool) -> None:
+    site = Site(cold=True, updates_in_flight_max=3)
+    undecided = ((1, 70),) if own else ((1, 70), (2, 80))
+    site.join(known(watermark=len(undecided), undecided=undecided), keep=True)
+    site.handle(ev.VersionFetched(0, 0, ()))
+    site.boundary()
+    if own:
+        site.send(2)  # It could never be taken in after a lost one.
+    effects = promoted(site, known(watermark=0) if own else known(watermark=1, undecided=((1, 70),)))
+    assert notes(effects) == ["update_lost"]
+    assert of(fx.Forget, effects) == ([fx.Forget(0, 2)] if own else [])
+    ledger = ledger_of(site.machine.state, 0)
+    assert (ledger.in_flight, ledger.lost, ledger.unsent) == ((0, 70, 150) if own else (70, 80, 0))
+    assert only(fx.Seal, site.boundary() or site.train(15)).sequence == (1 if own else 2)
 
 
-@functools.cache
-def play(seed: int) -> World:
-    """The same one for all tests, which only read it."""
-    world = a_world(random.Random(seed))
-    for _ in range(TURNS):
-        turn(world)
-        assert not world.failed, "the site gave up"
-    come_to_rest(world)
-    assert not world.failed, "the site gave up"
-    for index, line in enumerate(world.syncer.machine.state.sites["a"].lines):
-        ledger = ledger_of(world.machine.state, index)
-        assert ledger.merged == line.tokens_merged == -world.published[index][-1], "merged tokens and progress differ"
-        assert ledger.in_flight == 0
-        assert ledger.unsent == 0, "the last update was not sent"
-    return world
-
-
-@pytest.mark.parametrize("seed", sooner(range(25), *range(10)))
-def test_any_order_of_events(seed: int) -> None:
-    try:
-        play(seed)
-    except Exception as error:
-        again = f"pytest 'tests/sync/test_learner.py::test_any_order_of_events[{seed}]'"
-        error.add_note(f"seed {seed}; again with: {again}")
-        raise
-
-
-def test_the_draws_reach_what_they_should() -> None:
-    seen = set().union(*(play(seed).seen for seed in range(25)))
-    wanted = {"Seal", "Send", "Forget", "Release", "Fetch", "Adopt", "Retake", "SkipData", "StopTraining", "Leave"}
-    wanted |= {"passed"}
-    assert seen >= wanted | {"Note:update_kept", "Note:update_discarded", "Note:outrun", "Note:publish_ignored", "Join"}
-
-
-def told() -> str:
-    """What a few sites know at the end."""
-    return json.dumps([play(seed).machine.snapshot() for seed in range(8)])
-
-
-@pytest.mark.slow
-def test_effects_do_not_depend_on_the_hash_seed() -> None:
-    assert told_in_another_process("tests.sync.test_learner") == told()
+def test_a_new_process_sends_again_what_its_outbox_still_has() -> None:
+    site = kept()
+    site.send(1)
+    plain = site.machine.snapshot()
+    site.restart(plain, {(0, 1): "u1"})
+    assert of(fx.Send, promoted(site, known(watermark=0))) == [fx.Send(0, 1)]
+    site.restart(plain, {})
+    assert of(fx.StopTraining, promoted(site, known(watermark=0))), "a checkpoint without its outbox"

@@ -1,19 +1,28 @@
-"""Rounds: who is waited for, how long, and what a restart finds of one."""
+"""Rounds: who is waited for and how long, how much a site counts, and the values that a run arrives at."""
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import Any
 
 import pytest
 
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import SECOND_NS, OuterOptions, smoothed
-from diloco.sync.rounds import Selection, Standstill, grace_ns, parse_selection, standing, standstill
+from diloco.sync.rounds import (
+    Selection,
+    Standstill,
+    grace_ns,
+    of_its_age,
+    outer_step,
+    parse_selection,
+    raw_weight,
+    share,
+    standing,
+    standstill,
+)
 from diloco.sync.state import Status
-from tests.sync.driving import MS, Syncer, notes, of, running
-from tests.sync.two_levels import PLAIN, Level, Region, number
+from tests.sync.driving import MS, Syncer, of, only, running
 
 
 @pytest.mark.parametrize("gone", [ev.SiteSilent("b"), ev.SiteLeft(1, "b", 1), ev.SiteEvicted(1, "b")])
@@ -34,28 +43,6 @@ def test_round_opened_in_a_merge_shrinks_when_a_member_is_gone(gone: ev.OuterEve
     assert state.sites["b"].status is not Status.LIVE
 
 
-def test_shrinking_says_so_and_waits_below_quorum_min_in_words() -> None:
-    syncer = running("a", "b", "c", quorum="all", quorum_min=2)
-    syncer.push("a")
-    assert notes(syncer.handle(ev.SiteSilent("b"))) == ["site_silent", "round_shrunk"]
-    effects = syncer.handle(ev.SiteSilent("c"))
-    assert notes(effects) == ["site_silent", "round_shrunk", "round_waits"]
-    assert "quorum_min=2" in of(fx.Note, effects)[-1].why
-    assert syncer.machine.next_deadline_ns() is None
-    syncer.handle(ev.SiteHeard("c"))
-    assert of(fx.StartOuterStep, syncer.push("c"))
-
-
-def test_invariant_14_grace_runs_from_the_quorum_even_during_a_merge() -> None:
-    syncer = running("a", "b", grace_ns=SECOND_NS)
-    syncer.push("a", at_s=0)
-    syncer.deadline(1)
-    syncer.push("a", 2, at_s=2)  # The quorum of the next round is met now, while the merge is under way.
-    syncer.done(at_s=2.5)
-    assert syncer.machine.next_deadline_ns() == 3 * SECOND_NS
-    assert of(fx.StartOuterStep, syncer.deadline())
-
-
 def test_invariant_14_grace_that_ended_during_a_merge_is_not_begun_again() -> None:
     syncer = running("a", "b", grace_ns=SECOND_NS)
     syncer.push("a", at_s=0)
@@ -67,17 +54,11 @@ def test_invariant_14_grace_that_ended_during_a_merge_is_not_begun_again() -> No
     assert of(fx.StartOuterStep, syncer.done(at_s=9))
 
 
-def test_the_first_round_too_waits_for_a_share_of_a_period() -> None:
+@pytest.mark.parametrize(("step_s", "grace_s"), [(0.1, 0.9), (1000, 1.8)])
+def test_the_first_round_waits_no_longer_than_since_its_site_joined(step_s: float, grace_s: float) -> None:
     syncer = running("a", "b", grace="adaptive", grace_ns=0, grace_period_percent=90)
-    syncer.push("a", at_s=2, steps=10, step_ns=SECOND_NS // 10)
-    assert syncer.machine.next_deadline_ns() == round(2.9 * SECOND_NS)
-    assert of(fx.StartOuterStep, syncer.push("b", at_s=2.8, steps=10, step_ns=SECOND_NS // 10))
-
-
-def test_a_first_update_makes_a_grace_no_longer_than_the_time_since_its_site_joined() -> None:
-    syncer = running("a", "b", grace="adaptive", grace_ns=0, grace_period_percent=90)
-    syncer.push("a", at_s=2, steps=10, step_ns=1000 * SECOND_NS)
-    assert syncer.machine.next_deadline_ns() == round(3.8 * SECOND_NS)
+    syncer.push("a", at_s=2, steps=10, step_ns=round(step_s * SECOND_NS))
+    assert syncer.machine.next_deadline_ns() == round((2 + grace_s) * SECOND_NS)
 
 
 def stands(syncer: Syncer, at_s: float) -> Standstill | None:
@@ -129,299 +110,200 @@ def test_a_quorum_that_is_not_there_is_said_and_the_last_round_is_none_that_wait
 # --- Quorum and grace, as functions ----------------------------------------------------------------------------------
 
 
+ALL, TWO, BUFFER = {"quorum": "all"}, {"quorum": "all", "quorum_min": 2}, {"round_updates": 3}
+
+
 @pytest.mark.parametrize(
-    ("quorum", "quorum_min", "members", "live", "arrived", "met", "complete"),
+    ("options", "members", "live", "arrived", "waiting", "met", "complete", "why"),
     [
-        (1, 1, "ab", "ab", "", False, False),
-        (1, 1, "ab", "ab", "a", True, False),
-        (1, 1, "ab", "ab", "ab", True, True),
-        (2, 1, "abc", "abc", "a", False, False),
-        (2, 1, "abc", "abc", "ac", True, False),
-        (2, 1, "a", "a", "ab", True, True),  # b arrived and died: its update counts, and nobody is left to wait for
-        (3, 1, "ab", "ab", "ab", False, False),
-        ("all", 1, "ab", "ab", "a", False, False),
-        ("all", 1, "ab", "ab", "ab", True, True),
-        ("all", 1, "ab", "abc", "ab", True, False),  # c joined since: it is no member, but grace waits for it
-        ("all", 1, "ab", "abc", "ac", False, False),
-        ("all", 2, "a", "a", "a", False, False),  # never below quorum_min
-        ("all", 2, "a", "ac", "ac", True, True),
+        ({}, "ab", "ab", "", 0, False, False, ""),
+        ({}, "ab", "ab", "a", 1, True, False, ""),
+        ({}, "ab", "ab", "ab", 2, True, True, ""),
+        ({"quorum": 2}, "abc", "abc", "a", 1, False, False, "1 of quorum=2 sites arrived"),
+        ({"quorum": 2}, "abc", "abc", "ac", 2, True, False, ""),
+        ({"quorum": 2}, "a", "a", "ab", 2, True, True, ""),  # b arrived and died: its update counts.
+        ({"quorum": 3}, "ab", "ab", "ab", 2, False, False, ""),
+        (ALL, "ab", "ab", "a", 1, False, False, "b"),
+        (ALL, "ab", "ab", "ab", 2, True, True, ""),
+        (ALL, "ab", "abc", "ab", 2, True, False, ""),  # c joined since: it is no member, but grace waits for it.
+        (ALL, "ab", "abc", "ac", 2, False, False, ""),
+        (TWO, "a", "a", "a", 1, False, False, "quorum_min=2"),
+        (TWO, "a", "ac", "ac", 2, True, True, ""),
+        # A buffer counts updates and waits for no more than can come.
+        (BUFFER, "abc", "abc", "ab", 2, False, False, ""),
+        (BUFFER, "abc", "abc", "ab", 3, True, True, ""),
+        (BUFFER, "abc", "a", "ab", 1, False, False, ""),
+        (BUFFER, "abc", "a", "ab", 2, True, True, ""),
+        (BUFFER, "abc", "", "ab", 2, True, True, ""),
     ],
 )
 def test_standing(
-    quorum: int | str, quorum_min: int, members: str, live: str, arrived: str, met: bool, complete: bool
+    options: dict[str, Any], members: str, live: str, arrived: str, waiting: int, met: bool, complete: bool, why: str
 ) -> None:
-    options = OuterOptions(quorum=quorum, quorum_min=quorum_min)
-    found = standing(options, list(members), set(live), set(arrived), len(arrived))
+    found = standing(OuterOptions(**options), list(members), set(live), set(arrived), waiting)
     assert (found.met, found.complete) == (met, complete), found.why()
-
-
-def test_every_standing_says_why() -> None:
-    assert "b" in standing(OuterOptions(quorum="all"), "ab", {"a", "b"}, {"a"}, 1).why()
-    assert "quorum_min=2" in standing(OuterOptions(quorum="all", quorum_min=2), "a", {"a"}, {"a"}, 1).why()
-    assert standing(OuterOptions(quorum=2), "ab", {"a", "b"}, {"a"}, 1).why() == "1 of quorum=2 sites arrived"
+    assert why in found.why()
 
 
 @pytest.mark.parametrize(
-    ("live", "waiting", "met"),
+    ("options", "step_ms", "quorum_ms", "sync_ms", "period_ms", "grace"),
     [
-        ("abc", 2, False),
-        ("abc", 3, True),
-        ("abc", 5, True),
-        ("a", 1, False),
-        ("a", 2, True),
-        ("", 1, False),
-        ("", 2, True),
+        ({"grace": "fixed", "grace_ns": 7, "grace_period_percent": 90}, 10**6, 10**6, 10**6, 300, 7),
+        # Decoupled DiLoCo (arXiv 2604.21428): slack = τ·ξ_step − (ξ_quorum + ξ_sync); here half of it, of three steps.
+        ({}, 100, 40, 60, 0, 100 * MS),
+        ({}, 100, 200, 100 - 3e-6, 0, 1),
+        ({}, 100, 200, 100, 0, 0),
+        ({}, 100, 0, 301, 0, 0),
+        ({}, 100, 10**7, 10**7, 0, 0),
+        ({}, 0, 5, 5, 0, 0),
+        ({}, 10**6, 0, 0, 0, 10 * SECOND_NS),  # Invariant 14: its bound.
+        ({"grace_period_percent": 90}, 10, 40, 0, 300, 270 * MS),  # No slack, and a period of 300 ms.
+        ({"grace_period_percent": 90}, 500, 0, 0, 300, 750 * MS),  # The slack lasts longer.
+        ({"grace_period_percent": 90}, 10**6, 0, 0, 300, 10 * SECOND_NS),
+        ({"grace_period_percent": 90}, 10, 0, 0, 100_000, 90 * SECOND_NS),  # The bound of a period is the period.
     ],
 )
-def test_a_buffer_counts_updates_and_waits_for_no_more_than_can_come(live: str, waiting: int, met: bool) -> None:
-    found = standing(OuterOptions(round_updates=3), "abc", set(live), {"a", "b"}, waiting)
-    assert (found.met, found.complete) == (met, met), found.why()
-
-
-def test_fixed_grace_is_always_the_same() -> None:
-    assert grace_ns(OuterOptions(grace="fixed", grace_ns=7), 10**12, 10**12, 10**12) == 7
-
-
-def test_adaptive_grace_is_a_share_of_the_slack() -> None:
-    """Decoupled DiLoCo (arXiv 2604.21428): slack = τ·ξ_step − (ξ_quorum + ξ_sync)."""
-    options = OuterOptions(grace="adaptive", grace_ns=10 * SECOND_NS, grace_share_percent=50, overlap_steps=3)
-    assert grace_ns(options, 100 * MS, 40 * MS, 60 * MS) == 100 * MS
-
-
-@pytest.mark.parametrize(("quorum_ms", "sync_ms"), [(200, 100), (200, 101), (300, 0), (0, 301), (10**7, 10**7)])
-def test_adaptive_grace_is_nothing_where_the_overlap_leaves_no_slack(quorum_ms: int, sync_ms: int) -> None:
-    """The overlap lasts 3 x 100 ms; with 3 ns of it left the grace is half of them, in whole nanoseconds."""
-    options = OuterOptions(grace="adaptive", grace_ns=10 * SECOND_NS, grace_share_percent=50, overlap_steps=3)
-    assert grace_ns(options, 100 * MS, quorum_ms * MS, sync_ms * MS) == 0
-    assert grace_ns(options, 100 * MS, 200 * MS, 100 * MS - 3) == 1
-
-
-def test_19_adaptive_grace_is_no_less_than_its_share_of_a_period() -> None:
-    """A step of 10 ms leaves no slack, and a period of 30 of them is 300 ms."""
-    options = OuterOptions(grace="adaptive", grace_ns=SECOND_NS, overlap_steps=2, grace_period_percent=90)
-    assert grace_ns(options, 10 * MS, 40 * MS, 0, 300 * MS) == 270 * MS
-    assert grace_ns(options, 500 * MS, 0, 0, 300 * MS) == 800 * MS, "the slack lasts longer"
-    assert grace_ns(options, 10**6 * MS, 0, 0, 300 * MS) == SECOND_NS, "the bound of the slack"
-    assert grace_ns(options, 10 * MS, 0, 0, 10_000 * MS) == 9 * SECOND_NS, "that of a period is the period"
-    assert grace_ns(OuterOptions(grace="fixed", grace_ns=7, grace_period_percent=90), 0, 0, 0, 300 * MS) == 7
-
-
-@pytest.mark.parametrize("step_ms", [0, 1, 10, 1000, 10**6])
-@pytest.mark.parametrize("busy_ms", [0, 5, 10**7])
-def test_invariant_14_grace_never_exceeds_its_bound(step_ms: int, busy_ms: int) -> None:
-    options = OuterOptions(grace="adaptive", grace_ns=SECOND_NS, overlap_steps=20)
-    assert 0 <= grace_ns(options, step_ms * MS, busy_ms * MS, busy_ms * MS) <= SECOND_NS
+def test_19_grace_is_a_share_of_the_slack_and_no_less_than_its_share_of_a_period(
+    options: dict[str, object], step_ms: int, quorum_ms: int, sync_ms: float, period_ms: int, grace: int
+) -> None:
+    adaptive = {"grace": "adaptive", "grace_ns": 10 * SECOND_NS, "grace_share_percent": 50, "overlap_steps": 3}
+    found = OuterOptions(**(adaptive | options))
+    assert grace_ns(found, step_ms * MS, quorum_ms * MS, round(sync_ms * MS), period_ms * MS) == grace
 
 
 def test_smoothing_begins_with_the_first_sample_and_halves() -> None:
-    assert smoothed(0, 100) == 100
-    assert smoothed(100, 200) == 150
-    assert smoothed(100, 0) == 50
+    assert [smoothed(0, 100), smoothed(100, 200), smoothed(100, 0)] == [100, 150, 50]
 
 
-# --- The values that a run arrives at under the asynchronous rules, update by update, worked out by hand in fp64 -----
+# --- How much a site counts ------------------------------------------------------------------------------------------
 
-EXACT = 1e-12
-DELAYED = OuterOptimizerOptions(kind="delayed_nesterov", lr=1.0, momentum=0.5, window=4)
-ONE_BY_ONE = pytest.mark.parametrize("round_updates", [0, 1])
-"""Every update merges alone where nobody is waited for, whether a round is bounded to one or is all that came."""
+RULES = pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
 
 
-def run(optimizer: OuterOptimizerOptions, **options: object) -> Level:
-    """A run with the sites a, b and c; version 0 is the number 100."""
-    level = Level(optimizer, **({"weights": "uniform"} | options))
-    level.theta = number(100.0)
-    for site in "abc":
-        level.handle(ev.JoinRequested(1, site, "p"))
-    return level
+@pytest.mark.parametrize(("rule", "weight"), [("tokens2_per_step", 2500.0), ("tokens", 500.0), ("uniform", 1.0)])
+def test_rules(rule: str, weight: float) -> None:
+    assert raw_weight(rule, 500, 100) == weight
+    assert [of_its_age(age, 0.0) for age in (0, 3)] == [1.0, 1.0]
+    assert [of_its_age(age, 0.5) for age in (0, 3)] == [1.0, 0.5], "what is old counts less"
 
 
-def play(level: Level, *arrivals: tuple[str, int, float]) -> list[float]:
-    """What every version holds; an arrival is a site, the version that it trained from, and where it got to from
-    there."""
-    published, sequences = [level.theta], Counter[str]()
-    for site, base, reached in arrivals:
-        sequences[site] += 1
-        level.push(site, sequences[site], published[base] - reached, base_version=base)
-        level.step()
-        published.append(level.theta)
-    assert level.version == len(arrivals)
-    return [each.item() for each in published[1:]]
-
-
-@ONE_BY_ONE
-def test_delayed_nesterov_arrival_by_arrival(round_updates: int) -> None:
-    """With lr 1, mu .5, N 4 and c 0 each update moves theta by a fourth of itself, and the last of a window by half
-    of the momentum as well, which is then m <- m/2 + (mean of the window)."""
-    values = play(
-        run(DELAYED, round_updates=round_updates),
-        ("a", 0, 92.0),  # 100 - 92 = 8
-        ("b", 0, 96.0),  # 100 - 96 = 4, one version old
-        ("a", 1, 82.0),  # 98 - 82 = 16, one version old
-        ("c", 0, 88.0),  # 100 - 88 = 12, three versions old
-        ("b", 4, 81.0),  # 85 - 81 = 4
-        ("a", 4, 77.0),  # 85 - 77 = 8, one version old
-        ("b", 6, 86.0),  # 82 - 86 = -4
-        ("c", 7, 67.0),  # 83 - 67 = 16
-    )
-    assert values == [
-        98.0,  # 100 - 8/4
-        97.0,  # 98 - 4/4
-        93.0,  # 97 - 16/4
-        85.0,  # m = (8 + 4 + 16 + 12)/4 = 10;  93 - 12/4 - 10/2
-        84.0,  # 85 - 4/4, and the momentum rests
-        82.0,  # 84 - 8/4
-        83.0,  # 82 + 4/4
-        73.5,  # m = 10/2 + (4 + 8 - 4 + 16)/4 = 11;  83 - 16/4 - 11/2
-    ]
-
-
-def test_updates_that_wait_together_are_applied_one_after_another_as_they_came() -> None:
-    level = run(DELAYED, round_updates=1)
-    for site, sequence, value in (("c", 1, 12.0), ("a", 1, 8.0), ("b", 1, 4.0), ("a", 2, 16.0)):
-        level.push(site, sequence, value)
+@RULES
+def test_invariants_6_and_17_weights_are_of_the_sites_that_came_whatever_the_scale(rule: str) -> None:
     found = []
-    while level.commands:
-        level.step()
-        found.append(level.theta.item())
-    assert found == [97.0, 95.0, 94.0, 85.0]  # 100 - 12/4;  - 8/4;  - 4/4;  - 16/4 - 10/2
+    for times in (1, 2, 3):
+        syncer = running(*"abcd", weights=rule, quorum=3)
+        syncer.push("a", tokens=100 * times, steps=10)
+        syncer.push("b", tokens=700 * times, steps=30)
+        step = only(fx.StartOuterStep, syncer.push("d", tokens=50 * times, steps=50))
+        assert [part.site for part in step.contributions] == ["a", "b", "d"]
+        found.append([part.weight for part in step.contributions])
+    assert found[1] == found[0]
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+    assert (len(set(found[0])) == 1) == (rule == "uniform")
 
 
-@ONE_BY_ONE
-def test_invariant_4_four_equal_arrivals_are_one_nesterov_step_and_plain_nesterov_takes_four(
-    round_updates: int,
-) -> None:
-    """At momentum .9 four arrivals of g move plain Nesterov by (4 + 4 mu + 3 mu^2 + 2 mu^3 + mu^4) g = 12.1441 g,
-    and one step on their mean by (1 + mu) g."""
-    equal = [("a", 0, 90.0), ("b", 0, 90.0), ("a", 0, 90.0), ("c", 0, 90.0)]
-    nesterov = OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.9)
-    once, _ = outer_step(number(100.0), number(10.0), NOTHING, nesterov)
-    delayed = OuterOptimizerOptions(kind="delayed_nesterov", lr=0.7, momentum=0.9, window=4)
-    values = play(run(delayed, round_updates=round_updates), *equal)
-    assert values == pytest.approx([98.25, 96.5, 94.75, 100 - 0.7 * 1.9 * 10], abs=EXACT, rel=0)
-    assert values[-1] == pytest.approx(once.item(), abs=EXACT, rel=0)
-    plain = play(run(nesterov, round_updates=round_updates), *equal)
-    assert plain[-1] == pytest.approx(100 - 0.7 * 12.1441 * 10, abs=EXACT, rel=0)
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_it_never_came(rule: str) -> None:
+    tokens = {"a": [100, 70], "b": [300], "c": [50]}
+
+    def merge(gone: set[tuple[str, int]]) -> Syncer:
+        syncer = Syncer(weights=rule, grace="fixed", grace_ns=10**9, quorum=1, updates_in_flight_max=2)
+        for site in "abcd":
+            syncer.join(site)
+        for site, each in tokens.items():
+            for sequence, count in enumerate(each, 1):
+                if (site, sequence) not in gone:
+                    syncer.push(site, tokens=count, steps=7, sequence=sequence)
+        (step,) = of(fx.StartOuterStep, syncer.deadline())
+        assert outer_step(syncer.options, syncer.machine.state, 0) == step
+        return syncer
+
+    whole = merge(set())
+    for gone in ({("b", 1)}, {("a", 2)}, {("b", 1), ("c", 1)}):
+        wanted = outer_step(whole.options, merge(gone).machine.state, 0)
+        assert outer_step(whole.options, whole.machine.state, 0, gone) == wanted
+        assert abs(sum(part.weight for part in wanted.contributions) - 1) < 1e-12
+    everything = {(site, sequence) for site, each in tokens.items() for sequence in range(1, len(each) + 1)}
+    assert outer_step(whole.options, whole.machine.state, 0, everything).contributions == ()
 
 
-@pytest.mark.parametrize(
-    ("weights", "first", "second"),
-    [
-        # Version 1 has 8 + 16 = 24 of a and 6 of b, version 2 has 2 + 4 = 6 of a and 10 of b.
-        ("uniform", 85.0, 77.0),  # 100 - (24 + 6)/2;  85 - (6 + 10)/2
-        # a read 400 tokens in 20 steps and counts 400^2/20 = 8000, b counts 200^2/20 = 2000; then 2000 and 1000.
-        ("tokens2_per_step", 79.6, 79.6 - 22 / 3),  # 100 - (4 x 24 + 6)/5;  then (2 x 6 + 10)/3
-        ("tokens", 82.0, 82.0 - 22 / 3),  # 100 - (2 x 24 + 6)/3;  then the same, as all have the same tokens a step
-    ],
-)
-def test_a_buffer_adds_and_weighs_the_updates_of_a_site_as_one(weights: str, first: float, second: float) -> None:
-    """The mean of the three updates would be 10, and each weighed for itself 13.67."""
-    level = run(PLAIN, round_updates=3, weights=weights)
-    level.push("a", 1, 8.0, tokens=100, steps=10)
-    level.push("b", 1, 6.0, tokens=200, steps=20)
-    assert not level.commands
-    level.push("a", 2, 16.0, tokens=300, steps=10)
-    level.push("b", 2, 10.0)  # It came while the three are merged, and is of the next version.
-    level.step()
-    assert level.theta.item() == pytest.approx(first, abs=EXACT, rel=0)
-    level.push("a", 3, 2.0, base_version=0)
-    assert not level.commands
-    level.push("a", 4, 4.0)
-    level.step()
-    assert level.theta.item() == pytest.approx(second, abs=EXACT, rel=0)
-    assert level.version == 2
+def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
+    syncer = running("a", "b", round_updates=3, merge_by="update", weights="uniform")
+    syncer.push("a")
+    syncer.push("a", 2)
+    syncer.push("b")
+    found = outer_step(syncer.options, syncer.machine.state, 0, {("a", 1)}).contributions
+    assert [(part.site, part.updates[0].sequence, part.weight) for part in found] == [("a", 2, 0.5), ("b", 1, 0.5)]
 
 
-@pytest.mark.parametrize(
-    ("power", "weights", "values"),
-    [
-        # a brings 8 at age 0, b 20 at age 3, with twice as many tokens; then both 8 and 4 at age 1; then a brings 6 at
-        # age 0, and b 8 + 4 with the older at age 3, in three times as many tokens.
-        (0.5, "uniform", [76.0, 70.0, 62.0]),  # (8 + 20/2)/1.5 = 12;  (8 + 4)/2 = 6;  (6 + 12/2)/1.5 = 8
-        (0.0, "uniform", [74.0, 68.0, 59.0]),  # (8 + 20)/2 = 14;  6;  (6 + 12)/2 = 9
-        (0.5, "tokens", [74.0, 68.0, 58.4]),  # (8 + 2/2 x 20)/2 = 14;  6;  (6 + 3/2 x 12)/2.5 = 9.6
-    ],
-)
-def test_an_old_update_moves_the_model_less_beside_a_new_one_and_as_much_beside_its_like(
-    power: float, weights: str, values: list[float]
-) -> None:
-    level = run(PLAIN, round_updates=0, quorum=2, staleness_power=power, weights=weights)
-    for sequence in (1, 2, 3):
-        level.push("a", sequence, 4.0)
-        level.push("c", sequence, 4.0)
-        level.step()
-    assert level.theta.item() == 88.0
+# --- The share of a full round that a step makes up ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+@pytest.mark.parametrize("tokens", [50, 100, 300])
+def test_19_an_update_counts_the_same_whoever_comes_with_it(rule: str, tokens: int) -> None:
+    """Long, short or usual: by its share it moves the model as far alone as in a round of all."""
     found = []
+    for groups in (("a", "b", "c"), ("ab", "c"), ("a", "bc"), ("abc",)):
+        syncer = running("a", "b", "c", share_weighted=True, weights=rule, quorum=3)
+        usual = {"a": 100, "b": 100, "c": 200}
+        for site in "abc":
+            syncer.push(site, tokens=usual[site])
+        syncer.done()
+        counts = {}
+        for group in groups:
+            version = syncer.machine.state.fragments[0].version
+            syncer.restart(quorum=len(group))
+            for site in group:
+                sent = {"tokens": tokens, "steps": tokens // 10} if site == "a" else {"tokens": usual[site]}
+                effects = syncer.push(site, 2, base_version=version, **sent)
+            step = only(fx.StartOuterStep, effects)
+            counts |= {part.site: step.share * part.weight for part in step.contributions}
+            syncer.done()
+        found.append(counts)
+    assert [counts["a"] for counts in found] == pytest.approx([found[0]["a"]] * 4, rel=1e-12)
+    if tokens == 100:
+        assert all(counts == pytest.approx(found[-1], rel=1e-12) for counts in found), found
 
-    def merge() -> None:
-        level.step()
-        found.append(level.theta.item())
 
-    level.push("b", 1, 20.0, base_version=0, tokens=200)
-    level.push("a", 4, 8.0)
-    merge()
-    level.push("a", 5, 8.0, base_version=3)
-    level.push("c", 4, 4.0, base_version=3)
-    merge()
-    level.push("b", 2, 8.0, base_version=2, tokens=200)
-    level.push("b", 3, 4.0)
-    level.push("a", 6, 6.0)
-    merge()
-    assert found == pytest.approx(values, abs=EXACT, rel=0)
+def test_19_a_newcomer_counts_no_more_than_the_largest_of_the_others() -> None:
+    """Its first update is all that is known of it, and its own word."""
+    syncer = running("a", "b", share_weighted=True, weights="tokens", quorum=2)
+    for site in "ab":
+        syncer.push(site, tokens=100)
+    syncer.done()
+    syncer.join("c")
+    syncer.restart(quorum=3)
+    for site in "ab":
+        syncer.push(site, 2, base_version=1, tokens=100)
+    step = only(fx.StartOuterStep, syncer.push("c", base_version=1, tokens=6400))
+    assert [part.weight for part in step.contributions] == pytest.approx([1 / 3] * 3)
 
 
-def test_two_levels_of_delayed_nesterov_by_hand() -> None:
-    """HALoS, with windows of two and momentum .5 on both levels.
+def test_19_a_share_is_one_without_the_setting_never_nothing_and_less_by_what_is_left_out() -> None:
+    assert only(fx.StartOuterStep, running("a", "b", "c").push("a")).share == 1.0
+    assert share(["a"], {"a": 1.0, "b": 1e30}) == 1e-6
+    syncer = running("a", "b", "c", "d", share_weighted=True, round_updates=3, weights="uniform")
+    syncer.push("a")
+    syncer.push("a", 2)
+    assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5, "of a buffer it is that of its sites"
+    left_out = [{("b", 1)}, {("a", 1)}, {("a", 1), ("a", 2), ("b", 1)}]
+    found = [outer_step(syncer.options, syncer.machine.state, 0, gone).share for gone in left_out]
+    assert found == [0.25, 0.5, 1.0]
 
-    The region has lr 2: theta <- theta - g, and at a window's end less m as well.  Above, lr is 1:
-    theta <- theta - g/2, and at a window's end less m/2.  m <- m/2 + (mean of the window) on either.  After two updates
-    the region sends what it has gained, and it takes a fourth of what comes back.
-    """
 
-    def delayed(lr: float) -> OuterOptimizerOptions:
-        return OuterOptimizerOptions(kind="delayed_nesterov", lr=lr, momentum=0.5, window=2)
-
-    above = Level(delayed(1.0), weights="uniform")
-    above.theta = number(100.0)
-    above.handle(ev.JoinRequested(1, "x", "p"))
-    region = Region(above, "region-a", 2, 0.25, optimizer=delayed(2.0), weights="uniform")
-    for site in "st":
-        region.handle(ev.JoinRequested(1, site, "p"))
-    region.join()
-    region.settle()
-    assert (region.version, region.theta.item()) == (1, 100.0)
-
-    region.push("s", 1, 8.0)
-    region.step()
-    assert region.theta.item() == 92.0  # 100 - 8
-    region.push("t", 1, 4.0, base_version=1)
-    region.step()
-    assert region.theta.item() == 82.0  # m = (8 + 4)/2 = 6;  92 - 4 - 6
-    region.seal()
-    region.do()
-    above.step()
-    assert above.theta.item() == 91.0  # The region brings 100 - 82 = 18;  100 - 18/2
-    above.push("x", 1, 6.0, base_version=0)
-    above.step()
-    assert above.theta.item() == 82.0  # m = (18 + 6)/2 = 12;  91 - 6/2 - 12/2
-    region.push("s", 2, 2.0, base_version=1)
-    region.step()
-    assert region.theta.item() == 80.0  # 82 - 2, the first of a window, before the region hears of versions 1 and 2
-    region.settle()
-    assert region.theta.item() == 80.5  # 3/4 x 80 + 1/4 x 82, in the middle of the window
-
-    region.push("t", 2, 10.0)
-    region.step()
-    assert region.theta.item() == 61.5  # m = 6/2 + (2 + 10)/2 = 9;  80.5 - 10 - 9
-    region.settle()
-    assert above.theta.item() == 72.5  # The region brings 80.5 - 61.5 = 19, from what it took;  82 - 19/2
-    assert region.theta.item() == 64.25  # 3/4 x 61.5 + 1/4 x 72.5
-    above.push("x", 2, 7.0)
-    region.settle()
-    assert above.theta.item() == 59.5  # m = 12/2 + (19 + 7)/2 = 19;  72.5 - 7/2 - 19/2
-    assert region.theta.item() == 63.0625  # 3/4 x 64.25 + 1/4 x 59.5: nothing is unsent
-    assert [(seal.sequence, seal.base_version) for seal in region.sent] == [(1, 0), (2, 2)]
-    assert (above.version, region.version) == (4, 8)
+@pytest.mark.parametrize("claim", [300, 1600])
+def test_19_no_update_says_what_it_counts_itself(claim: int) -> None:
+    """A site that was cut off sends several periods at once, or claims so: two equal sites stay about equal."""
+    syncer = running("a", "b", share_weighted=True, weights="tokens")
+    found = []
+    for turn, tokens in enumerate((100, 100, claim, 100, 100)):
+        for site, count in (("a", tokens), ("b", 100)):
+            step = only(fx.StartOuterStep, syncer.push(site, turn + 1, base_version=2 * turn, tokens=count))
+            syncer.done()
+            found.append(step.share)
+    assert found[:5] == [0.5] * 5, "the long update counts as its site's usual one"
+    assert all(0.39 < each < 0.61 for each in found), "and moves what is usual by half a sample"
 
 
 # --- Selections ------------------------------------------------------------------------------------------------------

@@ -98,13 +98,7 @@ class Region(Level):
     """
 
     def __init__(
-        self,
-        above: Level,
-        name: str,
-        updates: int = 2,
-        alpha: float = 0.25,
-        from_blend: bool = False,
-        **options: Any,
+        self, above: Level, name: str, updates: int = 2, alpha: float = 0.25, from_blend: bool = False, **options: Any
     ) -> None:
         super().__init__(**options)
         self.from_blend = from_blend
