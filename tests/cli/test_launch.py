@@ -99,7 +99,7 @@ def test_a_user_must_agree(
     monkeypatch.setattr(sys, "stdin", stdin)
     assert main(["launch", "slurm", *EVERY]) == code
     assert len(called(place)) == calls
-    assert ("nobody is here to be asked: --yes does it" in capsys.readouterr().err) is (code == 2)
+    assert ("there is no terminal to ask at: --yes does it" in capsys.readouterr().err) is (code == 2)
 
 
 def test_a_syncer_that_runs_elsewhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:

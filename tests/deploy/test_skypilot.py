@@ -9,7 +9,7 @@ import yaml
 from diloco.cli.site import check_identity
 from diloco.config.compose import read
 from diloco.deploy.skypilot import call, files, prepared
-from tests.deploy.rendered import LABEL, commands, configured, put, understood
+from tests.deploy.rendered import LABEL, SOURCE, commands, configured, put, understood
 
 TLS = [
     "site.tls_ca=certs/ca.pem",
@@ -25,7 +25,7 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
     found = prepared(config)
     texts = put(tmp_path, [file for each in found for file in files(each)])
     words = call(found[1])
-    assert (words[:2], words[-2:]) == (["sky", "launch"], ["first-run-site-a", "site-a.sky.yaml"])
+    assert (words[:2], words[-2:]) == (["sky", "launch"], [str(SOURCE), "site-a.sky.yaml"])
     for process in found:
         told = yaml.safe_load(texts[f"{process.name}.sky.yaml"])
         assert told["name"] == process.label

@@ -36,9 +36,9 @@ def said(who: str, what: str, **fields: object) -> str:
     ("told", "wanted"),
     [
         (said("up", "fault", fault="kill", target="site-b", seconds=6.0), "FAULT site-b is killed (SIGKILL), for 6"),
-        (said("up", "healed", fault="kill", target="site-b"), "HEALED site-b is started again"),
-        (said("syncer", "resumed", why="the run had been drained"), "the run goes on: the run had been"),
-        (said("site-b", "resumed", step=40, tokens_lost=10240), "10,240 tokens were lost"),
+        (said("up", "healed", fault="kill", target="site-b"), "RECOVERED site-b: restarted"),
+        (said("syncer", "resumed", why="the run had been drained"), "the run resumed: the run had been"),
+        (said("site-b", "resumed", step=40, tokens_lost=10240), "10,240 tokens lost"),
         (said("site-c", "disconnected", why="no answer"), "site-c lost the syncer and trains on: no answer"),
         (said("syncer", "refused", site="site-c", reason="stale"), "update of site-c was refused: stale"),
         (said("up", "eval", val_bits_per_byte=1.9, versions=[3, 4]), "validation 1.900 bits/byte at versions 3 4"),

@@ -92,7 +92,7 @@ def test_plain_lines_come_once_and_in_order() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("diloco quiet-otter")
     assert sum("FAULT" in line for line in lines) == 3
-    assert sum("HEALED" in line for line in lines) == 3
+    assert sum("RECOVERED" in line for line in lines) == 3
     standings = [line for line in lines if "versions" in line and "%" in line]
     assert 5 <= len(standings) <= 7
     assert all("site-a" in line and "site-c" in line for line in standings), "a line was wrapped"

@@ -425,7 +425,7 @@ def test_a_damaged_lease_is_an_error_in_words_for_everybody(path: Path, damage: 
         with pytest.raises(LeaseError, match=r"lease\.json is no lease that can be trusted"):
             FileLease(path, "run", TTL_S).acquire(claim)
     for change_it in (held.renew, lambda: held.mark("second"), held.release):
-        with pytest.raises(LeaseError, match="nobody takes it"):
+        with pytest.raises(LeaseError, match="no process takes it"):
             change_it()
     assert path.read_bytes() == damaged
 

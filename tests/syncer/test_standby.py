@@ -346,7 +346,7 @@ def test_whatever_else_goes_wrong_while_it_looks_ends_the_standby_in_words(
     with scene:
         (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
     assert isinstance(failed["error"], StandbyError)
-    assert "nobody looks at the lease" in str(failed["error"])
+    assert "is not watched any more" in str(failed["error"])
     assert "Input/output error" in str(failed["error"])
 
 
