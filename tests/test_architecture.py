@@ -10,11 +10,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
+from diloco.wire.v1 import sync_pb2
 from tests.loopback.cluster import SiteThread, serving
 from tests.loopback.test_exchange import lock_step
 
 if TYPE_CHECKING:
     from types import FrameType
+
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "diloco"
@@ -79,3 +83,16 @@ def test_a_round_makes_these_calls(tmp_path: Path) -> None:
         threading.setprofile(None)
     assert sys.getprofile() is None
     assert [call for call in calls() if call[1:] not in made] == []
+
+
+# --- docs/claims.md has every field that a site sends ----------------------------------------------------------------
+
+CLAIMS = (Path(__file__).parent.parent / "docs/claims.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["JoinRequest", "PushHeader", "ReportRequest", "UnitAsk", "PullRequest"])
+def test_each_field_that_a_site_sends_is_on_the_page_once(name: str) -> None:
+    _, _, section = CLAIMS.partition(f"## {name}\n")
+    rows = [line.split("|")[1] for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    told = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(told) == sorted(sync_pb2.DESCRIPTOR.message_types_by_name[name].fields_by_name)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import gc
+import resource
 import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from benchmarks import ages
+from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task, report, reports_in, round_seconds
+from diloco import open_files
 from tests.forked import IMPORTED, forkserver
+from tests.runs.processes import place_in
 
 TESTS = Path(__file__).resolve().parent
 
@@ -59,3 +66,152 @@ def test_nobody_else_starts_the_server_that_processes_are_forked_from() -> None:
     word = "fork" + "server"
     asks = [path for path in TESTS.rglob("*.py") if f'"{word}"' in path.read_text(encoding="utf-8")]
     assert asks == [TESTS / "forked.py"]
+
+
+# --- The soft limit of open files is raised to the hard one, a syncer that serves has it, and no crash leaves a core -
+
+INFINITE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("had", "has"),
+    [
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 1_000_000), (open_files.WANTED, 1_000_000)),
+        ((1024, INFINITE), (open_files.WANTED, INFINITE)),
+        ((256, 256), None),
+        ((INFINITE, INFINITE), None),
+        ((100_000, 1_000_000), None),
+    ],
+)
+def test_the_soft_limit_is_raised_and_never_lowered(
+    had: tuple[int, int], has: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: had)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: given.append(limits))
+    open_files.raise_limit()
+    assert given == ([] if has is None else [has])
+
+
+@pytest.mark.parametrize(
+    ("had", "has"),
+    [((0, 0), (0, 0)), ((0, INFINITE), (1, INFINITE)), ((INFINITE, INFINITE), (1, INFINITE))],
+)
+def test_no_crash_leaves_what_was_in_memory(
+    had: tuple[int, int], has: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: had)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: given.append(limits))
+    open_files.leave_no_core()
+    assert given == [has]
+
+
+@pytest.mark.slow
+def test_a_syncer_that_serves_may_open_what_the_hard_limit_allows(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        place.open_files = (256, 600)
+        syncer, _ = place.syncer("files")
+        assert resource.prlimit(syncer.process.pid, resource.RLIMIT_NOFILE) == (600, 600)
+
+
+# --- What the benchmarks hold every system's result against ----------------------------------------------------------
+
+TASK = Task(numel=200_000, sites=3, rounds=3, warm_up=2, seed=7)
+
+
+def by_torch(task: Task, rule: str) -> list[np.ndarray]:
+    """The values that all sites end with, worked out by torch on all of every tensor."""
+    theta = [torch.nn.Parameter(torch.from_numpy(values)) for values in task.zeros()]
+    outer = torch.optim.SGD(theta, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+    for step in range(task.rounds_in_all):
+        sites = [[values.detach().clone() for values in theta] for _ in range(task.sites)]
+        for site, values in enumerate(sites):
+            task.disturb([tensor.numpy() for tensor in values], site, step)
+        means = [torch.stack(each).mean(0) for each in zip(*sites, strict=True)]
+        with torch.no_grad():
+            for values, mean in zip(theta, means, strict=True):
+                if rule == "mean":
+                    values.copy_(mean)
+                else:
+                    values.grad = values - mean
+        if rule == "nesterov":
+            outer.step()
+    return [values.detach().numpy() for values in theta]
+
+
+@pytest.mark.parametrize("rule", ["mean", "nesterov"])
+def test_what_is_expected_is_what_torch_comes_to(rule: str) -> None:
+    assert TASK.error(by_torch(TASK, rule), rule) < 1e-5
+
+
+def test_a_system_that_averages_nothing_or_something_else_is_far_off() -> None:
+    alone = TASK.zeros()
+    for step in range(TASK.rounds_in_all):
+        TASK.disturb(alone, 0, step)
+    assert TASK.error(alone, "mean") > 0.5
+    assert TASK.error(TASK.zeros(), "mean") == pytest.approx(1.0)
+    assert TASK.error(by_torch(TASK, "mean"), "nesterov") > 0.2
+    with pytest.raises(ValueError, match="rule is 'median': one of mean, nesterov"):
+        TASK.expected("median")
+
+
+def test_every_value_is_disturbed_and_no_two_sites_or_rounds_alike() -> None:
+    def disturbed(site: int, step: int) -> np.ndarray:
+        values = TASK.zeros()
+        TASK.disturb(values, site, step)
+        return np.concatenate(values)
+
+    first = disturbed(0, 0)
+    assert (first != 0).all()
+    assert (first == disturbed(0, 0)).all()
+    assert (first != disturbed(1, 0)).mean() > 0.99
+    assert (first != disturbed(0, 1)).mean() > 0.99
+
+
+def test_a_round_lasts_from_the_last_ready_to_the_last_done(capsys: pytest.CaptureFixture[str]) -> None:
+    print("whatever a peer says first")
+    report(1, spans=[(2.0, 5.0), (6.0, 7.0)])
+    report(0, spans=[(1.0, 6.0), (6.5, 6.9)])
+    found = reports_in(capsys.readouterr().out)
+    assert [each["site"] for each in found] == [0, 1]
+    assert round_seconds(found) == [4.0, 0.5]
+    assert Task.read(TASK.written) == TASK
+
+
+# --- `make bench` says which of the kept rows are older than the last change of what they measure --------------------
+
+
+def git(folder: Path, *words: str) -> str:
+    named = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", *named, *words], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def changed(folder: Path, package: str) -> str:
+    path = folder / "diloco" / package / "a.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("1\n")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", package)
+    return git(folder, "rev-parse", "--short", "HEAD")
+
+
+def test_a_row_is_as_old_as_the_changes_of_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "-q")
+    first = changed(tmp_path, "codec")
+    changed(tmp_path, "wire")
+    changed(tmp_path, "codec")
+    monkeypatch.setattr(ages, "ROOT", tmp_path)
+    assert ages.changes_since(first, "2026-01-01", ("codec",)) == 1
+    assert ages.changes_since(first, "2026-01-01", ("codec", "wire")) == 2
+    assert ages.changes_since("0123abc", "2000-01-01", ("codec",)) == 2, "git does not know the commit"
+    assert ages.changes_since(first, "2026-01-01", ()) == 0
+
+
+def test_what_is_measured_is_there() -> None:
+    named = {name for packages in [*ages.MEASURED.values(), ages.HUNTED] for name in packages}
+    assert all((ages.ROOT / "diloco" / name).is_dir() for name in named)
+    assert set(ages.MEASURED) <= {path.stem for path in ages.RESULTS.glob("*.jsonl")}

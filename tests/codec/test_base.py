@@ -34,9 +34,7 @@ from diloco.codec.base import (
 )
 from diloco.codec.registry import make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
-from tests.codec.bounds import error_bound
-from tests.codec.levels import ALL, running
-from tests.codec.values import NOT_FINITE, drawn, same, samples
+from tests.codec.values import ALL, NOT_FINITE, drawn, error_bound, running, same, samples
 
 # --- Memory is used again when nothing can read it, and never before --------------------------------------------------
 

@@ -15,9 +15,20 @@ import torch
 from diloco.codec.base import DecodeError
 from diloco.codec.blocks import BF16_MAX, Int8Codec
 from diloco.codec.registry import make_codec
-from tests.codec.levels import ALL, running
-from tests.codec.slow import exponent_of, packed, power, slow_levels, slow_scale, slow_units
-from tests.codec.values import FP32_MAX, NOT_FINITE, drawn, samples
+from tests.codec.values import (
+    ALL,
+    FP32_MAX,
+    NOT_FINITE,
+    drawn,
+    exponent_of,
+    packed,
+    power,
+    running,
+    samples,
+    slow_levels,
+    slow_scale,
+    slow_units,
+)
 
 INT8 = Int8Codec("int8:4", 4)
 NO_SCALES = (0x7F80, 0x7FC0, 0xFF80, 0xBF80, 0x8000, 0x0001)

@@ -43,8 +43,7 @@ from diloco.outer.merge import (
     trimmed_mean,
 )
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
-from tests.codec.levels import ALL, running
-from tests.codec.values import NOT_FINITE, drawn, same, samples
+from tests.codec.values import ALL, NOT_FINITE, drawn, running, same, samples
 
 NESTEROV = OuterOptimizerOptions()
 HEAVY_BALL = OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.8)

@@ -22,8 +22,7 @@ from diloco.codec.kernel_library import SUM_BLOCK
 from diloco.codec.merging import sum_of_products, sum_plain
 from diloco.codec.native import kernels, torch_fuses
 from diloco.codec.registry import make_codec
-from tests.codec.levels import NATIVE, running
-from tests.codec.values import drawn, same, samples
+from tests.codec.values import NATIVE, drawn, running, same, samples
 
 NAMES = ["fp32", "bf16", "int8", "int8:256", "int8:6", "int4", "int4:64", "int4:128", "int4:256", "int4:2", "int4:4094"]
 NAMES += ["topk", "topk:256x8", "topk:4096x1024", "e3m0", "e3m0:8", "int2", "int2:24", "int2:4096", "sign", "sign:8"]

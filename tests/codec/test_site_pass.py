@@ -12,9 +12,7 @@ from diloco.codec.merging import RANGE_VALUES
 from diloco.codec.registry import Coded, make_codec
 from diloco.codec.site_pass import AT_ONCE, Arriving, follow, follow_into, publish, rebase_pieces, seal_pieces
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
-from tests.codec.bounds import error_bound
-from tests.codec.levels import ALL, running
-from tests.codec.values import NOT_FINITE, drawn, same, samples
+from tests.codec.values import ALL, NOT_FINITE, drawn, error_bound, running, same, samples
 
 SIZES = [[1], [0, 17], [4096], [1, 1, 4095, 0, 3], [2048, 2048, 2049], [5000, 1, 333, 7000]]
 SENT = [[], ["int4:32"], ["int8", "fp32", "topk:256x8"]]

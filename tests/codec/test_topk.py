@@ -10,9 +10,7 @@ import torch
 
 from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
-from tests.codec.levels import ALL, running
-from tests.codec.slow import packed, slow_levels, slow_units
-from tests.codec.values import samples
+from tests.codec.values import ALL, packed, running, samples, slow_levels, slow_units
 
 SMALL = make_codec("topk:256x4")
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import struct
+from collections.abc import Iterator
+from fractions import Fraction
 
 import torch
+from torch import Tensor
+
+from diloco.codec import kernel_library
+from diloco.codec.base import Codec, scale_values
+from diloco.codec.blocks import IntCodec
+from diloco.codec.kernel_library import PLAIN, Kind, choice, force
 
 FP32_MAX = torch.finfo(torch.float32).max
 NOT_FINITE = (math.nan, math.inf, -math.inf)
@@ -56,3 +66,114 @@ def samples(seed: int) -> dict[str, torch.Tensor]:
         "largest and small": torch.where(gauss > 2, FP32_MAX, gauss),
         "tail": gauss / (torch.rand(numel, generator=generator) + 1e-6),
     }
+
+
+# --- The formats that are told in whole numbers, written a second time -----------------------------------------------
+
+SMALLEST_NORMAL = Fraction(1, 2**126)
+
+
+def fp32_bits(value: float) -> int:
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return int(bits)
+
+
+def power(exponent: int) -> Fraction:
+    return Fraction(2) ** exponent
+
+
+def exponent_of(value: float) -> int:
+    """The whole k with 2**k <= |value| < 2**(k + 1)."""
+    return math.frexp(value)[1] - 1
+
+
+def slow_units(values: list[float]) -> tuple[list[int], Fraction]:
+    """How many units each magnitude has, and the unit; subnormals have none."""
+    normal = [abs(x) >= 2.0**-126 for x in values]
+    top = max((exponent_of(x) for x, is_normal in zip(values, normal, strict=True) if is_normal), default=-127)
+    # Scaling by a power of two is exact in fp64, which has a far wider range than fp32.
+    return [int(math.ldexp(abs(x), 23 - top)) if n else 0 for x, n in zip(values, normal, strict=True)], power(top - 23)
+
+
+def slow_scale(total: Fraction, unit: Fraction) -> tuple[int, Fraction]:
+    """The upper 16 bits of the scale of ``total`` units, rounded up to whole ones first, and its value."""
+    whole = -int(-total // 1)
+    if whole == 0:
+        return 0, Fraction(0)
+    exact = whole * unit
+    if exact < SMALLEST_NORMAL:
+        return 0x0080, SMALLEST_NORMAL
+    bits = fp32_bits(float(exact)) >> 16
+    (value,) = struct.unpack("<f", struct.pack("<I", bits << 16))
+    return bits, Fraction(value)
+
+
+def slow_levels(
+    values: list[float], found: list[int], unit: Fraction, is_big: list[bool]
+) -> tuple[list[int], list[int]]:
+    """Low and high, and the fields."""
+    big = [u for u, large in zip(found, is_big, strict=True) if large]
+    rest = [u for u, large in zip(found, is_big, strict=True) if not large]
+    low = slow_scale(Fraction(sum(rest), len(rest)), unit)[0]
+    high = slow_scale(Fraction(sum(big), len(big)), unit)[0] if big else 0
+    if high <= low:
+        high, is_big = 0, [False] * len(values)
+    signs = [x < 0 and (large or low > 0) for x, large in zip(values, is_big, strict=True)]
+    return [low, high], [large + 2 * sign for large, sign in zip(is_big, signs, strict=True)]
+
+
+def packed(fields: list[int], bits: int) -> bytes:
+    number = sum(field << (bits * place) for place, field in enumerate(fields))
+    return number.to_bytes((len(fields) * bits + 7) // 8, "little")
+
+
+# --- How far a decoded value may be from what was encoded, as the codecs' modules say --------------------------------
+
+
+def error_bound(codec: Codec, values: Tensor) -> Tensor:
+    """Largest ``|decode(encode(values)) - values|``, elementwise, fp32 of the same shape."""
+    layout, size = codec.plain.layout, values.abs()
+    if layout.kind is Kind.FP32:
+        return torch.zeros_like(values)
+    if layout.kind is Kind.BF16:
+        return (size * 2.0**-8).clamp(min=2.0**-134)  # half a step of 8 significant bits, or of bf16's subnormals
+    if isinstance(codec.plain, IntCodec):
+        scale = scale_values(codec.plain.encode_rows(rows_of(values, layout.block))[0])
+        bound = scale * torch.where(torch.isinf(scale * codec.plain.code_max), 1.0, 0.5)
+        return bound.repeat_interleave(layout.block)[: values.numel()]
+    if layout.kind is Kind.E3M0:
+        smallest = scale_of_e3m0(size, layout.block)
+        share = torch.where(size >= 1.5 * 2.0**127, size / 2, size / 3)
+        return torch.maximum(share, smallest)
+    return torch.maximum(size, codec.decode(codec.encode(values), values.numel()).abs())
+
+
+def rows_of(values: Tensor, block: int) -> Tensor:
+    """As blocks, the last filled up with zeros."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block)
+
+
+def scale_of_e3m0(size: Tensor, block: int) -> Tensor:
+    """Half of the smallest power of each value's block."""
+    levels = ((rows_of(size, block).view(torch.int32) + (1 << 22)) >> 23).clamp(max=254)
+    top = levels.amax(dim=1)
+    smallest = torch.ldexp(torch.ones(len(top)), (top - 7).clamp(min=0) - 127)
+    return smallest.repeat_interleave(block)[: size.numel()]
+
+
+# --- The kernels' levels of this machine, and plain torch, to run one after the other --------------------------------
+
+NATIVE = [] if choice().library is None else list(kernel_library.LEVELS[: choice().level + 1])
+ALL = [PLAIN, *NATIVE]
+
+
+@contextlib.contextmanager
+def running(name: str) -> Iterator[None]:
+    """Run the level ``name``, or plain torch, and then what ran before."""
+    chosen = choice()
+    before = chosen.library, chosen.level, chosen.why
+    assert force(name) == ""
+    try:
+        yield
+    finally:
+        chosen.library, chosen.level, chosen.why = before

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
+import yaml
 
+from diloco.cli.launch import prepared
 from diloco.config.errors import ConfigError
+from diloco.deploy import docker, rendering, skypilot
 from diloco.deploy.docker import CPU_BASE, CUDA_BASE, USER, call, files
-from tests.deploy.rendered import SOURCE, composed
+from tests.deploy.rendered import SOURCE, composed, configured
 
 KNOWN = frozenset({"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "USER", "VOLUME", "ENTRYPOINT", "CMD"})
 
@@ -59,3 +63,66 @@ def test_the_tool_is_called_with_the_source_and_nothing_else_goes_in() -> None:
     assert words[-1] == str(SOURCE)
     with pytest.raises(ConfigError, match=r"launch\.base is"):
         files(composed("launch.base='x && y'"))
+
+
+# --- What images and machines install --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> str:
+    path = tmp_path / "diloco-1.2-py3-none-any.whl"
+    path.write_bytes(b"PK")
+    return str(path)
+
+
+def installed_by(dockerfile: str) -> str:
+    (line,) = [line for line in dockerfile.splitlines() if "pip install" in line]
+    return line.split()[-1].strip('"')
+
+
+def test_an_image_of_a_wheel_needs_no_source_tree(wheel: str) -> None:
+    config = composed(f"launch.package={wheel}", "site.device=cuda")
+    dockerfile, left_out, constraints = docker.files(config)
+    assert installed_by(dockerfile.text) == "./diloco-1.2-py3-none-any.whl[gpu]"
+    assert left_out.text.split() == ["*", "!constraints.txt", "!*.whl"]
+    assert docker.call(config)[-1] == ".", "the folder of the files"
+    assert prepared("docker", config).wheel == Path(wheel), "it is copied there"
+    assert {"torch", "grpcio"} <= {line.partition("==")[0] for line in constraints.text.splitlines()}
+    assert "+" not in constraints.text, "a build for one kind of machine"
+
+
+def test_a_machine_gets_the_wheel_beside_its_settings(wheel: str) -> None:
+    process = skypilot.prepared(configured(f"launch.package={wheel}"))[1]
+    task = yaml.safe_load(skypilot.files(process)[1].text)
+    assert "workdir" not in task
+    assert task["file_mounts"]["~/diloco-package/diloco-1.2-py3-none-any.whl"] == "diloco-1.2-py3-none-any.whl"
+    assert task["file_mounts"]["~/diloco-package/constraints.txt"] == "constraints.txt"
+    assert "cd ~/diloco-package\n" in task["setup"]
+    assert "--workdir" not in skypilot.call(process)
+
+
+def test_the_source_tree_is_named_in_the_call_alone() -> None:
+    process = skypilot.prepared(configured())[1]
+    assert all(str(SOURCE) not in file.text for file in skypilot.files(process)), "another machine has another path"
+    call = skypilot.call(process)
+    assert call[call.index("--workdir") + 1] == str(SOURCE)
+    assert docker.call(composed())[-1] == str(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("package", "device", "pip"),
+    [("diloco==1.2", "cpu", "diloco==1.2"), ("diloco==1.2", "cuda", "diloco[gpu]==1.2")],
+)
+def test_a_requirement_gets_the_extra_of_the_sites(package: str, device: str, pip: str) -> None:
+    dockerfile = docker.files(composed(f"launch.package='{package}'", f"site.device={device}"))[0]
+    assert installed_by(dockerfile.text) == pip
+
+
+def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.package is '/none\.whl': there is no such file"):
+        docker.files(composed("launch.package=/none.whl"))
+    with pytest.raises(ConfigError, match=r"launch\.package is .*: not a name of that kind"):
+        docker.files(composed("launch.package='x && y'"))
+    monkeypatch.setattr(rendering, "__file__", str(tmp_path / "site-packages/diloco/deploy/rendering.py"))
+    with pytest.raises(ConfigError, match=r"launch\.package is null.*give a wheel"):
+        docker.files(composed())

@@ -1,7 +1,7 @@
 """``make clocks N=200``: wall clocks that jump, each process's on its own, while a run merges.
 
 Real processes over real gRPC: a syncer that makes backups, its standby, two sites.  Each has a wall clock in
-a file, which is rewritten under the living process (``tests/hunts/clock.py``): ten years ahead or back, 1960, the
+a file, which is rewritten under the living process (``tests/hunts/cutting.py``): ten years ahead or back, 1960, the
 beginning of 1970, a second more or less, a second that comes twice, a clock that stands still.  Monotonic time goes on.
 
 Every few jumps a process is killed and begins again under another clock: a site; the syncer, whose standby takes over
@@ -35,7 +35,7 @@ from diloco.syncer.restoring import Kept, Known, restore_backup
 from diloco.syncer.store import RunCard
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import WireError
-from tests.hunts.clock import KINDS, tell
+from tests.hunts.cutting import KINDS, tell
 from tests.hunts.disaster import PARTS
 from tests.hunts.reporting import Hunt, why
 from tests.loopback.cluster import Process, free_port

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import os
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -35,8 +36,98 @@ from diloco.wire.convert import (
     unpack_push_reply,
 )
 from diloco.wire.messages import Chunk, JoinAsk, PullAsk, PushCommit, PushHeader, PushResult, ReportInfo, WatchAsk
-from tests.hunts import http2
 from tests.loopback.toy import RUN, Toy
+
+# --- As much of HTTP/2 as it takes to be rude ------------------------------------------------------------------------
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
+END_STREAM, END_HEADERS, ACK = 1, 4, 1
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    return struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body
+
+
+def headers(path: str, token: str = "") -> bytes:
+    """A header block for a gRPC call, every field a literal that is never indexed."""
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
+    fields += [("content-type", "application/grpc"), ("te", "trailers")]
+    fields += [("authorization", f"Bearer {token}")] if token else []
+    return b"".join(b"\x10" + text(name) + text(value) for name, value in fields)
+
+
+def text(words: str) -> bytes:
+    """As a header has it: not compressed, with its length."""
+    raw = words.encode()
+    assert len(raw) < 127, "one byte of length is enough here"
+    return bytes([len(raw)]) + raw
+
+
+def message(raw: bytes) -> bytes:
+    """As gRPC frames it: not compressed, with its length."""
+    return b"\x00" + struct.pack(">I", len(raw)) + raw
+
+
+def dial(address: str, timeout_s: float = 30.0) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=timeout_s)
+
+
+def hello(address: str, settings: bytes = b"") -> socket.socket:
+    """A connection that has introduced itself."""
+    connection = dial(address)
+    connection.sendall(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(SETTINGS, ACK, 0, b""))
+    return connection
+
+
+TAKES_NOTHING = struct.pack(">HI", 4, 0)
+"""SETTINGS_INITIAL_WINDOW_SIZE=0 (RFC 9113, 6.5.2): the other end may send no byte of an answer."""
+
+
+def is_over(connection: socket.socket) -> bool:
+    """Whether the other end has hung up; what it has said meanwhile is thrown away."""
+    connection.setblocking(False)
+    try:
+        with suppress(BlockingIOError):
+            while True:
+                if not connection.recv(65536):
+                    return True
+        return False
+    except OSError:
+        return True
+
+
+def heard(connection: socket.socket, stream: int, timeout_s: float) -> int | None:
+    """The kind of the first frame that ends ``stream`` or the connection (0 for trailers); None in ``timeout_s``."""
+    connection.settimeout(timeout_s)
+    try:
+        while True:
+            head = _exactly(connection, 9)
+            length, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
+            which = int.from_bytes(head[5:9], "big") & 0x7FFFFFFF
+            _exactly(connection, length)
+            if which == stream and (kind == RST or (kind in (DATA, HEADERS) and flags & END_STREAM)):
+                return kind if kind == RST else DATA
+            if kind == GOAWAY:
+                return GOAWAY
+    except TimeoutError:
+        return None
+    except OSError:
+        return GOAWAY
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    out = b""
+    while len(out) < count:
+        more = connection.recv(count - len(out))
+        if not more:
+            raise ConnectionResetError
+        out += more
+    return out
+
+
+# --- Floods of frames and of calls ---
 
 SITE = "flood"
 WAIT_S = 10.0
@@ -202,15 +293,15 @@ class Flooded:
     @property
     def due(self) -> Due:
         """What was done about it."""
-        if self.ended or http2.GOAWAY in self.kinds:
+        if self.ended or GOAWAY in self.kinds:
             return Due.ENDED
-        return Due.REFUSED if http2.RST in self.kinds else Due.BORNE
+        return Due.REFUSED if RST in self.kinds else Due.BORNE
 
 
 def flood(address: str, pieces: Iterator[bytes], seconds: float) -> Flooded:
     """Send until ``seconds`` have passed or the other end has had enough; what it says is read all the while."""
     found, heard, until_s = Flooded(), bytearray(), time.monotonic() + seconds
-    with http2.hello(address) as connection:
+    with hello(address) as connection:
         connection.settimeout(QUIET_S)
         try:
             for piece in pieces:
@@ -250,57 +341,57 @@ def _listen(connection: socket.socket, heard: bytearray, kinds: set[int]) -> Non
 
 def rapid_resets(token: str) -> Iterator[bytes]:
     """Streams that are opened and reset at once, so that there is always room for one more."""
-    block = http2.headers(PUSH, token)
+    block = headers(PUSH, token)
     for first in itertools.count(1, 200):
         opened = (_opened(stream, block) for stream in range(first, first + 200, 2))
         yield b"".join(opened)
 
 
 def _opened(stream: int, block: bytes) -> bytes:
-    reset = http2.frame(http2.RST, 0, stream, b"\x00\x00\x00\x08")
-    return http2.frame(http2.HEADERS, http2.END_HEADERS, stream, block) + reset
+    reset = frame(RST, 0, stream, b"\x00\x00\x00\x08")
+    return frame(HEADERS, END_HEADERS, stream, block) + reset
 
 
 def new_names(token: str) -> Iterator[bytes]:
     """Streams of the same kind whose headers are all to be remembered."""
     for number in itertools.count():
-        names = (b"\x40" + http2.text(f"x-{number}-{at}") + http2.text("v" * 100) for at in range(60))
-        yield _opened(2 * number + 1, http2.headers(PUSH, token) + b"".join(names))
+        names = (b"\x40" + text(f"x-{number}-{at}") + text("v" * 100) for at in range(60))
+        yield _opened(2 * number + 1, headers(PUSH, token) + b"".join(names))
 
 
 def endless_headers(token: str) -> Iterator[bytes]:
     """One block of headers that goes on and on."""
-    yield http2.frame(http2.HEADERS, 0, 1, http2.headers(PUSH, token))
+    yield frame(HEADERS, 0, 1, headers(PUSH, token))
     for number in itertools.count():
-        fields = b"\x10" + http2.text(f"x-{number}") + http2.text("v" * 100)
-        yield http2.frame(http2.CONTINUATION, 0, 1, fields * 100)
+        fields = b"\x10" + text(f"x-{number}") + text("v" * 100)
+        yield frame(CONTINUATION, 0, 1, fields * 100)
 
 
 def huge_header(token: str) -> Iterator[bytes]:
     """One header whose value is said to be a gigabyte, and comes."""
     length = b"\x7f" + b"\x81\xff\xff\xff\x03"
-    block = http2.headers(PUSH, token) + b"\x10" + http2.text("x-large") + length
-    yield http2.frame(http2.HEADERS, 0, 1, block)
+    block = headers(PUSH, token) + b"\x10" + text("x-large") + length
+    yield frame(HEADERS, 0, 1, block)
     while True:
-        yield http2.frame(http2.CONTINUATION, 0, 1, b"v" * 16_000) * 10
+        yield frame(CONTINUATION, 0, 1, b"v" * 16_000) * 10
 
 
 def empty_headers(token: str) -> Iterator[bytes]:
     """Continuations of nothing."""
-    yield http2.frame(http2.HEADERS, 0, 1, http2.headers(PUSH, token))
+    yield frame(HEADERS, 0, 1, headers(PUSH, token))
     while True:
-        yield http2.frame(http2.CONTINUATION, 0, 1, b"") * 1000
+        yield frame(CONTINUATION, 0, 1, b"") * 1000
 
 
 def empty_data(token: str) -> Iterator[bytes]:
-    yield http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers(PUSH, token))
+    yield frame(HEADERS, END_HEADERS, 1, headers(PUSH, token))
     while True:
-        yield http2.frame(http2.DATA, 0, 1, b"") * 1000
+        yield frame(DATA, 0, 1, b"") * 1000
 
 
 def same(kind: int, stream: int, body: bytes, count: int) -> Pieces:
     """One frame over and over."""
-    return lambda token: itertools.repeat(http2.frame(kind, 0, stream, body) * count)
+    return lambda token: itertools.repeat(frame(kind, 0, stream, body) * count)
 
 
 FLOODS: dict[str, tuple[Pieces, Due]] = {
@@ -310,11 +401,11 @@ FLOODS: dict[str, tuple[Pieces, Due]] = {
     "huge_header": (huge_header, Due.REFUSED),
     "empty_headers": (empty_headers, Due.ENDED),
     "empty_data": (empty_data, Due.ENDED),
-    "pings": (same(http2.PING, 0, bytes(8), 500), Due.ENDED),
-    "settings": (same(http2.SETTINGS, 0, b"\x00\x03\x00\x00\x00\x64", 500), Due.BORNE),
-    "long_settings": (same(http2.SETTINGS, 0, b"\x00\x03\x00\x00\x00\x64" * 2000, 10), Due.BORNE),
-    "windows": (same(http2.WINDOW_UPDATE, 0, b"\x00\x00\x00\x01", 1000), Due.BORNE),
-    "priorities": (same(http2.PRIORITY, 1, b"\x00\x00\x00\x00\x01", 1000), Due.BORNE),
+    "pings": (same(PING, 0, bytes(8), 500), Due.ENDED),
+    "settings": (same(SETTINGS, 0, b"\x00\x03\x00\x00\x00\x64", 500), Due.BORNE),
+    "long_settings": (same(SETTINGS, 0, b"\x00\x03\x00\x00\x00\x64" * 2000, 10), Due.BORNE),
+    "windows": (same(WINDOW_UPDATE, 0, b"\x00\x00\x00\x01", 1000), Due.BORNE),
+    "priorities": (same(PRIORITY, 1, b"\x00\x00\x00\x00\x01", 1000), Due.BORNE),
     "unknown_frames": (same(0x63, 0, bytes(1000), 50), Due.BORNE),
 }
 """By name, with the least that is done about it."""

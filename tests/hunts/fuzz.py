@@ -26,8 +26,7 @@ from diloco.sync.events import Outcome
 from diloco.wire import convert
 from diloco.wire.messages import JoinReply
 from tests.hunts import statuses
-from tests.hunts.access import Access, due
-from tests.hunts.asking import ADMIN, FOR_STRANGERS, SYNC, Call, World, pushed
+from tests.hunts.asking import ADMIN, FOR_STRANGERS, SYNC, Access, Call, World, due, pushed
 from tests.hunts.attacks import spoiled_at_random, strict
 from tests.hunts.reporting import Hunt
 from tests.hunts.target import Died, Fortress, Target, View, guarded, running

@@ -31,7 +31,7 @@ from diloco.wire.client import AdminClient
 from diloco.wire.convert import pack_push
 from diloco.wire.messages import Unreachable
 from diloco.wire.options import SecurityOptions, ServerOptions
-from tests.hunts import http2
+from tests.hunts import flooding
 from tests.hunts.crowd import memory_of
 from tests.hunts.flooding import FLOODS, Due, flood
 from tests.hunts.reporting import Hunt
@@ -98,7 +98,7 @@ class Siege:
         left = list(connections)
         while left and time.monotonic() - began_s < bound_s:
             time.sleep(0.2)
-            left = [each for each in left if not http2.is_over(each)]
+            left = [each for each in left if not flooding.is_over(each)]
         if left:
             self.hunt.violated(f"{what}: {len(left)} of {len(connections)} are still open after {bound_s:g} s")
         for each in connections:
@@ -108,14 +108,14 @@ class Siege:
 
 def silent(siege: Siege) -> None:
     """Connections that never say anything."""
-    connections = [http2.dial(siege.address) for _ in range(siege.count(SILENT))]
+    connections = [flooding.dial(siege.address) for _ in range(siege.count(SILENT))]
     siege.facts["silent"] = len(connections)
     siege.facts["silent_closed_s"] = siege.gone(connections, GONE_S, "silent connections")
 
 
 def half_open(siege: Siege) -> None:
     """Connections that have introduced themselves and answer no ping: as if their machine had lost its power."""
-    connections = [http2.hello(siege.address) for _ in range(siege.count(200))]
+    connections = [flooding.hello(siege.address) for _ in range(siege.count(200))]
     siege.facts["half_open"] = len(connections)
     siege.facts["half_open_closed_s"] = siege.gone(connections, GONE_S, "half-open connections")
 
@@ -127,7 +127,7 @@ def many(siege: Siege) -> None:
     connections: list[socket.socket] = []
     for _ in range(wanted):
         try:
-            connections.append(http2.dial(siege.address))
+            connections.append(flooding.dial(siege.address))
         except OSError as error:
             siege.facts["many_stopped_by"] = str(error)
             break
@@ -142,13 +142,13 @@ def many(siege: Siege) -> None:
 
 def trickle(siege: Siege) -> None:
     """Calls whose messages come a byte a second, of a site that may make them: each is ended in its time."""
-    raw = http2.message(report(site_id=RUDE))
+    raw = flooding.message(report(site_id=RUDE))
     connections = []
     for method in ("Report", "Push", "Watch", "Pull", "Leave"):
         for _ in range(siege.count(10)):
-            connection = http2.hello(siege.address)
+            connection = flooding.hello(siege.address)
             connection.sendall(
-                http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers(PATH + method, siege.token))
+                flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers(PATH + method, siege.token))
             )
             connections.append(connection)
     over: dict[int, float] = {}
@@ -157,11 +157,11 @@ def trickle(siege: Siege) -> None:
         for number, connection in enumerate(connections):
             if number not in over:
                 try:
-                    connection.sendall(http2.frame(http2.DATA, 0, 1, raw[second % len(raw) :][:1]))
+                    connection.sendall(flooding.frame(flooding.DATA, 0, 1, raw[second % len(raw) :][:1]))
                 except OSError:
                     over[number] = time.monotonic() - began_s
                     continue
-                if http2.heard(connection, 1, 0.001) is not None:
+                if flooding.heard(connection, 1, 0.001) is not None:
                     over[number] = time.monotonic() - began_s
         if len(over) == len(connections):
             break
@@ -220,12 +220,12 @@ def abandoned(siege: Siege) -> None:
 
 def resets(siege: Siege) -> None:
     """Connections that are reset in the middle of a chunk, and of a frame."""
-    header = http2.message(pack_push(update(site_id=RUDE)))
-    opening = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers(f"{PATH}Push", siege.token))
-    opening += http2.frame(http2.DATA, 0, 1, header)
-    cut = http2.frame(http2.DATA, 0, 1, http2.message(bytes(10_000)))[:6000]
+    header = flooding.message(pack_push(update(site_id=RUDE)))
+    opening = flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers(f"{PATH}Push", siege.token))
+    opening += flooding.frame(flooding.DATA, 0, 1, header)
+    cut = flooding.frame(flooding.DATA, 0, 1, flooding.message(bytes(10_000)))[:6000]
     for number in range(siege.count(200)):
-        connection = http2.hello(siege.address)
+        connection = flooding.hello(siege.address)
         connection.sendall(opening + (cut if number % 2 else cut[:5]))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
@@ -256,19 +256,19 @@ def frames(siege: Siege) -> None:
 
 def checks(siege: Siege) -> None:
     """Strangers who ask after the syncer's health as fast as they can, in more calls at once than it has threads."""
-    asking = http2.headers("/grpc.health.v1.Health/Check")
-    connections = [http2.hello(siege.address) for _ in range(siege.count(100))]
+    asking = flooding.headers("/grpc.health.v1.Health/Check")
+    connections = [flooding.hello(siege.address) for _ in range(siege.count(100))]
     seconds, adopted, asked = max(2.0, FLOOD_S * siege.scale), siege.adopted(), 0
     until_s = time.monotonic() + seconds
     for first in itertools.count(1, 16):
         calls = b""
         for stream in range(first, first + 16, 2):
-            calls += http2.frame(http2.HEADERS, http2.END_HEADERS, stream, asking)
-            calls += http2.frame(http2.DATA, http2.END_STREAM, stream, http2.message(b""))
+            calls += flooding.frame(flooding.HEADERS, flooding.END_HEADERS, stream, asking)
+            calls += flooding.frame(flooding.DATA, flooding.END_STREAM, stream, flooding.message(b""))
         if time.monotonic() > until_s:
             break
         for connection in connections:
-            if not http2.is_over(connection):  # Which also takes in what was answered.
+            if not flooding.is_over(connection):  # Which also takes in what was answered.
                 connection.setblocking(True)
                 with suppress(OSError):
                     connection.sendall(calls)
@@ -283,13 +283,15 @@ def checks(siege: Siege) -> None:
 
 def takers_of_nothing(siege: Siege) -> None:
     """Strangers who ask, in more calls than there are threads, and take no byte of an answer."""
-    asking, connections = http2.headers("/grpc.health.v1.Health/Check"), []
+    asking, connections = flooding.headers("/grpc.health.v1.Health/Check"), []
     for _ in range(siege.count(100)):
-        connections.append(http2.hello(siege.address, http2.TAKES_NOTHING))
+        connections.append(flooding.hello(siege.address, flooding.TAKES_NOTHING))
         for stream in range(1, 16, 2):
             with suppress(OSError):
-                connections[-1].sendall(http2.frame(http2.HEADERS, http2.END_HEADERS, stream, asking))
-                connections[-1].sendall(http2.frame(http2.DATA, http2.END_STREAM, stream, http2.message(b"")))
+                connections[-1].sendall(flooding.frame(flooding.HEADERS, flooding.END_HEADERS, stream, asking))
+                connections[-1].sendall(
+                    flooding.frame(flooding.DATA, flooding.END_STREAM, stream, flooding.message(b""))
+                )
     adopted = siege.adopted()
     time.sleep(max(2.0, FLOOD_S * siege.scale))
     if siege.adopted() == adopted:
@@ -302,13 +304,13 @@ def takers_of_nothing(siege: Siege) -> None:
 
 def reconnects(siege: Siege) -> None:
     """One call on each connection; every one is answered."""
-    call = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/grpc.health.v1.Health/Check"))
-    call += http2.frame(http2.DATA, http2.END_STREAM, 1, http2.message(b""))
+    call = flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers("/grpc.health.v1.Health/Check"))
+    call += flooding.frame(flooding.DATA, flooding.END_STREAM, 1, flooding.message(b""))
     answered = 0
     for _ in range(siege.count(1000)):
-        with http2.hello(siege.address) as connection:
+        with flooding.hello(siege.address) as connection:
             connection.sendall(call)
-            answered += http2.heard(connection, 1, 20.0) == http2.DATA
+            answered += flooding.heard(connection, 1, 20.0) == flooding.DATA
     siege.facts["reconnects"] = siege.count(1000)
     if answered < siege.count(1000):
         siege.hunt.violated(

@@ -17,8 +17,8 @@ import diloco.syncer.backups
 from diloco.syncer import standby
 from tests.forked import forkserver
 from tests.hunts import clocks, cuts, mutants
-from tests.hunts.clock import YEAR_S, follow, tell
 from tests.hunts.clocks import untrue
+from tests.hunts.cutting import YEAR_S, follow, tell
 from tests.hunts.mutant_sites import in_both, marked, sites_of
 from tests.hunts.mutants import PACKAGES, ROOT, Bench, Record
 

@@ -24,9 +24,8 @@ from diloco.wire import convert
 from diloco.wire.channel import PUSHBACK_KEY
 from diloco.wire.convert import pack_push
 from diloco.wire.messages import WatchAsk
-from tests.hunts import http2, statuses
-from tests.hunts.access import Access, due
-from tests.hunts.asking import ADMIN, HEALTH, SYNC, Call, good, pushed
+from tests.hunts import flooding, statuses
+from tests.hunts.asking import ADMIN, HEALTH, SYNC, Access, Call, due, good, pushed
 from tests.hunts.attacks import strict
 from tests.hunts.crowd import memory_of
 from tests.hunts.flooding import FLOODS, KINDS, Due, Flood, flood
@@ -106,10 +105,10 @@ def test_tls_older_than_1_3_is_unauthenticated_or_no_connection_at_all(mtls: Sie
     else:
         with connection:
             assert connection.version() == version.replace("_", ".")
-            connection.sendall(http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
-            asking = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers(f"{ADMIN}Status"))
-            connection.sendall(asking + http2.frame(http2.DATA, http2.END_STREAM, 1, http2.message(b"")))
-            assert http2.heard(connection, 1, BOUND_S) == http2.DATA
+            connection.sendall(flooding.PREFACE + flooding.frame(flooding.SETTINGS, 0, 0, b""))
+            asking = flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers(f"{ADMIN}Status"))
+            connection.sendall(asking + flooding.frame(flooding.DATA, flooding.END_STREAM, 1, flooding.message(b"")))
+            assert flooding.heard(connection, 1, BOUND_S) == flooding.DATA
     assert mtls.target.look().counters.get("refused_unauthenticated", 0) == counted + refused
 
 
@@ -128,7 +127,7 @@ def tls(siege: Siege, version: ssl.TLSVersion) -> ssl.SSLSocket | None:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Of asking for something so old.
             context.minimum_version = version
             context.maximum_version = version
-        return context.wrap_socket(http2.dial(siege.target.address, BOUND_S), server_hostname="localhost")
+        return context.wrap_socket(flooding.dial(siege.target.address, BOUND_S), server_hostname="localhost")
     except OSError:
         return None
 
@@ -231,7 +230,9 @@ def test_a_flood_of_frames_is_dealt_with_and_changes_nothing(target: Target, nam
     assert (after.state, after.counters.get("internal", 0)) == (before.state, 0)
 
 
-@pytest.mark.parametrize(("answer", "due"), [(b"", Due.ENDED), (http2.frame(http2.RST, 0, 1, bytes(4)), Due.REFUSED)])
+@pytest.mark.parametrize(
+    ("answer", "due"), [(b"", Due.ENDED), (flooding.frame(flooding.RST, 0, 1, bytes(4)), Due.REFUSED)]
+)
 def test_what_is_done_about_a_flood_is_seen(answer: bytes, due: Due) -> None:
     """A peer of which it is known what it does: it hangs up at once, or says a frame in two parts and reads on."""
     with socket.create_server(("127.0.0.1", 0)) as server:

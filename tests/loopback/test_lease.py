@@ -14,7 +14,7 @@ from diloco.syncer.store import RunCard, Store
 from diloco.wire.client import AdminClient
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
 from tests.loopback.toy import RUN, Toy
-from tests.syncer.etcd import running_etcd
+from tests.syncer.leases import running_etcd
 
 BOUND_S = 60.0
 STEP_S = 0.01

@@ -32,7 +32,7 @@ from diloco.learner.ranks import deal
 from diloco.outer.fragments import named_parameters_once
 from diloco.runs.process import descendants
 from diloco.wire.channel import SYNC_SERVICE
-from tests.hunts import http2
+from tests.hunts import flooding
 from tests.hunts.layouts import train
 from tests.layouts import LAYOUTS, SHAPES, Odd, Started, fill, started, whole
 from tests.loopback.audit import audit
@@ -342,13 +342,13 @@ def test_a_thousand_idle_connections_leave_descriptors_for_merges_and_for_an_ope
             return len(place.seen("crowded", "syncer", "published")) >= count
 
         wait_for(lambda: merged(2), "the first versions", syncer.text)
-        for target, dial in ((address, http2.hello), (f"127.0.0.1:{port}", http2.dial)):
+        for target, dial in ((address, flooding.hello), (f"127.0.0.1:{port}", flooding.dial)):
             peers = [stack.enter_context(dial(target)) for _ in range(PEERS)]
             known = len(place.seen("crowded", "syncer", "published"))
             wait_for(lambda known=known: merged(known + ROUNDS), "merges go on", syncer.text)
 
             def few(peers: list[socket.socket] = peers) -> bool:
-                return sum(not http2.is_over(each) for each in peers) <= files * 3 // 8
+                return sum(not flooding.is_over(each) for each in peers) <= files * 3 // 8
 
             wait_for(few, "the others are hung up on", syncer.text)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:

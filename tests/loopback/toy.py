@@ -49,7 +49,7 @@ from diloco.syncer.server import Syncer
 from diloco.syncer.standby import Standby, StandingBy, Warm
 from diloco.wire.client import FollowClient, SyncClient
 from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
-from tests.hunts.clock import follow
+from tests.hunts.cutting import follow
 from tests.loopback.archive import archive
 from tests.loopback.speaker import speaker
 from tests.power import ForgetfulDisk

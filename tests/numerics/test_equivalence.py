@@ -25,7 +25,7 @@ from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from diloco.outer.reference import reference_diloco
 from diloco.sync import effects as fx
-from tests.codec.bounds import error_bound
+from tests.codec.values import error_bound
 from tests.sync.driving import Syncer, of
 
 PLAIN_OUTER = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)

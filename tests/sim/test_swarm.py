@@ -10,17 +10,22 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.sim.plan import GENTLE, HARSH, PAIR
+from diloco.sim.plan import GENTLE, HARSH, OF_ONE_MACHINE, PAIR, PairFaults, draw_plan
 from diloco.sim.swarm import Outcome, run_seed
-from diloco.sim.world import Link
+from diloco.sim.world import Direction, Link
+from diloco.sync.fates import columns_of
+from tests.sim.small import Small, a_pair
+from tests.sooner import sooner
 from tests.tidy_rules import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
 
 SEEDS = range(40)
 """Of the thousand that .ci/run takes."""
@@ -96,3 +101,127 @@ def test_a_seed_replays_in_another_process_and_no_delay_that_is_not_from_the_see
     right, loose = Link._delay_ns, random.SystemRandom()
     monkeypatch.setattr(Link, "_delay_ns", lambda self: right(self) + loose.randrange(1000))
     assert all(run_seed(seed).digest != digest for seed, digest in zip(REPLAYED, here, strict=True))
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+
+def test_sites_of_a_calm_run_draw_and_merge_each_unit_once() -> None:
+    learner = {"unit_sequences": 2, "sequence_tokens": 10, "units_ahead": 64}
+    small = Small(sites=3, learner=learner, unit_sequences=2)
+    small.run(10)
+    found = columns_of(small.outer.plan.options, small.outer.machine.state)
+    assert found.merged > 50
+    assert (found.partly, found.given_back, found.reissued, found.repeated) == (0, 0, 0, 0)
+    assert found.balanced()
+    assert min(small.versions()) > 10
+    assert small.cluster.restarts == 0
+
+
+def test_site_trains_at_its_own_pace_through_a_partition_and_joins_again_after_it() -> None:
+    small = Small(site_timeout_ns=3_000_000_000)
+    small.run(2)
+    site = small.process("a")
+    before, first = site.step, site.courier.session
+    small.link("a").cut(Direction.DOWN)
+    small.run(10)
+    assert site.step - before == 100, "one step per 100 ms, as before"
+    assert (first is not None, site.courier.session) == (True, None), "it hears nothing and breaks off"
+    small.link("a").heal()
+    small.run(8)
+    assert site.courier.session not in (None, first)
+
+
+def test_killed_site_goes_on_from_its_checkpoint() -> None:
+    small = Small()
+    small.run(3)
+    before = small.process("a")
+    small.cluster.kill_site("a", 100_000_000)
+    small.run(0.2)
+    after = small.process("a")
+    assert after.name != before.name
+    assert 0 < after.step <= before.step, "from the checkpoint, not from nothing and not from memory"
+    small.run(3)
+    assert after.machine.state.incarnation == 2
+
+
+def test_wiped_site_begins_cold_and_skips_what_its_updates_consumed() -> None:
+    small = Small()
+    small.run(3)
+    small.cluster.wipe_site("a", 100_000_000)
+    small.run(2)
+    after = small.process("a")
+    assert after.step < 25
+    assert after.cursor > after.step, "an earlier process has read these batches, and its work was accepted"
+
+
+def test_lock_step_waits_and_gives_up_after_a_bound() -> None:
+    small = Small(learner={"lock_step": True}, quorum="all")
+    small.run(4)
+    small.link("a").cut(*Direction)
+    small.run(2)
+    waiting = small.process("a").step
+    small.run(1)
+    assert small.process("a").step == waiting, "it waits for the answer to its update"
+    small.run(8)
+    assert small.process("a").step > waiting, "the wait has a bound"
+
+
+# ---  ----------------------------------------------------------------------------------------------------------------
+
+PLANS = [draw_plan(seed) for seed in range(300)]
+
+
+def test_plan_is_a_function_of_its_seed_and_every_choice_is_drawn_by_some() -> None:
+    assert draw_plan(7) == draw_plan(7)
+    assert len({repr(plan) for plan in PLANS}) == len(PLANS)
+    options = [plan.outer.options for plan in PLANS]
+    learners = [plan.sites[0].options for plan in PLANS]
+    assert {each.quorum for each in options} >= {"all", 1, 2, 3}
+    assert {each.weights for each in options} == {"tokens2_per_step", "tokens", "uniform"}
+    assert {each.grace for each in options} == {"fixed", "adaptive"}
+    assert {(each.merge_by, each.round_updates > 1) for each in options} == {
+        (by, several) for by in ("site", "update") for several in (False, True)
+    }
+    assert {each.adopt for each in learners} == {"rebase", "overwrite", "blend", "eager"}
+    assert {each.lock_step for each in learners} == {True, False}
+    assert {each.num_fragments for each in options} == {1, 2, 3, 4}
+    assert {bool(each.token_budget) for each in options} == {True, False}
+    assert {len(plan.sites) for plan in PLANS} == {1, 2, 3, 4, 5}
+    assert any(len(set(plan.starts_ns)) > 1 for plan in PLANS), "nobody joins late"
+    overlaps = {site.overlap_steps for plan in PLANS for site in plan.sites}
+    assert overlaps >= {0, 1, 2, 3}
+    assert any(plan.outer.conserving and plan.sites[0].overlap_steps for plan in PLANS)
+    pairs = [plan for plan in PLANS if plan.outer.replication is not None]
+    assert len(PLANS) / 5 < len(pairs) < len(PLANS) / 2
+    assert {kind for plan in pairs for kind in plan.faults} > set(PAIR)
+    assert not {kind for plan in pairs for kind in plan.faults} & set(OF_ONE_MACHINE)
+
+
+def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
+    conserving = [plan for plan in PLANS if plan.outer.conserving]
+    assert conserving
+    for plan in conserving:
+        assert set(plan.faults) <= {*GENTLE, *PAIR}, plan.seed
+        assert (plan.outer.rule.lr_tenths, plan.outer.rule.momentum_tenths) == (10, 0), plan.seed
+        assert plan.sites[0].options.adopt == "rebase", plan.seed
+
+
+@pytest.mark.parametrize("kind", sooner(PAIR, *PAIR[::2]))
+def test_a_run_survives_each_fault(kind: str) -> None:
+    assert not PairFaults(Small().syncers, Random(kind)).inject(kind), "there is no standby"
+    small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
+    small.run(2)
+    faults = PairFaults(small.syncers, Random(kind))
+    if kind == "detach":
+        assert not faults.inject(kind), "there is no need"
+        small.between.cut(*Direction)
+        small.run(2)
+    found = [faults.inject(kind) for _ in range(4)]
+    assert any(found)
+    small.run(4)
+    before = small.versions()
+    small.cluster.heal()
+    small.run(6)
+    assert min(small.versions()) > max(before)
+    assert small.syncers.caught_up()

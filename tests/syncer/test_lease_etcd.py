@@ -17,8 +17,7 @@ import pytest
 from diloco.sync.leadership import Claim, Standing
 from diloco.syncer.lease import EtcdAccess, EtcdLease, LeaseError, LeaseRefusedError
 from tests.loopback.cluster import eventually, free_port
-from tests.syncer.etcd import Etcd, Tls, running_etcd
-from tests.syncer.leases import FIRST, take_often, taken
+from tests.syncer.leases import FIRST, Etcd, Tls, running_etcd, take_often, taken
 from tests.wire.certificates import LOOPBACK, Authority
 
 SECOND = Claim("second", 0, 1, by_itself=True)

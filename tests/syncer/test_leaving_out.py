@@ -26,7 +26,7 @@ from diloco.syncer.snapshots import FragmentValues
 from tests.sooner import sooner
 from tests.syncer.building import stored, update, version_zero
 from tests.syncer.desk import OPTIMIZER, OUTER, Desk
-from tests.syncer.test_replaying import Told
+from tests.syncer.test_kept import Told
 from tests.syncer.test_store import SITES
 
 Round = list[UpdateArrived]

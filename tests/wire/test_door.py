@@ -44,7 +44,7 @@ from diloco.wire.messages import (
     WatchAsk,
 )
 from diloco.wire.options import ServerOptions
-from tests.hunts import http2
+from tests.hunts import flooding
 from tests.wire.certificates import ADMIN, OBSERVER, A, B, written
 from tests.wire.conftest import Wired
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
@@ -292,8 +292,8 @@ def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(wired.client().watch(1))
         assert isinstance(next(watch), Alive)
-        strangers = [stack.enter_context(http2.hello(wired.server.address)) for _ in range(3 * PLACES)]
-        assert wait_until(lambda: sum(not http2.is_over(each) for each in strangers) <= ROOM), "they are hung up on"
+        strangers = [stack.enter_context(flooding.hello(wired.server.address)) for _ in range(3 * PLACES)]
+        assert wait_until(lambda: sum(not flooding.is_over(each) for each in strangers) <= ROOM), "they are hung up on"
         with AdminClient(wired.server.address) as operator:
             assert until_reached(operator.status)
         assert all(isinstance(next(watch), Alive) for _ in range(3)), "what is under way is never hung up on"
@@ -324,14 +324,14 @@ def test_strangers_go_first_then_the_one_that_has_not_called_for_longest_and_non
                 with connections.calling(peer):
                     time.sleep(0.001)
             connections.look(port)
-            return [number for number, each in enumerate(dialled) if http2.is_over(each)]
+            return [number for number, each in enumerate(dialled) if flooding.is_over(each)]
 
         assert over(11) == []
         assert len(over(8)) == 2
         assert not {0, 1, 2} & {*over(8)}, "strangers first"
         assert counters.totals()["hung_up"] >= len(strangers) - 3
         for connection in taken:
-            if http2.is_over(connection):
+            if flooding.is_over(connection):
                 connection.close()
         for number in (3, 4, 5, 6, 7):
             taken[number].close()

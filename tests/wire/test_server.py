@@ -27,7 +27,7 @@ from diloco.wire.messages import (
     WatchAsk,
 )
 from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, ServerOptions
-from tests.hunts import http2
+from tests.hunts import flooding
 from tests.sooner import sooner
 from tests.wire.conftest import Wired
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info, serve
@@ -132,10 +132,10 @@ def test_callers_that_take_no_answer_leave_room_for_those_that_do(
     calls_max = ServerOptions(run_id=RUN, sites_max=1).calls_max
     with contextlib.ExitStack() as opened:
         for _ in range(calls_max // 8):
-            rude = opened.enter_context(http2.hello(wired.server.address, http2.TAKES_NOTHING))
+            rude = opened.enter_context(flooding.hello(wired.server.address, flooding.TAKES_NOTHING))
             for stream in range(1, 16, 2):  # Under the limit of streams in one connection.
-                rude.sendall(http2.frame(http2.HEADERS, http2.END_HEADERS, stream, http2.headers(method)))
-                rude.sendall(http2.frame(http2.DATA, http2.END_STREAM, stream, http2.message(raw)))
+                rude.sendall(flooding.frame(flooding.HEADERS, flooding.END_HEADERS, stream, flooding.headers(method)))
+                rude.sendall(flooding.frame(flooding.DATA, flooding.END_STREAM, stream, flooding.message(raw)))
         time.sleep(0.5)  # All of them have come in; nothing of theirs is waited for.
         assert wired.client().report(report_info()).known
 
