@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diloco.codec.entropy import EntropyCodec
 from diloco.sim.site_process import Trainer
-from diloco.sync import fates
-from tests.hunts import admission, layouts, swarm
+from diloco.sync import fates, journal
+from tests.hunts import admission, fuzz, fuzz_inputs, layouts, statuses, swarm
+from tests.hunts.asking import World, good, methods
+from tests.hunts.attacks import STRICT, strict
+from tests.hunts.fuzz import Findings, Siege, growth_of
+from tests.hunts.fuzz_inputs import readers, run_piece
 from tests.hunts.layouts import Found, run_of
 from tests.hunts.reporting import Hunt
 from tests.hunts.swarm import pieces
+from tests.hunts.target import View, guarded
 
 pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
 
@@ -108,3 +115,146 @@ def test_one_bit_in_one_place_is_a_difference() -> None:
     assert found.differs(replace(found, payloads={("a", 0, 1): "q"})) == ["payloads ('a', 0, 1)"]
     assert found.differs(replace(found, versions={})) == ["versions (0, 1)"]
     assert found.differs(replace(found, held={("a", 1): "h", ("a", 2): "h"})) == ["held ('a', 2)"]
+
+
+# --- A share of the hunt in every run, and the proof that it can find something --------------------------------------
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    fortress, _ = guarded("tokens", tmp_path, ["site-a"])
+    return World("site-a", "site-b", fortress.layout(), fortress.agreement(), "f00dfeed", 2, [3, 3], [3, 3])
+
+
+def test_a_share_of_the_hunt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--n", "400", "--seed", "9000", "--variant", "tokens"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["hunt"], found["unknown_or_internal"], found["violations"]) == ("fuzz", 0, 0)
+    assert found["calls"] >= 400
+    for answer in ("OK", "INVALID_ARGUMENT", "PERMISSION_DENIED", "DATA_LOSS", "refused/non_finite", "UNIMPLEMENTED"):
+        assert found["answers"][answer] > 0, found
+
+
+def test_every_method_has_a_good_request_and_every_class_an_attack(world: World) -> None:
+    assert set(good(world, random.Random(1))) == set(methods())
+    calls = strict(world, random.Random(2))
+    rows = {next(calls).row for _ in range(3000)}
+    elsewhere = {
+        statuses.TLS_FAILS,
+        statuses.AWAY,
+        statuses.DISK_FULL,
+        statuses.OVERLOAD,
+        statuses.DUPLICATE,
+        statuses.CONFLICT,
+    }
+    assert rows == set(statuses.ROWS) - elsewhere
+    assert len(STRICT) >= 20
+
+
+def test_calls_are_drawn_from_the_seed(world: World) -> None:
+    first, again = (strict(world, random.Random(7)) for _ in range(2))
+    for _ in range(200):
+        assert next(first) == next(again)
+
+
+@pytest.mark.parametrize(
+    ("answer", "details", "words"),
+    [
+        ("INTERNAL", "", "INTERNAL"),
+        ("UNKNOWN", "", "UNKNOWN"),
+        ("OK", "", "where INVALID_ARGUMENT is due"),
+        ("INVALID_ARGUMENT", "x" * 2000, "2000 characters"),
+        ("INVALID_ARGUMENT", "cannot open /home/x/run.json", "tell too much"),
+        ("INVALID_ARGUMENT", 'Traceback: File "a.py"', "tell too much"),
+        ("INVALID_ARGUMENT", "a\nb", "break a line"),
+    ],
+)
+def test_a_wrong_answer_is_a_complaint(answer: str, details: str, words: str) -> None:
+    found = statuses.complaint("row", frozenset({"INVALID_ARGUMENT"}), answer, details)
+    assert found is not None
+    assert words in found
+    assert (
+        statuses.complaint("row", frozenset({"INVALID_ARGUMENT"}), "INVALID_ARGUMENT", "steps is 0: at least 1") is None
+    )
+
+
+def test_growth_is_judged_by_many_looks() -> None:
+    assert growth_of([]) == 0
+    assert growth_of([100, 100, 130, 100, 100, 100, 90, 100]) == pytest.approx(-0.05)
+    assert growth_of(list(range(100, 140))) > 0.2
+
+
+def view(**changes: object) -> View:
+    fields = {"state": "s", "watermarks": 5, "phase": "running", "rss_bytes": 1, "threads": 1, "files": 1, "partial": 0}
+    return View(**(fields | {"decoded": 7, "counters": {}, "said": 0, "forged": []} | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "accepted", "words"),
+    [
+        ("strict", view(state="t"), 0, "the run changed"),
+        ("spoiled", view(state="t", watermarks=6), 2, "2 updates were accepted, and 1 are there"),
+        ("spoiled", view(), 1, "the run is as it was"),
+        ("strangers", view(decoded=8), 0, "1 payloads decoded"),
+        ("impostors", view(counters={"payload_bytes_in": 9}), 0, "9 bytes were taken in"),
+        ("strict", view(counters={"internal": 1}), 0, "a defect of its own"),
+        ("strict", view(said=900), 0, "900 lines"),
+        ("strict", view(forged=["a\nb"]), 0, "a line was logged"),
+        ("strict", view(partial=50), 0, "half received"),
+    ],
+)
+def test_what_a_look_inside_shows_is_judged(world: World, kind: str, after: View, accepted: int, words: str) -> None:
+    siege = Siege.__new__(Siege)
+    siege.findings = Findings()
+    siege.workers = [type("Worker", (), {"world": world})()]
+    siege._judge(kind, view(), after, accepted)
+    assert any(words in complaint for complaint in siege.findings.complaints), siege.findings.complaints
+    siege.findings = Findings()
+    siege._judge(kind, view(), view(), 0)
+    assert not siege.findings.complaints
+
+
+# --- A share of the hunt in every run, and the proof that it can find something --------------------------------------
+
+
+def test_a_share_of_the_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the thirty thousand that .ci/run takes."""
+    assert fuzz_inputs.main(["--n", "1000", "--seed", "9000", "--jobs", "1"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 1000, 0)
+    assert found["taken"] > 50, "nothing gets through"
+    assert found["refused"] > 500, "nothing is refused"
+
+
+def test_every_reader_takes_what_is_good(tmp_path: Path) -> None:
+    for name, reader in readers(tmp_path).items():
+        for raw in reader.samples:
+            try:
+                reader.read(raw)
+            except reader.words as error:
+                raise AssertionError(f"{name} refuses what it wrote: {error}") from error
+
+
+def test_a_chain_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(before: bytes, body: bytes) -> bytes:
+        return bytes(32)
+
+    monkeypatch.setattr(journal, "chain_after", forgetful)
+    assert any("nobody wrote" in failure for failure in run_piece(1, 1500).failures)
+
+
+def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trusting(self: EntropyCodec, frame: memoryview, expected: int) -> bytes:
+        import zstandard
+
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=expected)
+
+    monkeypatch.setattr(EntropyCodec, "_decompress", trusting)
+    failures = run_piece(3, 1000).failures
+    assert any("zstd" in failure.lower() or "MemoryError" in failure for failure in failures), failures
+
+
+def test_a_value_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.codec.base.kernels", lambda *granules: None)  # They look for themselves.
+    monkeypatch.setattr("diloco.codec.blocks.is_finite", lambda values: True)
+    assert any("not finite" in failure for failure in run_piece(3, 1000).failures)

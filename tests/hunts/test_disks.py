@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -22,6 +23,7 @@ from tests.hunts.cutting import (
     record_site,
     record_syncer,
 )
+from tests.hunts.short_lives import BACKUP, GIVING_BACK, IMAGE, MAKING, SHORT, SITE, ShortLives, draw, named
 
 pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
 
@@ -122,7 +124,7 @@ def test_a_start_that_does_not_look_at_what_it_is_still_to_merge_is_a_violation(
 
 Record = Callable[[Path], tuple[Recording, int]]
 IN_PLACE = (Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_CARD, Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE)
-BACKUP = (Step.RESTORE_FETCH, Step.RESTORE_MOVE, Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_IMAGE)
+OF_A_BACKUP = (Step.RESTORE_FETCH, Step.RESTORE_MOVE, Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_IMAGE)
 hunt = pytest.mark.hunt
 
 
@@ -156,7 +158,7 @@ def test_every_cut_leaves_the_run_before_or_the_restored_one(folder: Path, recor
     ("record", "step"),
     [
         pytest.param(record, step, marks=hunt if step in steps[2:] else pytest.mark.slow)
-        for record, steps in ((record_in_place, IN_PLACE), (record_backup, BACKUP))
+        for record, steps in ((record_in_place, IN_PLACE), (record_backup, OF_A_BACKUP))
         for step in steps
     ],
 )
@@ -164,3 +166,45 @@ def test_a_forgotten_sync_of_a_restore_is_found(folder: Path, record: Record, st
     recording, began = record(restored_folder)
     mutant, first = recording.forgetting(step, began)
     assert any(why for _, why in mutant.examined(restored_folder / "state", Random(1), first=first)), step
+
+
+# --- A few deaths of restores and backups, and the table of their steps is that of what they do ----------------------
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> ShortLives:
+    return ShortLives(tmp_path_factory.mktemp("lives"))
+
+
+@pytest.mark.parametrize("what", sorted(SHORT))
+def test_the_table_has_every_step_that_is_passed_and_no_other(lives: ShortLives, what: str) -> None:
+    assert {Step(step) for step in lives.passages(what)} == SHORT[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "passage"),
+    [
+        (IMAGE, Step.LINEAGE_IMAGE, 20),
+        (IMAGE, Step.JOURNAL_MARK, 1),
+        (IMAGE, Step.LINEAGE_CARD, 5),
+        (BACKUP, Step.RESTORE_FETCH, 9),
+        (BACKUP, Step.RESTORE_MOVE, 17),
+        (BACKUP, Step.RESTORE_END, 2),
+        (SITE, Step.RESTORE_BEGIN, 5),
+        (SITE, Step.RESTORE_MOVE, 3),
+        (MAKING, Step.BACKUP_WHOLE, 2),
+        (GIVING_BACK, Step.SPOOL_BACK, 1),
+        (GIVING_BACK, Step.SPOOL_BACK, 2),
+    ],
+)
+def test_a_death_leaves_the_run_that_was_there_or_the_restored_one(
+    lives: ShortLives, what: str, step: Step, passage: int
+) -> None:
+    lives.kill(what, step, passage)
+
+
+def test_what_was_killed_at_least_often_comes_next(lives: ShortLives) -> None:
+    killed = Counter({named(what, step): 1 for what, steps in SHORT.items() for step in steps})
+    del killed[named(MAKING, Step.BACKUP_FILE)]
+    draw(lives, Random(1), killed, 1)
+    assert killed[named(MAKING, Step.BACKUP_FILE)] == 1
