@@ -123,7 +123,7 @@ def drain(arguments: Sequence[str]) -> ExitCode:
 def _drain(client: AdminClient, words: list[str]) -> str:
     del words
     client.drain()
-    return "the last round has begun; the run can be taken up again"
+    return "the last round has begun; the run can be resumed"
 
 
 # --- ``diloco evict`` ------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def evict(arguments: Sequence[str]) -> ExitCode:
 def _evict(client: AdminClient, words: list[str]) -> str:
     (site,) = words
     client.evict(site)
-    return f"{site} is put out; `diloco readmit` lets it in again"
+    return f"{site} is evicted; `diloco readmit` lets it in again"
 
 
 # --- ``diloco readmit`` ----------------------------------------------------------------------------------------------

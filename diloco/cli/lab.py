@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from diloco.lab.experiment import Cell, Found, Laboratory, Row, RowResult
 
 LAB = "+lab="
-DOES = """Train each row of an experiment with each seed, under virtual time, and compare them: loss at equal tokens,
+DOES = """Train each row of a lab file with each seed, under virtual time, and compare them: loss at equal tokens,
 time and bytes.  Rows that were trained before are read from the folder, so the same command resumes.
 
   diloco lab +lab=orderings
   diloco lab +lab=orderings --rows sync,quorum_1 --seeds 0 outer.lr=0.4
   diloco lab +lab=my/rows.yaml --jobs 8
 
-An experiment is a file like those in configs/lab.  Settings given here apply to every row."""
+Lab files are like those in configs/lab.  Settings given here apply to every row."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:

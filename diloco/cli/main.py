@@ -57,7 +57,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
             Verb("generate", "diloco.cli.model:generate", "continue a text with a model"),
         ),
         "look at a run": (
-            Verb("runs", "diloco.cli.status:runs", "list the runs in this folder"),
+            Verb("runs", "diloco.cli.status:runs", "list the runs in runs/ or another folder"),
             Verb("logs", "diloco.cli.status:logs", "follow the logs of a run"),
             Verb("report", "diloco.cli.status:report", "write report.html of a run, and print its summary"),
             Verb(
@@ -87,7 +87,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
         "recover": (
             Verb("standby", "diloco.cli.standby:main", "follow a syncer, and take over from it"),
             Verb(
-                "restore", "diloco.cli.recover:restore", "resume a stopped run from a replay, a backup or a warm site"
+                "restore", "diloco.cli.recover:restore", "restore a stopped run from a replay, a backup or a warm site"
             ),
             Verb("replay", "diloco.cli.recover:replay", "compute a run's versions again, with or without some updates"),
         ),

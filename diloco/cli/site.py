@@ -43,8 +43,8 @@ DOES = """Train at one site on the text here, and exchange updates with the sync
 Settings that the run shares (model, outer rule, codecs, length) come from the syncer; one that contradicts the run is
 refused.  The same command resumes from the newest checkpoint.
 
-Ctrl-C once sends what is unsent and leaves (exit 75, or 0 when the run had finished); twice stops at once.  Under your
-own torchrun both exit with 0, because torchrun takes 75 for a failure."""
+Ctrl-C once sends what is unsent and leaves (exit 75, or 0 when the run had finished; under your own torchrun always 0,
+because torchrun takes 75 for a failure); twice stops at once (exit 1)."""
 RANKS_END_S = 30.0
 """How long the other ranks may take to end after rank 0 has recorded its end; a hanging one would take much longer.
 If one of them is lost meanwhile, torchrun starts all ranks again, and the new rank 0 withdraws the record in time."""

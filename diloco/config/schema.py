@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True, slots=True)
 class RunSection:
-    """The run as a whole. All processes must agree on it, except for dir, resume and log_every."""
+    """The run as a whole. All processes must agree on it, except for dir, resume, log_every, and init_from, which
+    only the syncer and `diloco train` use."""
 
     name: str | None = None
-    """The run's name, also that of its folder; null: two words chosen at random."""
+    """The run's name, also that of its folder; null: two words chosen at random; at a site, the name of the syncer's
+    run."""
     dir: str = "runs"
     """The folder in which run folders are made."""
     seed: int = 0
-    """Seed of version 0 and of the order in which sites draw text."""
+    """Seed of version 0, of the shares of the text that sites get, and of the order in which they draw them."""
     seconds: float | None = None
     """Seconds after which the last round begins; null with tokens=null: 150."""
     tokens: int | None = None
@@ -42,7 +44,7 @@ class ModelSection:
     """transformer; file: whatever the .safetensors file run.init_from holds, and the other model settings are
     ignored."""
     vocab_size: int | None = None
-    """Size of the vocabulary; null without such a folder: the tokenizer's."""
+    """Size of the vocabulary; null: the tokenizer's, or that of config.json where other model settings are null too."""
     layers: int | None = 4
     """Transformer blocks."""
     dim: int | None = 128
@@ -103,7 +105,7 @@ class DataSection:
     units_ahead: int = 64
     """Units that a site leases ahead, at least those of two steps; a site that runs out repeats its own."""
     unit_lease_s: float = 300.0
-    """Seconds of a site's silence after which its units are leased to others."""
+    """Seconds after a site has stopped counting (outer.site_timeout_s) until its units are leased to others."""
     validation_sequences: int = 256
     """Sequences in an evaluation during the run; the last evaluation takes the whole validation split."""
 
@@ -115,7 +117,7 @@ class InnerSection:
     optimizer: str = "muon"
     """adamw, muon or sgd."""
     lr: float = 0.003
-    """Peak learning rate of AdamW; under muon, of embedding, head and norms."""
+    """Peak learning rate of AdamW and SGD; under muon, of embedding, head and norms."""
     muon_lr: float = 0.02
     """Peak learning rate of Muon."""
     muon_momentum: float = 0.95
@@ -127,7 +129,7 @@ class InnerSection:
     eps: float = 1e-8
     """Epsilon of AdamW."""
     weight_decay: float = 0.1
-    """Weight decay of AdamW."""
+    """Weight decay of AdamW for matrices; norms have none."""
     clip: float = 1.0
     """Largest norm of the gradient; 0: no clipping."""
     batch_sequences: int = 16
@@ -141,9 +143,9 @@ class InnerSection:
     schedule: str = "wsd"
     """wsd, cosine or constant, over the run's progress."""
     decay_share: float = 0.4
-    """Share of the run over which wsd decays."""
+    """Last share of the run, over which wsd decays."""
     lr_floor: float = 0.0
-    """Learning rate at the end, as a share of the peak."""
+    """Learning rate at the end of wsd and cosine, as a share of the peak."""
     activation_checkpoint: str = "none"
     """Activations that are recomputed in the backward pass. none; full: all of a block but its input; selective: all
     but the outputs of matrix products and attention."""
@@ -157,7 +159,8 @@ class InnerSection:
     precision: str = "auto"
     """Number format of matrix products, also Muon's: bf16, fp32, or auto: bf16 where it measures clearly faster."""
     deterministic: bool = False
-    """Give the same bits in every run, for tests and reference runs; slower."""
+    """Use only kernels that give the same bits twice, for tests and reference runs; slower. A run of several sites
+    repeats only with outer.lock_step and outer.quorum=all as well."""
     checkpoint_every_steps: int = 50
     """Inner steps between two checkpoints of a site; 0: only at its end."""
     memory_checkpoint_every_steps: int = 0
@@ -167,13 +170,14 @@ class InnerSection:
     checkpoints_kept: int = 2
     """Checkpoints kept on disk."""
     nonfinite_max: int = 3
-    """Steps in a row without a finite loss after which a site gives up."""
+    """Steps in a row without a finite loss and gradient after which a site gives up."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CodecSection:
-    """Encoding in both directions: fp32, bf16, int8, int4, e3m0, int2 or sign, then :block; or topk:CHUNKxK, as in
-    topk:4096x64. +zstd1 compresses (any level); +auto compresses where a sample of the payload says that it pays."""
+    """Encoding in both directions: fp32, bf16, or int8, int4, e3m0, int2 or sign, each with :BLOCK if you like; or
+    topk:CHUNKxK, as in topk:4096x64. +zstd1 compresses (level 1 to 19); +auto compresses where a sample of the
+    payload says that it pays."""
 
     up: str = "int4:32+zstd1"
     """Encoding of pseudo-gradients."""
@@ -183,7 +187,8 @@ class CodecSection:
     """Encoding of versions."""
     feedback: float | None = None
     """Share of the rounding error of `up` that goes out with the next update, under outer.adopt=overwrite or blend;
-    null: 0.95 for topk, 1 for int2 and sign, 0 for the others. Under rebase it is always 1."""
+    null: 0.95 for topk, 1 for int2 and sign, 0 for the others. Leave it null under rebase and eager: all of the
+    rounding error goes out with the next update there."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -195,13 +200,13 @@ class NetworkSection:
     rtt_ms: float = 80.0
     """Round-trip time, ms."""
     jitter_ms: float = 10.0
-    """Jitter, ms."""
+    """Most by which the round trip is longer or shorter than rtt_ms, ms; at most rtt_ms."""
     mbps: float = 100.0
     """Rate in each direction, 10^6 bits/s; 0: no limit."""
     queue_kib: float = 1024.0
     """Queue in each direction, KiB."""
     stall_percent: float = 0.0
-    """Chance in each second that a direction stalls."""
+    """Chance in each second that a direction stalls, percent."""
     stall_ms: float = 200.0
     """Length of a stall, ms."""
 
@@ -213,13 +218,13 @@ class LinkSection:
     rtt_ms: float | None = None
     """Round-trip time, ms."""
     jitter_ms: float | None = None
-    """Jitter, ms."""
+    """Most by which the round trip is longer or shorter than rtt_ms, ms; at most rtt_ms."""
     mbps: float | None = None
     """Rate in each direction, 10^6 bits/s; 0: no limit."""
     queue_kib: float | None = None
     """Queue in each direction, KiB."""
     stall_percent: float | None = None
-    """Chance in each second that a direction stalls."""
+    """Chance in each second that a direction stalls, percent."""
     stall_ms: float | None = None
     """Length of a stall, ms."""
 
@@ -278,7 +283,7 @@ class SiteSection:
     """Replace a live process of this site that was started from another folder, at once. Otherwise a second process
     waits until the first is silent. A process restarted in the same folder always takes over at once."""
     finish_timeout_s: float = 20.0
-    """Longest time for leaving the run, seconds."""
+    """Longest wait at the end, in seconds, for the last updates to be sent, and again for their fates."""
     tls_ca: str = ""
     """File with the authority of the syncer's certificate, or "system"; turns TLS on."""
     tls_cert: str = ""
@@ -315,7 +320,8 @@ class SiteSection:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterSite:
-    """A site of `diloco up`."""
+    """A site of `diloco up` and `diloco sim`. `diloco launch` takes only nproc and nodes from here (1: as in site),
+    and the rest from site."""
 
     slowdown: float = 1.0
     """As site.slowdown."""
@@ -369,15 +375,16 @@ class SyncerSection:
     tls_key: str = ""
     """File with its key, mode 0600."""
     tls_ca: str = ""
-    """File with the authority of the sites' certificates."""
+    """File with the authority of the sites' certificates, for require_client_cert."""
     require_client_cert: bool = False
-    """Admit only callers with a certificate."""
+    """Admit only callers with a certificate that tls_ca signed; needs tls_cert, tls_key and tls_ca."""
     tokens_file: str = ""
-    """JSON file, mode 0600: {"sites": {id: token}, "observer": token, "admin": token}; [old, new] in place of a
-    token while it changes."""
+    """JSON file, mode 0600: {"sites": {id: token}, "observer": token, "admin": token, "standby": token}; [old, new]
+    in place of a token while it changes."""
     permissions: str = ""
     """JSON file of what each site may do and how fast: {"default": "deny", "sites": {id: {"pushes_per_s": 2}}};
-    empty: what its role allows, without a rate limit."""
+    empty: what its role allows, with no limit but calls_per_s. Needs tokens_file or require_client_cert, as
+    revoked_file does."""
     revoked_file: str = ""
     """File of revoked certificates, as `diloco certs revoke` writes it. All these files are read again when they
     change."""
@@ -397,7 +404,8 @@ class LeaseSection:
     kind: str = "none"
     """none: an operator promotes; file; etcd."""
     path: str = ""
-    """For file: a file on a file system that both machines reach (NFS from version 4 on). Its folder must exist."""
+    """For file: an absolute path on a file system that both machines reach (NFS from version 4 on). Its folder must
+    exist."""
     endpoints: list[str] = field(default_factory=list)
     """For etcd: http://host:2379 or https, any number."""
     tls_ca: str = ""
@@ -411,7 +419,7 @@ class LeaseSection:
     password_file: str = ""
     """For etcd: file with the user's password, mode 0600."""
     ttl_s: float = 10.0
-    """Seconds that the lease holds without renewal; then the standby takes over."""
+    """Seconds that the lease holds without renewal, whole ones for etcd; then the standby takes over."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -472,7 +480,8 @@ class UpstreamSection:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterSection:
-    """The sites of the run. A site that is not listed may join, with site.index and site.num_sites."""
+    """The sites of the run. A site that is not listed may join: with site.index and site.num_sites, or without,
+    drawing all of the text in an order of its own."""
 
     sites: dict[str, ClusterSite] = field(default_factory=dict)
     syncer: SyncerSection = field(default_factory=SyncerSection)
@@ -523,7 +532,7 @@ class OuterSection:
     grace: str = "adaptive"
     """How long a round waits for more after its quorum: fixed or adaptive."""
     grace_s: float = 1.0
-    """Longest grace, seconds."""
+    """The grace under fixed, the longest grace under adaptive, seconds."""
     grace_share_percent: int = 80
     """Share of the slack that an adaptive grace takes."""
     grace_period_percent: int = 0
@@ -538,7 +547,8 @@ class OuterSection:
     a buffer does."""
     share_weighted: bool = False
     """Scale the outer step by the share of the live sites that the round has, so that the result does not depend on
-    which sites arrive together. Otherwise every step is a whole one, as in papers."""
+    which sites arrive together. Otherwise every step is a whole one, as in papers. Needs merge_by=site;
+    delayed_nesterov ignores it."""
     merge: str = "mean"
     """mean, rda, clip, normalise, clamp, geometric_median or trimmed_mean. rda makes longer steps than the mean, by
     up to the square root of the number of sites, and needs a smaller lr or momentum."""
@@ -566,7 +576,8 @@ class OuterSection:
     """Cosine with the momentum from which a tensor is kept as it is; 0: only what goes against it is corrected
     (c_ok)."""
     correction_project: float = 1.0
-    """How much of what goes against the momentum is taken out (k_s), times the cosine and the tensor's length."""
+    """Share of what goes against the momentum that is taken out (k_s), times the cosine, and times a factor below 1
+    for a tensor that is short beside its momentum (correction_doubt)."""
     correction_project_max: float = 1.0
     """The largest share that is taken out (b_max)."""
     correction_rotate: float = 0.25
@@ -623,11 +634,12 @@ class LaunchSection:
     disk_gib: int = 100
     """Disk for checkpoints, journal and snapshots, GiB."""
     hours: float = 24.0
-    """Time limit of a Slurm job; then it is queued again."""
+    """Time limit of a Slurm job, hours; then it is queued again."""
     leave_s: int = 120
     """Seconds before its end at which a process is asked to leave in order."""
     restarts: int = 10
-    """How often a failed site is restarted."""
+    """How often Kubernetes and SkyPilot restart a failed site, and SkyPilot the syncer; Slurm restarts nothing that
+    has failed."""
     partition: str = ""
     """Slurm's partition."""
     account: str = ""
@@ -659,4 +671,5 @@ class RunConfig:
     upstream: UpstreamSection = field(default_factory=UpstreamSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     scenario: str | None = None
-    """A YAML file of faults for `diloco up`; null: the demo's own; "none": no faults."""
+    """A YAML file of faults, or demo, or none. null: in `diloco up` what of demo fits the run's sites and links, in
+    `diloco sim` no faults."""

@@ -210,7 +210,7 @@ def test_a_site_is_put_out_and_let_in_again_and_a_run_is_drained(
     with serving(tmp_path / "drained") as syncer:
         assert main(["drain", address(syncer)]) == ExitCode.OK
         assert syncer.wait(10.0) is not None
-        assert "can be taken up again" in capsys.readouterr().out
+        assert "can be resumed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_no_marked_secret_is_in_anything_that_a_run_leaves(place: Place, marked:
         '"fragments"': ["status", address, "--json", *admin],
         "site-a": ["status", address, *admin],
         "files": ["doctor", f"server={address}", "run=marked", "site.id=site-b", "--seconds", "0", *callers["site-b"]],
-        "is put out": ["evict", address, "site-b", *admin],
+        "is evicted": ["evict", address, "site-b", *admin],
         "OuterStepDone": ["journal", "show", "runs/marked"],
         "report.html": ["report", "runs/marked"],
     }.items():
