@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from diloco.models.read import Taken
 
 
-EXPORT = """Write a model as a folder in Hugging Face's form: safetensors, config.json, tokenizer.json; all or nothing.
+EXPORT = """Write a model as a Hugging Face folder: safetensors, config.json, tokenizer.json; all or nothing.
 
-  diloco export runs/nimble-otter --to otter                     the newest version that the run's folder holds
+  diloco export runs/nimble-otter --to otter                     the newest version in the run's folder
   diloco export runs/nimble-otter --version 120 --to otter-120   as far back as its snapshots and its journal go
-  diloco export 127.0.0.1:7077 --to otter                        what it publishes now; it says of which model
-  diloco export runs/warm/train/checkpoints --to warm            what `diloco train`, or a site, has trained
+  diloco export 127.0.0.1:7077 --to otter                        what a syncer publishes now
+  diloco export runs/warm/train/checkpoints --to warm            a checkpoint of `diloco train` or of a site
   diloco export runs/nimble-otter/sites/site-a --version 120 --to otter-120    the version that a site has as its base
 
-transformers.AutoModelForCausalLM.from_pretrained("otter") gives the same logits.  lm-evaluation-harness takes the
-folder as it is (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run."""
+transformers.AutoModelForCausalLM.from_pretrained("otter") gives the same logits.  lm-evaluation-harness reads the
+folder (lm_eval --model hf --model_args pretrained=otter), and so does run.init_from for another run."""
 SIZE_UNITS: Mapping[str, int] = MappingProxyType({"kB": 10**3, "MB": 10**6, "GB": 10**9})
 
 
@@ -93,14 +93,14 @@ def _write(taken: Taken, given: argparse.Namespace, shard_bytes: int) -> None:
 
 # --- ``diloco generate`` ---------------------------------------------------------------------------------------------
 
-GENERATE = """Goes on with a text, token by token as they are made, on this machine's CPU.
+GENERATE = """Continue a text with a model, token by token, on this machine's CPU.
 
-  diloco generate runs/nimble-otter "def main("                    the newest version that the run's folder holds
+  diloco generate runs/nimble-otter "def main("                    the newest version in the run's folder
   diloco generate runs/warm/train/checkpoints "def main(" --temperature 0 --tokens 50
-  diloco generate otter "def main(" --seed 3                       a folder in Hugging Face's form
-  diloco generate 127.0.0.1:7077 "def main("                       what it publishes now
+  diloco generate otter "def main(" --seed 3                       a folder in Hugging Face's format
+  diloco generate 127.0.0.1:7077 "def main("                       what a syncer publishes now
 
-What does not fit the model's context is forgotten from its beginning, half of it at a time."""
+Where the text does not fit the model's context, its first half is dropped, as often as needed."""
 UNFINISHED = "\ufffd"
 """The character that decoding gives for an incomplete UTF-8 sequence."""
 LETTER_TOKENS_MAX = 4

@@ -103,16 +103,15 @@ def segments(target: str) -> list[Path]:
 
 # --- ``diloco replay`` -----------------------------------------------------------------------------------------------
 
-REPLAY = """\
-Computes a run's outer steps again from its syncer's own data, which is only read, also while the syncer runs.
+REPLAY = """Compute a run's outer steps again from its syncer's data, which it only reads, also while the syncer runs.
 
-  diloco replay runs/nimble-otter                             every kept version against its digest in the journal
+  diloco replay runs/nimble-otter                             check every kept version against its digest
   diloco replay runs/nimble-otter --without site=site-b:versions=17..19 --out without-b
-                                                              the state that the same journal gives without those
-                                                              updates; `diloco restore` takes a run up from there
+                                                              compute the state that the same journal gives without
+                                                              those updates, for `diloco restore`
 
-The journal's rounds stand: what else was merged with an update that is left out is merged without it, with the weights
-that the others have among themselves.  A step left empty is skipped and keeps its number."""
+The journal's rounds stay as they are: the other updates of a round are merged without the one that is left out, with
+their weights among themselves.  A step without any update is skipped and keeps its number."""
 LISTED_MAX = 20
 
 
@@ -226,19 +225,18 @@ def _lines(rebuilt: ReplayerWithout) -> list[str]:
 
 # --- ``diloco restore`` ----------------------------------------------------------------------------------------------
 
-RESTORE = """\
-Takes a run up again whose syncer is stopped.  What it is restored to becomes each fragment's next version, in
-a new lineage; sites come back by themselves, drop what they had in flight, and count what is lost.
+RESTORE = """Restore a run whose syncer is stopped, so that it can be started again.  The restored values become each
+fragment's next version, in a new lineage.  Sites come back by themselves, drop what they had in flight, and count what is lost.
 
-  diloco restore runs/nimble-otter --from without-b           what `diloco replay --without ... --out without-b` gave
-  diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a data folder that is lost
-  diloco restore runs/nimble-otter --list                     the backups that there are
+  diloco restore runs/nimble-otter --from without-b           what `diloco replay --without ... --out without-b` wrote
+  diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a lost data folder
+  diloco restore runs/nimble-otter --list                     list the backups
   diloco restore runs/nimble-otter --from-site runs/nimble-otter/sites/site-b
                                                               the published version that a warm site has as its base,
                                                               without the outer optimizer's momentum
 
-The run goes on where its data lies: in what a standby took over, if one did, and not in the folder before that.  Given
-a data folder in place of the run's, it goes on there from now on."""
+It restores where the run's data lies: in the folder of a promoted standby, if one took over.  With a data folder in
+place of the run's, the run goes on in that folder from now on."""
 ANSWER_S = 2.0
 """How long a process at the run's address may take to accept a connection."""
 

@@ -395,9 +395,8 @@ def code_of(found: Mapping[str, Status]) -> ExitCode:
 
 # --- ``diloco report RUN_DIR`` ---------------------------------------------------------------------------------------
 
-REPORT = """\
-Writes report.html into a run's folder, from its events.jsonl and summary.json, and prints the closing table.
-Works for a run that failed or still goes on, with what is known by then."""
+REPORT = """Write report.html into a run's folder, from its events.jsonl and summary.json, and print the summary.
+For a failed or running run it has what is known by then."""
 
 
 def report(arguments: Sequence[str]) -> ExitCode:
@@ -416,13 +415,13 @@ def report(arguments: Sequence[str]) -> ExitCode:
 
 # --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------
 
-RUNS = """The runs in a folder: how each stands, its version and tokens at last, and when it was last heard of."""
-LOGS = """What a run's processes on this machine say, as it happens, until the run has ended or Ctrl-C.
+RUNS = """List the runs in a folder: how each stands, its latest version and tokens, and when it was last heard of."""
+LOGS = """Follow the logs of a run's processes on this machine until the run has ended or Ctrl-C.
 
   diloco logs runs/nimble-otter
   diloco logs nimble-otter site-b --lines 100
 
-Each line comes from events.jsonl in the run's folder, which has it all, with times."""
+The lines come from events.jsonl in the run's folder, which has every event with its time."""
 FOLLOW_S = 0.3
 QUIET_S = 3.0
 """Silence after the final version, or the end of `diloco up`, that ends ``diloco logs``."""
