@@ -32,13 +32,21 @@ def settings() -> str:
     from diloco.config import keys
 
     meanings = keys.meanings()
-    lines, section = ["# Settings", "", "`diloco config WORD` finds a setting on the command line."], ""
+    lines, section = ["# Settings", "", "`diloco config WORD` finds a setting on the command line."], "none yet"
     for key, kind, item in keys.leaves():
         above = key.rpartition(".")[0]
         if above != section:
             section = above
             about = meanings.get((kind.__name__, ""), "")
-            lines += ["", f"## {html.escape(section)}", "", about, "", "| setting | default | |", "|---|---|---|"]
+            lines += [
+                "",
+                f"## {html.escape(section) or 'the run as a whole'}",
+                "",
+                about,
+                "",
+                "| setting | default | |",
+                "|---|---|---|",
+            ]
         meaning = " ".join(meanings.get((kind.__name__, item.name), "").split()).replace("|", "\\|")
         default = keys.default_text(item).replace("|", "\\|")
         lines.append(f"| `{key}` | `{default}` | {html.escape(meaning, quote=False)} |")

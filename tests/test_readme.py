@@ -74,7 +74,7 @@ SITES = [f"diloco site site.id={site} site.syncer=127.0.0.1:7077" for site in ("
 LINKS = "diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json"
 MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
 SLURM = (
-    "diloco launch slurm --dry-run --to jobs run.name=first site.syncer=syncer.example.org:7077 "
+    "diloco launch slurm --dry-run --to jobs run.name=first run.tokens=2e9 site.syncer=syncer.example.org:7077 "
     "cluster.sites.fra.nproc=8"
 )
 SHORT: dict[str, list[str]] = {

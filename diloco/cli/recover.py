@@ -225,8 +225,9 @@ def _lines(rebuilt: ReplayerWithout) -> list[str]:
 
 # --- ``diloco restore`` ----------------------------------------------------------------------------------------------
 
-RESTORE = """Restore a run whose syncer is stopped, so that it can be started again.  The restored values become each
-fragment's next version, in a new lineage.  Sites come back by themselves, drop what they had in flight, and count what is lost.
+RESTORE = """Restore a run whose syncer is stopped, so that it can be started again. The restored values become each
+fragment's next version, in a new lineage. Sites come back by themselves, drop what they had in flight,
+and count what is lost.
 
   diloco restore runs/nimble-otter --from without-b           what `diloco replay --without ... --out without-b` wrote
   diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a lost data folder

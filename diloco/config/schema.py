@@ -335,9 +335,9 @@ class ClusterSite:
     """As site.tensor_ranks."""
     shard_ranks: int = 0
     """As site.shard_ranks."""
-    link: LinkSection = field(default_factory=LinkSection)
     admission: str | None = None
     """Policy for unusual updates of this site; null: cluster.admission.policy."""
+    link: LinkSection = field(default_factory=LinkSection)
 
 
 @dataclass(kw_only=True, slots=True)
