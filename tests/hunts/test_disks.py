@@ -146,7 +146,7 @@ def restored_folder() -> Iterator[Path]:
         pytest.param(record_second, 1, marks=hunt),
     ],
 )
-def test_every_cut_leaves_the_run_before_or_the_restored_one(folder: Path, record: Record, every: int) -> None:
+def test_every_cut_leaves_the_run_before_or_the_restored_one(restored_folder: Path, record: Record, every: int) -> None:
     recording, began = record(restored_folder)
     found = list(recording.examined(restored_folder / "state", Random(1), first=began, every=every))
     wrong = [(cut, why) for cut, why in found if why]
@@ -162,7 +162,7 @@ def test_every_cut_leaves_the_run_before_or_the_restored_one(folder: Path, recor
         for step in steps
     ],
 )
-def test_a_forgotten_sync_of_a_restore_is_found(folder: Path, record: Record, step: Step) -> None:
+def test_a_forgotten_sync_of_a_restore_is_found(restored_folder: Path, record: Record, step: Step) -> None:
     recording, began = record(restored_folder)
     mutant, first = recording.forgetting(step, began)
     assert any(why for _, why in mutant.examined(restored_folder / "state", Random(1), first=first)), step
