@@ -67,7 +67,11 @@ def test_every_group_choice_and_key_is_listed_once(monkeypatch: pytest.MonkeyPat
     for key, _, _ in leaves():
         assert sum(line.startswith(f"  {key} [") for line in lines) == 1, key
     (line,) = [line for line in lines if line.startswith("  outer.grace_s [")]
-    assert line.split(maxsplit=2) == ["outer.grace_s", "[1.0]", "Longest grace, seconds."]
+    assert line.split(maxsplit=2) == [
+        "outer.grace_s",
+        "[1.0]",
+        "The grace under fixed, the longest grace under adaptive, seconds.",
+    ]
 
 
 def test_a_verb_lists_what_it_decides_as_wide_as_the_terminal(
