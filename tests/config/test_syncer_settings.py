@@ -248,3 +248,20 @@ def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(
     with pytest.raises(ConfigError, match=words) as refused:
         of_client(hand.address, [])
     assert "\n" not in str(refused.value)
+
+
+def test_a_client_waits_for_a_syncer_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, there = syncer_settings._asked, [False]
+
+    def first_in_vain(address: str, security: SecurityOptions) -> ProbeAnswer:
+        there.append(True)
+        if there[-2]:
+            return asked(address, security)
+        raise Unreachable("Probe: Connection refused")
+
+    monkeypatch.setattr(syncer_settings, "_asked", first_in_vain)
+    with serving(tmp_path, "outer.lr=0.25") as served:
+        with pytest.raises(VerbError, match="does not answer"):
+            of_client(served.address, [])
+        there[:] = [False]
+        assert of_client(served.address, [], 20.0).run.name == "mine"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco.cli.launch import prepared
+from diloco.cli.main import main
 from diloco.config.errors import ConfigError
 from diloco.deploy import docker, rendering, skypilot
 from diloco.deploy.docker import CPU_BASE, CUDA_BASE, USER, call, files
@@ -80,13 +80,14 @@ def installed_by(dockerfile: str) -> str:
     return line.split()[-1].strip('"')
 
 
-def test_an_image_of_a_wheel_needs_no_source_tree(wheel: str) -> None:
+def test_an_image_of_a_wheel_needs_no_source_tree(wheel: str, tmp_path: Path) -> None:
     config = composed(f"launch.package={wheel}", "site.device=cuda")
     dockerfile, left_out, constraints = docker.files(config)
     assert installed_by(dockerfile.text) == "./diloco-1.2-py3-none-any.whl[gpu]"
     assert left_out.text.split() == ["*", "!constraints.txt", "!*.whl"]
     assert docker.call(config)[-1] == ".", "the folder of the files"
-    assert prepared("docker", config).wheel == Path(wheel), "it is copied there"
+    assert main(["launch", "docker", "--dry-run", "--to", str(tmp_path / "to"), f"launch.package={wheel}"]) == 0
+    assert (tmp_path / "to" / Path(wheel).name).read_bytes() == Path(wheel).read_bytes(), "beside the Dockerfile"
     assert {"torch", "grpcio"} <= {line.partition("==")[0] for line in constraints.text.splitlines()}
     assert "+" not in constraints.text, "a build for one kind of machine"
 
