@@ -334,7 +334,7 @@ class _Evaluation:
             stack.callback(self._log.close)
         build_syncer.check(config)
         self._evaluator: Evaluator = Evaluator(config, build.corpus(config))
-        self._model: Transformer = build.build_model(config)
+        self._model: Transformer = build.build_model(config).to(build.device(config))
         self._run_tokens = 0
         self._told: list[int] = []
         stopping.ask(lambda: self._stop.append(True))

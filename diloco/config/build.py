@@ -354,6 +354,12 @@ def build_model(config: RunConfig) -> Transformer:
     return Transformer(model_options(config), seed=config.run.seed)
 
 
+def device(config: RunConfig) -> torch.device:
+    """Return where one process without ranks computes: ``site.device``; ConfigError where this machine lacks it."""
+    with section("site"):
+        return device_of(config.site.device)
+
+
 def layout_of(config: RunConfig, whole: Layout | None = None) -> Layout:
     """Return the fragments that the configured syncer holds: all of them where there is one syncer.
 
@@ -678,12 +684,9 @@ def check_kernels(config: RunConfig) -> None:
     """Refuse kernels that this machine cannot run; sites on other machines are not checked."""
     if config.inner.kernels == "torch":
         return
-    try:
-        device = device_of(config.site.device)
-    except ValueError as error:
-        raise ConfigError(f"site.{error}") from error
+    where = device(config)
     with _kernels_in_words(config):
-        kernels_of(config.inner.kernels, device)
+        kernels_of(config.inner.kernels, where)
 
 
 @contextmanager

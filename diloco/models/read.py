@@ -53,10 +53,10 @@ class Taken:
     versions: tuple[int, ...] = ()
 
     def model(self) -> Transformer:
-        """Return the model with these values."""
+        """Return the model with these values, on ``site.device``."""
         made = build.build_model(self.config)
         put_values(made, self.parameters, self.called)
-        return made
+        return made.to(build.device(self.config))
 
 
 def take(source: str, settings: Sequence[str] = (), file: Path | None = None, version: int | None = None) -> Taken:

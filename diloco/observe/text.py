@@ -86,6 +86,8 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
             return _canary(event)
         case "final":
             return f"final versions {_listed(event.get('versions'))} ({event.get('ending')})"
+        case "evaluating":
+            return f"waiting for the final version's loss, for at most {_whole(event, 'seconds_max')} s"
         case "eval":
             bits, loss = event.get("val_bits_per_byte"), event.get("val_loss")
             if isinstance(bits, int | float):

@@ -298,7 +298,10 @@ class Up:
             # A site that was cut off while the run ended would wait for a syncer that does not come back; and so would
             # the observer, when there is no final version to evaluate.
             self._told_stragglers = True
-            observers = [self.children[EVAL]] if self.history.ending == "drained" else []
+            drained, observer = self.history.ending == "drained", self.children[EVAL]
+            if observer.running and not drained:
+                self.log.emit("evaluating", {"seconds_max": self.options.ending_s_max})
+            observers = [observer] if drained else []
             for straggler in [*self.sites, *observers]:
                 straggler.wanted = False
                 straggler.signal(signal.SIGTERM)

@@ -14,6 +14,7 @@ from diloco.config.errors import ConfigError, VerbError
 from diloco.config.model_files import write_folder
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import Part, commit, write_part
+from diloco.inner.evaluate import SamplingOptions, evaluate, generate
 from diloco.inner.tokenizer import make_tokenizer
 from diloco.models.read import Taken, take, take_from_syncer
 from diloco.outer.fragments import gather, named_parameters_once
@@ -59,6 +60,23 @@ def test_any_version_that_is_kept_can_be_taken(past: Path, version: int | None) 
     assert all(torch.equal(values[name], taken.parameters[name]) for name in values)
     with pytest.raises(VerbError, match=r"--version is 7: .*holds no more than version 6"):
         take(str(past), version=7)
+
+
+@pytest.mark.gpu
+def test_a_model_is_computed_on_the_device_of_its_settings(past: Path) -> None:
+    on_gpu, on_cpu = (take(str(past), [f"site.device={device}"]).model() for device in ("auto", "cpu"))
+    assert [next(model.parameters()).device.type for model in (on_gpu, on_cpu)] == ["cuda", "cpu"]
+    options = SamplingOptions(tokens=20, temperature=0.0)
+    assert list(generate(on_gpu, [1, 2, 3], options)) == list(generate(on_cpu, [1, 2, 3], options))
+    batches = [(torch.arange(8).view(2, 4), torch.arange(1, 9).view(2, 4))]
+    losses = [evaluate(model, batches, precision="fp32") for model in (on_gpu, on_cpu)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_device_that_is_not_there_is_refused_by_name(past: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^site\.device is 'cuda': torch finds no CUDA device here"):
+        take(str(past), ["site.device=cuda"]).model()
 
 
 def test_a_running_syncer_gives_its_newest(tmp_path: Path) -> None:

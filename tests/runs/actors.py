@@ -77,11 +77,12 @@ def play_site(log: EventLog, folder: Path, options: dict[str, float], who: str) 
     return 75 if asked or (folder / "ending").read_text() == "drained" else 0
 
 
-def play_observer(log: EventLog, folder: Path) -> int:
-    """Evaluates once at the end."""
+def play_observer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
+    """Evaluates once at the end, which takes it ``takes`` seconds."""
     while not (finals := _finals(log)) and not asked:
         time.sleep(0.05)
     if finals:
+        time.sleep(options.get("takes", 0.0))
         log.emit("eval", {"val_loss": 2.0, "val_bits_per_byte": 1.5, "tokens": 1, "versions": finals[-1]["versions"]})
     return 0
 
@@ -101,7 +102,7 @@ def main() -> int:
     try:
         if role == "syncer":
             return play_syncer(log, folder, options)
-        return play_site(log, folder, options, who) if role == "site" else play_observer(log, folder)
+        return play_site(log, folder, options, who) if role == "site" else play_observer(log, folder, options)
     finally:
         log.close()
 

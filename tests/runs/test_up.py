@@ -163,6 +163,15 @@ def test_a_run_begins_ends_and_leaves_no_process(tmp_path: Path) -> None:
     assert stage.seen("link", site="site-a", bytes_up=0)
 
 
+def test_a_long_evaluation_at_the_end_is_waited_for_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.runs.up.FAREWELL_S", 0.1)
+    stage = Stage(tmp_path)
+    stage.children["eval"] = stage.actor("observer", "eval", {"takes": 1.5})
+    assert stage.play().wrong == []
+    assert stage.history.evaluations
+    assert "waiting for the final version's loss, for at most 5 s" in stage.out.getvalue()
+
+
 def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=1.6, a={"dies_after": 0.3}, b={})
     outcome = stage.play()
