@@ -12,7 +12,9 @@ EXCHANGE = ("codec", "learner", "syncer", "wire")
 TRAINED = ("codec", "inner", "outer")
 MEASURED: dict[str, tuple[str, ...]] = {
     "codec": ("codec",),
+    "gpu_codec": ("codec",),
     "inner": ("inner",),
+    "kernels": ("inner",),
     "trainer": ("inner",),
     "recovery": ("inner", "runs"),
     "sim": ("sim", "sync"),

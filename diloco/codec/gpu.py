@@ -4,8 +4,7 @@ So only encoded bytes need to leave the device.  Every call enqueues kernels on 
 kernel reports a value that is not finite in ``fault``: an int32 tensor of one value on the same device, which the
 caller copies to the host together with the payload and passes to ``check``.  On a CPU tensor the same kernels run under
 Triton's interpreter (``TRITON_INTERPRET=1``); tests use that without an accelerator, and also test that the kernels
-compile for one.  ``benchmarks/results/gpu_codec.jsonl``, where it exists, says on which devices they have
-run.
+compile for one.  ``benchmarks/results/gpu_codec.jsonl`` says on which devices they have run.
 
 A site decodes its own updates here as it encodes them, and the down-link's versions on the host.
 

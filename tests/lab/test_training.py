@@ -69,7 +69,7 @@ def test_one_site_is_plain_training(fragments: int, inner_steps: int, text: Corp
     control = Control(config, 1, 12 * STEP_TOKENS)
     control.steps(steps)
     for name, values in control.state().values.items():
-        torch.testing.assert_close(fleet.values()[name], values, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(fleet.values()[name], values.cpu(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

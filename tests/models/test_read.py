@@ -52,7 +52,7 @@ def published(past: Path, version: int) -> list[str]:
 def test_any_version_that_is_kept_can_be_taken(past: Path, version: int | None) -> None:
     number = 6 if version is None else version
     for source in (past, past / "syncer"):
-        taken = take(str(source), version=version)
+        taken = take(str(source), ["site.device=cpu"], version=version)
         assert taken.versions == (number, number)
         assert taken.called == f"version {number} of past"
         assert digests_of(taken) == published(past, number)
