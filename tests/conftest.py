@@ -39,7 +39,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite", action="store_true", help="write down what the stories of tests/sync really do")
+    parser.addoption("--rewrite", action="store_true", help="write down what tests/sync and docs/reference show")
 
 
 @pytest.hookimpl(trylast=True)

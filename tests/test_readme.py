@@ -23,6 +23,8 @@ from tests.sooner import sooner
 from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 ROOT = Path(__file__).resolve().parent.parent
+GENERATED = [ROOT / f"docs/reference/{name}.md" for name in ("settings", "verbs", "protocol", "alerts")]
+"""``make docs`` makes these of the program."""
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 BY_CI = frozenset({"make demo", "make test"})  # .ci/run runs these two as they stand.
 SHORT_RUN = ["run.seconds=null", "run.tokens=12000", "outer.final_wait_s=5"]
@@ -150,7 +152,8 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
     """`make docs` follows those between pages of docs/, also to their headings; this is for the others."""
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert link.endswith("settings.md") or (page.parent / link).is_file(), f"{page.name}: {link}"
+            file = (page.parent / link).resolve()
+            assert file in GENERATED or file.is_file(), f"{page.name}: {link}"
 
 
 FILES = (".py", ".json", ".jsonl", ".yaml", ".log", ".md", ".sbatch")
@@ -164,6 +167,16 @@ def test_every_setting_of_a_page_exists() -> None:
                 assert any(name.startswith(key[:-1]) for name, _, _ in leaves()), f"{page.name}: {key}"
             elif not (key.endswith(FILES) or hasattr(Outer, key.removeprefix("outer."))):
                 type_of(key)
+
+
+def test_the_page_of_events_has_those_that_the_program_emits_and_no_others() -> None:
+    emitted = set()
+    for file in ROOT.glob("diloco/**/*.py"):
+        text = file.read_text(encoding="utf-8")
+        emitted |= set(re.findall(r'\b(?:_?emit|_log|_say|note)\(\s*"([a-z_]+)",', text))
+    page = (ROOT / "docs/reference/events.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)} == emitted
 
 
 def test_the_readme_is_short() -> None:

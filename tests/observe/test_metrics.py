@@ -466,12 +466,17 @@ def expressions() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Every name that a page can have, with its labels."""
+def families(tmp_path_factory: pytest.TempPathFactory) -> list[Metric]:
+    """Every family that a page can have."""
     made: Path = tmp_path_factory.mktemp("pages")
     (made / "checkpoints").mkdir()
-    families: list[Metric] = [*page_of_a_run(made / "syncer")[0], *page_in_trouble()]
-    families += [*page_of_a_site(made / "checkpoints"), *page_of_a_standby()]
+    found: list[Metric] = [*page_of_a_run(made / "syncer")[0], *page_in_trouble()]
+    return [*found, *page_of_a_site(made / "checkpoints"), *page_of_a_standby()]
+
+
+@pytest.fixture(scope="module")
+def exported(families: list[Metric]) -> dict[str, set[str]]:
+    """The names of all families, with their labels."""
     names = {family.name + ("_total" if family.type == "counter" else ""): set[str]() for family in families}
     for family in families:
         for sample in family.samples:
@@ -493,6 +498,21 @@ def test_every_metric_that_is_mentioned_is_on_a_page_with_the_labels_that_are_me
         labels = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")} - {""}
         having = set().union(*(exported[name] for name in NAME.findall(expression)))
         assert labels <= having or set(NAME.findall(expression)) & bare, expression
+
+
+def test_the_page_of_the_reference_has_every_metric(families: list[Metric], request: pytest.FixtureRequest) -> None:
+    """``pytest tests/observe/test_metrics.py --rewrite`` writes the table anew."""
+    rows = {}
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        shown = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]  # samples may lack
+        rows[name] = f"| `{name}` | {family.type} | {shown} | {family.documentation} |\n"
+    page = ROOT / "docs" / "reference" / "metrics.md"
+    above = page.read_text(encoding="utf-8").partition("|---|---|---|---|\n")
+    wanted = above[0] + above[1] + "".join(rows[name] for name in sorted(rows))
+    if request.config.getoption("--rewrite"):
+        page.write_text(wanted, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == wanted
 
 
 def test_every_rule_expression_and_panel_is_whole() -> None:
