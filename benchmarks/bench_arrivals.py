@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.record import add_arguments, finish, record
 from diloco.observe.eventlog import read_events
 from diloco.observe.history import number
-from tests.hunts.examples import BOUND_S, CACHE, SITES, WORDS, loss_of
+from tests.hunts.examples import BOUND_S, CACHE, EXAMPLE, SITES, loss_of, version0
 from tests.runs.processes import Verb, place_in, wait_for
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ SPREAD_MAX = 0.02
 def start(place: Place, name: str, settings: list[str], seed: int) -> dict[str, Any]:
     """Train once; the final loss, the versions made, and how many sites each had on average."""
     run = place.folder / "runs" / name
-    shared = [f"run.name={name}", f"run.seed={seed}", *WORDS, *settings, f"data.cache={CACHE}"]
+    shared = [f"run.name={name}", f"run.seed={seed}", *settings, f"data.cache={CACHE}"]
+    shared += ["model.kind=file", "run.init_from=v0.safetensors"]
     syncer = place.start(f"{name}-syncer", "syncer", *shared, "cluster.syncer.listen=127.0.0.1:0")
     address = run / "syncer.address"
     wait_for(lambda: address.is_file() or syncer.process.poll() is not None, "the syncer", syncer.text, BOUND_S)
@@ -37,7 +38,7 @@ def start(place: Place, name: str, settings: list[str], seed: int) -> dict[str, 
     sites = []
     for index, site in enumerate(SITES):
         words = [address.read_text(), site, str(index), str(len(SITES))]
-        sites.append(Verb(place.folder, f"{name}-{site}", words, module="examples.plain_loop"))
+        sites.append(Verb(place.folder, f"{name}-{site}", words, script=EXAMPLE.format("plain_loop")))
         place.verbs.append(sites[-1])
     for verb in [*sites, syncer]:
         assert verb.end(BOUND_S) == 0, f"{verb.name}: {verb.text()}\n{syncer.text()}"
@@ -61,6 +62,7 @@ def main() -> None:
     settings = [f"run.tokens={tokens}", "outer=nesterov", "outer.inner_steps=10", *given.set]
     rows = []
     with tempfile.TemporaryDirectory(prefix="arrivals-") as folder, place_in(Path(folder)) as place:
+        version0(place)
         for number in range(starts):
             rows.append(start(place, f"start-{number}", settings, given.seed))
             print(f"start {number}: {rows[-1]}", flush=True)

@@ -1,9 +1,10 @@
-"""The same loop on several ranks: FSDP2 under torchrun, each rank with a part of the model.
+"""The loop of plain_loop.py on several ranks: FSDP2 under torchrun, each rank with a part of the model.
 
 On one machine, in three terminals (GPUs are used where there are some):
 
+    python examples/plain_loop.py init v0.safetensors
     diloco syncer run.name=fsdp run.tokens=400e3 outer=nesterov outer.inner_steps=20 \
-        model.layers=2 model.dim=64 model.context=64 cluster.syncer.listen=127.0.0.1:7077
+        model.kind=file run.init_from=v0.safetensors cluster.syncer.listen=127.0.0.1:7077
     torchrun --standalone --nproc-per-node 2 examples/fsdp_loop.py 127.0.0.1:7077 fra 0 2
     torchrun --standalone --nproc-per-node 2 examples/fsdp_loop.py 127.0.0.1:7077 iad 1 2
 
@@ -14,18 +15,14 @@ way: what is exchanged is the same.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from plain_loop import BATCH, CONTEXT, Model, batch, text
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 
 import diloco
-from diloco.inner.corpus import DataOptions, prepare_corpus
-from diloco.inner.data import TokenStream
-from diloco.inner.model import ModelOptions, Transformer, next_token_loss
-
-BATCH, CONTEXT = 16, 64
 
 
 def main() -> None:
@@ -37,14 +34,12 @@ def main() -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
-
-    # Your data goes here: each rank reads a part of its site's share.
-    corpus = prepare_corpus(DataOptions(kind="stdlib", tokenizer="bpe1024"), Path("runs/.data"))
-    data = TokenStream(corpus, "train", CONTEXT, BATCH // world, index, num_sites, rank, world)
+    data = text(index, num_sites)
 
     # As without diloco: shard the blocks, then the rest; then make the optimizer, of the sharded parameters.
-    model = Transformer(ModelOptions(vocab_size=1024, layers=2, dim=64, context=CONTEXT)).to(device)
-    for block in model.blocks:
+    torch.manual_seed(0)
+    model = Model().to(device)
+    for block in model.blocks.layers:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -52,8 +47,9 @@ def main() -> None:
     # Every rank joins with the same arguments, and is told to stop at the same step.  tokens_per_step is the site's.
     with diloco.join(model, optimizer, syncer=syncer, site=site, tokens_per_step=BATCH * CONTEXT) as outer:
         while not outer.should_stop:
-            inputs, targets = data.batch(outer.steps * BATCH)
-            loss = next_token_loss(model(inputs.to(device)), targets.to(device))
+            # Each rank takes its part of the site's batch.
+            inputs, targets = (each[rank::world].to(device) for each in batch(data, outer.steps))
+            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

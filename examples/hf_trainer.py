@@ -15,33 +15,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
+from plain_loop import BATCH, CONTEXT, VOCABULARY, batch, text
 from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from diloco.hf import DiLoCoCallback
-from diloco.inner.corpus import DataOptions, prepare_corpus
-from diloco.inner.data import TokenStream
 
-BATCH, CONTEXT = 16, 64
-CONFIG = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+CONFIG = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT}
 
 
 class Text(IterableDataset[dict[str, torch.Tensor]]):
-    """This Python's own sources, in byte-pair tokens; no two sites read the same.  Your data set goes here."""
+    """This Python's own sources; no two sites read the same.  Your data set goes here."""
 
     def __init__(self, site_index: int, num_sites: int) -> None:
-        corpus = prepare_corpus(DataOptions(kind="stdlib", tokenizer="bpe1024"), Path("runs/.data"))
-        self.stream = TokenStream(corpus, "train", CONTEXT, 1, site_index, num_sites)
+        self.data = text(site_index, num_sites)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for cursor in range(1 << 60):
-            inputs, targets = self.stream.batch(cursor)
-            tokens = torch.cat((inputs[0], targets[0, -1:]))
-            yield {"input_ids": tokens, "labels": tokens}  # The model shifts them by one against each other.
+        for step in range(1 << 60):
+            for inputs, targets in zip(*batch(self.data, step), strict=True):
+                tokens = torch.cat((inputs, targets[-1:]))
+                yield {"input_ids": tokens, "labels": tokens}  # The model shifts them by one against each other.
 
 
 def main() -> None:

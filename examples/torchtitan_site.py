@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +30,11 @@ from torchtitan.config import TrainingConfig
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-from diloco.inner.corpus import DataOptions, prepare_corpus
-from diloco.inner.data import TokenStream
+from examples.plain_loop import batch, text
 
 
 class Text(BaseDataLoader):
-    """Text in byte-pair tokens; no two sites read the same.  Your data set goes here, or torchtitan's."""
+    """This Python's own sources; no two sites read the same.  Your data set goes here, or torchtitan's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -44,14 +42,13 @@ class Text(BaseDataLoader):
         num_sites: int = 1
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **told: Any) -> None:
-        corpus = prepare_corpus(DataOptions(kind="stdlib", tokenizer="bpe1024"), Path("runs/.data"))
-        place = config.index, config.num_sites, dp_rank, dp_world_size
-        self.stream, self.cursor = TokenStream(corpus, "train", told["seq_len"], told["local_batch_size"], *place), 0
+        self.data = text(config.index * dp_world_size + dp_rank, config.num_sites * dp_world_size)
+        self.size, self.length, self.cursor = told["local_batch_size"], told["seq_len"], 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            inputs, targets = self.stream.batch(self.cursor)
-            self.cursor += self.stream.sequences_per_batch
+            inputs, targets = batch(self.data, self.cursor, self.size, self.length)
+            self.cursor += 1
             yield {"input": inputs, "positions": torch.arange(inputs.shape[1]).expand(inputs.shape)}, targets
 
     def state_dict(self) -> dict[str, int]:

@@ -1,15 +1,14 @@
-"""The examples reach the trainer's loss, in short runs; and the hunt sees one that does not."""
+"""The examples reach the loss that they should, in short runs; and the hunt sees one that does not."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.hunts import examples
-from tests.hunts.examples import ELSEWHERE, EXAMPLES, OURS, SHARE_MAX, run_of, version0
+from tests.hunts.examples import ELSEWHERE, EXAMPLES, LIKE, OURS, SHARE_MAX, run_of, version0
 from tests.runs.processes import ROOT, Place, place_in
 
 TOKENS = 80_000
@@ -22,16 +21,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield place
 
 
-@pytest.fixture(scope="module")
-def wanted(place: Place) -> float:
-    return run_of(place, OURS, TOKENS)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_reaches_the_trainers_loss(place: Place, wanted: float, example: str) -> None:
-    assert wanted < 6.6, "untrained: 6.94"
-    assert run_of(place, example, TOKENS) == pytest.approx(wanted, rel=SHARE_MAX)
+@pytest.mark.parametrize("example", sorted(LIKE))
+def test_an_example_reaches_the_loss_of_what_trains_the_same(place: Place, example: str) -> None:
+    wanted = run_of(place, LIKE[example], TOKENS)
+    assert wanted < 4.0, "untrained: 5.6"
+    loss = run_of(place, example, TOKENS)
+    print("losses:", wanted, loss)
+    assert loss == pytest.approx(wanted, rel=SHARE_MAX)
 
 
 def test_every_example_is_hunted_and_short() -> None:
@@ -39,7 +36,7 @@ def test_every_example_is_hunted_and_short() -> None:
     assert sorted(EXAMPLES + ELSEWHERE) == [file.stem for file in files]
     for file in files:
         lines = file.read_text("utf-8").splitlines()
-        assert len(lines) <= 80, f"{file.name} has {len(lines)} lines"
+        assert len(lines) <= 90, f"{file.name} has {len(lines)} lines"
 
 
 def test_another_loss_and_an_example_that_fails_are_violations(
@@ -47,13 +44,13 @@ def test_another_loss_and_an_example_that_fails_are_violations(
 ) -> None:
     def found(place: Place, example: str, tokens: int) -> float:
         assert example != "hf_trainer", "it ended with code 1"
-        return {OURS: 5.0, "plain_loop": 5.09, "fsdp_loop": 5.11}[example]
+        return {OURS: 2.0, "plain_loop": 5.0, "fsdp_loop": 5.11}[example]
 
-    monkeypatch.setattr(examples, "version0", lambda place: Path())
+    monkeypatch.setattr(examples, "version0", lambda place: {})
     monkeypatch.setattr(examples, "loss_of", lambda place, file: 6.9)
     monkeypatch.setattr(examples, "run_of", found)
     assert examples.main([]) == 1
     told = capsys.readouterr().out
     assert json.loads(told.splitlines()[-1])["violations"] == 2
-    assert "fsdp_loop: loss 5.1100, the trainer's is 5.0000" in told
+    assert "fsdp_loop: loss 5.1100, that of plain_loop is 5.0000" in told
     assert "it ended with code 1" in told

@@ -175,7 +175,7 @@ def test_a_job_that_fails_leaves_with_a_word_and_goes_on_from_its_checkpoint(
     titan: Titan, address: str, tmp_path: Path
 ) -> None:
     site = ["--diloco.syncer", address, "--diloco.site", "fra", "--checkpoint.enable", "--checkpoint.interval", "4"]
-    code, said = titan.job(tmp_path, 1, *site, fails_at=13 * 4)
+    code, said = titan.job(tmp_path, 1, *site, fails_at=13)
     assert code != 0
     assert "the text's disk is gone" in said
     assert "diloco: site fra left run mine while it trained, its tokens: " in said

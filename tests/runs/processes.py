@@ -38,8 +38,12 @@ class Verb:
         source: Path = ROOT,
         kill_at: str = "",
         open_files: tuple[int, int] | None = None,
+        script: str = "",
     ) -> None:
-        """``kill_at`` is where it kills itself (``diloco/runs/process.py``), ``open_files`` its limits of them."""
+        """``script`` is run in place of ``module``.
+
+        ``kill_at`` is where it kills itself (``diloco/runs/process.py``), ``open_files`` its limits of them.
+        """
         self.name = name
         self.out = folder / f"{name}.out"
         environment = {
@@ -50,12 +54,12 @@ class Verb:
             KILL_VARIABLE: kill_at,
         }
         self.process: subprocess.Popen[bytes] | ForkedVerb
-        if (module, source) == ("diloco", ROOT):
+        if (module, source, script) == ("diloco", ROOT, ""):
             self.process = ForkedVerb(arguments, folder, self.out, environment, open_files)
             return
         with self.out.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, *([script] if script else ["-m", module]), *arguments],
                 cwd=folder,
                 stdout=out,
                 stderr=subprocess.STDOUT,
