@@ -79,6 +79,20 @@ SLURM = (
     "diloco launch slurm --dry-run --to jobs run.name=first run.tokens=2e9 site.syncer=syncer.example.org:7077 "
     "cluster.sites.fra.nproc=8"
 )
+FROM_FILE = "run.tokens=400e3 outer=nesterov outer.inner_steps=20 model.kind=file run.init_from={}"
+LOOPS = [
+    [
+        f"python examples/{'hf_trainer' if loop == 'hf_trainer' else 'plain_loop'}.py init {first.split('/')[0]}",
+        f"diloco syncer run.name={run} {FROM_FILE.format(first)} cluster.syncer.listen=127.0.0.1:7077",
+        *(f"{runner} examples/{loop}.py 127.0.0.1:7077 {site} 2" for site in ("fra 0", "iad 1")),
+    ]
+    for loop, run, runner, first in (
+        ("plain_loop", "plain", "python", "v0.safetensors"),
+        ("fsdp_loop", "fsdp", "torchrun --standalone --nproc-per-node 2", "v0.safetensors"),
+        ("hf_trainer", "llama", "python", "v0/model.safetensors"),
+    )
+]
+"""Of each tutorial: the file of version 0, the syncer and two sites."""
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
     "diloco up run.seconds=60 run.seed=3 network=transatlantic": UP,
@@ -117,13 +131,15 @@ SHORT: dict[str, list[str]] = {
     REGIONS[0]: [*REAL, "run.tokens=60000", "outer.final_wait_s=30"],
     REGIONS[1]: [*REAL, "run.tokens=60000", "upstream.updates=4"],
     REGIONS[2]: [*REAL, "run.tokens=60000"],
+    **{line: [] for lines in LOOPS for line in lines},
+    **{lines[1]: ["run.tokens=40000", "outer.final_wait_s=5"] for lines in LOOPS},
 }
 
 
 def commands() -> list[str]:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [" ".join(line.split()) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -138,10 +154,17 @@ def start(place: Place, command: str, ports: Mapping[str, str] | None = None) ->
     verb = shlex.split(command)
     for written, ours in (ports or {}).items():
         verb = [word.replace(written, ours) for word in verb]
-    assert verb[0] == "diloco", command
-    short = SHORT[command]
-    name = re.sub(r"\W+", "-", command)[:60]  # Two commands may begin alike.
-    return place.start(f"{len(place.verbs)}-{name}", *verb[1:], *short)
+    name = f"{len(place.verbs)}-" + re.sub(r"\W+", "-", command)[:60]  # Two commands may begin alike.
+    if verb[0] == "diloco":
+        return place.start(name, *verb[1:], *SHORT[command])
+    script = next(word for word in verb if word.endswith(".py"))
+    verb[verb.index(script)] = str(ROOT / script)
+    if verb[0] == "torchrun":
+        place.verbs.append(Verb(place.folder, name, verb[1:], module="torch.distributed.run"))
+    else:
+        assert verb[0] == "python", command
+        place.verbs.append(Verb(place.folder, name, verb[2:], script=verb[1]))
+    return place.verbs[-1]
 
 
 def test_every_command_is_run_here_or_by_ci() -> None:
@@ -261,6 +284,19 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
     for verb in (site, region, top):
         assert verb.end(120.0) == 0, verb.text()
     assert {event["event"] for event in place.seen("east", "syncer", "upstream")} >= {"joined", "fetched", "pushed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", LOOPS, ids=["plain", "fsdp", "hf"])
+def test_a_loop_of_ones_own(place: Place, lines: list[str]) -> None:
+    ports = {":7077": f":{free_port()}"}
+    made = start(place, lines[0])
+    assert made.end(60.0) == 0, made.text()
+    syncer = start(place, lines[1], ports)
+    wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
+    for verb in [*[start(place, line, ports) for line in lines[2:]], syncer]:
+        assert verb.end(120.0) == 0, verb.text()
+        assert verb is syncer or "the run is finished; {" in verb.text(), verb.text()
 
 
 @pytest.mark.slow
