@@ -113,6 +113,7 @@ SHORT: dict[str, list[str]] = {
     SLURM: [],
     "diloco plan +experiment=100t_20dc": [],
     LINKS: ["chips=0"],
+    "diloco plan parameters=7e9 step_s=2": [],
     "diloco runs": [],
     "diloco logs runs/latest site-a": [],
     "diloco report runs/latest": [],
@@ -229,10 +230,10 @@ AFTERWARDS = [
 
 
 LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
-PLAN = "diloco plan +experiment=100t_20dc"
+PLANS = ["diloco plan +experiment=100t_20dc", "diloco plan parameters=7e9 step_s=2"]
 
 
-LATER = [PLAN, *MODEL, LAUNCH, SLURM, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS]
+LATER = [*PLANS, *MODEL, LAUNCH, SLURM, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS]
 
 
 @pytest.mark.parametrize("command", sooner(LATER, LAUNCH, SLURM, SIM[0], *CERTS))
