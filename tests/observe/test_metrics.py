@@ -505,10 +505,11 @@ def test_the_page_of_the_reference_has_every_metric(families: list[Metric], requ
     rows = {}
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
-        shown = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]  # samples may lack
-        rows[name] = f"| `{name}` | {family.type} | {shown} | {family.documentation} |\n"
+        labels = ", ".join(family._labelnames)  # type: ignore[attr-defined]  # There may be no sample that has them.
+        shown = f"{name}{{{labels}}}" if labels else name
+        rows[name] = f"| `{shown}` {family.type} | {family.documentation} |\n"
     page = ROOT / "docs" / "reference" / "metrics.md"
-    above = page.read_text(encoding="utf-8").partition("|---|---|---|---|\n")
+    above = page.read_text(encoding="utf-8").partition("|---|---|\n")
     wanted = above[0] + above[1] + "".join(rows[name] for name in sorted(rows))
     if request.config.getoption("--rewrite"):
         page.write_text(wanted, encoding="utf-8")
