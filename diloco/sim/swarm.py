@@ -125,7 +125,7 @@ class Run(Cluster):
             if isinstance(error, Violation):
                 outcome.failure, outcome.checker = str(error), error.checker
             outcome.failure += f" (at {self.heap.now_ns / 1e9:.3f} s)"
-        outcome.digest = "".join(history.hexdigest() for history in self.histories)
+        outcome.digest = "".join(history.digest.hexdigest() for history in self.histories)
         outcome.events, outcome.simulated_ns, outcome.restarts = self.heap.events, self.heap.now_ns, self.restarts
         for syncers, history in zip(self.syncers, self.histories, strict=True):
             outcome.power_cuts += syncers.power_cuts
