@@ -20,7 +20,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim.fleet_plan import SiteAccount
-from diloco.sim.world import join_answered, news
+from diloco.sim.world import join_answered, news, update_arrived
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.learner import LearnerSync
@@ -268,12 +268,10 @@ class Member:
 
     def _push(self, seal: fx.Seal, digest: str, incarnation: int) -> ev.PushAnswered:
         """Give an update to the syncer; return the answer."""
-        key, whose = (seal.fragment, seal.sequence), (1, self.name, incarnation)
-        numbers = (*key, seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
-        update = ev.UpdateArrived(*whose, *numbers, digest, digest, encoding="", finite=True, final=seal.final)
+        update = update_arrived(seal, self.name, incarnation, digest, digest)
         (answer,) = (each for each in self.fleet.handle(update) if isinstance(each, fx.AnswerPush))
         self._ahead = seal.fragment
-        return ev.PushAnswered(*key, answer.outcome, answer.reason)
+        return ev.PushAnswered(seal.fragment, seal.sequence, answer.outcome, answer.reason)
 
     def _carry_up(self, fragment: int) -> int:
         """Send an update; return when it arrives, in ns."""

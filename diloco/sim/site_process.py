@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.sim import world
@@ -54,7 +55,6 @@ from diloco.sync.events import (
     SealFailed,
     StepDone,
     UnitsTold,
-    UpdateArrived,
     VersionFetched,
 )
 from diloco.sync.learner import LearnerSync
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from diloco.sim.checkers import Checkers
-    from diloco.sim.outer_process import Seat
+    from diloco.sim.outer_process import Reply, Seat
     from diloco.sim.site_state import Checkpoint, Key, Side, Trouble
     from diloco.sim.world import Value
 
@@ -101,14 +101,15 @@ class Courier:
 
     def _ask(
         self,
-        request: Callable[[Callable[[object], None]], None],
-        answered: Callable[[object], None],
+        outer: OuterProcess,
+        request: Callable[[Reply], None],
+        answered: Reply,
         missed: Callable[[], None],
         deadline_ns: int = CALL_DEADLINE_NS,
     ) -> None:
-        """As ``world.ask``, over the site's link."""
-        process = self.process
-        ask(process.heap, process.link, process, request, answered, missed, deadline_ns)
+        """As ``world.ask``: run ``request`` in ``outer``, over the site's link."""
+        heap, link, process = self.process.heap, self.process.link, self.process
+        ask(heap, link, process, lambda reply: outer.ask(lambda: request(reply)), answered, missed, deadline_ns)
 
     def later(self, delay_ns: int, action: Callable[[], None]) -> None:
         """Run ``action`` after a random delay of half to all of ``delay_ns``."""
@@ -119,7 +120,7 @@ class Courier:
         """Ask one machine after the other to accept this process; ``ticket`` is that of an answer ``AskToConfirm``."""
         process, seat = self.process, self._seats[self._at]
 
-        def request(reply: Callable[[object], None]) -> None:
+        def request(reply: Reply) -> None:
             outer = seat.process
             if isinstance(outer, StandbyProcess):
                 outer.deliver(lambda: reply((outer, None)))  # A standby accepts no site.
@@ -141,9 +142,10 @@ class Courier:
             self._at = (self._at + 1) % len(self._seats)
             self.later(backoff_ns, lambda: self.join(min(2 * backoff_ns, BACKOFF_MAX_NS)))
 
-        self._ask(request, lambda answer: self._joined(answer, again), again)
+        answered = partial(self._joined, again)
+        ask(process.heap, process.link, process, request, answered, again, CALL_DEADLINE_NS)
 
-    def _joined(self, answer: object, again: Callable[[], None]) -> None:
+    def _joined(self, again: Callable[[], None], answer: object) -> None:
         assert isinstance(answer, tuple)
         outer, reply = answer
         known = self.process.machine.state
@@ -208,11 +210,8 @@ class Courier:
         if self.session is session and self.process.alive:
             outer, options = session.outer, self.process.plan.options
             ask = ask_of(options, self.process.machine.state) if options.unit_sequences else None
-            self._ask(
-                lambda reply: outer.ask(lambda: outer.report(self.process.site, session.incarnation, ask, reply)),
-                answered,
-                missed,
-            )
+            site, incarnation = self.process.site, session.incarnation
+            self._ask(outer, lambda reply: outer.report(site, incarnation, ask, reply), answered, missed)
             self.process.heap.after(
                 self.process.plan.report_ns, lambda: self.process.deliver(lambda: self._report(session))
             )
@@ -227,33 +226,17 @@ class Courier:
         stored = self.process.disk.outbox.get(key)
         if self.tasks.get(key) is not session or stored is None:
             return
-        seal = stored.seal
-        update = UpdateArrived(
-            0,
-            self.process.site,
-            session.incarnation,
-            *key,
-            seal.base_version,
-            seal.tokens,
-            seal.steps,
-            seal.step_ns,
-            seal.cursor,
-            stored.digest,
-            "",
-            "exact",
-            stored.finite,
-            seal.final,
-            stored.norm,
-            stored.cosine,
-            spans=seal.spans,
-        )
+        figures = (stored.finite, stored.norm, stored.cosine)
+        site, incarnation = self.process.site, session.incarnation
+        update = world.update_arrived(stored.seal, site, incarnation, stored.digest, "", *figures)
         outer, transfer_ns = session.outer, self.process.plan.transfer_ns
 
         def again() -> None:
             self.later(backoff_ns, lambda: self._attempt(key, session, min(2 * backoff_ns, BACKOFF_MAX_NS)))
 
         self._ask(
-            lambda reply: outer.ask(lambda: outer.push(update, stored.value, transfer_ns, reply)),
+            outer,
+            lambda reply: outer.push(update, stored.value, transfer_ns, reply),
             lambda answer: self._pushed(key, session, stored.digest, answer, again),
             again,
             CALL_DEADLINE_NS + transfer_ns,
@@ -296,12 +279,8 @@ class Courier:
         if session is None:
             failed()
         else:
-            outer = session.outer
-            self._ask(
-                lambda reply: outer.ask(lambda: outer.pull(process.site, index, effect.have_version, reply)),
-                answered,
-                failed,
-            )
+            outer, have = session.outer, effect.have_version
+            self._ask(outer, lambda reply: outer.pull(process.site, index, have, reply), answered, failed)
 
     def leave(self, tries: int) -> None:
         """Leave the syncer and exit; after ``tries`` failed attempts exit without leaving."""
@@ -313,7 +292,8 @@ class Courier:
             self.later(BACKOFF_MAX_NS, lambda: self.leave(tries - 1))
             return
         self._ask(
-            lambda reply: session.outer.ask(lambda: session.outer.leave(self.process.site, session.incarnation, reply)),
+            session.outer,
+            lambda reply: session.outer.leave(self.process.site, session.incarnation, reply),
             lambda _: self.process.exit("left"),
             lambda: self.leave(tries - 1),
         )

@@ -28,7 +28,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.sync.admission import fastest_step_ns
-from diloco.sync.events import Fate, JoinAnswered, VersionPublished
+from diloco.sync.events import Fate, JoinAnswered, UpdateArrived, VersionPublished
 from diloco.sync.journal import JournalError
 from diloco.sync.leadership import Claim, Place, Standing, next_standing, refusal
 from diloco.sync.options import HealthOptions, OuterOptions
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from random import Random
 
-    from diloco.sync.effects import AnswerJoin
+    from diloco.sync.effects import AnswerJoin, Seal
     from diloco.sync.syncer import OuterSync
 
 
@@ -243,6 +243,23 @@ def join_answered(machine: OuterSync, answer: AnswerJoin) -> JoinAnswered:
     state = machine.state
     run = (machine.attendance.run_tokens(), machine.progress_ppm(), answer.ending, state.lineage)
     return JoinAnswered(state.epoch, answer.incarnation, answer.standings, *run)
+
+
+def update_arrived(
+    seal: Seal,
+    site: str,
+    incarnation: int,
+    digest: str,
+    payload: str = "",
+    finite: bool = True,
+    norm: float = 0.0,
+    cosine: float | None = None,
+) -> UpdateArrived:
+    """Build the event for an update that a site has sealed."""
+    key = (0, site, incarnation, seal.fragment, seal.sequence)
+    work = (seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
+    sent = (digest, payload, "exact", finite, seal.final, norm, cosine)
+    return UpdateArrived(*key, *work, *sent, spans=seal.spans)
 
 
 def news(machine: OuterSync, fragment: int, version: int) -> VersionPublished:
