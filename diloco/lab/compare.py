@@ -59,7 +59,7 @@ def read_made(folder: RunDir) -> MadeRun:
     history.take_all(events)
     trained = {name: site for name, site in sorted(history.sites.items()) if site.meter("inner_steps")}
     if not trained or history.ending is None:
-        raise ConfigError(f"{folder.root} is no run that came to its end: there is nothing to liken a simulation to")
+        raise ConfigError(f"{folder.root} has no run that ended: there is nothing to compare a simulation with")
     joined: dict[str, float] = {}
     for event in events:
         if event.get("what") == "site_joined":

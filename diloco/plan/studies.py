@@ -246,7 +246,7 @@ GOODPUT: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 """Percent for ``CHIPS``, each interrupted once a year: Decoupled DiLoCo (arXiv 2604.21428), as its reviews quote it."""
 ELASTIC_AWAY_S = 20.0
-"""The cost of an interruption for a job that goes on without the lost chips."""
+"""The cost of an interruption for a job that continues without the lost chips."""
 DECOUPLED_AWAY_S = 23.0
 """The same for one site of several, which returns to later versions: the table gives 19 to 34 s, by its row."""
 RESTART_AWAY_S = 70.0

@@ -499,8 +499,8 @@ class Grace(Checker):
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """A round must not stay open longer than the grace after its quorum was met.
 
-        Of a turn the state after its last event is all that shows: where an update went, and those that stayed are no
-        quorum, another update may have met the quorum anew.
+        Only the state after a turn's last event is visible.  Where an update has left in a turn and those that stayed
+        are no quorum, another update may have met the quorum again.
         """
         state = machine.state
         for index, fragment in enumerate(state.fragments):
@@ -613,7 +613,7 @@ class Lineages(Checker):
     """No update that was measured before a restore is accepted after it."""
 
     name = "lineages"
-    mutation = "a site goes on after a restore as if the syncer had only been away"
+    mutation = "a site continues after a restore as if the syncer had only been away"
 
     sealing: dict[tuple[str, int], int] = field(default_factory=dict)
     measured: dict[tuple[int, str], int] = field(default_factory=dict)

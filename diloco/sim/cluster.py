@@ -359,7 +359,7 @@ class Cluster:
         self.kill_site(name, down_ns)
 
     def twin_site(self, name: str) -> None:
-        """Start a second process on a copy of the disk while the first one, believed dead, goes on."""
+        """Start a second process on a copy of the disk while the first one, believed dead, still runs."""
         site = self.sites[name]
         if site.running():
             for old, side in zip(site.parts, site.sides, strict=True):

@@ -28,7 +28,7 @@ class FleetSite:
     step_jitter: float = 0.0
     """The largest share by which the steps between two boundaries are longer or shorter."""
     seal_s: float = 0.0
-    """The time from the boundary at which an update is measured until it can be sent; training goes on meanwhile."""
+    """The time from the boundary at which an update is measured until it can be sent; training continues meanwhile."""
     up_mbps: float = 0.0
     down_mbps: float = 0.0
     rtt_s: float = 0.0

@@ -110,10 +110,6 @@ class Turn:
     chain: bytes | None = None
     place: Place | None = None
 
-    def effects(self) -> list[OuterEffect]:
-        """Return the effects of all records, in order."""
-        return [effect for _, effects in self.decided for effect in effects]
-
 
 class LeaseHolder:
     """Makes the lease changes that ``Leadership`` asks for, one at a time."""
@@ -247,9 +243,9 @@ class OuterProcess(Process):
         checkers: Checkers,
         untold: dict[bytes, Turn],
         on_death: Callable[[], None],
-        leadership: LeaseHolder | None = None,
+        leadership: LeaseHolder | None,
         *,
-        promoted: bool = False,
+        promoted: bool,
     ) -> None:
         """``untold``: by chain, turns that a dead process may have made durable but did not tell; the next recovery
         finds out which are on the disk.  ``promoted``: this syncer was a standby until now, and has no standby itself.
@@ -389,7 +385,8 @@ class OuterProcess(Process):
             return
         self._untold.pop(turn.chain or b"", None)
         self._book(turn)
-        self.checkers.told(self.machine, turn.chain, turn.effects())
+        all_effects = [effect for _, effects in turn.decided for effect in effects]
+        self.checkers.told(self.machine, turn.chain, all_effects)
         if turn.chain is not None and self.leadership is not None:
             standing = self.leadership.lease.standing  # What the lease says, whatever this process believes.
             if standing is not None and standing.epoch == self.leadership.epoch and standing.heir:

@@ -205,7 +205,7 @@ class Replicated(Checker):
         for unit in units(data):
             if unit.kind != MARK and unit.chain == chain:
                 durable = storage.is_safe(journal, data[at : unit.end])
-                self.require(durable, "the standby goes on from a frame that is not durable in", journal)
+                self.require(durable, "the standby resumes from a frame that is not durable in", journal)
                 self.there.add(chain)
             at = unit.end
 
@@ -406,7 +406,7 @@ class Cold(Checker):
     """Invariant 16: the values that a site had before its first version are never part of an update."""
 
     name = "cold"
-    mutation = "a new site goes on from its own initialisation instead of the version it took"
+    mutation = "a new site continues from its own initialisation instead of the version it took"
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
         """The third number marks values that come from no version."""
@@ -454,7 +454,7 @@ class Farewell(Checker):
                 self.require(not contradicted or site.twin, site.name, "stops:", effect.why)
                 self.stopped.add(site.name)
             elif isinstance(effect, Leave):
-                self.require(site.name in self.stopped, site.name, "says goodbye and goes on training")
+                self.require(site.name in self.stopped, site.name, "says goodbye and continues to train")
                 self.require(site.at_rest or not site.training, site.name, "says goodbye in the middle of a step")
                 unanswered = [part for part in site.machine.state.fragments if part.unanswered()]
                 self.require(not unanswered, site.name, "says goodbye and waits for an answer:", unanswered)

@@ -484,7 +484,7 @@ class SiteProcess(SiteState):
                 self.courier.leave(GOODBYES_MAX)
 
     def _seal(self, seal: Seal) -> None:
-        """Measure the pseudo-gradient now; encode it while training goes on."""
+        """Measure the pseudo-gradient now; encode it while training continues."""
         gradient = self.measured(seal)
         poisoned = seal.fragment in self.poisoned
         self.sealing[seal.fragment, seal.sequence] = gradient

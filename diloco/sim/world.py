@@ -258,8 +258,7 @@ def update_arrived(
     """Build the event for an update that a site has sealed."""
     key = (0, site, incarnation, seal.fragment, seal.sequence)
     work = (seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
-    sent = (digest, payload, "exact", finite, seal.final, norm, cosine)
-    return UpdateArrived(*key, *work, *sent, spans=seal.spans)
+    return UpdateArrived(*key, *work, digest, payload, "exact", finite, seal.final, norm, cosine, spans=seal.spans)
 
 
 def news(machine: OuterSync, fragment: int, version: int) -> VersionPublished:
