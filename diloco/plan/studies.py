@@ -324,21 +324,20 @@ def goodputs(seed: int) -> Iterator[Cell]:
             yield Cell(kind, f"{chips:,} chips", wanted, round(found, 1), round(abs(found - wanted), 1))
 
 
-STUDIES: Mapping[str, Study] = MappingProxyType(
-    {
-        "goodput_decoupled": Study(
-            "goodput_decoupled",
-            "goodput of millions of chips, each interrupted once a year (Decoupled DiLoCo, arXiv 2604.21428)",
-            "points",
-            "max_error_points",
-            goodputs,
-        ),
-        "bandwidth_streaming": Study(
-            "bandwidth_streaming",
-            "Gbit/s for a share of the time spent training (Streaming DiLoCo, arXiv 2501.18512, table 1)",
-            "steps of the grid",
-            "max_grid_steps",
-            bandwidths,
-        ),
-    }
+_STUDIES = (
+    Study(
+        "goodput_decoupled",
+        "goodput of millions of chips, each interrupted once a year (Decoupled DiLoCo, arXiv 2604.21428)",
+        "points",
+        "max_error_points",
+        goodputs,
+    ),
+    Study(
+        "bandwidth_streaming",
+        "Gbit/s for a share of the time spent training (Streaming DiLoCo, arXiv 2501.18512, table 1)",
+        "steps of the grid",
+        "max_grid_steps",
+        bandwidths,
+    ),
 )
+STUDIES: Mapping[str, Study] = MappingProxyType({study.name: study for study in _STUDIES})
