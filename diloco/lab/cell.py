@@ -26,7 +26,8 @@ def run_cell(cell: Cell, folder: Path) -> Found:
     import torch
 
     from diloco.config import build
-    from diloco.lab.training import Control, TrainedFleet, Warm, tokens_per_step
+    from diloco.lab.fleet import tokens_per_step
+    from diloco.lab.training import Control, TrainedFleet, Warm
     from diloco.models.evaluate import Evaluator
     from diloco.sim.fleet import simulate
 
@@ -36,11 +37,9 @@ def run_cell(cell: Cell, folder: Path) -> Found:
     warm = Warm.load(_warm_path(cell, folder)) if cell.warm_steps else None
     tokens, sites = config.run.tokens or 0, len(speeds)
     if row.control:
-        control = Control(config, sites, tokens)
-        if warm is not None:
-            control.begin(warm)
+        control = Control(config, sites, tokens, warm)
         control.whole()
-        loss, took_s = control.score(Evaluator(config, text)), time.monotonic() - began_s
+        loss, took_s = Evaluator(config, text).score(control.model).val_loss, time.monotonic() - began_s
         steps = -(-tokens // (sites * tokens_per_step(config)))
         seconds = steps * UNIT_S / min(speeds)
         return Found(
@@ -77,8 +76,7 @@ def run_cell(cell: Cell, folder: Path) -> Found:
 def _plan(cell: Cell, names: Sequence[str]) -> FleetPlan:
     """Return the sites of a row (not of a control), with their links, speeds and interruptions."""
     from diloco.config.schema import ClusterSite
-    from diloco.lab.fleet import Told, fleet_of
-    from diloco.lab.training import tokens_per_step
+    from diloco.lab.fleet import Told, fleet_of, tokens_per_step
 
     config, row, sites, tokens = cell.config, cell.row, len(names), cell.config.run.tokens or 0
     there = {name: ClusterSite(slowdown=1 / speed) for name, speed in zip(names, row.speeds, strict=True)}

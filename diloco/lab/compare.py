@@ -22,8 +22,7 @@ from diloco.runs.scenario import Step
 if TYPE_CHECKING:
     from diloco.config.run_dir import RunDir
     from diloco.observe.eventlog import Event
-    from diloco.observe.history import SiteHistory
-    from diloco.sim.fleet_plan import FleetPlan, FleetResult, SiteAccount
+    from diloco.sim.fleet_plan import FleetPlan, FleetResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,53 +59,46 @@ def read_made(folder: RunDir) -> MadeRun:
     history.take_all(events)
     trained = {name: site for name, site in sorted(history.sites.items()) if site.meter("inner_steps")}
     if not trained or history.ending is None:
-        raise ConfigError(f"{folder.root} is no run that came to its end: there is nothing to liken a simulation to")
-    begins = _joins(events)
+        raise ConfigError(f"{folder.root} has no run that ended: there is nothing to compare a simulation with")
+    joined: dict[str, float] = {}
+    for event in events:
+        if event.get("what") == "site_joined":
+            joined.setdefault(str(event.get("site")), number(event, "at") or 0.0)
+    first = min(joined.values(), default=0.0)
+    # Stalls of training, without the copying of values, which is work.
+    idle_s = {name: site.meter("stall_s") - site.meter("adopt_s") for name, site in trained.items()}
     step_s = {
-        name: (site.meter("train_s") - _idle_s(site)) / site.meter("inner_steps") for name, site in trained.items()
+        name: (site.meter("train_s") - idle_s[name]) / site.meter("inner_steps") for name, site in trained.items()
     }
     return MadeRun(
         step_s=step_s,
         steps_s={name: _steps_s(events, name, step_s[name]) for name in trained},
         seal_s={name: _seal_s(events, name) for name in trained},
-        starts_s={name: begins.get(name, 0.0) for name in trained},
+        starts_s={name: joined.get(name, first) - first for name in trained},
         merge_s=_merge_s(events),
         update_bytes=_mean_bytes(events, "pushed", len(history.layout)),
         version_bytes=_mean_bytes(events, "published", len(history.layout)),
         versions=list(history.versions),
         faults=_faults(events),
-        columns={name: _measured(site) for name, site in trained.items()},
+        columns={
+            name: Column(
+                int(site.meter("inner_steps")),
+                site.merges,
+                site.bytes_up,
+                site.bytes_down,
+                idle_s[name] / max(site.meter("train_s"), 1e-9),
+            )
+            for name, site in trained.items()
+        },
     )
 
 
 def simulated(found: FleetResult, names: Sequence[str]) -> dict[str, Column]:
     """Return the results of each site in a simulation."""
-    return {name: _found(site) for name, site in zip(names, found.sites, strict=True)}
-
-
-def _measured(site: SiteHistory) -> Column:
-    idle = _idle_s(site) / max(site.meter("train_s"), 1e-9)
-    return Column(int(site.meter("inner_steps")), site.merges, site.bytes_up, site.bytes_down, idle)
-
-
-def _found(site: SiteAccount) -> Column:
-    idle = site.idle_s / max(site.training_s, 1e-9)
-    return Column(site.steps, site.rounds, site.bytes_up, site.bytes_down, idle)
-
-
-def _idle_s(site: SiteHistory) -> float:
-    """Return the seconds that training stalled, without the copying of values, which is work."""
-    return site.meter("stall_s") - site.meter("adopt_s")
-
-
-def _joins(events: Sequence[Event]) -> dict[str, float]:
-    """Return when each site first joined, in seconds after the first site."""
-    seen: dict[str, float] = {}
-    for event in events:
-        if event.get("what") == "site_joined":
-            seen.setdefault(str(event.get("site")), number(event, "at") or 0.0)
-    first = min(seen.values(), default=0.0)
-    return {name: at - first for name, at in seen.items()}
+    return {
+        name: Column(site.steps, site.rounds, site.bytes_up, site.bytes_down, site.idle_s / max(site.training_s, 1e-9))
+        for name, site in zip(names, found.sites, strict=True)
+    }
 
 
 def _steps_s(events: Sequence[Event], name: str, step_s: float) -> tuple[float, ...]:

@@ -31,9 +31,6 @@ from diloco.sync.options import require
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    pass
-    pass
-
 
 KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "str": ("text", str),
@@ -173,13 +170,39 @@ class RowResult:
         return fmean(self.losses.values())
 
 
-def read(name: str) -> Laboratory:
+def read(name: str, above: tuple[Path, ...] = ()) -> Laboratory:
     """Read the laboratory ``configs/lab/NAME.yaml``, or a file; raise a one-line ConfigError.
 
     ``base: NAME`` inherits that laboratory's shared settings, and ``rows_of_base: [name, ...]`` some of its rows.
     ``rules`` under ``patterns`` are rows too, RULE_PATTERN each, compared with the same rule under the first pattern.
+    ``above`` are the laboratories whose base it is.
     """
-    return _read(_path(name), ())
+    path = _path(name)
+    if path in above:
+        raise ConfigError(f"{above[-1]}: base is {name!r}: that begins with this one")
+    plain = configs.of_yaml(path)
+    if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
+        raise ConfigError(f"{path}: a laboratory has rows, and each a name")
+    plain["rows"] |= _under_patterns(plain.pop("rules", {}), plain.pop("patterns", {}), path)
+    below, taken = plain.pop("base", None), plain.pop("rows_of_base", [])
+    base = None if below is None else read(str(below), (*above, path))
+    known = {} if base is None else base.rows
+    if not isinstance(taken, list) or not all(key in known for key in taken):
+        raise ConfigError(f"{path}: rows_of_base is {taken!r}: a list of {', '.join(known) or 'rows, of a base'}")
+    rows = {key: known[key] for key in taken}
+    for key, value in plain.pop("rows").items():
+        where = f"{path}: rows.{key}"
+        rows[str(key)] = _new(Row, _values(Row, value or {}, where), where)
+    shared = {} if base is None else {each.name: getattr(base, each.name) for each in fields(base)}
+    own = _values(Laboratory, plain, str(path))
+    settings = (*shared.pop("settings", ()), *own.pop("settings", ()))
+    lab: Laboratory = _new(
+        Laboratory, {**shared, "title": path.stem, **own, "name": path.stem, "rows": rows, "settings": settings}, path
+    )
+    for key in filter(None, (lab.reference, *(row.against for row in rows.values()))):
+        if key not in rows:
+            raise ConfigError(f"{path}: {key!r} is to be compared with, and is no row")
+    return lab
 
 
 def _path(name: str) -> Path:
@@ -191,31 +214,6 @@ def _path(name: str) -> Path:
         hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
         raise ConfigError(f"+lab is {name!r}: {hint}")
     return path
-
-
-def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
-    """Read ``path``; ``above`` are the laboratories whose base it is."""
-    plain = configs.of_yaml(path)
-    if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
-        raise ConfigError(f"{path}: a laboratory has rows, and each a name")
-    plain["rows"] |= _under_patterns(plain.pop("rules", {}), plain.pop("patterns", {}), path)
-    below, taken = plain.pop("base", None), plain.pop("rows_of_base", [])
-    base = None if below is None else _base(below, (*above, path))
-    known = {} if base is None else base.rows
-    if not isinstance(taken, list) or not all(key in known for key in taken):
-        raise ConfigError(f"{path}: rows_of_base is {taken!r}: a list of {', '.join(known) or 'rows, of a base'}")
-    rows = {key: known[key] for key in taken}
-    rows |= {str(key): _made(Row, value or {}, f"{path}: rows.{key}") for key, value in plain.pop("rows").items()}
-    shared = {} if base is None else {each.name: getattr(base, each.name) for each in fields(base)}
-    own = _values(Laboratory, plain, str(path))
-    settings = (*shared.pop("settings", ()), *own.pop("settings", ()))
-    lab: Laboratory = _new(
-        Laboratory, {**shared, "title": path.stem, **own, "name": path.stem, "rows": rows, "settings": settings}, path
-    )
-    for key in filter(None, (lab.reference, *(row.against for row in rows.values()))):
-        if key not in rows:
-            raise ConfigError(f"{path}: {key!r} is to be compared with, and is no row")
-    return lab
 
 
 def _under_patterns(rules: object, patterns: object, path: Path) -> dict[str, dict[str, object]]:
@@ -242,17 +240,6 @@ def _under_patterns(rules: object, patterns: object, path: Path) -> dict[str, di
         for rule, told in rules.items()
         for pattern, when in patterns.items()
     }
-
-
-def _base(name: object, above: tuple[Path, ...]) -> Laboratory:
-    path = _path(str(name))
-    if path in above:
-        raise ConfigError(f"{above[-1]}: base is {name!r}: that begins with this one")
-    return _read(path, above)
-
-
-def _made(kind: Any, plain: object, where: str) -> Any:
-    return _new(kind, _values(kind, plain, where), where)
 
 
 def _new(kind: Any, values: Mapping[str, object], where: object) -> Any:
@@ -317,7 +304,7 @@ def code_digest() -> str:
     """Return the digest of the code that may affect a cell's result."""
     package = Path(__file__).parents[1]
     files = [path for part in CODE for path in (package / part).rglob("*.py")]
-    files += [package / name for name in ("config/build.py", "lab/fleet.py", "lab/training.py", "lab/training.py")]
+    files += [package / name for name in ("config/build.py", "lab/fleet.py", "lab/training.py")]
     found = hashlib.sha256()
     for path in sorted(files):
         found.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

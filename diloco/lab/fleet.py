@@ -59,30 +59,28 @@ class Told:
     step_jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        hours = 1.0 if self.seconds is None else self.seconds / 3600
-        for name, value in {"--step-s": self.step_s, "--away-s": self.away_s, "--hours": hours}.items():
-            if not 1e-6 <= value <= 1e9:
-                raise ConfigError(f"{name} is {value:g}: must be from 1e-06 to 1e+09")
-        least = {"--interruptions-per-day": self.interruptions_per_day, "--merge-s": self.merge_s}
-        for name, value in (least | {"--region-interruptions-per-day": self.region_interruptions_per_day}).items():
-            if not 0 <= value <= DAY_S:
-                raise ConfigError(f"{name} is {value:g}: must be from 0 to {DAY_S:g}")
+        every_h, lasts_s, per_year = self.maintenance_every_h, self.maintenance_s, self.interruptions_per_chip_year
+        bounds = [
+            ("--step-s", self.step_s, 1e-6, 1e9),
+            ("--away-s", self.away_s, 1e-6, 1e9),
+            ("--hours", 1.0 if self.seconds is None else self.seconds / 3600, 1e-6, 1e9),
+            ("--interruptions-per-day", self.interruptions_per_day, 0, DAY_S),
+            ("--merge-s", self.merge_s, 0, DAY_S),
+            ("--region-interruptions-per-day", self.region_interruptions_per_day, 0, DAY_S),
+            ("--interruptions-per-chip-year", per_year, 0, DAY_S),
+        ]
+        if every_h or lasts_s:
+            bounds.append(("--maintenance-every-h", every_h, 1e-3, 1e6))
+        for name, value, least, most in bounds:
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {value:g}: must be from {least:g} to {most:g}")
         if self.regions and not self.region_interruptions_per_day:
             raise ConfigError(f"--region is {self.regions[0]}: it fails by --region-interruptions-per-day, which is 0")
         if self.region_interruptions_per_day and not self.regions:
             per_day = f"{self.region_interruptions_per_day:g}"
             raise ConfigError(f"--region-interruptions-per-day is {per_day}: of which sites, --region says")
-        self._check_chips()
-        self._check_maintenance()
-        if not 0 <= self.step_jitter < 1:
-            raise ConfigError(f"--step-jitter is {self.step_jitter:g}: must be from 0 to below 1")
-
-    def _check_chips(self) -> None:
-        per_year = self.interruptions_per_chip_year
         if not 0 <= self.chips <= CHIPS_MAX:
             raise ConfigError(f"--chips is {self.chips}: must be from 0 to {CHIPS_MAX}")
-        if not 0 <= per_year <= DAY_S:
-            raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: must be from 0 to {DAY_S:g}")
         if self.chips and not per_year:
             raise ConfigError(f"--chips is {self.chips}: they fail by --interruptions-per-chip-year, which is 0")
         if per_year and not self.chips:
@@ -92,17 +90,12 @@ class Told:
             raise ConfigError(
                 f"--chips is {self.chips}: that is {per_day} interruptions of a site in a day, above {DAY_S:g}"
             )
-
-    def _check_maintenance(self) -> None:
-        every_h, lasts_s = self.maintenance_every_h, self.maintenance_s
-        if not (every_h or lasts_s):
-            return
-        if not 1e-3 <= every_h <= 1e6:
-            raise ConfigError(f"--maintenance-every-h is {every_h:g}: must be from 0.001 to 1e+06")
-        if not 0 < lasts_s < 3600 * every_h:
+        if every_h and not 0 < lasts_s < 3600 * every_h:
             raise ConfigError(f"--maintenance-s is {lasts_s:g}: must be above 0 and below --maintenance-every-h")
-        if self.seconds is None:
+        if every_h and self.seconds is None:
             raise ConfigError(f"--maintenance-every-h is {every_h:g}: for how long, --hours says")
+        if not 0 <= self.step_jitter < 1:
+            raise ConfigError(f"--step-jitter is {self.step_jitter:g}: must be from 0 to below 1")
 
     def interruptions_per_s(self) -> float:
         """Return the interruptions per second of one site: its own and those of its chips."""
@@ -120,6 +113,12 @@ class Told:
         first_s = every_s * (place + 1) / sites
         begins = (first_s + every_s * number for number in range(int(self.seconds / every_s) + 1))
         return tuple((begin_s, begin_s + self.maintenance_s) for begin_s in begins if begin_s < self.seconds)
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Return the tokens of one inner step of one rank."""
+    inner = config.inner
+    return inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
 
 
 def with_sites(config: RunConfig, count: int, flag: str = "--sites") -> RunConfig:
@@ -250,12 +249,11 @@ def _site(config: RunConfig, told: Told, place: int, count: int, *, late: bool) 
     """Return site number ``place`` of ``count``, which repeat those of ``config``."""
     names = list(config.cluster.sites)
     name = names[place % len(names)]
-    site, inner = config.cluster.sites[name], config.inner
-    tokens = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
+    site = config.cluster.sites[name]
     return replace(
         _linked(config, name),
         step_s=told.step_s * site.slowdown,
-        tokens_per_step=tokens * site.nproc,
+        tokens_per_step=tokens_per_step(config) * site.nproc,
         interruptions_per_s=told.interruptions_per_s(),
         away_s=told.away_s,
         step_jitter=told.step_jitter,

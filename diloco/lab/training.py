@@ -28,6 +28,7 @@ from diloco.learner.tensors import SiteTensors
 from diloco.models.evaluate import Evaluator
 from diloco.outer.fragments import gather, named_parameters_once, scatter
 from diloco.outer.optimizer import NOTHING, evaluated
+from diloco.sync import effects as fx
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
     from diloco.inner.data import CorpusManifest
     from diloco.inner.model import Transformer
-    from diloco.inner.trainer import Trainer
     from diloco.outer.fragments import Layout
-    from diloco.sync import effects as fx
 
 TOLD = "diloco"
 """The key of everything that is no tensor, in the file of a warm start."""
@@ -94,50 +93,81 @@ class Point:
     loss: float
 
 
-class Control:
-    """One process on all the text with the batch of all sites together: the bound that communication cannot beat."""
+class _Training:
+    """A trainer and its model, whose learning rate follows a ``progress`` that is set from outside."""
 
-    def __init__(self, config: RunConfig, sites: int, tokens: int) -> None:
-        """It trains for ``tokens`` in all, which sets its learning-rate schedule."""
-        inner = replace(config.inner, batch_sequences=config.inner.batch_sequences * sites)
-        self._share = 0.0
-        self._tokens = tokens
-        self._trainer, self._model = _trainer(replace(config, inner=inner), (0, 1), self)
-
-    def progress(self) -> float:
-        """Return the share of its tokens that are trained, 0 to 1."""
-        return self._share
-
-    def begin(self, warm: Warm) -> None:
-        """Go on from ``warm``."""
-        _begin(self._trainer, self._model, warm)
+    def __init__(self, config: RunConfig, share: tuple[int, int], warm: Warm | None) -> None:
+        """It continues from ``warm``, if that is given."""
+        self.progress = 0.0
+        """The share of the run that is done, 0 to 1."""
+        self.trainer, self.model = build.build_trainer(
+            config, SiteGroup(), share, None, lambda what, fields: None, lambda: self.progress
+        )
+        if warm is not None:
+            _put(self.model, warm.values)
+            if self.trainer.optimizers.options.optimizer == warm.optimizer:
+                self.trainer.optimizers.load_state_dict(warm.tensors, warm.plain)
+            self.trainer.step = warm.step
 
     def steps(self, count: int) -> None:
         """Make ``count`` steps without advancing the progress."""
-        self._trainer.run(until_step=self._trainer.step + count)
+        self.trainer.run(until_step=self.trainer.step + count)
+
+
+class Control(_Training):
+    """One process on all the text with the batch of all sites together: the bound that communication cannot beat."""
+
+    def __init__(self, config: RunConfig, sites: int, tokens: int, warm: Warm | None = None) -> None:
+        """It trains for ``tokens`` in all, which sets its learning-rate schedule."""
+        inner = replace(config.inner, batch_sequences=config.inner.batch_sequences * sites)
+        super().__init__(replace(config, inner=inner), (0, 1), warm)
+        self._tokens = tokens
 
     def whole(self) -> None:
         """Train until the tokens are used up."""
-        step_tokens = self._trainer.stream.tokens_per_batch * self._trainer.optimizers.options.accumulation
+        step_tokens = self.trainer.stream.tokens_per_batch * self.trainer.optimizers.options.accumulation
         for done in range(0, self._tokens, step_tokens):
-            self._share = done / self._tokens
+            self.progress = done / self._tokens
             self.steps(1)
-
-    def score(self, evaluator: Evaluator) -> float:
-        """Return its loss, nats per token."""
-        return evaluator.score(self._model).val_loss
 
     def state(self) -> Warm:
         """Return a copy of its state now."""
-        tensors, plain = self._trainer.optimizers.state_dict()
-        values = {name: each.detach().clone() for name, each in named_parameters_once(self._model).items()}
+        tensors, plain = self.trainer.optimizers.state_dict()
+        values = {name: each.detach().clone() for name, each in named_parameters_once(self.model).items()}
         return Warm(
-            self._trainer.step,
+            self.trainer.step,
             values,
             {name: each.clone() for name, each in tensors.items()},
             dict(plain),
-            self._trainer.optimizers.options.optimizer,
+            self.trainer.optimizers.options.optimizer,
         )
+
+
+class _Site(_Training):
+    """A site's trainer and its tensors of the exchange."""
+
+    def __init__(self, config: RunConfig, layout: Layout, share: tuple[int, int], warm: Warm | None) -> None:
+        super().__init__(config, share, warm)
+        holding = Holding(named_parameters_once(self.model), SiteGroup())
+        outer = config.outer
+        self.tensors = SiteTensors(
+            layout,
+            holding,
+            outer.adopt,
+            0.0 if outer.adopt_alpha is None else outer.adopt_alpha,
+            feedback=feedback(config),
+            measure_from=outer.measure_from,
+            ahead=build.ahead(config),
+        )
+        (self.encoder,) = encoders([config.codec.up], self.tensors)
+
+    def train(self, steps: int, progress: float) -> None:
+        """Make ``steps`` inner steps, during which the run's progress rises evenly to ``progress``."""
+        before = self.progress
+        for done in range(steps):
+            self.progress = before + (progress - before) * done / steps
+            self.steps(1)
+        self.progress = progress
 
 
 class TrainedFleet:
@@ -181,24 +211,22 @@ class TrainedFleet:
     def trained(self, site: int, steps: int, progress_ppm: int) -> None:  # noqa: D102
         self._sites[site].train(steps, progress_ppm / 1e6)
 
-    def sealed(self, site: int, seal: fx.Seal) -> None:  # noqa: D102
-        here = self._sites[site]
-        encoded = here.encoder.encode(here.tensors.measure(seal.fragment, seal.in_flight))
-        here.tensors.sealed(seal.fragment, seal.sequence, encoded.sent, encoded.fed)
-        # The encoder reuses its memory when nothing refers to it; a payload of the simulation is a copy.
-        payload = bytes(encoded.payload)
-        self._payloads[site, seal.fragment, seal.sequence] = payload
-        self.bytes_up += len(payload)
-
-    def adopted(self, site: int, effect: fx.Adopt) -> None:  # noqa: D102
-        self._sites[site].tensors.adopt(effect.fragment, effect.version, effect.merged, effect.fresh, effect.under_way)
-
-    def retaken(self, site: int, effect: fx.Retake) -> None:  # noqa: D102
-        self._sites[site].tensors.retake(effect.fragment, effect.version, effect.keep)
-
-    def released(self, site: int, effect: fx.Release) -> None:  # noqa: D102
-        self._sites[site].tensors.release(effect.fragment, effect.sequence)
-        self._payloads.pop((site, effect.fragment, effect.sequence), None)
+    def carry_out(self, site: int, effect: fx.LearnerEffect) -> None:  # noqa: D102
+        tensors = self._sites[site].tensors
+        match effect:
+            case fx.Seal(fragment, sequence):
+                encoded = self._sites[site].encoder.encode(tensors.measure(fragment, effect.in_flight))
+                tensors.sealed(fragment, sequence, encoded.sent, encoded.fed)
+                # The encoder reuses its memory when nothing refers to it; a payload of the simulation is a copy.
+                payload = self._payloads[site, fragment, sequence] = bytes(encoded.payload)
+                self.bytes_up += len(payload)
+            case fx.Adopt():
+                tensors.adopt(effect.fragment, effect.version, effect.merged, effect.fresh, effect.under_way)
+            case fx.Retake():
+                tensors.retake(effect.fragment, effect.version, effect.keep)
+            case fx.Release():
+                tensors.release(effect.fragment, effect.sequence)
+                self._payloads.pop((site, effect.fragment, effect.sequence), None)
 
     def published(self, fragment: int) -> object:  # noqa: D102
         return self._states[fragment].published, self._sites_in[fragment]
@@ -211,16 +239,11 @@ class TrainedFleet:
     def merged(self, command: fx.StartOuterStep, now_s: float, progress_ppm: int) -> None:  # noqa: D102
         before, held = self._states[command.fragment], command.version - 1
         staleness = [held - part.base_version for part in command.contributions]
-        contributions = [
-            (
-                part.weight,
-                [
-                    (make_codec(self._encoding), self._take(part.site, command.fragment, each.sequence))
-                    for each in part.updates
-                ],
-            )
-            for part in command.contributions
-        ]
+        contributions = []
+        for part in command.contributions:
+            keys = [(self._places[part.site], command.fragment, each.sequence) for each in part.updates]
+            updates = [(make_codec(self._encoding), self._payloads.pop(key)) for key in keys]
+            contributions.append((part.weight, updates))
         merging = Merging.of(self._rule, command.fragment, staleness)
         stepped = outer_pass(
             contributions, before, self._rule.optimizer, self._down, merging=merging, share=command.share
@@ -231,62 +254,8 @@ class TrainedFleet:
         if share * self._points_wanted >= len(self.points) + 1 and share < 1:
             self.points.append(Point(share, now_s, self.bytes_up, self.score()))
 
-    def _take(self, site: str, fragment: int, sequence: int) -> bytes | memoryview:
-        return self._payloads.pop((self._places[site], fragment, sequence))
-
-
-class _Site:
-    """A site's trainer and its tensors of the exchange."""
-
-    def __init__(self, config: RunConfig, layout: Layout, share: tuple[int, int], warm: Warm | None) -> None:
-        self._share = 0.0
-        self._trainer, model = _trainer(config, share, self)
-        if warm is not None:
-            _begin(self._trainer, model, warm)
-        holding = Holding(named_parameters_once(model), SiteGroup())
-        outer = config.outer
-        self.tensors = SiteTensors(
-            layout,
-            holding,
-            outer.adopt,
-            0.0 if outer.adopt_alpha is None else outer.adopt_alpha,
-            feedback=feedback(config),
-            measure_from=outer.measure_from,
-            ahead=build.ahead(config),
-        )
-        (self.encoder,) = encoders([config.codec.up], self.tensors)
-
-    def progress(self) -> float:
-        """Return the run's progress as last given, 0 to 1."""
-        return self._share
-
-    def train(self, steps: int, progress: float) -> None:
-        """Make ``steps`` inner steps, during which the run's progress rises evenly to ``progress``."""
-        before = self._share
-        for done in range(steps):
-            self._share = before + (progress - before) * done / steps
-            self._trainer.run(until_step=self._trainer.step + 1)
-        self._share = progress
-
-
-def _trainer(config: RunConfig, share: tuple[int, int], asked: Control | _Site) -> tuple[Trainer, Transformer]:
-    return build.build_trainer(config, SiteGroup(), share, None, lambda what, fields: None, asked.progress)
-
-
-def _begin(trainer: Trainer, model: Transformer, warm: Warm) -> None:
-    _put(model, warm.values)
-    if trainer.optimizers.options.optimizer == warm.optimizer:
-        trainer.optimizers.load_state_dict(warm.tensors, warm.plain)
-    trainer.step = warm.step
-
 
 @torch.no_grad()
 def _put(model: Transformer, values: Mapping[str, Tensor]) -> None:
     for name, parameter in named_parameters_once(model).items():
         parameter.copy_(values[name])
-
-
-def tokens_per_step(config: RunConfig) -> int:
-    """Return the tokens of one inner step of one site."""
-    assert config.inner.sequence_length is not None
-    return config.inner.batch_sequences * config.inner.accumulation * config.inner.sequence_length

@@ -34,8 +34,10 @@ def answer(question: Question) -> dict[str, Any]:
     """
     size, star = estimate.sizes(question), estimate.star_of(question)
     loads = estimate.loads(question.sites, question.shards, size.up, size.down)
-    wan = estimate.wan_bytes(question, size)
-    goodputs = expected(question)
+    # Over all links between sites; a site's own part of the syncer costs none.
+    wan = (question.sites - (question.shards > 0)) * (size.up + size.down)
+    goodputs, shares = expected(question), sorted({*estimate.SHARES, question.utilisation})
+    ways = {"as asked": estimate.gbps_needed, "data parallel": estimate.data_parallel_gbps}
     (asked,) = (each for each in goodputs if each.syncer == question.syncer)
     return {
         "asked": asdict(question),
@@ -51,7 +53,12 @@ def answer(question: Question) -> dict[str, Any]:
         **_both("gbps_for_utilisation", estimate.gbps_needed(question, question.utilisation)),
         **_both("utilisation_on_links", estimate.utilisation_found(question)),
         **_both("inner_steps_needed", estimate.inner_steps_needed(question)),
-        "gbps": _gbps(question),
+        # Each way at the busiest site: as asked, and with an all-reduce of gradients after every step instead.
+        "gbps": [
+            {"way": way, "share": share, **_both("gbps", find(question, share))}
+            for way, find in ways.items()
+            for share in shares
+        ],
         "advice": _advice(estimate.advised(question)),
         **memory(question),
         "merge_s": star.merge_s,
@@ -70,43 +77,25 @@ def memory(question: Question) -> dict[str, Any]:
     fragment alone is too large for one."""
     if question.outer_kind not in OUTER_KINDS:
         raise ValueError(f"outer_kind is {question.outer_kind!r}: one of {', '.join(OUTER_KINDS)}")
-    parts = max(1, question.shards)
+    parts, room = max(1, question.shards), question.host_gb * 1e9
     held = [question.numels[part::parts] for part in range(parts)]
     each = [_bytes(question, numels) for numels in held]
+    needed = None
+    if _bytes(question, [max(question.numels)]) <= room:
+        needed = 0
+        for numels in held:  # Each process has as many fragments of a part as fit.
+            fits = max(many for many in range(1, len(numels) + 1) if _bytes(question, numels[:many]) <= room)
+            needed += -(-len(numels) // fits)
     return {
         "syncer_bytes": sum(each),
         "syncer_parts": parts,
         "syncer_bytes_per_part": max(each),
-        "syncers_needed": _syncers(question, held),
+        "syncers_needed": needed,
     }
 
 
 def _bytes(question: Question, numels: Sequence[int]) -> int:
     return state_bytes_max(numels, question.outer_kind, question.codec_down, question.downlinks_kept)
-
-
-def _syncers(question: Question, held: Sequence[Sequence[int]]) -> int | None:
-    """Return how many processes hold all parts, each as many fragments as fit; None: a fragment alone does not fit."""
-    room = question.host_gb * 1e9
-    if _bytes(question, [max(question.numels)]) > room:
-        return None
-    count = 0
-    for numels in held:
-        fits = max(many for many in range(1, len(numels) + 1) if _bytes(question, numels[:many]) <= room)
-        count += -(-len(numels) // fits)
-    return count
-
-
-def _gbps(question: Question) -> list[dict[str, Any]]:
-    """Return Gbit/s each way at the busiest site, for shares of the time spent training: with the timing in question,
-    and with an all-reduce of gradients after every step instead."""
-    shares = sorted({*estimate.SHARES, question.utilisation})
-    ways = {"as asked": estimate.gbps_needed, "data parallel": estimate.data_parallel_gbps}
-    return [
-        {"way": way, "share": share, **_both("gbps", find(question, share))}
-        for way, find in ways.items()
-        for share in shares
-    ]
 
 
 def _advice(advice: Question | None) -> dict[str, Any] | None:
@@ -159,7 +148,11 @@ def show(told: Mapping[str, Any]) -> None:
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     console.print(first_line(told), soft_wrap=True, highlight=False)
-    for line in (*measured_lines(told), *round_lines(told)):
+    measured = [
+        f"measured   {link['up_gbps']:g} Gbit/s up, {link['down_gbps']:g} down, {link['rtt_ms']:g} ms ({link['file']})"
+        for link in told.get("measured", ())
+    ]
+    for line in (*measured, *round_lines(told)):
         console.print(line, soft_wrap=True, highlight=False)
     for table in (links(told), goodputs(told), scaling(told)):
         console.print(table)
@@ -177,14 +170,6 @@ def first_line(told: Mapping[str, Any]) -> str:
         f"{_percent(asked['utilisation'])} of the time {need}; {up:g} up and {down:g} down allow "
         f"{_percent(told['utilisation_on_links'])}"
     )
-
-
-def measured_lines(told: Mapping[str, Any]) -> list[str]:
-    """Return a line for each measured link; none without any."""
-    return [
-        f"measured   {link['up_gbps']:g} Gbit/s up, {link['down_gbps']:g} down, {link['rtt_ms']:g} ms ({link['file']})"
-        for link in told.get("measured", ())
-    ]
 
 
 def round_lines(told: Mapping[str, Any]) -> list[str]:

@@ -62,7 +62,7 @@ def utilisation(model: Model, exchange: Exchange, gbps: float) -> float:
     """
     assert model.layers >= exchange.fragments, (model, exchange)
     assert exchange.overlap_steps < exchange.inner_steps, exchange
-    layers = range(model.layers)
+    layers, firsts = range(model.layers), even_offsets(exchange.fragments, exchange.inner_steps)
     carry_s = model.parameters / model.layers * exchange.bits / (gbps * 1e9)
     forward_s = FORWARD_SHARE * model.step_s / model.layers
     backward_s = (1 - FORWARD_SHARE) * model.step_s / model.layers
@@ -74,10 +74,10 @@ def utilisation(model: Model, exchange: Exchange, gbps: float) -> float:
             if needed_in[layer] == step:
                 now_s = max(now_s, here_s[layer])
             now_s += forward_s
-        due = set(_due(exchange, layers, step))
+        fragments = set(due(firsts, exchange.inner_steps, step))
         for layer in reversed(layers):
             now_s += backward_s
-            if layer in due:
+            if layer % exchange.fragments in fragments:
                 link_free_s = max(link_free_s, now_s) + carry_s
                 here_s[layer], needed_in[layer] = link_free_s, step + 1 + exchange.overlap_steps
         if step == exchange.inner_steps:
@@ -104,14 +104,6 @@ def least(grid: Sequence[float], enough: Callable[[float], bool]) -> float | Non
         else:
             low = middle + 1
     return grid[low] if low < len(grid) else None
-
-
-def _due(exchange: Exchange, layers: range, step: int) -> list[int]:
-    """Return the layers that are exchanged after ``step``."""
-    found: list[int] = []
-    for fragment in due(even_offsets(exchange.fragments, exchange.inner_steps), exchange.inner_steps, step):
-        found += layers[fragment :: exchange.fragments]
-    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import inf, isfinite
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -239,11 +240,6 @@ class Sizes:
         """Bytes down in a whole round."""
         return sum(self.version_bytes)
 
-    @property
-    def both(self) -> int:
-        """Bytes both ways in a whole round."""
-        return self.up + self.down
-
 
 def sizes(question: Question) -> Sizes:
     """Return the exact bytes that a site sends and receives in a round; raise ``ValueError`` for an unknown codec."""
@@ -270,11 +266,6 @@ def loads(sites: int, shards: int, up_bits: float, down_bits: float) -> list[Loa
     if shards < sites:
         found.append(Load(updates_up=up_bits, versions_down=down_bits))
     return found
-
-
-def wan_bytes(question: Question, size: Sizes) -> int:
-    """Return the bytes between sites in a round, over all links: a site's own part of the syncer costs none."""
-    return (question.sites - (question.shards > 0)) * size.both
 
 
 def star_of(question: Question) -> Star:
@@ -354,18 +345,15 @@ def utilisation_found(question: Question) -> Found:
 def inner_steps_needed(question: Question) -> Found:
     """Return the least H with which the given links suffice, with H fragments where H is below their number; None: not
     even ``INNER_STEPS_MAX`` suffices."""
-    first = max(1, question.shards, question.overlap_steps + 1)
 
-    def enough(inner_steps: float, *, simulated: bool) -> bool:
+    def found(inner_steps: float) -> Found:
         steps = int(inner_steps)
-        tried = replace(question, inner_steps=steps, fragments=min(steps, question.fragments))
-        found = utilisation_found(tried)
-        return _reached(found.simulated if simulated else found.formula, question.utilisation)
+        return utilisation_found(replace(question, inner_steps=steps, fragments=min(steps, question.fragments)))
 
-    grid = range(first, INNER_STEPS_MAX + 1)
+    grid = range(max(1, question.shards, question.overlap_steps + 1), INNER_STEPS_MAX + 1)
     return Found(
-        least(grid, lambda steps: enough(steps, simulated=False)),
-        least(grid, lambda steps: enough(steps, simulated=True)),
+        least(grid, lambda steps: _reached(found(steps).formula, question.utilisation)),
+        least(grid, lambda steps: _reached(found(steps).simulated, question.utilisation)),
     )
 
 
@@ -375,20 +363,10 @@ def advised(question: Question) -> Question | None:
 
     The inner steps stay as long as a smaller encoding helps; then they double up to ``INNER_STEPS_ADVISED``.
     """
-    if _does(question):
-        return question
-    inner_steps = question.inner_steps
-    while True:
-        for tried in _rhythms(replace(question, inner_steps=inner_steps)):
-            if _does(tried):
-                return tried
-        if inner_steps >= INNER_STEPS_ADVISED:
-            return None
-        inner_steps = min(2 * inner_steps, INNER_STEPS_ADVISED)
-
-
-def _does(question: Question) -> bool:
-    return _reached(utilisation_found(question).simulated, question.utilisation)
+    for tried in _rhythms(question):
+        if _reached(utilisation_found(tried).simulated, question.utilisation):
+            return tried
+    return None
 
 
 def _reached(share: float | None, wanted: float) -> bool:
@@ -397,13 +375,19 @@ def _reached(share: float | None, wanted: float) -> bool:
 
 
 def _rhythms(question: Question) -> Iterator[Question]:
-    most = min(question.inner_steps, question.layers)
-    counts = sorted({question.fragments, *(count for count in FRAGMENTS if question.fragments < count <= most)})
-    for up, down in [(question.codec_up, question.codec_down), *CODECS]:
-        coded = replace(question, codec_up=up, codec_down=down)
-        for overlap in OVERLAP_STEPS:
-            if overlap < question.inner_steps:
-                yield from (replace(coded, overlap_steps=overlap, fragments=count) for count in counts)
+    """Yield ``question``, and then the settings to try in its place, in the order of ``advised``."""
+    yield question
+    inner_steps, codecs = question.inner_steps, [(question.codec_up, question.codec_down), *CODECS]
+    while True:
+        most = min(inner_steps, question.layers)
+        counts = sorted({question.fragments, *(count for count in FRAGMENTS if question.fragments < count <= most)})
+        for (up, down), overlap, count in product(codecs, OVERLAP_STEPS, counts):
+            if overlap < inner_steps:
+                coded = replace(question, codec_up=up, codec_down=down)
+                yield replace(coded, inner_steps=inner_steps, overlap_steps=overlap, fragments=count)
+        if inner_steps >= INNER_STEPS_ADVISED:
+            return
+        inner_steps = min(2 * inner_steps, INNER_STEPS_ADVISED)
 
 
 def loads_of(question: Question) -> list[Load]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from diloco.sim import world
+from diloco.sim.world import OuterPlan
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import (
+    Fate,
     LineageBegan,
     Outcome,
     OuterStepDone,
@@ -33,9 +36,9 @@ if TYPE_CHECKING:
 
     from diloco.sim.outer_disk import Kept
     from diloco.sim.site_state import SiteState
-    from diloco.sim.world import OuterPlan, Storage, Unit, Value
+    from diloco.sim.world import Storage, Unit, Value
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
-    from diloco.sync.events import Fate, LearnerEvent, OuterEvent
+    from diloco.sync.events import LearnerEvent, OuterEvent
     from diloco.sync.state import OuterState
 
 
@@ -47,6 +50,7 @@ class Violation(Exception):
         self.checker = checker
 
 
+@dataclass(eq=False)
 class Checker:
     """One invariant.  The simulator calls every hook; a checker overrides those that it needs."""
 
@@ -55,8 +59,7 @@ class Checker:
     of_the_disk: ClassVar[tuple[str, ...]] = ()
     """The attributes that record what is on the syncer's disk: a restore of the disk restores them too."""
 
-    def __init__(self, plan: OuterPlan) -> None:
-        self.plan = plan
+    plan: OuterPlan
 
     def require(self, holds: bool, *parts: object) -> None:
         """Raise ``Violation`` with ``parts`` unless it ``holds``."""
@@ -122,7 +125,7 @@ class Checker:
 
 
 HOOKS = tuple(
-    name for name, member in vars(Checker).items() if callable(member) and name not in ("__init__", "require")
+    name for name, member in vars(Checker).items() if callable(member) and name[0] != "_" and name != "require"
 )
 
 
@@ -134,7 +137,8 @@ class Checkers(Checker):
         self._backup: list[dict[str, object]] = []
         for hook in HOOKS:
             having = [each for each in self.all if getattr(type(each), hook) is not getattr(Checker, hook)]
-            setattr(self, hook, _telling([getattr(each, hook) for each in having]))
+            hooks: list[Callable[..., None]] = [getattr(each, hook) for each in having]
+            setattr(self, hook, lambda *what, hooks=hooks: [each(*what) for each in hooks])
 
     def back_up(self) -> None:
         """The syncer's disk was copied: copy the checkers' records of it."""
@@ -145,14 +149,6 @@ class Checkers(Checker):
         for each, books in zip(self.all, self._backup, strict=True):
             for name, book in books.items():
                 setattr(each, name, copy.deepcopy(book))
-
-
-def _telling(hooks: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    def tell(*what: object) -> None:
-        for hook in hooks:
-            hook(*what)
-
-    return tell
 
 
 EVENTS_OF_A_TURN = 8
@@ -182,6 +178,7 @@ def values_in(step: StartOuterStep, known: Mapping[tuple[int, str], Value]) -> l
     ]
 
 
+@dataclass(eq=False)
 class ExactlyOnce(Checker):
     """Invariant 9: an update is accepted once, merged at most once, and gets exactly one fate."""
 
@@ -189,11 +186,9 @@ class ExactlyOnce(Checker):
     mutation = "an update that was accepted before is admitted again"
     of_the_disk = ("accepted", "fates", "under_way")
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.accepted: dict[Id, str] = {}
-        self.fates: dict[Id, Fate] = {}
-        self.under_way: dict[int, StartOuterStep] = {}
+    accepted: dict[Id, str] = field(default_factory=dict)
+    fates: dict[Id, Fate] = field(default_factory=dict)
+    under_way: dict[int, StartOuterStep] = field(default_factory=dict)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Follow every update from its acceptance to its fate."""
@@ -302,6 +297,7 @@ class Versions(Checker):
         self.require(found == self.version, "versions are", found, "and should be", self.version)
 
 
+@dataclass(eq=False)
 class Acknowledged(Checker):
     """Invariant 9: an acknowledged update survives any crash of the syncer."""
 
@@ -309,10 +305,8 @@ class Acknowledged(Checker):
     mutation = "the syncer answers before the record is synced"
     of_the_disk = ("acked",)
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.acked: dict[tuple[str, int], int] = {}
-        self.lineage = 1
+    acked: dict[tuple[str, int], int] = field(default_factory=dict)
+    lineage: int = 1
 
     def restored(self, lineage: int, made: Sequence[Kept]) -> None:
         """Record acknowledgements of this lineage only from now on."""
@@ -455,16 +449,15 @@ class Weights(Checker):
             yield raw, sum(merged) / (sum(merged) + others)
 
 
+@dataclass(eq=False)
 class Staleness(Checker):
     """No update staler than the bound is merged; its staleness counts when the round closes."""
 
     name = "staleness"
     mutation = "updates are judged by a laxer bound than the run's"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.base: dict[Id, int] = {}
-        self.worst = 0
+    base: dict[Id, int] = field(default_factory=dict)
+    worst: int = 0
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Check the base version of every merged update."""
@@ -506,8 +499,8 @@ class Grace(Checker):
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """A round must not stay open longer than the grace after its quorum was met.
 
-        Of a turn the state after its last event is all that shows: where an update went, and those that stayed are no
-        quorum, another update may have met the quorum anew.
+        Only the state after a turn's last event is visible.  Where an update has left in a turn and those that stayed
+        are no quorum, another update may have met the quorum again.
         """
         state = machine.state
         for index, fragment in enumerate(state.fragments):
@@ -615,16 +608,15 @@ class Merging(Checker):
         )
 
 
+@dataclass(eq=False)
 class Lineages(Checker):
     """No update that was measured before a restore is accepted after it."""
 
     name = "lineages"
-    mutation = "a site goes on after a restore as if the syncer had only been away"
+    mutation = "a site continues after a restore as if the syncer had only been away"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.sealing: dict[tuple[str, int], int] = {}
-        self.measured: dict[tuple[int, str], int] = {}
+    sealing: dict[tuple[str, int], int] = field(default_factory=dict)
+    measured: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
         """One update of a fragment is encoded at a time."""

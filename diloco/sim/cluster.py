@@ -8,50 +8,24 @@ one.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
 from diloco.sim.outer_disk import OuterDisk
-from diloco.sim.outer_process import CrashPoint, LeaseHolder, OuterProcess, Turn, take_lease
+from diloco.sim.outer_process import RESTART_NS, LeaseHolder, OuterProcess, Seat, Turn, take_lease
 from diloco.sim.site_process import SiteProcess, Trainer
 from diloco.sim.site_state import Side, SiteDisk, SitePlan, Trouble
 from diloco.sim.standby_process import StandbyProcess
-from diloco.sim.world import MILLISECOND_NS, Heap, Lease, LeaseLine, Link, OuterPlan, Process, Weather
+from diloco.sim.world import Heap, Lease, LeaseLine, Link, OuterPlan, Process, Weather
 from diloco.sync.journal import JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from random import Random
 
     from diloco.sim.checkers import Checkers
-
-RESTART_NS = 300 * MILLISECOND_NS
-
-
-@dataclass(slots=True)
-class Seat:
-    """One machine: its folder and its process.  ``up``: whether the supervisor starts a process here."""
-
-    name: str
-    disk: OuterDisk
-    leads: bool
-    """Whether the supervisor starts a syncer here, not a standby."""
-    line: LeaseLine | None = None
-    folders: int = 1
-    process: Process | None = None
-    up: bool = True
-    power: bool = False
-    """Whether the next death is by power cut."""
-    restart_ns: int = RESTART_NS
-
-    def folder(self) -> str:
-        """Return the folder's name in the lease; a new empty folder gets a new name."""
-        return f"{self.name}{self.folders}"
-
-    def running(self) -> bool:
-        """Return whether a process is alive here."""
-        return self.process is not None and self.process.alive
+    from diloco.sim.outer_disk import CrashPoint
 
 
 class Syncers:
@@ -62,22 +36,19 @@ class Syncers:
         self.heap, self.plan, self.checkers = heap, plan, checkers
         self._random = random
         self._untold: dict[bytes, Turn] = {}
-        self.seats = [Seat("p", self._empty(), leads=True)]
+        self.seats = [Seat("p", OuterDisk(plan), leads=True)]
         self.lease: Lease | None = None
         self.between: Link | None = None
         if plan.replication is not None:
             self.lease = Lease(heap, plan.replication.ttl_ns)
             self.between = Link(heap, random, copy.copy(plan.replication.between))
-            self.seats.append(Seat("q", self._empty(), leads=False))
+            self.seats.append(Seat("q", OuterDisk(plan), leads=False))
             for seat in self.seats:
                 seat.line = LeaseLine(self.lease, Link(heap, random, copy.copy(plan.replication.to_lease)))
         self.backup: OuterDisk | None = None
         self.lineage = 1
         self.restarts = self.damage_found = self.power_cuts = self.promotions = 0
         self._versions = [0] * plan.options.num_fragments
-
-    def _empty(self) -> OuterDisk:
-        return OuterDisk(self.plan.options, self.plan.rule)
 
     # --- roles ---------------------------------------------------------------------------------------------------
 
@@ -97,15 +68,6 @@ class Syncers:
     def disk(self) -> OuterDisk:
         """The folder on that machine."""
         return self.seat_of_outer().disk
-
-    def standby_seat(self) -> Seat | None:
-        """Return the other machine; None when no syncer is alive or there is only one machine."""
-        leading = self.seat_of_outer()
-        return next((seat for seat in self.seats if seat is not leading), None) if self.outer is not None else None
-
-    def addresses(self) -> list[Callable[[], OuterProcess | StandbyProcess | None]]:
-        """Return for each machine a function that gives the process answering there, or None."""
-        return [lambda seat=seat: _answering(seat) for seat in self.seats]  # type: ignore[misc]
 
     def versions(self) -> list[int]:
         """Return every fragment's version at the live syncer, or at the last one."""
@@ -143,7 +105,7 @@ class Syncers:
             self._start(seat)
 
     def _start(self, seat: Seat) -> None:
-        if seat.running() or not seat.up:
+        if not seat.up or (seat.process is not None and seat.process.alive):
             return
         if seat.line is None:
             self._lead(seat, None)
@@ -166,7 +128,7 @@ class Syncers:
                 self.heap, seat.disk, self.plan, self.checkers, self._untold, died, leadership, promoted=promoted
             )
         except JournalError as error:
-            if not seat.disk.storage.is_rotten():
+            if not seat.disk.storage.rotten:
                 raise Violation("storage", f"a disk on which nothing has rotted is damaged: {error}") from error
             self.damage_found += 1
             seat.disk.storage.mend()
@@ -174,9 +136,7 @@ class Syncers:
             return None
         seat.process = process
         found = process.machine.snapshot() if promoted else None
-        if lineage:
-            process.begin_lineage(lineage)
-        process.start()
+        process.start(lineage)
         return found
 
     def _run_for_lead(self, seat: Seat, line: LeaseLine) -> None:
@@ -197,16 +157,16 @@ class Syncers:
 
     def _follow(self, seat: Seat, line: LeaseLine) -> None:
         assert self.between is not None
+        assert self.plan.replication is not None
         (other,) = (each for each in self.seats if each is not seat)
         standby = seat.process = StandbyProcess(
             self.heap,
-            seat.folder(),
-            seat.disk,
-            self.plan,
-            self.checkers,
-            self.between,
+            seat,
             line,
-            lambda: other.process if isinstance(other.process, OuterProcess) else None,
+            self.between,
+            other,
+            self.plan.replication,
+            self.checkers,
             lambda: self._died(seat, standby),
         )
 
@@ -251,7 +211,7 @@ class Syncers:
         """Make the process there die when it next reaches ``point``."""
         seat.power = power
         if isinstance(seat.process, OuterProcess | StandbyProcess):
-            seat.process.doom = point
+            seat.disk.doom = point
 
     def lose(self, seat: Seat) -> None:
         """Lose the machine with its folder; a new machine takes its place."""
@@ -267,7 +227,7 @@ class Syncers:
 
     def empty(self, seat: Seat) -> None:
         """Lose the folder with everything in it; the next process there is a standby."""
-        seat.disk = self._empty()
+        seat.disk = OuterDisk(self.plan)
         seat.folders += 1
         seat.leads = False
 
@@ -310,15 +270,10 @@ class Syncers:
         for seat in self.seats:
             seat.power, seat.up, seat.restart_ns = False, True, RESTART_NS
             seat.disk.storage.mend()
-            if isinstance(seat.process, OuterProcess | StandbyProcess):
-                seat.process.doom = None
+            seat.disk.doom = None
             if seat.process is not None:
                 seat.process.thaw()
         self.start()
-
-
-def _answering(seat: Seat) -> OuterProcess | StandbyProcess | None:
-    return seat.process if isinstance(seat.process, OuterProcess | StandbyProcess) else None
 
 
 @dataclass(slots=True)
@@ -379,7 +334,7 @@ class Cluster:
                 side,
                 site.trouble,
                 syncers.checkers,
-                syncers.addresses(),
+                syncers.seats,
                 trainer,
                 self._exited,
             )
@@ -387,7 +342,7 @@ class Cluster:
         ]
         trainer.parts = list(site.parts)
         for part in trainer.parts:
-            part.start()
+            part.deliver(part.start)
 
     def kill_site(self, name: str, down_ns: int) -> None:
         """Kill all of the site's processes at one instant; the supervisor restarts them after ``down_ns``."""
@@ -404,11 +359,11 @@ class Cluster:
         self.kill_site(name, down_ns)
 
     def twin_site(self, name: str) -> None:
-        """Start a second process on a copy of the disk while the first one, believed dead, goes on."""
+        """Start a second process on a copy of the disk while the first one, believed dead, still runs."""
         site = self.sites[name]
         if site.running():
             for old, side in zip(site.parts, site.sides, strict=True):
-                old.twin, side.disk = True, side.disk.copy()
+                old.twin, side.disk = True, replace(side.disk, outbox=dict(side.disk.outbox))
             site.twins += site.parts
             site.parts = []
             self.start_site(name)

@@ -17,7 +17,6 @@ Unlike ``swarm``, this has no lost, duplicated or reordered messages, no disks, 
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from diloco.sync.options import SECOND_NS
 from diloco.sync.state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from diloco.sim.fleet_plan import FleetFault, Region
 
@@ -58,7 +57,9 @@ class Faults:
         self._look()
 
     def _look(self) -> None:
-        share = self._fleet.share_done()
+        fleet, seconds = self._fleet, self._fleet.plan.seconds
+        # Of the run, by its tokens or its time, or of the simulated time if that is more.
+        share = max(fleet.machine.progress_ppm() / 1e6, fleet.heap.now_ns / to_ns(seconds) if seconds else 0.0)
         for fault in [fault for fault in self._waiting if fault.at_share is not None and fault.at_share <= share]:
             self._waiting.remove(fault)
             self._play(fault)
@@ -109,7 +110,7 @@ class RegionalSyncer(Member):
         self._lives, self._is_there = 1, True
         self._incarnation = 0
         self._sealed: dict[tuple[int, int], fx.Seal] = {}
-        self._have = [-1 for _ in below.state.fragments]
+        self._have = [-1 for _ in below.machine.state.fragments]
         """The newest version received from above, by fragment."""
         self._has_left = False
         below.above = self._order
@@ -164,7 +165,7 @@ class RegionalSyncer(Member):
 
     def _fetch(self, fragment: int) -> None:
         """Answer, at the syncer above, the region's request for a version."""
-        state = self.fleet.state
+        state = self.fleet.machine.state
         version = state.fragments[fragment].version
         here_ns = self._carry_down(fragment, self._have[fragment], version)
         self.heap.at(here_ns, lambda: self._fetched(fragment, version, state.lineage, state.epoch))
@@ -207,39 +208,26 @@ def simulate(plan: FleetPlan, cargo: Cargo | None = None) -> FleetResult:
 
     Raises ``EndlessError`` when ``plan.seconds`` is None and the run never ends.
     """
-    with _collecting_seldom() if cargo is None else nullcontext():  # A cycle of tensors may be large.
+    threshold, *others = gc.get_threshold()
+    if cargo is None:
+        # Machines and events make no cycles, and their state lives long: with a thousand sites the default, a
+        # collection every 700 objects, takes an eighth of the time.  A cycle of a cargo's tensors may be large.
+        gc.set_threshold(COLLECT_EVERY, *others)
+    try:
         fleet = Fleet(plan, cargo)
         if plan.seconds is not None:
             fleet.heap.run_until(to_ns(plan.seconds), fleet.is_over)
-        else:
-            _run_to_the_end(fleet)
+            return fleet.result()
+        still_s = max(STILL_S, 10 * max(_period_s(plan, site) for site in plan.sites))
+        while not fleet.is_over():
+            closed = fleet.closed
+            fleet.heap.run_until(fleet.heap.now_ns + to_ns(still_s), fleet.is_over)
+            if fleet.closed == closed and not fleet.is_over() and not plan.outer.run_ns:
+                merged = f"{fleet.machine.state.run_tokens()} of {plan.outer.token_budget} tokens are merged"
+                raise EndlessError(f"no version in the last {still_s / 3600:g} h, and {merged}")
         return fleet.result()
-
-
-@contextmanager
-def _collecting_seldom() -> Iterator[None]:
-    """Run Python's cycle collector rarely.
-
-    Machines and events make no cycles, and their state lives long: with a thousand sites the default, a collection
-    every 700 objects, takes an eighth of the time.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(COLLECT_EVERY, *before[1:])
-    try:
-        yield
     finally:
-        gc.set_threshold(*before)
-
-
-def _run_to_the_end(fleet: Fleet) -> None:
-    plan = fleet.plan
-    still_s = max(STILL_S, 10 * max(_period_s(plan, site) for site in plan.sites))
-    while not fleet.is_over():
-        closed = fleet.closed
-        fleet.heap.run_until(fleet.heap.now_ns + to_ns(still_s), fleet.is_over)
-        if fleet.closed == closed and not fleet.is_over() and not plan.outer.run_ns:
-            merged = f"{fleet.machine.state.run_tokens()} of {plan.outer.token_budget} tokens are merged"
-            raise EndlessError(f"no version in the last {still_s / 3600:g} h, and {merged}")
+        gc.set_threshold(threshold, *others)
 
 
 def _period_s(plan: FleetPlan, site: FleetSite) -> float:
@@ -274,11 +262,6 @@ class Fleet(Hub):
         if self._faults is not None:
             faults, self._faults = self._faults, None
             faults.first_step()
-
-    def share_done(self) -> float:
-        """Return the share done of the run, by its tokens or its time, or of the simulated time if that is more."""
-        share = self.machine.progress_ppm() / 1e6
-        return max(share, self.heap.now_ns / to_ns(self.plan.seconds)) if self.plan.seconds else share
 
     def is_over(self) -> bool:
         """Return whether every fragment has its final version."""

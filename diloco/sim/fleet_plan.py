@@ -28,7 +28,7 @@ class FleetSite:
     step_jitter: float = 0.0
     """The largest share by which the steps between two boundaries are longer or shorter."""
     seal_s: float = 0.0
-    """The time from the boundary at which an update is measured until it can be sent; training goes on meanwhile."""
+    """The time from the boundary at which an update is measured until it can be sent; training continues meanwhile."""
     up_mbps: float = 0.0
     down_mbps: float = 0.0
     rtt_s: float = 0.0
@@ -110,17 +110,12 @@ class Cargo(Protocol):
     def trained(self, site: int, steps: int, progress_ppm: int) -> None:
         """Make ``steps`` inner steps at the site; the run's progress is ``progress_ppm`` after them."""
 
-    def sealed(self, site: int, seal: fx.Seal) -> None:
-        """Measure and encode the site's update."""
+    def carry_out(self, site: int, effect: fx.LearnerEffect) -> None:
+        """Carry out an effect of the site's machine, where it concerns tensors.
 
-    def adopted(self, site: int, effect: fx.Adopt) -> None:
-        """Adopt at the site the version that it fetched last."""
-
-    def retaken(self, site: int, effect: fx.Retake) -> None:
-        """Adopt as ``adopted`` does, and discard what the site had not sent."""
-
-    def released(self, site: int, effect: fx.Release) -> None:
-        """Release an update of the site that will not be merged."""
+        ``Seal``: measure and encode an update.  ``Adopt``: adopt the version that the site fetched last.  ``Retake``:
+        adopt it, and discard what the site had not sent.  ``Release``: drop an update that will not be merged.
+        """
 
     def published(self, fragment: int) -> object:
         """Return the newest version: its values, and what a site gets with them."""

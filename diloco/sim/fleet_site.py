@@ -20,7 +20,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim.fleet_plan import SiteAccount
-from diloco.sim.world import join_answered, news
+from diloco.sim.world import join_answered, news, update_arrived
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.learner import LearnerSync
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from diloco.sim.fleet_plan import Cargo, FleetPlan, FleetSite
     from diloco.sim.world import Heap
-    from diloco.sync.state import OuterState
 
 ANY = 1 << 62
 """Larger than every version."""
@@ -104,7 +103,8 @@ class Hub:
         self.resting: dict[int, Member] = {}
         """The sites that are told of each version at once: those that stand still, and those for which the instant of
         an adopt matters (``Site._listens``).  The others look when an update is due."""
-        self._arrivals: dict[tuple[int, float], Arrivals] = {}
+        self.arrivals: dict[tuple[int, float], Arrivals] = {}
+        """The arrivals over a link, by half its rtt and its bandwidth: shared by all sites that have such a link."""
         self.closed = self.merged = 0
         self._planned_ns: int | None = None
         self._is_drained = False
@@ -116,11 +116,6 @@ class Hub:
 
     def first_step(self) -> None:
         """Hook: a site begins to train."""
-
-    @property
-    def state(self) -> OuterState:
-        """The state of the syncer's machine."""
-        return self.machine.state
 
     def handle(self, event: ev.OuterEvent) -> list[fx.OuterEffect]:
         """Give ``event`` to the syncer's machine, carry out its effects except answers, and return all of them."""
@@ -142,7 +137,7 @@ class Hub:
                         site.told(told)
                 case fx.PublishVersion():
                     self.published_ns[effect.fragment].append(self.heap.now_ns)
-                    for arrivals in self._arrivals.values():
+                    for arrivals in self.arrivals.values():
                         arrivals.published(effect.fragment)
                     if self.resting:
                         published = self.published(effect.fragment)
@@ -152,10 +147,16 @@ class Hub:
                     for site in self.sites:
                         site.told(ev.FinalAnnounced(effect.ending))
                 case fx.TakeVersion():
-                    self.heap.after(to_ns(self.plan.merge_s), partial(self._taken, effect))
+                    done = ev.OuterStepDone(effect.fragment, effect.version, "v", "d")
+                    self.heap.after(to_ns(self.plan.merge_s), partial(self.told, done))
                 case _ if self.above is not None:
                     self.above(effect)
-        self._wait()
+        wanted = self.machine.next_deadline_ns()
+        if wanted is not None:
+            wanted += self._behind_ns
+            if self._planned_ns is None or not self.heap.now_ns < self._planned_ns <= wanted:
+                self._planned_ns = wanted
+                self.heap.at(wanted, partial(self._pass, wanted))
         return effects
 
     def _made(self, command: fx.StartOuterStep) -> None:
@@ -165,9 +166,6 @@ class Hub:
         if self.cargo is not None:
             self.cargo.merged(command, self.heap.now_ns / SECOND_NS, self.progress_ppm())
         self.handle(ev.OuterStepDone(command.fragment, command.version, "v", "d"))
-
-    def _taken(self, command: fx.TakeVersion) -> None:
-        self.told(ev.OuterStepDone(command.fragment, command.version, "v", "d"))
 
     def stepped(self) -> None:
         """Handle steps of a site: drain the run once ``tokens_trained`` is reached."""
@@ -200,24 +198,9 @@ class Hub:
         if not is_there:
             self._behind_ns += self.paused_until_ns - before_ns
 
-    def arrivals(self, half_ns: int, mbps: float) -> Arrivals:
-        """Return the arrivals over such a link, shared by all sites that have one."""
-        known = self._arrivals.get((half_ns, mbps))
-        if known is None:
-            known = self._arrivals[half_ns, mbps] = Arrivals(self.plan, self.published_ns, half_ns, mbps)
-        return known
-
     def published(self, fragment: int) -> ev.VersionPublished:
         """Return the announcement of the fragment's newest version."""
-        return news(self.machine, fragment, self.state.fragments[fragment].version)
-
-    def _wait(self) -> None:
-        wanted = self.machine.next_deadline_ns()
-        wanted = None if wanted is None else wanted + self._behind_ns
-        if wanted is None or (self._planned_ns is not None and self.heap.now_ns < self._planned_ns <= wanted):
-            return
-        self._planned_ns = wanted
-        self.heap.at(wanted, lambda: self._pass(wanted))
+        return news(self.machine, fragment, self.machine.state.fragments[fragment].version)
 
     def _pass(self, instant_ns: int) -> None:
         if self._planned_ns == instant_ns:
@@ -285,12 +268,10 @@ class Member:
 
     def _push(self, seal: fx.Seal, digest: str, incarnation: int) -> ev.PushAnswered:
         """Give an update to the syncer; return the answer."""
-        key, whose = (seal.fragment, seal.sequence), (1, self.name, incarnation)
-        numbers = (*key, seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
-        update = ev.UpdateArrived(*whose, *numbers, digest, digest, encoding="", finite=True, final=seal.final)
+        update = update_arrived(seal, self.name, incarnation, digest, digest)
         (answer,) = (each for each in self.fleet.handle(update) if isinstance(each, fx.AnswerPush))
         self._ahead = seal.fragment
-        return ev.PushAnswered(*key, answer.outcome, answer.reason)
+        return ev.PushAnswered(seal.fragment, seal.sequence, answer.outcome, answer.reason)
 
     def _carry_up(self, fragment: int) -> int:
         """Send an update; return when it arrives, in ns."""
@@ -328,7 +309,8 @@ class Site(Member):
         self._turn = 0
         self._steps_before = 0
         """The steps made before the stretch under way."""
-        self._arrivals = fleet.arrivals(self._half_ns, site.down_mbps)
+        link = (self._half_ns, site.down_mbps)
+        self._arrivals = fleet.arrivals.setdefault(link, Arrivals(fleet.plan, fleet.published_ns, *link))
         self._listens = fleet.cargo is not None or fleet.plan.learner.adopt not in ADOPT_KEEPS_UNSENT
         """Whether the site is told of every version at once, also while it trains."""
         self._disk: dict[tuple[int, int], tuple[fx.Seal, str]] = {}
@@ -347,7 +329,7 @@ class Site(Member):
             self.heap.at(to_ns(self.site.starts_s), self._start)
         for begin_s, end_s in self.site.planned:
             away_ns = to_ns(end_s - begin_s)
-            self.heap.at(to_ns(begin_s), lambda away_ns=away_ns: self.stop(away_ns))  # type: ignore[misc]
+            self.heap.at(to_ns(begin_s), partial(self.stop, away_ns))
         self._fail_some_day()
 
     def _fail_some_day(self) -> None:
@@ -386,7 +368,7 @@ class Site(Member):
             self.fleet.told(ev.SiteSilent(self.name))
 
     def _heard(self) -> None:
-        if self._is_there and self.name in self.fleet.state.sites:
+        if self._is_there and self.name in self.fleet.machine.state.sites:
             self.fleet.told(ev.SiteHeard(self.name))
 
     def stop(self, away_ns: int | None) -> None:
@@ -472,7 +454,7 @@ class Site(Member):
             return
         self.fleet.resting[self.index] = self
         for fragment, part in enumerate(self.machine.state.fragments):
-            if self.fleet.state.fragments[fragment].version > max(part.fetched, part.base_version):
+            if self.fleet.machine.state.fragments[fragment].version > max(part.fetched, part.base_version):
                 self.told(self.fleet.published(fragment))
 
     def _until(self, steps: int) -> None:
@@ -508,7 +490,9 @@ class Site(Member):
                 self._handle(self._lost.pop(fragment))
             if not self._listens:
                 for fragment, version in self._came(coming, steps):
-                    self._take(fragment, version)
+                    self._handle(ev.VersionFetched(fragment, version, self._fates(fragment)))
+                    if self.fleet.plan.learner.dynamic_steps:  # They alone use the announcement's other fields.
+                        self._handle(replace(self.fleet.published(fragment), version=version))
         step = self.machine.state.step + steps
         self.account.steps += steps
         if self.cargo is not None:
@@ -559,16 +543,10 @@ class Site(Member):
 
     # --- versions -------------------------------------------------------------------------------------------------
 
-    def _take(self, fragment: int, version: int) -> None:
-        """Handle a version that was fetched while the site trained."""
-        self._handle(ev.VersionFetched(fragment, version, self._fates(fragment)))
-        if self.fleet.plan.learner.dynamic_steps:  # Only dynamic steps use the announcement's other fields.
-            self._handle(replace(self.fleet.published(fragment), version=version))
-
     def _fetch(self, fragment: int) -> None:
         """Answer, at the syncer, the site's request for the newest version."""
         part = self.machine.state.fragments[fragment]
-        version = self.fleet.state.fragments[fragment].version
+        version = self.fleet.machine.state.fragments[fragment].version
         here_ns = self._carry_down(fragment, max(part.fetched, part.base_version), version)
         values = self.cargo.published(fragment) if self.cargo is not None else None
         self._over(here_ns, lambda: self._fetched(fragment, version, values))
@@ -584,7 +562,7 @@ class Site(Member):
         waits = [sent.sequence for sent in self.machine.state.fragments[fragment].undecided()]
         if not waits:
             return ()
-        fates = self.fleet.state.sites[self.name].lines[fragment].fates
+        fates = self.fleet.machine.state.sites[self.name].lines[fragment].fates
         return tuple(fate for fate in fates if fate.sequence in waits)
 
     # --- the machine ----------------------------------------------------------------------------------------------
@@ -618,7 +596,7 @@ class Site(Member):
         """Plan the handling of all mail for its instants of arrival."""
         while self._mail:
             here_ns, event = self._mail.popleft()
-            self._over(here_ns, lambda event=event: self._hear(event))  # type: ignore[misc]
+            self._over(here_ns, partial(self._hear, event))
 
     def disturbed(self) -> None:
         """Handle the mail that has arrived; the rest may be delayed from now on."""
@@ -651,34 +629,27 @@ class Site(Member):
     def _handle(self, event: ev.LearnerEvent) -> None:
         """Give ``event`` to the site's machine, and carry out its effects."""
         for effect in self.machine.handle(event, self.heap.now_ns):
+            if self.cargo is not None:
+                self.cargo.carry_out(self.index, effect)
             match effect:  # The usual ones first.
                 case fx.Seal():
                     self._seal(effect)
                 case fx.Send():
-                    self._send((effect.fragment, effect.sequence))
+                    key = (effect.fragment, effect.sequence)
+                    self._over(self._carry_up(effect.fragment), partial(self._pushed, key))
                 case fx.Forget() | fx.Release():
                     self._disk.pop((effect.fragment, effect.sequence), None)
-                    if self.cargo is not None and isinstance(effect, fx.Release):
-                        self.cargo.released(self.index, effect)
-                case fx.Adopt():
-                    if self.cargo is not None:
-                        self.cargo.adopted(self.index, effect)
-                case fx.Retake() if self.cargo is not None:
-                    self.cargo.retaken(self.index, effect)
                 case fx.Fetch() if effect.fragment not in self._coming:
-                    fragment = effect.fragment
-                    self._soon(lambda fragment=fragment: self._fetch(fragment))  # type: ignore[misc]
+                    self._soon(partial(self._fetch, effect.fragment))
                 case fx.Join():
                     self._soon(self._join)
                 case fx.StopTraining():
                     self._last_ns = self.heap.now_ns
                 case fx.Leave():
                     self._gone_ns = self.heap.now_ns if effect.ending is None else None
-                    self._soon(self._leave)
+                    self._soon(lambda: self.fleet.handle(ev.SiteLeft(1, self.name, self.machine.state.incarnation)))
 
     def _seal(self, seal: fx.Seal) -> None:
-        if self.cargo is not None:
-            self.cargo.sealed(self.index, seal)
         digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self._lives}"
         self._disk[seal.fragment, seal.sequence] = (seal, digest)
         made, life = ev.Sealed(seal.fragment, seal.sequence, digest), self._lives
@@ -687,9 +658,6 @@ class Site(Member):
             return
         done_ns = to_ns(self.site.seal_s)
         self.heap.after(done_ns, lambda: self._hear(made) if self._lives == life and self._is_there else None)
-
-    def _send(self, key: tuple[int, int]) -> None:
-        self._over(self._carry_up(key[0]), lambda: self._pushed(key))
 
     def _pushed(self, key: tuple[int, int]) -> None:
         if key not in self._disk:
@@ -706,9 +674,6 @@ class Site(Member):
             self.told_in_passing(answered)
         else:
             self.told(answered)
-
-    def _leave(self) -> None:
-        self.fleet.handle(ev.SiteLeft(1, self.name, self.machine.state.incarnation))
 
     def _soon(self, do: Callable[[], object]) -> None:
         """Run ``do`` when a message sent now has crossed the link."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.sim import world
-from diloco.sim.world import Damaged, Storage, Value, sealed, unsealed
+from diloco.sim.world import Damaged, Died, Storage, Value, sealed, unsealed
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import LineageBegan, OuterStepDone, UpdateArrived
 from diloco.sync.journal import (
@@ -24,25 +25,20 @@ from diloco.sync.journal import (
     Record,
     canonical,
     decode_records,
-    encode_frame,
     encode_header,
     encode_mark,
-    encode_records,
     read_segment,
     units,
 )
 from diloco.sync.syncer import OuterSync, Replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from diloco.sim.world import OuterRule
+    from diloco.sim.world import OuterPlan
     from diloco.sync.effects import TakeVersion
     from diloco.sync.events import Fate
-    from diloco.sync.journal import Frame, Segment
     from diloco.sync.leadership import Place
-    from diloco.sync.options import OuterOptions
-    from diloco.sync.state import FragmentState
 
 VERSIONS_KEPT = 4
 """How many versions of a fragment stay in memory: a site no further behind can follow the down-links."""
@@ -63,13 +59,11 @@ Versions = list[dict[int, Kept]]
 
 
 class Replayer(Replay):
-    """A machine and its versions under replay.  ``payload`` reads an update's value, or raises ``Damaged``."""
+    """A machine and its versions under replay; the payloads are read from ``disk``."""
 
-    def __init__(
-        self, machine: OuterSync, versions: Versions, payload: Callable[[str], Value], rule: OuterRule
-    ) -> None:
+    def __init__(self, machine: OuterSync, versions: Versions, disk: OuterDisk) -> None:
         super().__init__(machine)
-        self.versions, self._payload, self._rule = versions, payload, rule
+        self.versions, self._disk = versions, disk
 
     def step_done(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> None:
         """Compute the version again; raise ``Damaged`` when its digests differ from the journalled ones."""
@@ -86,14 +80,15 @@ class Replayer(Replay):
     def made_again(self, command: StartOuterStep) -> Kept:
         """Compute the outer step ``command`` from the stored payloads, for the first time or again."""
         contributions = [
-            (part.weight, [self._payload(update.payload) for update in part.updates]) for part in command.contributions
+            (part.weight, [self._disk.payload(update.payload) for update in part.updates])
+            for part in command.contributions
         ]
         before = self.versions[command.fragment][command.version - 1]
         return self.made(before, contributions, command.share)
 
     def made(self, before: Kept, contributions: list[tuple[float, list[Value]]], share: float = 1) -> Kept:
         """Return the version after ``before``."""
-        rule, merged = self._rule, world.merged(contributions)
+        rule, merged = self._disk.plan.rule, world.merged(contributions)
         theta, momentum = world.outer_step(before.theta, before.momentum, merged, rule, share)
         if rule.published_quantum == 1:
             return Kept(theta, momentum, theta, world.minus(theta, before.published))
@@ -123,85 +118,84 @@ def digest(value: Value) -> str:
 SNAPSHOTS_KEPT = 2
 
 
+class CrashPoint(Enum):
+    """The points in the handling of an event at which the syncer can be made to die."""
+
+    PAYLOAD_WRITTEN = "payload written"
+    PAYLOAD_RENAMED = "payload renamed"
+    BEFORE_WRITE = "before the record"
+    TORN_WRITE = "in the record"
+    AFTER_WRITE = "record written"
+    AFTER_SYNC = "record synced"
+    AMONG_EFFECTS = "among its effects"
+    STEP_MADE = "outer step made"
+    SNAPSHOT_WRITTEN = "snapshot written"
+    SNAPSHOT_RENAMED = "snapshot renamed"
+    SNAPSHOT_KEPT = "snapshot kept"
+
+
 class OuterDisk:
     """The syncer's folder.  Methods call ``reached`` at every point at which the process may die."""
 
-    def __init__(self, options: OuterOptions, rule: OuterRule) -> None:
-        self.options, self.rule = options, rule
+    def __init__(self, plan: OuterPlan) -> None:
+        self.plan = plan
+        self.doom: CrashPoint | None = None
+        """Where the process that uses the folder dies next."""
         self.storage = Storage()
         self.chain = CHAIN_START
         self.segment = 0
         self.notes: list[str] = []
         """The damage that the last recovery found and got past."""
-        self._decided: deque[tuple[int, str]] = deque()
+        self.released: deque[tuple[int, str]] = deque()
+        """The payloads of decided updates, each with the segment at which it was marked by ``release``."""
+
+    def reached(self, where: str) -> None:
+        """Let the process die here if it is doomed to."""
+        if self.doom is not None and self.doom.value == where:
+            raise Died(where)
 
     # --- writing -----------------------------------------------------------------------------------------------
 
-    def keep_payload(self, payload: str, value: Value, reached: Callable[[str], None]) -> None:
-        """Make an update's payload durable under its name."""
-        self.keep_file(payload, sealed(canonical(value)), reached)
+    def keep_payload(self, payload: str, data: bytes) -> None:
+        """Make the encoded bytes of an update's payload durable under its name."""
+        self._put(f"spool/{payload}", data, "payload")
 
-    def keep_file(self, payload: str, data: bytes, reached: Callable[[str], None]) -> None:
-        """Make a payload's encoded bytes durable under its name."""
-        self._put(f"spool/{payload}", data, "payload", reached)
-
-    def _put(self, name: str, data: bytes, what: str, reached: Callable[[str], None]) -> None:
+    def _put(self, name: str, data: bytes, what: str) -> None:
         """Write a file under a temporary name, sync it, rename it, and sync the name."""
         beside = f"partial/{name.removeprefix('spool/')}"
         self.storage.remove(beside)
         self.storage.append(beside, data)
-        reached(f"{what} written")
+        self.reached(f"{what} written")
         self.storage.sync(beside)
         self.storage.rename(beside, name)
-        reached(f"{what} renamed")
+        self.reached(f"{what} renamed")
         self.storage.sync_names()
-
-    def drop_payload(self, payload: str) -> None:
-        """Remove the payload of an update that was not accepted under this name."""
-        self.storage.remove(f"spool/{payload}")
 
     def release(self, payload: str) -> None:
         """Mark the payload of a decided update: it goes with the last snapshot whose replay needs it."""
-        self._decided.append((self.segment, payload))
+        self.released.append((self.segment, payload))
 
-    def is_decided(self, payload: str) -> bool:
-        """Return whether the payload is marked by ``release``."""
-        return any(name == payload for _, name in self._decided)
-
-    def frame(self, records: Sequence[Record]) -> tuple[bytes, bytes]:
-        """Return the journal's next frame and its chain value."""
-        return encode_frame(encode_records(records), self.chain)
-
-    def write(self, frame: bytes, chain: bytes, reached: Callable[[str], None]) -> Place:
+    def write(self, frame: bytes, chain: bytes) -> Place:
         """Make a frame durable and mark it; return the place where it ends."""
         name = journal_name(self.segment)
-        reached("before the record")
+        self.reached("before the record")
         self.storage.append(name, frame[: len(frame) // 2])
-        reached("in the record")
+        self.reached("in the record")
         self.storage.append(name, frame[len(frame) // 2 :])
-        reached("record written")
+        self.reached("record written")
         end = len(self.storage.read(name))
         self.storage.sync(name)
-        reached("record synced")
+        self.reached("record synced")
         self.storage.append(name, encode_mark(chain))
         self.chain = chain
         return self.segment, end
-
-    def journal_name(self) -> str:
-        """Return the name of the current segment's file."""
-        return journal_name(self.segment)
 
     def decided(self, site: str, fate: Fate) -> None:
         """As ``release``, by the update's site and fate."""
         self.release(payload_name(site, fate.fragment, fate.sequence, fate.digest))
 
     def begin(
-        self,
-        segment: int,
-        header: bytes,
-        snapshot: tuple[str, bytes],
-        payloads: Sequence[tuple[str, bytes]],
-        reached: Callable[[str], None],
+        self, segment: int, header: bytes, snapshot: tuple[str, bytes], payloads: Sequence[tuple[str, bytes]]
     ) -> None:
         """Fill a standby's folder: payloads, the journal's header, then the snapshot.
 
@@ -212,12 +206,12 @@ class OuterDisk:
             self.storage.remove(name)  # Left by an attempt that failed.
         self.storage.sync_names()
         for name, data in payloads:
-            self.keep_file(name, data, reached)
+            self.keep_payload(name, data)
         (unit,) = units(header)
         self._begin_segment(segment, header, unit.chain)
-        self._put(*snapshot, "snapshot", reached)
+        self._put(*snapshot, "snapshot")
 
-    def snapshot(self, machine: OuterSync, versions: Versions, reached: Callable[[str], None]) -> None:
+    def snapshot(self, machine: OuterSync, versions: Versions) -> None:
         """Begin a journal segment, write a snapshot, then remove what no remaining snapshot needs."""
         if self.segment:
             self.storage.sync(journal_name(self.segment))  # Its last mark: only the last segment may end torn.
@@ -230,8 +224,8 @@ class OuterDisk:
             "segment": self.segment,
         }
         number = 1 + max((_number(name) for name in self.storage.names("snapshot-")), default=0)
-        self._put(f"snapshot-{number:06d}", sealed(canonical(facts)), "snapshot", reached)
-        reached("snapshot kept")
+        self._put(f"snapshot-{number:06d}", sealed(canonical(facts)), "snapshot")
+        self.reached("snapshot kept")
         self._prune()
 
     def _begin_segment(self, segment: int, header: bytes, chain: bytes) -> None:
@@ -244,7 +238,7 @@ class OuterDisk:
 
     def end(self) -> Place:
         """Return where the journal's last unit ends that a standby gets; marks stay on this disk."""
-        found = [unit.end for unit in units(self.storage.read(self.journal_name())) if unit.kind != MARK]
+        found = [unit.end for unit in units(self.storage.read(journal_name(self.segment))) if unit.kind != MARK]
         return self.segment, found[-1]
 
     def _prune(self) -> None:
@@ -260,8 +254,8 @@ class OuterDisk:
             if _number(name) < first:
                 self.storage.remove(name)
         self.storage.sync_names()
-        while self._decided and self._decided[0][0] < first:
-            self.storage.remove(f"spool/{self._decided.popleft()[1]}")
+        while self.released and self.released[0][0] < first:
+            self.storage.remove(f"spool/{self.released.popleft()[1]}")
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -277,10 +271,6 @@ class OuterDisk:
         assert isinstance(facts, dict)
         return facts
 
-    def is_new(self) -> bool:
-        """Return whether the folder has no snapshot; then no process has ever acknowledged anything here."""
-        return not self.storage.names("snapshot-")
-
     def recover(self) -> Replayer:
         """Recover the last process's machine and versions; ``Damaged`` says why when that is impossible."""
         damaged: dict[str, str] = {}
@@ -290,35 +280,32 @@ class OuterDisk:
             except Damaged as error:
                 damaged[name] = str(error)
                 continue
-            found = self._replayed(facts)
+            machine = OuterSync.restore(self.plan.options, facts["state"])
+            rows = facts["values"]
+            assert isinstance(rows, list)
+            kept = [Kept(*((a, b, c) for a, b, c in row)) for row in rows]
+            versions = [{part.version: each} for part, each in zip(machine.state.fragments, kept, strict=True)]
+            replayer = Replayer(machine, versions, self)
+            for record in self._records(int(str(facts["segment"]))):
+                replayer.apply(record)
+            self._sweep(machine)
             self.notes = list(damaged.values())
             for each in damaged:
                 self.storage.remove(each)
-            return found
-        if damaged or any(self._read(name).frames for name in self.storage.names("journal-")):
+            return replayer
+        if damaged or any(read_segment(self.storage.read(name)).frames for name in self.storage.names("journal-")):
             raise Damaged(f"no snapshot is whole: {'; '.join(damaged.values()) or 'there is none'}")
         # Nothing was ever acknowledged here: the first snapshot comes before any acknowledgement.
-        machine = OuterSync(self.options)
-        versions: Versions = [{0: ZERO} for _ in machine.state.fragments]
+        machine = OuterSync(self.plan.options)
+        versions = [{0: ZERO} for _ in machine.state.fragments]
         self.chain, self.segment = CHAIN_START, 0
-        self.snapshot(machine, versions, lambda _: None)
-        return self._replayer(machine, versions)
-
-    def _replayer(self, machine: OuterSync, versions: Versions) -> Replayer:
-        return Replayer(machine, versions, self.payload, self.rule)
-
-    def _replayed(self, facts: dict[str, object]) -> Replayer:
-        machine = OuterSync.restore(self.options, facts["state"])
-        replayer = self._replayer(machine, _versions(machine.state.fragments, facts["values"]))
-        for record in self._records(int(str(facts["segment"]))):
-            replayer.apply(record)
-        self._sweep(machine)
-        return replayer
+        self.snapshot(machine, versions)
+        return Replayer(machine, versions, self)
 
     def _records(self, first: int) -> list[Record]:
         """Return the records from segment ``first`` on; cut off a frame that a crash left incomplete."""
         names = [journal_name(number) for number in range(first, 1 + _number(self.storage.names("journal-")[-1]))]
-        found = [self._read(name) for name in names]
+        found = [read_segment(self.storage.read(name)) for name in names]
         if found[-1].header is None and len(found) > 1:
             self.storage.remove(names.pop())  # A crash interrupted its creation: nothing in it was acknowledged.
             found.pop()
@@ -326,17 +313,15 @@ class OuterDisk:
             if segment.header is None:
                 raise Damaged(f"{name} has no header")
             if before is not None and bytes.fromhex(segment.header.before) != before.chain:
-                raise Damaged(f"{name} does not go on from the segment before it")
+                raise Damaged(f"{name} does not continue the segment before it")
             if segment is not found[-1] and segment.end < len(self.storage.read(name)):
                 raise Damaged(f"{name} ends at byte {segment.end} and is not the last segment")
         self.storage.cut(names[-1], found[-1].end)
         self.chain, self.segment = found[-1].chain, _number(names[-1])
         if not found[-1].marked:
             self.storage.append(names[-1], encode_mark(self.chain))
-        return [record for segment in found for frame in segment.frames for record in _in(frame)]
-
-    def _read(self, name: str) -> Segment:
-        return read_segment(self.storage.read(name))
+        frames = [frame for segment in found for frame in segment.frames]
+        return [record for frame in frames for record in decode_records(frame.body, frame.offset)]
 
     def _sweep(self, machine: OuterSync) -> None:
         """Remove payloads that were never accepted; mark the decided ones for removal by ``_prune``."""
@@ -350,26 +335,23 @@ class OuterDisk:
             except Damaged:
                 continue
             needed |= payloads_in(facts["state"])
+        names = [journal_name(number) for number in range(first, self.segment + 1)]
         try:
-            kept = [self._read(journal_name(number)) for number in range(first, self.segment + 1)]
+            frames = [frame for name in names for frame in read_segment(self.storage.read(name)).frames]
         except JournalError:
             return  # A segment older than those in use is damaged: remove nothing.
-        events = [record.event for segment in kept for frame in segment.frames for record in _in(frame)]
+        events = [record.event for frame in frames for record in decode_records(frame.body, frame.offset)]
         needed |= {event.payload for event in events if isinstance(event, UpdateArrived)} - {""}
         for name in self.storage.names("spool/"):
             payload = name.removeprefix("spool/")
             if payload not in needed:
                 self.storage.remove(name)
-        self._decided = deque((self.segment, payload) for payload in sorted(needed - waiting))
+        self.released = deque((self.segment, payload) for payload in sorted(needed - waiting))
 
 
 def payload_name(site: str, fragment: int, sequence: int, digest: str) -> str:
     """Return the name of an update's payload."""
     return f"{site}-{fragment}-{sequence}-{digest}"
-
-
-def _in(frame: Frame) -> list[Record]:
-    return decode_records(frame.body, frame.offset)
 
 
 def journal_name(number: int) -> str:
@@ -379,12 +361,6 @@ def journal_name(number: int) -> str:
 
 def _number(name: str) -> int:
     return int(name.rpartition("-")[2])
-
-
-def _versions(fragments: Sequence[FragmentState], plain: object) -> Versions:
-    assert isinstance(plain, list)
-    rows = [[(a, b, c) for a, b, c in row] for row in plain]
-    return [{part.version: Kept(*row)} for part, row in zip(fragments, rows, strict=True)]
 
 
 def payloads_in(state: object) -> set[str]:

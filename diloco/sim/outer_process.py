@@ -13,23 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING
 
-from diloco.sim.outer_disk import digest, journal_name, payload_name, payloads_in, restored
+from diloco.sim.outer_disk import CrashPoint, OuterDisk, digest, journal_name, payload_name, payloads_in, restored
 from diloco.sim.world import (
     MILLISECOND_NS,
     Begin,
     Damaged,
     Died,
-    Feed,
     GoAway,
+    LeaseLine,
     Process,
     Pulled,
     Stream,
     Unit,
     join_answered,
     news,
+    sealed,
 )
 from diloco.sync.effects import (
     AnnounceFinal,
@@ -47,7 +47,6 @@ from diloco.sync.effects import (
 )
 from diloco.sync.events import (
     DeadlinePassed,
-    DrainRequested,
     FateTold,
     FinalAnnounced,
     JoinRequested,
@@ -63,27 +62,38 @@ from diloco.sync.events import (
     StandbyDetached,
     SyncerStarted,
     UnitsAsked,
-    UpdateAdmitted,
     UpdateArrived,
-    UpdateWithdrawn,
 )
 from diloco.sync.fates import known_already
-from diloco.sync.journal import FRAME, MARK, Record, decode_records, digest_effects, units
+from diloco.sync.journal import (
+    FRAME,
+    MARK,
+    Record,
+    canonical,
+    decode_records,
+    digest_effects,
+    encode_frame,
+    encode_records,
+    units,
+)
 from diloco.sync.leadership import RETRY_SHARE, Change, Claim, Leadership, LeaseLostError, Place, Replication
 from diloco.sync.members import Leases
 from diloco.sync.state import Phase, Status
 
 if TYPE_CHECKING:
     from diloco.sim.checkers import Checkers
-    from diloco.sim.outer_disk import OuterDisk
-    from diloco.sim.world import Heap, LeaseLine, OuterPlan, Part, ReplicationPlan, Value
+    from diloco.sim.world import Heap, OuterPlan, Part, ReplicationPlan, Value
     from diloco.sync.events import LearnerEvent
     from diloco.sync.progress import UnitAsk
 
 HELD_AFTER_NS = 500 * MILLISECOND_NS
 """Once a turn has waited for so long, new requests from outside are dropped instead of queued behind it."""
 RETRY_NS = 100 * MILLISECOND_NS
+RESTART_NS = 300 * MILLISECOND_NS
 INBOX_MAX = 256
+Reply = Callable[[object], None]
+Tell = Callable[["LearnerEvent | DropSite"], None]
+"""Sends a small event down a site's stream; a lost message breaks the stream."""
 
 
 @dataclass(slots=True)
@@ -100,106 +110,19 @@ class Turn:
     chain: bytes | None = None
     place: Place | None = None
 
-    def effects(self) -> list[OuterEffect]:
-        """Return the effects of all records, in order."""
-        return [effect for _, effects in self.decided for effect in effects]
-
-
-class Loop(Process):
-    """The decision loop of the syncer: queues requests and takes each turn through its stages."""
-
-    def __init__(self, heap: Heap, on_death: Callable[[], None]) -> None:
-        super().__init__(on_death)
-        self.heap = heap
-        self._turn: Turn | None = None
-        self._inbox: list[Callable[[], None]] = []
-        self._retrying = False
-
-    def _write(self, turn: Turn) -> None:
-        """Make the turn's records durable."""
-        raise NotImplementedError
-
-    def _must_wait(self, turn: Turn) -> bool:
-        """Return whether no effect or answer of the turn may be sent yet."""
-        raise NotImplementedError
-
-    def _tell(self, turn: Turn) -> None:
-        """Carry out the turn's effects and send its answers."""
-        raise NotImplementedError
-
-    def _told(self, turn: Turn) -> None:
-        """Hook: the turn is over."""
-        raise NotImplementedError
-
-    def ask(self, action: Callable[[], None]) -> None:
-        """Take a request from outside: run it now or after the waiting turn; drop it if that has waited too long."""
-        self.deliver(lambda: self._asked(action))
-
-    def own(self, action: Callable[[], None]) -> None:
-        """Take an action that this process itself has begun: it is queued for as long as it takes."""
-        self.deliver(lambda: self._take(action))
-
-    def _asked(self, action: Callable[[], None]) -> None:
-        held = self._turn is not None and self.heap.now_ns - self._turn.began_ns > HELD_AFTER_NS
-        if not held and len(self._inbox) < INBOX_MAX:
-            self._take(action)
-
-    def _take(self, action: Callable[[], None]) -> None:
-        self._inbox.append(action)
-        if self._turn is None:
-            self._work()
-
-    def _work(self) -> None:
-        while self._turn is None and self._inbox:
-            turn = self._turn = Turn(self.heap.now_ns)
-            arrived, self._inbox = self._inbox, []
-            for action in arrived:
-                action()
-            if turn.decided:
-                self._write(turn)
-            self._finish(turn)
-
-    def _say(self, answer: Callable[[], None]) -> None:
-        """Add the answer to a read request to the turn."""
-        assert self._turn is not None
-        self._turn.answers.append(answer)
-
-    def go_on(self) -> None:
-        """Check the waiting turn again; if it may go on, finish it and take the next one."""
-        if self._turn is not None:
-            self._finish(self._turn)
-            self._work()
-
-    def _finish(self, turn: Turn) -> None:
-        if not self._must_wait(turn):
-            self._tell(turn)
-            self._turn = None
-            self._told(turn)
-        elif not self._retrying:
-            self._retrying = True
-            self.heap.after(RETRY_NS, lambda: self.deliver(self._retry))
-
-    def _retry(self) -> None:
-        self._retrying = False
-        self.go_on()
-
-    def settled(self) -> bool:
-        """Return whether no turn is waiting."""
-        return self._turn is None
-
 
 class LeaseHolder:
     """Makes the lease changes that ``Leadership`` asks for, one at a time."""
 
     def __init__(self, line: LeaseLine, epoch: int, sent_ns: int) -> None:
         """``sent_ns``: when the request for the lease was sent."""
-        self.epoch = epoch
+        self.epoch, self.lease = epoch, line.lease
         self.machine = Leadership(epoch, line.lease.ttl_ns, sent_ns)
         self._line, self._heap = line, line.lease.heap
         self._number = 0
         self._busy = False
 
-    def start(self, process: Loop) -> None:
+    def start(self, process: OuterProcess) -> None:
         """Begin to renew the lease."""
         self._process = process
         self._later()
@@ -222,11 +145,6 @@ class LeaseHolder:
         """As ``Leadership.name_heir``; begins at once to write the name."""
         self.machine.name_heir(name)
         self._step()
-
-    def names_an_heir(self) -> bool:
-        """Return whether the lease itself names an heir, whatever this process believes."""
-        standing = self._line.lease.standing
-        return standing is not None and standing.epoch == self.epoch and standing.heir != ""
 
     def _later(self) -> None:
         self._heap.at(self.machine.due_ns, lambda: self._process.deliver(self._step))
@@ -290,24 +208,32 @@ def take_lease(
     line.ask(process, lambda lease: lease.acquire(claim), answered, again)
 
 
-class CrashPoint(Enum):
-    """The points in the handling of an event at which the syncer can be made to die."""
+@dataclass(slots=True)
+class Seat:
+    """One machine: its folder and its process.  ``up``: whether the supervisor starts a process here."""
 
-    PAYLOAD_WRITTEN = "payload written"
-    PAYLOAD_RENAMED = "payload renamed"
-    BEFORE_WRITE = "before the record"
-    TORN_WRITE = "in the record"
-    AFTER_WRITE = "record written"
-    AFTER_SYNC = "record synced"
-    AMONG_EFFECTS = "among its effects"
-    STEP_MADE = "outer step made"
-    SNAPSHOT_WRITTEN = "snapshot written"
-    SNAPSHOT_RENAMED = "snapshot renamed"
-    SNAPSHOT_KEPT = "snapshot kept"
+    name: str
+    disk: OuterDisk
+    leads: bool
+    """Whether the supervisor starts a syncer here, not a standby."""
+    line: LeaseLine | None = None
+    folders: int = 1
+    process: Process | None = None
+    up: bool = True
+    power: bool = False
+    """Whether the next death is by power cut."""
+    restart_ns: int = RESTART_NS
+
+    def folder(self) -> str:
+        """Return the folder's name in the lease; a new empty folder gets a new name."""
+        return f"{self.name}{self.folders}"
 
 
-class OuterProcess(Loop):
-    """One life of a leading syncer.  The constructor recovers the disk, or raises ``Damaged`` when it cannot."""
+class OuterProcess(Process):
+    """One life of a leading syncer.  The constructor recovers the disk, or raises ``Damaged`` when it cannot.
+
+    Requests are queued, and each turn takes those that have arrived through all of its stages.
+    """
 
     def __init__(
         self,
@@ -317,25 +243,29 @@ class OuterProcess(Loop):
         checkers: Checkers,
         untold: dict[bytes, Turn],
         on_death: Callable[[], None],
-        leadership: LeaseHolder | None = None,
+        leadership: LeaseHolder | None,
         *,
-        promoted: bool = False,
+        promoted: bool,
     ) -> None:
         """``untold``: by chain, turns that a dead process may have made durable but did not tell; the next recovery
         finds out which are on the disk.  ``promoted``: this syncer was a standby until now, and has no standby itself.
         """
-        super().__init__(heap, on_death)
-        self.disk, self.plan, self.checkers = disk, plan, checkers
+        super().__init__(on_death)
+        self.heap, self.disk, self.plan, self.checkers = heap, disk, plan, checkers
         self.leadership = leadership
-        self.doom: CrashPoint | None = None
         self.final: MarkFinal | None = None
-        self.feeds: dict[str, Feed] = {}
-        self._calls: dict[int, Callable[[object], None]] = {}
-        self._joins: dict[int, Callable[[int], Feed]] = {}
+        self._turn: Turn | None = None
+        self._inbox: list[Callable[[], None]] = []
+        self._retrying = False
+        self._streams: dict[str, tuple[int, Tell]] = {}
+        """The stream of each site, with the incarnation that reads it."""
+        self._calls: dict[int, Reply] = {}
+        self._joins: dict[int, Tell] = {}
         self._call = 0
         self._armed_ns: int | None = None
         self._records = 0
         self._untold = untold
+        disk.doom = None
         self.replayer = disk.recover()
         self.machine = self.replayer.machine
         written = untold.pop(disk.chain, None)
@@ -355,8 +285,16 @@ class OuterProcess(Loop):
             alone = promoted or self.machine.state.detached
             self.replicator = Replicator(self, plan.replication, detached=alone)
 
-    def start(self) -> None:
-        """Begin to lead; the machine issues again the work that was under way."""
+    def start(self, lineage: int = 0) -> None:
+        """Begin to lead; the machine issues again the work that was under way.
+
+        On a restored disk a new ``lineage`` begins: its newest values become the next versions; the momentum is lost.
+        """
+        if lineage:
+            made = self.replayer.versions = restored(self.replayer.versions)
+            self.checkers.restored(lineage, [kept[max(kept)] for kept in made])
+            digests = tuple(digest(kept[max(kept)].published) for kept in made)
+            self.own(lambda: self._apply(LineageBegan(lineage, digests, "a backup was restored")))
         if self.leadership is not None:
             self.leadership.start(self)
         epoch = self.leadership.epoch if self.leadership is not None else self.machine.state.epoch + 1
@@ -365,15 +303,7 @@ class OuterProcess(Loop):
         started = SyncerStarted(epoch, self.plan.health, away_ns, self.plan.options.sites_max)
         self.own(lambda: self._apply(started))
         if self._promoted and not self.machine.state.detached:
-            self.own(self._detached)
-
-    def begin_lineage(self, lineage: int) -> None:
-        """Begin a lineage on a restored disk: its newest values become the next versions; the momentum is lost."""
-        made = restored(self.replayer.versions)
-        self.checkers.restored(lineage, [kept[max(kept)] for kept in made])
-        self.replayer.versions = made
-        digests = tuple(digest(kept[max(kept)].published) for kept in made)
-        self.own(lambda: self._apply(LineageBegan(lineage, digests, "a backup was restored")))
+            self.own(lambda: self.order(StandbyDetached))
 
     def now_ns(self) -> int:
         """Return the machine's own time, which stands still while no process is alive."""
@@ -386,10 +316,49 @@ class OuterProcess(Loop):
 
     # --- turns -------------------------------------------------------------------------------------------------
 
-    def _write(self, turn: Turn) -> None:
-        frame, turn.chain = self.disk.frame([record for record, _ in turn.decided])
-        self._untold[turn.chain] = turn
-        turn.place = self.disk.write(frame, turn.chain, self._reached)
+    def ask(self, action: Callable[[], None]) -> None:
+        """Take a request from outside: run it now or after the waiting turn; drop it if that has waited too long."""
+        self.deliver(lambda: self._take(action, from_outside=True))
+
+    def own(self, action: Callable[[], None]) -> None:
+        """Take an action that this process itself has begun: it is queued for as long as it takes."""
+        self.deliver(lambda: self._take(action))
+
+    def _take(self, action: Callable[[], None], *, from_outside: bool = False) -> None:
+        turn = self._turn
+        held = len(self._inbox) >= INBOX_MAX or (turn and self.heap.now_ns - turn.began_ns > HELD_AFTER_NS)
+        if not (from_outside and held):
+            self._inbox.append(action)
+            if turn is None:
+                self._work()
+
+    def _work(self) -> None:
+        while self._turn is None and self._inbox:
+            turn = self._turn = Turn(self.heap.now_ns)
+            arrived, self._inbox = self._inbox, []
+            for action in arrived:
+                action()
+            if turn.decided:
+                records = encode_records([record for record, _ in turn.decided])
+                frame, turn.chain = encode_frame(records, self.disk.chain)
+                self._untold[turn.chain] = turn
+                turn.place = self.disk.write(frame, turn.chain)
+            self._finish(turn)
+
+    def _say(self, answer: Callable[[], None]) -> None:
+        """Add the answer to a read request to the turn."""
+        assert self._turn is not None
+        self._turn.answers.append(answer)
+
+    def go_on(self) -> None:
+        """Check the waiting turn again; if it may be told, finish it and take the next one."""
+        if self._turn is not None:
+            self._finish(self._turn)
+            self._work()
+
+    def _retry(self) -> None:
+        self._retrying = False
+        self.go_on()
 
     def _apply(self, event: OuterEvent) -> None:
         """Give ``event`` to the machine and add the record and its effects to the turn."""
@@ -407,23 +376,31 @@ class OuterProcess(Loop):
             return True
         return self.leadership is not None and self.leadership.wanting() is not None
 
-    def _tell(self, turn: Turn) -> None:
+    def _finish(self, turn: Turn) -> None:
+        """Carry out the turn's effects and send its answers, unless it must wait."""
+        if self._must_wait(turn):
+            if not self._retrying:
+                self._retrying = True
+                self.heap.after(RETRY_NS, lambda: self.deliver(self._retry))
+            return
         self._untold.pop(turn.chain or b"", None)
         self._book(turn)
-        self.checkers.told(self.machine, turn.chain, turn.effects())
-        if turn.chain is not None and self.leadership is not None and self.leadership.names_an_heir():
-            self.checkers.told_with_an_heir(turn.chain)
+        all_effects = [effect for _, effects in turn.decided for effect in effects]
+        self.checkers.told(self.machine, turn.chain, all_effects)
+        if turn.chain is not None and self.leadership is not None:
+            standing = self.leadership.lease.standing  # What the lease says, whatever this process believes.
+            if standing is not None and standing.epoch == self.leadership.epoch and standing.heir:
+                self.checkers.told_with_an_heir(turn.chain)
         for record, effects in turn.decided:
             for effect in effects:
                 self._carry_out(effect)
                 if len(effects) > 1:
-                    self._reached(CrashPoint.AMONG_EFFECTS.value)
+                    self.disk.reached(CrashPoint.AMONG_EFFECTS.value)
             if isinstance(record.event, StandbyAttached) and self.replicator is not None:
                 self.replicator.machine.attached()
         for answer in turn.answers:
             answer()
-
-    def _told(self, turn: Turn) -> None:
+        self._turn = None
         if self.heap.now_ns - turn.began_ns > self.leases.timeout_ns // 2:
             self.leases.renew(self.now_ns())  # This process itself waited and could hear no site.
         self._records += len(turn.decided)
@@ -431,14 +408,10 @@ class OuterProcess(Loop):
             self.snapshot()
         self._arm()
 
-    def _reached(self, where: str) -> None:
-        if self.doom is not None and self.doom.value == where:
-            raise Died(where)
-
     def snapshot(self) -> None:
         """Write a snapshot of the machine's state and versions, so that the next recovery replays less."""
         self._records = 0
-        self.disk.snapshot(self.machine, self.replayer.versions, self._reached)
+        self.disk.snapshot(self.machine, self.replayer.versions)
         if self.replicator is not None:
             self.replicator.pump()
 
@@ -466,22 +439,20 @@ class OuterProcess(Loop):
             if event is not None:
                 self._apply(event)
 
-    def _expect(self, reply: Callable[[object], None]) -> int:
+    def _expect(self, reply: Reply) -> int:
         self._call += 1
         self._calls[self._call] = reply
         return self._call
 
     # --- requests of sites and operators -------------------------------------------------------------------------
 
-    def join(
-        self, site: str, process: str, ticket: int, feed: Callable[[int], Feed], reply: Callable[[object], None]
-    ) -> None:
-        """Handle a site's join; ``feed`` makes the site's stream for the incarnation that it gets."""
+    def join(self, site: str, process: str, ticket: int, tell: Tell, reply: Reply) -> None:
+        """Handle a site's join; ``tell`` is the site's stream, once it is accepted."""
         call = self._expect(reply)
-        self._joins[call] = feed
+        self._joins[call] = tell
         self._apply(JoinRequested(call, site, process, ticket))
 
-    def push(self, update: UpdateArrived, value: Value, transfer_ns: int, reply: Callable[[object], None]) -> None:
+    def push(self, update: UpdateArrived, value: Value, transfer_ns: int, reply: Reply) -> None:
         """Judge an update by its header; the payload, which takes ``transfer_ns``, follows only if that is accepted."""
         self._heard(update.site, update.incarnation)
         verdict = self.machine.admit(
@@ -492,25 +463,27 @@ class OuterProcess(Loop):
         else:
             self.heap.after(transfer_ns, lambda: self.own(lambda: self._commit(update, value, reply)))
 
-    def _commit(self, update: UpdateArrived, value: Value, reply: Callable[[object], None]) -> None:
+    def _commit(self, update: UpdateArrived, value: Value, reply: Reply) -> None:
         """The whole payload has arrived: spool it, then let the machine decide."""
         payload = payload_name(update.site, update.fragment, update.sequence, update.digest)
         call = self._expect(lambda answer: self._answer_push(answer, payload, reply))
-        self.disk.keep_payload(payload, value, self._reached)
+        self.disk.keep_payload(payload, sealed(canonical(value)))
         self._heard(update.site, update.incarnation)
         self._apply(replace(update, call=call, payload=payload))
 
-    def _answer_push(self, answer: object, payload: str, reply: Callable[[object], None]) -> None:
+    def _answer_push(self, answer: object, payload: str, reply: Reply) -> None:
         assert isinstance(answer, AnswerPush)
         refused = answer.outcome is Outcome.REFUSED
         if answer.outcome is Outcome.RETRY or (refused and answer.reason is not Reason.FORGOTTEN):
-            if payload not in payloads_in(self.machine.snapshot()) and not self.disk.is_decided(payload):
-                self.disk.drop_payload(payload)  # No other attempt at the same update was accepted meanwhile.
+            released = {name for _, name in self.disk.released}
+            if payload not in released | payloads_in(self.machine.snapshot()):
+                # No other attempt at the same update was accepted meanwhile.
+                self.disk.storage.remove(f"spool/{payload}")
         elif refused or answer.fate is not None:
             self.disk.release(payload)  # Decided before: only a replay could still need it.
         reply(answer)
 
-    def pull(self, site: str, fragment: int, have_version: int, reply: Callable[[object], None]) -> None:
+    def pull(self, site: str, fragment: int, have_version: int, reply: Reply) -> None:
         """Answer with the newest version and the site's fates, or None when there is none newer."""
         newest = self.machine.state.fragments[fragment].version
         kept = self.replayer.versions[fragment]
@@ -525,11 +498,10 @@ class OuterProcess(Loop):
                 answer = Pulled(newest, True, (kept[newest].published,), fates)
         self._say(lambda: reply(answer))
 
-    def report(self, site: str, incarnation: int, ask: UnitAsk | None, reply: Callable[[object], None]) -> None:
+    def report(self, site: str, incarnation: int, ask: UnitAsk | None, reply: Reply) -> None:
         """Handle a heartbeat and its request for units; the answer says whether this process has the site's stream."""
         self._heard(site, incarnation)
-        feed = self.feeds.get(site)
-        known = feed is not None and feed.incarnation == incarnation
+        known = self._streams.get(site, (-1, None))[0] == incarnation
         if ask is None or not known:
             self._say(lambda: reply((known, None)))
             return
@@ -540,35 +512,26 @@ class OuterProcess(Loop):
         else:
             self._apply(replace(asked, call=self._expect(lambda answer: reply((known, answer)))))
 
-    def leave(self, site: str, incarnation: int, reply: Callable[[object], None]) -> None:
+    def leave(self, site: str, incarnation: int, reply: Reply) -> None:
         """Handle a site's leave."""
         self._apply(SiteLeft(self._expect(reply), site, incarnation))
         member = self.machine.state.sites.get(site)
         if member is not None and member.status is Status.LEFT:
             self.leases.forget(site)
 
-    def evict(self, site: str) -> None:
-        """Evict a site, for an operator."""
-        self._apply(SiteEvicted(self._expect(lambda _: None), site))
-        self.leases.forget(site)
-
-    def say(self, word: type[UpdateAdmitted] | type[UpdateWithdrawn], site: str, fragment: int, sequence: int) -> None:
-        """Admit or withdraw an update, for an operator."""
-        self._apply(word(self._expect(lambda _: None), site, fragment, sequence))
-
-    def drain(self) -> None:
-        """Drain the run, for an operator."""
-        self._apply(DrainRequested(self._expect(lambda _: None)))
+    def order(self, request: Callable[[int], OuterEvent]) -> None:
+        """Handle an operator's request, which ``request`` makes for the number of the call."""
+        event = request(self._expect(lambda _: None))
+        self._apply(event)
+        if isinstance(event, SiteEvicted):
+            self.leases.forget(event.site)
 
     def detach(self) -> None:
         """Stop waiting for the standby, for an operator; takes effect at once, also while a turn waits."""
         if self.replicator is not None and self.replicator.machine.detach():
             self.checkers.stands_alone()
-            self.own(self._detached)
+            self.own(lambda: self.order(StandbyDetached))
             self.go_on()
-
-    def _detached(self) -> None:
-        self._apply(StandbyDetached(self._expect(lambda _: None)))
 
     def attach(self, standby: str) -> None:
         """Wait for the standby again, which now has everything."""
@@ -576,19 +539,19 @@ class OuterProcess(Loop):
 
     def over(self) -> bool:
         """Return whether the run, or this syncer's part of it, has ended."""
-        return self.machine.state.phase is Phase.ENDED and self.settled()
+        return self.machine.state.phase is Phase.ENDED and self._turn is None
 
     # --- effects -----------------------------------------------------------------------------------------------
 
     def _carry_out(self, effect: OuterEffect) -> None:
         match effect:
             case AnswerJoin():
-                reply, feed = self._calls.pop(effect.call), self._joins.pop(effect.call)
+                reply, tell = self._calls.pop(effect.call), self._joins.pop(effect.call)
                 if effect.reason is not None:
                     reply(effect.reason)
                     return
                 self.leases.watch(effect.site, self.now_ns())
-                self.feeds[effect.site] = feed(effect.incarnation)
+                self._streams[effect.site] = (effect.incarnation, tell)
                 reply(join_answered(self.machine, effect))
             case AskToConfirm():
                 del self._joins[effect.call]
@@ -600,26 +563,30 @@ class OuterProcess(Loop):
             case PublishVersion():
                 self._tell_all(news(self.machine, effect.fragment, effect.version))
             case TellFate():
-                if effect.site in self.feeds:
-                    self.feeds[effect.site].tell(FateTold(effect.fate))
+                if effect.site in self._streams:
+                    self._streams[effect.site][1](FateTold(effect.fate))
                 self.disk.decided(effect.site, effect.fate)
             case AnnounceFinal():
                 self._tell_all(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self.final = effect
             case DropSite():
-                dropped = self.feeds.get(effect.site)
-                if dropped is not None and dropped.incarnation == effect.incarnation:
-                    del self.feeds[effect.site]
-                    dropped.tell(effect)
+                incarnation, dropped = self._streams.get(effect.site, (-1, None))
+                if dropped is not None and incarnation == effect.incarnation:
+                    del self._streams[effect.site]
+                    dropped(effect)
 
     def _tell_all(self, event: LearnerEvent) -> None:
-        for _, feed in sorted(self.feeds.items()):
-            feed.tell(event)
+        for site in sorted(self._streams):
+            self._streams[site][1](event)
 
     def _step(self, effect: StartOuterStep) -> None:
-        """Compute an outer step; its inputs are on the disk, so it can be computed again."""
-        if self._fails(effect):
+        """Compute an outer step; its inputs are on the disk, so it can be computed again.
+
+        Whether it fails is a function of its updates, so that it fails again after a crash.
+        """
+        seen = sum(sum(update.digest.encode()) for part in effect.contributions for update in part.updates)
+        if seen % 1000 < self.plan.fail_per_mille:
             self._apply(OuterStepFailed(effect.fragment, effect.version))
             return
         try:
@@ -627,14 +594,9 @@ class OuterProcess(Loop):
         except Damaged as error:
             raise Died(str(error)) from error  # The next process fails at the same payload and reports it.
         self.checkers.stored(effect, made)
-        self._reached(CrashPoint.STEP_MADE.value)
+        self.disk.reached(CrashPoint.STEP_MADE.value)
         self.replayer.store(effect.fragment, effect.version, made)
         self._apply(OuterStepDone(effect.fragment, effect.version, digest(made.published), digest(made.link)))
-
-    def _fails(self, effect: StartOuterStep) -> bool:
-        """Return whether the step fails: a function of its updates, so that it fails again after a crash."""
-        seen = sum(sum(update.digest.encode()) for part in effect.contributions for update in part.updates)
-        return seen % 1000 < self.plan.fail_per_mille
 
 
 class Replicator:
@@ -670,12 +632,21 @@ class Replicator:
 
     def follow(self, stream: Stream, chain: str, segment: int) -> None:
         """Serve a standby from its place in the journal, or send it away."""
-        place = self._find(segment, chain) if segment else (0, 0)
-        if place is None:
-            self._send(stream, GoAway())
-            return
-        begin = Begin(segment) if segment else self._anew()
-        self._at = place if segment else (begin.segment, 0)
+        disk, name = self.process.disk, journal_name(segment)
+        begin, place = Begin(segment), (0, 0)
+        if not segment:  # The standby is empty: it gets the newest snapshot and its payloads.
+            snapshot = disk.storage.names("snapshot-")[-1]
+            facts = disk.facts(snapshot)
+            payloads = self._payloads(sorted(payloads_in(facts["state"])))
+            begin = Begin(int(str(facts["segment"])), (snapshot, disk.storage.read(snapshot)), payloads)
+            self._at = (begin.segment, 0)
+        else:
+            written = units(disk.storage.read(name)) if name in disk.storage.names("journal-") else ()
+            end = next((unit.end for unit in written if unit.kind != MARK and unit.chain.hex() == chain), None)
+            if end is None:
+                self._send(stream, GoAway())
+                return
+            self._at = place = (segment, end)
         self.machine.followed(stream, stream.name, place, self.process.heap.now_ns)
         self._send(stream, begin)
         self.pump()
@@ -715,22 +686,6 @@ class Replicator:
                     self._send(stream, Unit(unit.kind, unit.chain, raw, end_of, self._payloads(named)))
                 at = unit.end
             self._at = (segment, at) if segment == last else (segment + 1, 0)
-
-    def _anew(self) -> Begin:
-        """Return the beginning for an empty standby: the newest snapshot and its payloads."""
-        storage = self.process.disk.storage
-        name = storage.names("snapshot-")[-1]
-        facts = self.process.disk.facts(name)
-        payloads = self._payloads(sorted(payloads_in(facts["state"])))
-        return Begin(int(str(facts["segment"])), (name, storage.read(name)), payloads)
-
-    def _find(self, segment: int, chain: str) -> Place | None:
-        storage, name = self.process.disk.storage, journal_name(segment)
-        if name in storage.names("journal-"):
-            for unit in units(storage.read(name)):
-                if unit.kind != MARK and unit.chain.hex() == chain:
-                    return segment, unit.end
-        return None
 
     def _payloads(self, names: list[str]) -> tuple[tuple[str, bytes], ...]:
         storage = self.process.disk.storage

@@ -1,6 +1,6 @@
 """Draw a run from a seed: the sites and their speeds, the rules, the links' behaviour, and the faults.
 
-``PairFaults`` injects the faults of a syncer, its standby and their lease.
+``inject_pair_fault`` injects the faults of a syncer, its standby and their lease.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from diloco.sim.outer_process import CrashPoint
+from diloco.sim.outer_disk import CrashPoint
 from diloco.sim.site_state import SitePlan
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import MILLISECOND_NS, Direction, OuterPlan, OuterRule, ReplicationPlan, Weather
@@ -24,7 +24,8 @@ from diloco.sync.options import (
 )
 
 if TYPE_CHECKING:
-    from diloco.sim.cluster import Seat, Syncers
+    from diloco.sim.cluster import Syncers
+    from diloco.sim.outer_process import OuterProcess
     from diloco.sim.world import Link
 
 GENTLE = ("outer_crash", "power_cut", "rot", "outer_freeze", "freeze", "partition", "half_partition", "storm")
@@ -52,17 +53,14 @@ class SwarmPlan:
 
 def draw_plan(seed: int) -> SwarmPlan:
     """Draw the plan of ``seed``, deterministically."""
-    plan, random = _overlapping(_alone(seed), Random(f"{seed}/overlapping")), Random(f"{seed}/replication")
+    plan, random = _alone(seed), Random(f"{seed}/overlapping")
+    if not plan.sites[0].options.lock_step and random.random() <= 0.3:
+        # In three runs of ten, each site makes its own number of steps before it adopts a version.
+        sites = [replace(site, overlap_steps=random.randrange(site.options.inner_steps)) for site in plan.sites]
+        plan = replace(plan, sites=tuple(sites))
     plan = _ruled(_leasing(plan, Random(f"{seed}/units")), Random(f"{seed}/rules"))
+    random = Random(f"{seed}/replication")
     return _with_a_standby(plan, random) if random.random() < 0.3 else plan
-
-
-def _overlapping(plan: SwarmPlan, random: Random) -> SwarmPlan:
-    """In three runs of ten, each site makes its own number of steps before it adopts a version."""
-    if plan.sites[0].options.lock_step or random.random() > 0.3:
-        return plan
-    sites = [replace(site, overlap_steps=random.randrange(site.options.inner_steps)) for site in plan.sites]
-    return replace(plan, sites=tuple(sites))
 
 
 def _leasing(plan: SwarmPlan, random: Random) -> SwarmPlan:
@@ -229,107 +227,92 @@ PAIR = (
 """Faults of runs with a standby."""
 
 
-class PairFaults:
-    """The faults of runs with a standby.  Each method injects one, or returns False when it is impossible now."""
-
-    def __init__(self, syncers: Syncers, random: Random) -> None:
-        self._syncers, self._random = syncers, random
-
-    def inject(self, kind: str) -> bool:
-        """Inject fault ``kind``, one of ``PAIR``; return whether that was possible."""
-        standby = self._syncers.standby_seat()
-        return standby is not None and bool(getattr(self, f"_{kind}")(standby))
-
-    def _for_ns(self) -> int:
-        return self._random.choice((400, 2000, 6000, 12000)) * MILLISECOND_NS
-
-    def _primary_gone(self, standby: Seat) -> bool:
-        """Take down the leading machine, perhaps with its folder; it may stay down until all faults are healed."""
-        seat = self._syncers.seat_of_outer()
-        if self._random.random() < 0.5:
-            if not self._syncers.may_be_lost(seat):
+def inject_pair_fault(syncers: Syncers, random: Random, kind: str) -> bool:
+    """Inject fault ``kind``, one of ``PAIR``; return whether that was possible."""
+    leading = syncers.seat_of_outer()
+    standby = next((seat for seat in syncers.seats if seat is not leading), None)
+    outer, between, heap = syncers.outer, syncers.between, syncers.heap
+    if standby is None or outer is None or between is None:
+        return False
+    match kind:
+        case "primary_gone":
+            # The leading machine goes, perhaps with its folder; it may stay down until all faults are healed.
+            if random.random() < 0.5:
+                if not syncers.may_be_lost(leading):
+                    return False
+                syncers.lose(leading)
+            else:
+                syncers.kill(leading, power=random.random() < 0.5)
+            leading.up = False
+            if random.random() < 0.5:
+                heap.after(_down_ns(random), lambda: syncers.bring_up(leading))
+        case "primary_frozen":
+            _freeze_primary(syncers, random)
+        case "pair_partition" | "lease_partition":
+            link = between
+            if kind == "lease_partition":
+                seat = random.choice((standby, leading))
+                assert seat.line is not None
+                link = seat.line.link
+            link.cut(*random.choice(((Direction.UP,), (Direction.DOWN,), tuple(Direction))))
+            heap.after(_down_ns(random), link.heal)
+        case "standby_crash":
+            standby.restart_ns = _down_ns(random)
+            point, power = random.choice((None, *CrashPoint)), random.random() < 0.5
+            if point is None:
+                syncers.kill(standby, power=power)
+            else:
+                syncers.doom(standby, point, power=power)
+        case "standby_gone":
+            if not syncers.may_be_lost(standby):
                 return False
-            self._syncers.lose(seat)
-        else:
-            self._syncers.kill(seat, power=self._random.random() < 0.5)
-        seat.up = False
-        if self._random.random() < 0.5:
-            self._syncers.heap.after(self._for_ns(), lambda: self._syncers.bring_up(seat))
-        return True
+            standby.restart_ns = _down_ns(random)
+            syncers.lose(standby)
+        case "standby_frozen":
+            process = standby.process
+            if not isinstance(process, StandbyProcess):
+                return False
+            process.frozen = True
+            heap.after(_down_ns(random), process.thaw)
+        case "detach":
+            return _detach(syncers)
+        case "deserted":
+            _desert(syncers, random, outer, between)
+    return True
 
-    def _primary_frozen(self, standby: Seat) -> bool:
-        """Freeze the leading process for half to two and a half times its lease."""
-        process, lease = self._syncers.outer, self._syncers.lease
-        assert process is not None
-        assert lease is not None
-        process.freeze()
-        for_ns = int(lease.ttl_ns * (0.5 + 2 * self._random.random()))
-        self._syncers.heap.after(for_ns, process.thaw)
-        return True
 
-    def _pair_partition(self, standby: Seat) -> bool:
-        assert self._syncers.between is not None
-        return self._cut(self._syncers.between)
+def _down_ns(random: Random) -> int:
+    return random.choice((400, 2000, 6000, 12000)) * MILLISECOND_NS
 
-    def _lease_partition(self, standby: Seat) -> bool:
-        seat = self._random.choice((standby, self._syncers.seat_of_outer()))
-        assert seat.line is not None
-        return self._cut(seat.line.link)
 
-    def _cut(self, link: Link) -> bool:
-        link.cut(*self._random.choice(((Direction.UP,), (Direction.DOWN,), tuple(Direction))))
-        self._syncers.heap.after(self._for_ns(), link.heal)
-        return True
+def _freeze_primary(syncers: Syncers, random: Random) -> None:
+    """Freeze the leading process for half to two and a half times its lease."""
+    process, lease = syncers.outer, syncers.lease
+    assert process is not None
+    assert lease is not None
+    process.frozen = True
+    syncers.heap.after(int(lease.ttl_ns * (0.5 + 2 * random.random())), process.thaw)
 
-    def _standby_crash(self, standby: Seat) -> bool:
-        standby.restart_ns = self._for_ns()
-        point, power = self._random.choice((None, *CrashPoint)), self._random.random() < 0.5
-        if point is None:
-            self._syncers.kill(standby, power=power)
-        else:
-            self._syncers.doom(standby, point, power=power)
-        return True
 
-    def _standby_gone(self, standby: Seat) -> bool:
-        if not self._syncers.may_be_lost(standby):
-            return False
-        standby.restart_ns = self._for_ns()
-        self._syncers.lose(standby)
-        return True
+def _detach(syncers: Syncers) -> bool:
+    """Detach the standby while it does not follow, as an operator whose run stands still."""
+    outer = syncers.outer
+    if outer is None or outer.replicator is None or outer.replicator.follows():
+        return False
+    outer.deliver(outer.detach)
+    return True
 
-    def _standby_frozen(self, standby: Seat) -> bool:
-        process = standby.process
-        if not isinstance(process, StandbyProcess):
-            return False
-        process.freeze()
-        self._syncers.heap.after(self._for_ns(), process.thaw)
-        return True
 
-    def _detach(self, standby: Seat) -> bool:
-        """Detach the standby while it does not follow, as an operator whose run stands still."""
-        outer = self._syncers.outer
-        if outer is None or outer.replicator is None or outer.replicator.follows():
-            return False
-        outer.deliver(outer.detach)
-        return True
+def _desert(syncers: Syncers, random: Random, outer: OuterProcess, between: Link) -> None:
+    """Cut primary and standby apart, detach, then freeze the primary, which has told what the standby lacks."""
+    plan, heap = syncers.plan.replication, syncers.heap
+    assert plan is not None
+    between.cut(*Direction)
 
-    def _deserted(self, standby: Seat) -> bool:
-        """Cut primary and standby apart, detach, then freeze the primary, which has told what the standby lacks."""
-        syncers, heap = self._syncers, self._syncers.heap
-        outer, plan = syncers.outer, syncers.plan.replication
-        assert syncers.between is not None
-        assert outer is not None
-        assert plan is not None
-        syncers.between.cut(*Direction)
+    def fall_silent() -> None:
+        if syncers.outer is outer:
+            _freeze_primary(syncers, random)
+        heap.after(2 * plan.ttl_ns, between.heal)
 
-        def fall_silent() -> None:
-            if syncers.outer is outer:
-                self._primary_frozen(standby)
-            heap.after(2 * plan.ttl_ns, syncers.between.heal)  # type: ignore[union-attr]
-
-        def detach() -> None:
-            self._detach(standby)
-
-        heap.after(plan.timeout_ns + SECOND_NS, detach)
-        heap.after(plan.timeout_ns + 4 * SECOND_NS, fall_silent)
-        return True
+    heap.after(plan.timeout_ns + SECOND_NS, lambda: _detach(syncers))
+    heap.after(plan.timeout_ns + 4 * SECOND_NS, fall_silent)

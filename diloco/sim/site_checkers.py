@@ -8,6 +8,8 @@ is in one place).
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.sim import world
@@ -17,6 +19,7 @@ from diloco.sim.checkers import (
     Checker,
     ExactlyOnce,
     Grace,
+    Id,
     Lineages,
     Merging,
     Recovery,
@@ -66,14 +69,14 @@ from diloco.sync.state import Vital
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sim.checkers import Id
     from diloco.sim.site_state import Drawn, SiteState
     from diloco.sim.world import OuterPlan, Storage, Unit, Value
     from diloco.sync.effects import LearnerEffect, OuterEffect
-    from diloco.sync.events import Fate, LearnerEvent, OuterEvent
+    from diloco.sync.events import LearnerEvent, OuterEvent
     from diloco.sync.syncer import OuterSync
 
 
+@dataclass(eq=False)
 class Admission(Checker):
     """A flagged update is refused, noted, or held until an operator admits it; each decision leaves a note.
 
@@ -84,11 +87,9 @@ class Admission(Checker):
     mutation = "a held update is merged with those that wait"
     of_the_disk = ("usual", "held", "refused")
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.usual: dict[tuple[str, int], list[Vital]] = {}
-        self.held: dict[Id, Vital] = {}
-        self.refused: set[tuple[str, int, int, str]] = set()
+    usual: dict[tuple[str, int], list[Vital]] = field(default_factory=dict)
+    held: dict[Id, Vital] = field(default_factory=dict)
+    refused: set[tuple[str, int, int, str]] = field(default_factory=set)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Judge every update again, from the checker's own records."""
@@ -104,9 +105,9 @@ class Admission(Checker):
                 self.require(not effect.fate.merged or key not in self.held, key, "is merged and was held")
                 self.held.pop(key, None)
             elif isinstance(effect, StartOuterStep):
-                merged = ids_of(effect) & set(self.held)
-                self.require(not merged, "held, and merged without a word:", sorted(merged))
-                behind = [key for key in ids_of(effect) if self._overtakes(key)]
+                ids, held = ids_of(effect), self.held
+                self.require(ids.isdisjoint(held), "held, and merged without a word:", sorted(ids & set(held)))
+                behind = [key for key in ids if any(key[:2] == each[:2] and key[2] > each[2] for each in held)]
                 self.require(not behind, "overtakes one that is held:", behind)
 
     def _arrived(self, event: UpdateArrived, effects: Sequence[OuterEffect]) -> None:
@@ -147,21 +148,17 @@ class Admission(Checker):
         window.append(vital)
         del window[: -self.plan.health.history]
 
-    def _overtakes(self, key: Id) -> bool:
-        site, fragment, sequence = key
-        return any(held[:2] == (site, fragment) and held[2] < sequence for held in self.held)
 
-
+@dataclass(eq=False)
 class OneLeader(Checker):
     """Epochs rise, a process is silent once one of a later (lineage, epoch) has spoken, a version has one digest."""
 
     name = "one_leader"
     mutation = "a process does not ask for its lease before it tells anything"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.started = self.spoke = (1, 0)
-        self.published: dict[tuple[int, int, int], str] = {}
+    started: tuple[int, int] = (1, 0)
+    spoke: tuple[int, int] = (1, 0)
+    published: dict[tuple[int, int, int], str] = field(default_factory=dict)
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Each start has a larger epoch."""
@@ -208,7 +205,7 @@ class Replicated(Checker):
         for unit in units(data):
             if unit.kind != MARK and unit.chain == chain:
                 durable = storage.is_safe(journal, data[at : unit.end])
-                self.require(durable, "the standby goes on from a frame that is not durable in", journal)
+                self.require(durable, "the standby resumes from a frame that is not durable in", journal)
                 self.there.add(chain)
             at = unit.end
 
@@ -278,7 +275,11 @@ class CountedOnce(Checker):
             return
         for effect in effects:
             if isinstance(effect, TellFate) and effect.fate.merged:
-                self._merged(effect.site, effect.fate)
+                fate, unit = effect.fate, self.plan.options.unit_sequences
+                times = self.times[fate.fragment]
+                for at, (number, _) in self.carried[fate.fragment, fate.sequence, fate.digest]:
+                    key = (effect.site, number, at % unit)
+                    times[key] = times.get(key, 0) + 1
             elif isinstance(effect, AnswerUnits) and isinstance(event, UnitsAsked):
                 self._leased(event.site, effect)
 
@@ -293,12 +294,6 @@ class CountedOnce(Checker):
         self.require(len(wrong) <= units.partly, "counted as merged, and not merged:", sorted(wrong))
         again = sum(times - 1 for times in found.values())
         self.require(again <= units.repeated, again, "were merged again and", units.repeated, "are shown")
-
-    def _merged(self, site: str, fate: Fate) -> None:
-        times, unit = self.times[fate.fragment], self.plan.options.unit_sequences
-        for at, (number, _) in self.carried[fate.fragment, fate.sequence, fate.digest]:
-            key = (site, number, at % unit)
-            times[key] = times.get(key, 0) + 1
 
     def _complete(self) -> dict[int, int]:
         """Return how often single sites merged each unit as a whole; parts merged by other sites do not count."""
@@ -350,17 +345,16 @@ class Balanced(Checker):
             self.require(silent or found.in_hand == 0, "the run has ended, and in hand are", found)
 
 
+@dataclass(eq=False)
 class Ledger(Checker):
     """Invariant 10: every token a site has read is in exactly one place, and none becomes "lost" without a cause."""
 
     name = "ledger"
     mutation = "an update that is refused takes its tokens with it"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.processed: dict[str, int] = {}
-        self.lost: dict[str, list[int]] = {}
-        self.orphans: dict[str, list[int]] = {}
+    processed: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, list[int]] = field(default_factory=dict)
+    orphans: dict[str, list[int]] = field(default_factory=dict)
 
     def process_started(self, site: SiteState) -> None:
         """A new process begins with the counts of its odometer and checkpoint."""
@@ -412,22 +406,21 @@ class Cold(Checker):
     """Invariant 16: the values that a site had before its first version are never part of an update."""
 
     name = "cold"
-    mutation = "a new site goes on from its own initialisation instead of the version it took"
+    mutation = "a new site continues from its own initialisation instead of the version it took"
 
     def sealed(self, site: SiteState, seal: Seal, gradient: Value) -> None:
         """The third number marks values that come from no version."""
         self.require(gradient[2] == 0 and seal.base_version >= 0, site.name, seal, "carries a cold start", gradient)
 
 
+@dataclass(eq=False)
 class Independence(Checker):
     """Invariant 14: between two steps a site stands still only while it is frozen, or in lock-step."""
 
     name = "independence"
     mutation = "a site waits after each update until its fate is known"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.ended_ns: dict[str, int] = {}
+    ended_ns: dict[str, int] = field(default_factory=dict)
 
     def step_begun(self, site: SiteState, step_ns: int) -> None:
         """A step begins at the instant at which the one before ended."""
@@ -441,16 +434,15 @@ class Independence(Checker):
         self.ended_ns[site.name] = site.heap.now_ns
 
 
+@dataclass(eq=False)
 class Farewell(Checker):
     """A site stops for a valid reason: no answer contradicts an earlier one, and a site leaves with nothing unsent."""
 
     name = "farewell"
     mutation = "the last step before a goodbye is not sent"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.stopped: set[str] = set()
-        self.finished: set[str] = set()
+    stopped: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
 
     def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
         """Check how a site stops and leaves."""
@@ -462,7 +454,7 @@ class Farewell(Checker):
                 self.require(not contradicted or site.twin, site.name, "stops:", effect.why)
                 self.stopped.add(site.name)
             elif isinstance(effect, Leave):
-                self.require(site.name in self.stopped, site.name, "says goodbye and goes on training")
+                self.require(site.name in self.stopped, site.name, "says goodbye and continues to train")
                 self.require(site.at_rest or not site.training, site.name, "says goodbye in the middle of a step")
                 unanswered = [part for part in site.machine.state.fragments if part.unanswered()]
                 self.require(not unanswered, site.name, "says goodbye and waits for an answer:", unanswered)
@@ -470,15 +462,14 @@ class Farewell(Checker):
                 self.require(unsent == 0 or site.name in self.finished, site.name, "leaves", unsent, "tokens unsent")
 
 
+@dataclass(eq=False)
 class Cursor(Checker):
     """No process of a site reads a batch again whose work was accepted."""
 
     name = "cursor"
     mutation = "a restarted site is not told to skip what its accepted updates have consumed"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.consumed: dict[str, int] = {}
+    consumed: dict[str, int] = field(default_factory=dict)
 
     def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
         """The answer to a join gives the cursor of the site's accepted updates."""
@@ -595,32 +586,27 @@ class Conservation(Checker):
             self.require(there == learned, f"of fragment {index}", learned, "was learned and", there, "is somewhere")
 
 
+@dataclass(eq=False)
 class History(Checker):
     """Not an invariant: a digest over all events of a run, and the counts of fates."""
 
     name = "history"
     mutation = "the network draws its delays from something else than the seed"
 
-    def __init__(self, plan: OuterPlan) -> None:
-        super().__init__(plan)
-        self.fates: dict[str, int] = {}
-        self._digest = hashlib.sha256()
+    fates: Counter[str] = field(default_factory=Counter)
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    """Two runs of one seed have the same."""
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Add the syncer's event to the digest, and count its fates."""
-        self._digest.update(f"{now_ns} {event} {effects}".encode())
+        self.digest.update(f"{now_ns} {event} {effects}".encode())
         for effect in effects:
             if isinstance(effect, TellFate):
-                what = effect.fate.reason.value if effect.fate.reason else "merged"
-                self.fates[what] = self.fates.get(what, 0) + 1
+                self.fates[effect.fate.reason.value if effect.fate.reason else "merged"] += 1
 
     def learner(self, site: SiteState, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
         """Add the site's event to the digest."""
-        self._digest.update(f"{site.heap.now_ns} {site.name} {site.theta} {event} {effects}".encode())
-
-    def hexdigest(self) -> str:
-        """Return the digest; two runs of one seed have the same."""
-        return self._digest.hexdigest()
+        self.digest.update(f"{site.heap.now_ns} {site.name} {site.theta} {event} {effects}".encode())
 
 
 CHECKERS: tuple[type[Checker], ...] = (

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.sim import world
 from diloco.sim.outer_process import OuterProcess
 from diloco.sim.site_state import SiteState, Stored
-from diloco.sim.world import MILLISECOND_NS, Feed, Heap, Pulled, ask
+from diloco.sim.standby_process import StandbyProcess
+from diloco.sim.world import MILLISECOND_NS, Direction, Heap, Pulled, ask
 from diloco.sync.admission import Verdict
 from diloco.sync.effects import (
     Adopt,
@@ -53,19 +55,18 @@ from diloco.sync.events import (
     SealFailed,
     StepDone,
     UnitsTold,
-    UpdateArrived,
     VersionFetched,
 )
 from diloco.sync.learner import LearnerSync
-from diloco.sync.progress import UnitAsk, ask_of, units_from
+from diloco.sync.progress import ask_of, units_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from random import Random
 
     from diloco.sim.checkers import Checkers
+    from diloco.sim.outer_process import Reply, Seat
     from diloco.sim.site_state import Checkpoint, Key, Side, Trouble
-    from diloco.sim.standby_process import StandbyProcess
     from diloco.sim.world import Value
 
 CALL_DEADLINE_NS = 1500 * MILLISECOND_NS
@@ -87,32 +88,28 @@ class Session:
 class Courier:
     """The network work of one learner process."""
 
-    def __init__(
-        self, process: SiteProcess, syncers: Sequence[Callable[[], OuterProcess | StandbyProcess | None]]
-    ) -> None:
-        """``syncers``: for each address of the site a function that returns the process answering there, or None."""
+    def __init__(self, process: SiteProcess, seats: Sequence[Seat]) -> None:
+        """``seats`` are the machines that may be the syncer."""
         self.process = process
         self.session: Session | None = None
-        self._syncers, self._at = syncers, 0
-        self._tasks: dict[Key, Session] = {}
-        self._early: list[tuple[OuterProcess | StandbyProcess, LearnerEvent | None]] = []
+        self._seats, self._at = seats, 0
+        self.tasks: dict[Key, Session] = {}
+        """The updates that are being sent."""
+        self._early: list[tuple[OuterProcess, LearnerEvent | None]] = []
         """Events of a stream that arrived before the answer to its join; None: the stream broke."""
         self._missed = 0
 
-    def forget(self, key: Key) -> None:
-        """Stop sending an update."""
-        self._tasks.pop(key, None)
-
     def _ask(
         self,
-        request: Callable[[Callable[[object], None]], None],
-        answered: Callable[[object], None],
+        outer: OuterProcess,
+        request: Callable[[Reply], None],
+        answered: Reply,
         missed: Callable[[], None],
         deadline_ns: int = CALL_DEADLINE_NS,
     ) -> None:
-        """As ``world.ask``, over the site's link."""
-        process = self.process
-        ask(process.heap, process.link, process, request, answered, missed, deadline_ns)
+        """As ``world.ask``: run ``request`` in ``outer``, over the site's link."""
+        heap, link, process = self.process.heap, self.process.link, self.process
+        ask(heap, link, process, lambda reply: outer.ask(lambda: request(reply)), answered, missed, deadline_ns)
 
     def later(self, delay_ns: int, action: Callable[[], None]) -> None:
         """Run ``action`` after a random delay of half to all of ``delay_ns``."""
@@ -120,36 +117,35 @@ class Courier:
         self.process.heap.after(jittered, lambda: self.process.deliver(action))
 
     def join(self, backoff_ns: int, ticket: int = 0) -> None:
-        """Ask one address after the other to accept this process; ``ticket`` is that of an answer ``AskToConfirm``."""
+        """Ask one machine after the other to accept this process; ``ticket`` is that of an answer ``AskToConfirm``."""
+        process, seat = self.process, self._seats[self._at]
 
-        process = self.process
-
-        address = self._syncers[self._at]
-
-        def request(reply: Callable[[object], None]) -> None:
-            outer = address()
-            if outer is None:
+        def request(reply: Reply) -> None:
+            outer = seat.process
+            if isinstance(outer, StandbyProcess):
+                outer.deliver(lambda: reply((outer, None)))  # A standby accepts no site.
+            if not isinstance(outer, OuterProcess):
                 return
 
-            def feed(incarnation: int) -> Feed:
-                return Feed(
-                    incarnation,
-                    process.link,
-                    lambda what: process.deliver(lambda: self._told(outer, what)),
+            def tell(what: LearnerEvent | DropSite) -> None:
+                process.link.send(
+                    Direction.DOWN,
+                    lambda: process.deliver(lambda: self._told(outer, what)),
                     lambda: process.deliver(lambda: self._told(outer, None)),
                 )
 
             outer.ask(
-                lambda: outer.join(process.site, process.name, ticket, feed, lambda answer: reply((outer, answer)))
+                lambda: outer.join(process.site, process.name, ticket, tell, lambda answer: reply((outer, answer)))
             )
 
         def again() -> None:
-            self._at = (self._at + 1) % len(self._syncers)
+            self._at = (self._at + 1) % len(self._seats)
             self.later(backoff_ns, lambda: self.join(min(2 * backoff_ns, BACKOFF_MAX_NS)))
 
-        self._ask(request, lambda answer: self._joined(answer, again), again)
+        answered = partial(self._joined, again)
+        ask(process.heap, process.link, process, request, answered, again, CALL_DEADLINE_NS)
 
-    def _joined(self, answer: object, again: Callable[[], None]) -> None:
+    def _joined(self, again: Callable[[], None], answer: object) -> None:
         assert isinstance(answer, tuple)
         outer, reply = answer
         known = self.process.machine.state
@@ -165,7 +161,7 @@ class Courier:
         assert isinstance(outer, OuterProcess)
         self.session = Session(outer, reply.incarnation)
         self._missed = 0
-        self._tasks.clear()
+        self.tasks.clear()
         session = self.session
         self.process.handle(reply)
         self._report(session)
@@ -178,10 +174,10 @@ class Courier:
         """Drop the connection and join again."""
         if self.session is not None:
             self.session = None
-            self._tasks.clear()
+            self.tasks.clear()
             self.later(BACKOFF_FIRST_NS, lambda: self.join(BACKOFF_FIRST_NS))
 
-    def _told(self, outer: OuterProcess | StandbyProcess, what: LearnerEvent | DropSite | None) -> None:
+    def _told(self, outer: OuterProcess, what: LearnerEvent | DropSite | None) -> None:
         if isinstance(what, DropSite):
             self.process.exit(f"dropped: {what.reason.value}")
         elif self.session is None:
@@ -212,53 +208,35 @@ class Courier:
                 self.break_off()
 
         if self.session is session and self.process.alive:
-            outer, ask = session.outer, self.process.units_wanted()
-            self._ask(
-                lambda reply: outer.ask(lambda: outer.report(self.process.site, session.incarnation, ask, reply)),
-                answered,
-                missed,
-            )
+            outer, options = session.outer, self.process.plan.options
+            ask = ask_of(options, self.process.machine.state) if options.unit_sequences else None
+            site, incarnation = self.process.site, session.incarnation
+            self._ask(outer, lambda reply: outer.report(site, incarnation, ask, reply), answered, missed)
             self.process.heap.after(
                 self.process.plan.report_ns, lambda: self.process.deliver(lambda: self._report(session))
             )
 
     def send(self, key: Key) -> None:
         """Send an update until there is a definite answer; after a new join the machine asks for it again."""
-        if self.session is not None and key not in self._tasks:
-            self._tasks[key] = self.session
+        if self.session is not None and key not in self.tasks:
+            self.tasks[key] = self.session
             self._attempt(key, self.session, BACKOFF_FIRST_NS)
 
     def _attempt(self, key: Key, session: Session, backoff_ns: int) -> None:
         stored = self.process.disk.outbox.get(key)
-        if self._tasks.get(key) is not session or stored is None:
+        if self.tasks.get(key) is not session or stored is None:
             return
-        seal = stored.seal
-        update = UpdateArrived(
-            0,
-            self.process.site,
-            session.incarnation,
-            *key,
-            seal.base_version,
-            seal.tokens,
-            seal.steps,
-            seal.step_ns,
-            seal.cursor,
-            stored.digest,
-            "",
-            "exact",
-            stored.finite,
-            seal.final,
-            stored.norm,
-            stored.cosine,
-            spans=seal.spans,
-        )
+        figures = (stored.finite, stored.norm, stored.cosine)
+        site, incarnation = self.process.site, session.incarnation
+        update = world.update_arrived(stored.seal, site, incarnation, stored.digest, "", *figures)
         outer, transfer_ns = session.outer, self.process.plan.transfer_ns
 
         def again() -> None:
             self.later(backoff_ns, lambda: self._attempt(key, session, min(2 * backoff_ns, BACKOFF_MAX_NS)))
 
         self._ask(
-            lambda reply: outer.ask(lambda: outer.push(update, stored.value, transfer_ns, reply)),
+            outer,
+            lambda reply: outer.push(update, stored.value, transfer_ns, reply),
             lambda answer: self._pushed(key, session, stored.digest, answer, again),
             again,
             CALL_DEADLINE_NS + transfer_ns,
@@ -266,55 +244,43 @@ class Courier:
 
     def _pushed(self, key: Key, session: Session, digest: str, answer: object, again: Callable[[], None]) -> None:
         assert isinstance(answer, AnswerPush | Verdict)
-        if self._tasks.get(key) is not session:
+        if self.tasks.get(key) is not session:
             return
         if answer.outcome is Outcome.RETRY:
             again()
             return
-        del self._tasks[key]
+        del self.tasks[key]
         self.process.handle(PushAnswered(*key, answer.outcome, answer.reason, digest))
         if answer.fate is not None and self.process.alive:
             self.process.handle(FateTold(answer.fate))
 
     def fetch(self, effect: Fetch) -> None:
-        """Pull a newer version once."""
-        index, lineage = effect.fragment, self.process.machine.state.lineage
+        """Pull a newer version once: the down-links to it from the newest value here, or the whole values."""
+        process, index, session = self.process, effect.fragment, self.session
+        lineage = process.machine.state.lineage
 
         def current() -> bool:
             """Return False once the machine has started over in a new lineage; it has then asked again."""
-            return self.process.machine.state.lineage == lineage
+            return process.machine.state.lineage == lineage
 
         def failed() -> None:
-            self.later(BACKOFF_FIRST_NS, lambda: self.process.handle(FetchFailed(index)) if current() else None)
+            self.later(BACKOFF_FIRST_NS, lambda: process.handle(FetchFailed(index)) if current() else None)
 
         def answered(answer: object) -> None:
-            if isinstance(answer, Pulled) and current():
-                self._fetched(index, answer)
-            else:
+            if not isinstance(answer, Pulled) or not current():
                 failed()
+                return
+            value = world.ZERO if answer.whole else process.arrived.get(index, process.base[index])[1]
+            value = world.plus(value, world.total(answer.parts))
+            process.checkers.fetched(process, index, answer.version, value)
+            process.arrived[index] = (answer.version, value)
+            process.handle(VersionFetched(index, answer.version, answer.fates))
 
-        session = self.session
         if session is None:
             failed()
         else:
-            outer = session.outer
-            self._ask(
-                lambda reply: outer.ask(lambda: outer.pull(self.process.site, index, effect.have_version, reply)),
-                answered,
-                failed,
-            )
-
-    def _fetched(self, index: int, pulled: Pulled) -> None:
-        """Add the down-links to the newest value here, or take the whole values."""
-        if pulled.whole:
-            value = pulled.parts[0]
-        else:
-            _, value = self.process.arrived.get(index, self.process.base[index])
-            for link in pulled.parts:
-                value = world.plus(value, link)
-        self.process.checkers.fetched(self.process, index, pulled.version, value)
-        self.process.arrived[index] = (pulled.version, value)
-        self.process.handle(VersionFetched(index, pulled.version, pulled.fates))
+            outer, have = session.outer, effect.have_version
+            self._ask(outer, lambda reply: outer.pull(process.site, index, have, reply), answered, failed)
 
     def leave(self, tries: int) -> None:
         """Leave the syncer and exit; after ``tries`` failed attempts exit without leaving."""
@@ -326,7 +292,8 @@ class Courier:
             self.later(BACKOFF_MAX_NS, lambda: self.leave(tries - 1))
             return
         self._ask(
-            lambda reply: session.outer.ask(lambda: session.outer.leave(self.process.site, session.incarnation, reply)),
+            session.outer,
+            lambda reply: session.outer.leave(self.process.site, session.incarnation, reply),
             lambda _: self.process.exit("left"),
             lambda: self.leave(tries - 1),
         )
@@ -347,13 +314,13 @@ class SiteProcess(SiteState):
         side: Side,
         trouble: Trouble,
         checkers: Checkers,
-        syncers: Sequence[Callable[[], OuterProcess | StandbyProcess | None]],
+        seats: Sequence[Seat],
         trainer: Trainer,
         on_exit: Callable[[SiteProcess, str], None],
     ) -> None:
         super().__init__(site, name, heap, side, trouble)
         self.checkers, self.trainer = checkers, trainer
-        self.courier = Courier(self, syncers)
+        self.courier = Courier(self, seats)
         self._on_exit = on_exit
         self._given_up: set[Key] = set()
         self._waits = 0
@@ -364,9 +331,6 @@ class SiteProcess(SiteState):
 
     def start(self) -> None:
         """Resume from the checkpoint or begin cold, and join."""
-        self.deliver(self._start)
-
-    def _start(self) -> None:
         kept = self.disk.checkpoint
         if kept is not None:
             digests = {key: stored.digest for key, stored in self.disk.outbox.items()}
@@ -375,24 +339,21 @@ class SiteProcess(SiteState):
             before = self.disk.odometer - kept.step_tokens
             self.machine = LearnerSync.restore(self.plan.options, json.loads(kept.machine), digests, before)
             self.training = True
-        self._tidy()
+        listed = {
+            (index, sent.sequence): sent
+            for index, part in enumerate(self.machine.state.fragments)
+            for sent in part.in_flight
+        }
+        # Drop what the machine counts as unsent again, and outbox bytes that it does not want.
+        self.sent = {key: value for key, value in self.sent.items() if key in listed}
+        for key in [key for key in self.disk.outbox if key not in listed or not listed[key].bytes_wanted]:
+            del self.disk.outbox[key]
         self.checkers.process_started(self)
         self.handle(OverlapChosen(self.plan.overlap_steps))
         self.courier.join(BACKOFF_FIRST_NS)
         if kept is not None:
             self.handle(StepDone(self.step, kept.step_tokens, kept.step_ns, self.cursor))
             self.next_step()
-
-    def _tidy(self) -> None:
-        """Drop updates that the machine counts as unsent again, and outbox bytes that it does not want."""
-        listed = {
-            (index, sent.sequence): sent
-            for index, part in enumerate(self.machine.state.fragments)
-            for sent in part.in_flight
-        }
-        self.sent = {key: value for key, value in self.sent.items() if key in listed}
-        for key in [key for key in self.disk.outbox if key not in listed or not listed[key].bytes_wanted]:
-            del self.disk.outbox[key]
 
     def kill(self) -> None:
         """End as by SIGKILL."""
@@ -460,11 +421,6 @@ class SiteProcess(SiteState):
         else:
             self.trainer.ready(self)
 
-    def step_begun(self, step_ns: int) -> None:
-        """Handle the begin of a step that takes ``step_ns``."""
-        self.checkers.step_begun(self, step_ns)
-        self.passes = self.plan.ranks and not self.machine.may_act()
-
     def take_step(self, step_ns: int) -> None:
         """Handle the end of a step: progress, checkpoint and the machine's event."""
         random, tokens = self.random, self.plan.tokens
@@ -490,10 +446,6 @@ class SiteProcess(SiteState):
         elif self.alive:
             self.next_step()
 
-    def units_wanted(self) -> UnitAsk | None:
-        """Return the request for units that goes with a report."""
-        return ask_of(self.plan.options, self.machine.state) if self.plan.options.unit_sequences else None
-
     def _keep(self, kept: Checkpoint) -> None:
         self.disk.checkpoint = kept
 
@@ -509,7 +461,7 @@ class SiteProcess(SiteState):
                 self.courier.send((effect.fragment, effect.sequence))
             case Forget():
                 self.disk.outbox.pop((effect.fragment, effect.sequence), None)
-                self.courier.forget((effect.fragment, effect.sequence))
+                self.courier.tasks.pop((effect.fragment, effect.sequence), None)
             case Release():
                 self.sent.pop((effect.fragment, effect.sequence), None)
                 self.sealing.pop((effect.fragment, effect.sequence), None)
@@ -532,7 +484,7 @@ class SiteProcess(SiteState):
                 self.courier.leave(GOODBYES_MAX)
 
     def _seal(self, seal: Seal) -> None:
-        """Measure the pseudo-gradient now; encode it while training goes on."""
+        """Measure the pseudo-gradient now; encode it while training continues."""
         gradient = self.measured(seal)
         poisoned = seal.fragment in self.poisoned
         self.sealing[seal.fragment, seal.sequence] = gradient
@@ -549,18 +501,17 @@ class SiteProcess(SiteState):
         decoded = world.quantised(gradient, self.plan.quantum)
         ruined = self.trouble.ruined > 0 and self.random.random() < self.trouble.ruined
         content = f"{self.name}:{self.step}:{decoded[0]}:{decoded[1]}:{ruined}"
-        self.disk.outbox[key] = Stored(seal, content, decoded, not ruined, *self._vitals())
+        norm, cosine = 0.8 + 0.4 * self.random.random(), 0.4 + 0.2 * self.random.random()
+        if self.trouble.outlying and self.random.random() < self.trouble.outlying:
+            if self.random.random() < 0.5:
+                norm *= 1e6
+            else:
+                cosine = -cosine
+        self.disk.outbox[key] = Stored(seal, content, decoded, not ruined, norm, cosine)
         self.rounded = world.minus(decoded, self.sealing.pop(key, world.ZERO))
         self.sent[key] = decoded
         self.checkers.encoded(self, seal.fragment, content, decoded)
         self.handle(Sealed(*key, content))
-
-    def _vitals(self) -> tuple[float, float]:
-        """Draw an update's norm and cosine: normal or, for an outlier, a norm far too large or a negative cosine."""
-        norm, cosine = 0.8 + 0.4 * self.random.random(), 0.4 + 0.2 * self.random.random()
-        if self.trouble.outlying and self.random.random() < self.trouble.outlying:
-            return (1e6 * norm, cosine) if self.random.random() < 0.5 else (norm, -cosine)
-        return norm, cosine
 
 
 class Trainer:
@@ -596,7 +547,8 @@ class Trainer:
         step_ns = int(plan.step_ns * (1 + plan.step_jitter * self._random.random()))
         for part in takers:
             part.step, part.cursor = step, cursor
-            part.step_begun(step_ns)
+            part.checkers.step_begun(part, step_ns)
+            part.passes = part.plan.ranks and not part.machine.may_act()
         self._heap.after(step_ns, lambda: self._step(takers, step_ns))
 
     def goes_on(self, part: SiteProcess) -> bool:

@@ -89,10 +89,6 @@ class SiteDisk:
     outbox: dict[Key, Stored] = field(default_factory=dict)
     odometer: int = 0
 
-    def copy(self) -> SiteDisk:
-        """Return a copy of the disk, for a twin."""
-        return SiteDisk(self.checkpoint, dict(self.outbox), self.odometer)
-
 
 @dataclass(slots=True)
 class Side:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
-from diloco.sim.outer_process import take_lease
+from diloco.sim.outer_disk import journal_name
+from diloco.sim.outer_process import OuterProcess, take_lease
 from diloco.sim.world import MILLISECOND_NS, Begin, Died, Direction, GoAway, Process, Stream, Unit
 from diloco.sync.effects import TellFate
 from diloco.sync.journal import HEADER, JournalError, chain_after, decode_records, units
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco.sim.checkers import Checkers
-    from diloco.sim.outer_disk import OuterDisk, Replayer
-    from diloco.sim.outer_process import CrashPoint, LeaseHolder, OuterProcess
-    from diloco.sim.world import Feed, Heap, LeaseLine, Link, OuterPlan, Part
+    from diloco.sim.outer_disk import Replayer
+    from diloco.sim.outer_process import LeaseHolder, Seat
+    from diloco.sim.world import Heap, LeaseLine, Link, Part, ReplicationPlan
     from diloco.sync.leadership import Place
 
 
@@ -33,63 +34,51 @@ class StandbyProcess(Process):
     def __init__(
         self,
         heap: Heap,
-        name: str,
-        disk: OuterDisk,
-        plan: OuterPlan,
-        checkers: Checkers,
-        link: Link,
+        seat: Seat,
         line: LeaseLine,
-        primary: Callable[[], OuterProcess | None],
+        link: Link,
+        other: Seat,
+        plan: ReplicationPlan,
+        checkers: Checkers,
         on_death: Callable[[], None],
     ) -> None:
-        """``name`` is the folder's name in the lease; ``link`` leads to the other machine."""
+        """``link`` leads from the machine ``seat`` to the ``other`` one."""
         super().__init__(on_death)
-        assert plan.replication is not None
-        self.heap, self.name, self.disk, self.plan, self.checkers = heap, name, disk, plan, checkers
-        self.replication = plan.replication
-        self.doom: CrashPoint | None = None
+        self.heap, self.disk, self.checkers = heap, seat.disk, checkers
         self.useless = False
         """Whether this folder can no longer follow: the standby then restarts on an empty one."""
-        self._link, self._line, self._primary = link, line, primary
+        self._name, self._line, self._link, self._other, self._plan = seat.folder(), line, link, other, plan
         self._stream: Stream | None = None
         self._began_at: Begin | None = None
         self._heard_ns = heap.now_ns
         self._place: Place = (0, 0)
-        self.replayer: Replayer | None = None if disk.is_new() else disk.recover()
+        self.disk.doom = None
+        # Without a snapshot no process has ever acknowledged anything in this folder.
+        self.replayer: Replayer | None = self.disk.recover() if self.disk.storage.names("snapshot-") else None
 
     def start(self, taken: Callable[[LeaseHolder], None]) -> None:
         """Follow the syncer; call ``taken`` on taking the lease as the heir of a syncer that fell silent."""
         self.deliver(self._follow)
-        self.deliver(lambda: take_lease(self, self._line, self.name, taken, lambda why: None, by_itself=True))
-
-    def ask(self, action: Callable[[], None]) -> None:
-        """Run ``action``; the interface is that of the syncer's ``ask``."""
-        self.deliver(action)
-
-    def join(
-        self, site: str, process: str, ticket: int, feed: Callable[[int], Feed], reply: Callable[[object], None]
-    ) -> None:
-        """Reply that a standby accepts no sites."""
-        reply(None)
+        self.deliver(lambda: take_lease(self, self._line, self._name, taken, lambda why: None, by_itself=True))
 
     # --- following -----------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        stream = self._stream = Stream(self.name, self._link, self, self.take, self.lost)
+        stream = self._stream = Stream(self._name, self._link, self, self.take, self.lost)
         self._heard_ns = self.heap.now_ns
         segment, chain = 0, ""
         if self.replayer is not None:
             segment, chain = self.disk.segment, self.disk.chain.hex()
-            self.checkers.resumed(self.disk.storage, self.disk.journal_name(), self.disk.chain)
+            self.checkers.resumed(self.disk.storage, journal_name(segment), self.disk.chain)
 
         def receive() -> None:
-            primary = self._primary()
-            if primary is not None:
+            primary = self._other.process
+            if isinstance(primary, OuterProcess):
                 primary.deliver(lambda: self._asked(primary, stream, chain, segment))
             else:
                 self._link.send(Direction.DOWN, stream.broken)  # No syncer runs there.
 
-        self._link.send(Direction.UP, receive, lost=stream.broken)
+        self._link.send(Direction.UP, receive, stream.broken)
         self._watch(stream)
 
     def _asked(self, primary: OuterProcess, stream: Stream, chain: str, segment: int) -> None:
@@ -100,12 +89,12 @@ class StandbyProcess(Process):
     def _watch(self, stream: Stream) -> None:
         def look() -> None:
             if self._stream is stream:
-                if self.heap.now_ns - self._heard_ns > self.replication.timeout_ns:
+                if self.heap.now_ns - self._heard_ns > self._plan.timeout_ns:
                     self.lost(stream)
                 else:
                     self._watch(stream)
 
-        self.heap.after(self.replication.timeout_ns // 2, lambda: self.deliver(look))
+        self.heap.after(self._plan.timeout_ns // 2, lambda: self.deliver(look))
 
     def lost(self, stream: Stream) -> None:
         """The stream broke or the syncer fell silent: follow again after ``PAUSE_NS``."""
@@ -133,12 +122,12 @@ class StandbyProcess(Process):
         place = self._place
 
         def receive() -> None:
-            primary = self._primary()
-            replicator = None if primary is None else primary.replicator
-            if primary is not None and replicator is not None:
-                primary.deliver(lambda: replicator.heard(stream, place))
+            primary = self._other.process
+            replicator = primary.replicator if isinstance(primary, OuterProcess) else None
+            if replicator is not None:
+                replicator.process.deliver(lambda: replicator.heard(stream, place))
 
-        self._link.send(Direction.UP, receive, lost=stream.broken)
+        self._link.send(Direction.UP, receive, stream.broken)
 
     def _unit(self, part: Unit, stream: Stream) -> None:
         """Write a unit of the journal durably, acknowledge it, then apply its records."""
@@ -146,27 +135,25 @@ class StandbyProcess(Process):
             begin, self._began_at = self._began_at, None
             assert part.kind == HEADER
             assert begin.snapshot is not None
-            self.disk.begin(begin.segment, part.raw, begin.snapshot, begin.payloads, self._reached)
+            self.disk.begin(begin.segment, part.raw, begin.snapshot, begin.payloads)
             self.replayer = self.disk.recover()
         elif part.kind == HEADER:
             assert self.replayer is not None
-            self.disk.snapshot(self.replayer.machine, self.replayer.versions, self._reached)
+            self.disk.snapshot(self.replayer.machine, self.replayer.versions)
         else:
             (unit,) = units(part.raw)
-            assert chain_after(self.disk.chain, unit.body) == unit.chain, "a frame does not go on from the journal here"
+            assert chain_after(self.disk.chain, unit.body) == unit.chain, "a frame does not continue the journal here"
             for name, data in part.payloads:
-                self.disk.keep_file(name, data, self._reached)
-            self.disk.write(part.raw, part.chain, self._reached)
-            self.checkers.replicated(self.disk.storage, self.disk.journal_name(), part)
+                self.disk.keep_payload(name, data)
+            self.disk.write(part.raw, part.chain)
+            self.checkers.replicated(self.disk.storage, journal_name(self.disk.segment), part)
         assert self.disk.chain == part.chain, "the journal here is another one"
         self._place = part.end
         self._ack(stream)
-        if part.kind != HEADER:
-            self._carry_out(part.raw)
-
-    def _carry_out(self, raw: bytes) -> None:
+        if part.kind == HEADER:
+            return
         assert self.replayer is not None
-        (unit,) = units(raw)
+        (unit,) = units(part.raw)
         for record in decode_records(unit.body, 0):
             try:
                 effects = self.replayer.apply(record)
@@ -175,7 +162,3 @@ class StandbyProcess(Process):
             for effect in effects:
                 if isinstance(effect, TellFate):
                     self.disk.decided(effect.site, effect.fate)
-
-    def _reached(self, where: str) -> None:
-        if self.doom is not None and self.doom.value == where:
-            raise Died(where)

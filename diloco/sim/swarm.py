@@ -4,7 +4,7 @@
 
 A site has a whole process for each syncer, and one ``Trainer`` steps them all.  A site may be cut off from one syncer
 while it reaches the others, from its start or later, and one syncer may be restored from an old backup while the others
-go on.  Each syncer and its site processes have the same checkers as in a run of one syncer.  ``Across`` checks all
+continue.  Each syncer and its site processes have the same checkers as in a run of one syncer.  ``Several`` checks all
 syncers together: a site has one step count and one ledger, it ends when all syncers have said so, and an absent syncer
 stops no other.
 """
@@ -12,19 +12,21 @@ stops no other.
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Checker, Checkers, Staleness, Violation
-from diloco.sim.cluster import RESTART_NS, Cluster, Site
-from diloco.sim.outer_process import CrashPoint
-from diloco.sim.plan import GENTLE, PAIR, PairFaults, SwarmPlan, draw_plan
+from diloco.sim.cluster import Cluster, Site
+from diloco.sim.outer_disk import CrashPoint
+from diloco.sim.outer_process import RESTART_NS
+from diloco.sim.plan import GENTLE, PAIR, SwarmPlan, draw_plan, inject_pair_fault
 from diloco.sim.site_checkers import CHECKERS, History
 from diloco.sim.site_state import SitePlan
 from diloco.sim.world import MILLISECOND_NS, Direction, OuterPlan, Weather
-from diloco.sync.events import Ending, UpdateAdmitted, UpdateWithdrawn
+from diloco.sync.events import DrainRequested, Ending, SiteEvicted, UpdateAdmitted, UpdateWithdrawn
 from diloco.sync.options import SECOND_NS
 from diloco.sync.progress import combined, ledger_of
 from diloco.sync.state import Phase
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from diloco.sim.checkers import Checker
     from diloco.sim.cluster import Syncers
+    from diloco.sim.outer_process import OuterProcess
     from diloco.sim.site_process import SiteProcess
     from diloco.sim.world import Process
     from diloco.sync.options import OuterOptions
@@ -117,9 +120,12 @@ class Run(Cluster):
             self.liveness()
             self.end()
         except ERRORS as error:
-            outcome.failure, outcome.checker = in_words(error)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            outcome.failure, outcome.checker = f"error: {error!r} in {place.name}, line {place.lineno}", "error"
+            if isinstance(error, Violation):
+                outcome.failure, outcome.checker = str(error), error.checker
             outcome.failure += f" (at {self.heap.now_ns / 1e9:.3f} s)"
-        outcome.digest = "".join(history.hexdigest() for history in self.histories)
+        outcome.digest = "".join(history.digest.hexdigest() for history in self.histories)
         outcome.events, outcome.simulated_ns, outcome.restarts = self.heap.events, self.heap.now_ns, self.restarts
         for syncers, history in zip(self.syncers, self.histories, strict=True):
             outcome.power_cuts += syncers.power_cuts
@@ -202,7 +208,7 @@ class Run(Cluster):
         for syncers in self.syncers:
             outer = syncers.outer
             if outer is not None and not syncers.ended():
-                outer.ask(outer.drain)
+                outer.ask(lambda outer=outer: outer.order(DrainRequested))  # type: ignore[misc]
         # Repeat also after the end: a standby that takes over then resumes the run.
         self.heap.after(2 * SECOND_NS, self._ask_for_the_end)
 
@@ -229,70 +235,60 @@ class Run(Cluster):
         syncers = self.random.choice(self.syncers) if len(self.syncers) > 1 else self.syncers[0]
         running = [site for site in self.sites.values() if site.running()]
         if kind in PAIR:
-            self.outcome.faults[kind] += PairFaults(syncers, self.random).inject(kind)
-        elif running and getattr(self, f"_{kind}")(syncers, self.random.choice(running)) is not False:
-            self.outcome.faults[kind] += 1
+            self.outcome.faults[kind] += inject_pair_fault(syncers, self.random, kind)
+        elif running:
+            self.outcome.faults[kind] += self.inject(kind, syncers, self.random.choice(running))
         self.heap.after(self._pause_ns(), self._trouble)
 
-    def _outer_crash(self, syncers: Syncers, site: Site, *, power: bool = False) -> None:
-        seat = syncers.seat_of_outer()
-        seat.restart_ns = self._down_ns()
-        point = self.random.choice((None, *CrashPoint))
-        if point is None:
-            syncers.kill(seat, power=power)
-        else:
-            syncers.doom(seat, point, power=power)
+    def inject(self, kind: str, syncers: Syncers, site: Site) -> bool:
+        """Inject fault ``kind`` at ``syncers`` or ``site``; return whether that was possible."""
+        link = site.sides[self.syncers.index(syncers)].link
+        match kind:
+            case "outer_crash" | "power_cut":
+                seat, power = syncers.seat_of_outer(), kind == "power_cut"
+                seat.restart_ns = self._down_ns()
+                point = self.random.choice((None, *CrashPoint))
+                if point is None:
+                    syncers.kill(seat, power=power)
+                else:
+                    syncers.doom(seat, point, power=power)
+            case "rot":
+                # Only while a process is alive: the journal cannot find rot in a last frame without its mark.
+                return syncers.outer is not None and syncers.disk.storage.rot(self.random)
+            case "outer_freeze":
+                if syncers.outer is None:
+                    return False
+                self._freeze_for_a_while([syncers.outer])
+            case "freeze":  # All parts of a site together: they stand for one process of its machine.
+                self._freeze_for_a_while(list(site.parts))
+            case "partition" | "half_partition":
+                half = kind == "half_partition"
+                link.cut(*((self.random.choice(tuple(Direction)),) if half else Direction))
+                self.heap.after(self._down_ns(), link.heal)
+            case "storm":
+                usual = self.plan.weathers[list(self.sites).index(site.name)]
+                link.weather = Weather(usual.latency_ns, usual.jitter_ns + SECOND_NS, 0.5, 0.3)
 
-    def _power_cut(self, syncers: Syncers, site: Site) -> None:
-        self._outer_crash(syncers, site, power=True)
+                def clear() -> None:
+                    if not self.calm:
+                        link.weather = dataclasses.replace(usual)
 
-    def _rot(self, syncers: Syncers, site: Site) -> bool:
-        # Not while no process is alive: the journal does not claim to find rot in a last frame without its mark.
-        return syncers.outer is not None and syncers.disk.storage.rot(self.random)
-
-    def _outer_freeze(self, syncers: Syncers, site: Site) -> bool:
-        if syncers.outer is not None:
-            self._freeze_for_a_while([syncers.outer])
-        return syncers.outer is not None
-
-    def _freeze(self, syncers: Syncers, site: Site) -> None:
-        """Freeze all parts of a site together: they stand for one process of its machine."""
-        self._freeze_for_a_while(list(site.parts))
+                self.heap.after(self._down_ns(), clear)
+            case "kill":
+                self.kill_site(site.name, self._down_ns())
+            case _:
+                raise LookupError(kind)
+        return True
 
     def _freeze_for_a_while(self, processes: Sequence[Process]) -> None:
         for process in processes:
-            process.freeze()
+            process.frozen = True
 
         def thaw() -> None:
             for process in processes:
                 process.thaw()
 
         self.heap.after(self._down_ns(), thaw)
-
-    def _partition(self, syncers: Syncers, site: Site) -> None:
-        self._cut(syncers, site, tuple(Direction))
-
-    def _half_partition(self, syncers: Syncers, site: Site) -> None:
-        self._cut(syncers, site, (self.random.choice(tuple(Direction)),))
-
-    def _cut(self, syncers: Syncers, site: Site, directions: tuple[Direction, ...]) -> None:
-        link = site.sides[self.syncers.index(syncers)].link
-        link.cut(*directions)
-        self.heap.after(self._down_ns(), link.heal)
-
-    def _storm(self, syncers: Syncers, site: Site) -> None:
-        link = site.sides[self.syncers.index(syncers)].link
-        usual = self.plan.weathers[list(self.sites).index(site.name)]
-        link.weather = Weather(usual.latency_ns, usual.jitter_ns + SECOND_NS, 0.5, 0.3)
-
-        def clear() -> None:
-            if not self.calm:
-                link.weather = dataclasses.replace(usual)
-
-        self.heap.after(self._down_ns(), clear)
-
-    def _kill(self, syncers: Syncers, site: Site) -> None:
-        self.kill_site(site.name, self._down_ns())
 
 
 class Swarm(Run):
@@ -314,72 +310,62 @@ class Swarm(Run):
         """Return whether there are enough sites for a round."""
         return sum(site.wanted for site in self.sites.values()) >= needed(self.plan.outer.options)
 
-    # --- faults for runs of one syncer only ----------------------------------------------------------------------
+    # --- faults ------------------------------------------------------------------------------------------------
 
-    def _wipe(self, syncers: Syncers, site: Site) -> None:
-        self.wipe_site(site.name, self._down_ns())
-
-    def _twin(self, syncers: Syncers, site: Site) -> None:
-        self.twin_site(site.name)
-
-    def _leave(self, syncers: Syncers, site: Site) -> None:
-        for part in site.parts:
-            part.ask_to_leave()
-        if self.random.random() < 0.6:
-            self.heap.after(8 * SECOND_NS, lambda: None if self.calm else self.come_back(site.name))
-
-    def _evict(self, syncers: Syncers, site: Site) -> bool:
-        outer = syncers.outer
-        if outer is None or self.outcome.faults["evict"] or self.random.random() < 0.5:
-            return False
-        outer.ask(lambda: outer.evict(site.name))
+    def inject(self, kind: str, syncers: Syncers, site: Site) -> bool:
+        """As ``Run.inject``, with the faults that only runs of one syncer have."""
+        outer, random = syncers.outer, self.random
+        match kind:
+            case "wipe":
+                self.wipe_site(site.name, self._down_ns())
+            case "twin":
+                self.twin_site(site.name)
+            case "leave":
+                for part in site.parts:
+                    part.ask_to_leave()
+                if random.random() < 0.6:
+                    self.heap.after(8 * SECOND_NS, lambda: None if self.calm else self.come_back(site.name))
+            case "evict":
+                if outer is None or self.outcome.faults["evict"] or random.random() < 0.5:
+                    return False
+                outer.ask(lambda: outer.order(lambda call: SiteEvicted(call, site.name)))
+            case "restore":  # Back up the syncer's disk; at a later call restore it, with a new lineage.
+                if outer is None or syncers.lineage > LINEAGES_MAX:
+                    return False
+                if syncers.backup is None or random.random() < 0.5:
+                    syncers.back_up()
+                    return False
+                syncers.restore()
+            case "poison":
+                site.trouble.poisoned = random.choice((0.0, 0.02, 0.2))
+            case "outlier":
+                site.trouble.outlying = random.choice((0.0, 0.3, 0.6))
+            case "ruin":
+                site.trouble.ruined = random.choice((0.0, 0.1, 0.5))
+            case "word":
+                return outer is not None and self._decide_for_an_operator(outer)
+            case "drain":  # Drain in mid-run; once all sites have left, restart the syncer and the sites.
+                if outer is None or self.outcome.faults["drain"]:
+                    return False
+                outer.ask(lambda: outer.order(DrainRequested))
+                self.heap.after(SECOND_NS, lambda: self._resume(syncers))
+            case _:
+                return super().inject(kind, syncers, site)
         return True
 
-    def _restore(self, syncers: Syncers, site: Site) -> bool:
-        """Back up the syncer's disk; at a later call restore it from the backup, with a new lineage."""
-        if syncers.outer is None or syncers.lineage > LINEAGES_MAX:
-            return False
-        if syncers.backup is None or self.random.random() < 0.5:
-            syncers.back_up()
-            return False
-        syncers.restore()
-        return True
-
-    def _poison(self, syncers: Syncers, site: Site) -> None:
-        site.trouble.poisoned = self.random.choice((0.0, 0.02, 0.2))
-
-    def _outlier(self, syncers: Syncers, site: Site) -> None:
-        site.trouble.outlying = self.random.choice((0.0, 0.3, 0.6))
-
-    def _ruin(self, syncers: Syncers, site: Site) -> None:
-        site.trouble.ruined = self.random.choice((0.0, 0.1, 0.5))
-
-    def _word(self, syncers: Syncers, site: Site) -> bool:
+    def _decide_for_an_operator(self, outer: OuterProcess) -> bool:
         """Admit or withdraw an update for an operator: a held one or, if there is none, a waiting one."""
-        outer = syncers.outer
-        if outer is None:
-            return False
         waiting = [
             (pending.held is None, name, index, pending.sequence)
             for name, member in sorted(outer.machine.state.sites.items())
             for index, line in enumerate(member.lines)
             for pending in line.undecided
         ]
-        if not waiting:
-            return False
-        _, name, index, sequence = min(waiting)
-        word = self.random.choice((UpdateAdmitted, UpdateWithdrawn))
-        outer.ask(lambda: outer.say(word, name, index, sequence))
-        return True
-
-    def _drain(self, syncers: Syncers, site: Site) -> bool:
-        """Drain in mid-run; once all sites have left, restart the syncer and the sites."""
-        outer = syncers.outer
-        if outer is None or self.outcome.faults["drain"]:
-            return False
-        outer.ask(outer.drain)
-        self.heap.after(SECOND_NS, lambda: self._resume(syncers))
-        return True
+        if waiting:
+            _, name, index, sequence = min(waiting)
+            word = self.random.choice((UpdateAdmitted, UpdateWithdrawn))
+            outer.ask(lambda: outer.order(lambda call: word(call, name, index, sequence)))
+        return bool(waiting)
 
     def _resume(self, syncers: Syncers) -> None:
         outer = syncers.outer
@@ -402,20 +388,6 @@ def run_seed(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
 def needed(options: OuterOptions) -> int:
     """Return the least number of sites for a round."""
     return max(options.quorum_min, options.quorum if isinstance(options.quorum, int) else 1)
-
-
-def in_words(error: Exception) -> tuple[str, str]:
-    """Return a description of the failure and the name of the checker that found it."""
-    if isinstance(error, Violation):
-        return str(error), error.checker
-    return f"error: {error!r} {_place(error)}", "error"
-
-
-def _place(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else f"in {trace.tb_frame.f_code.co_name}, line {trace.tb_lineno}"
 
 
 # --- Simulated runs of one model held by several syncers, each with its own faults, and sites with theirs ------------
@@ -495,75 +467,14 @@ def _site(site: SitePlan, sizes: Sequence[int], total: int) -> tuple[SitePlan, .
     return tuple(found)
 
 
-class Across:
-    """The invariants that hold across all syncers of a run."""
-
-    name = "across"
-    mutation = "a step is told only to the parts that are connected"
-
-    def __init__(self) -> None:
-        self.undone: dict[tuple[str, int, int], int] = {}
-        """By site, syncer and fragment: tokens merged after the backup from which the syncer was restored."""
-
-    def require(self, holds: bool, *parts: object) -> None:
-        """Raise ``Violation`` with ``parts`` unless it ``holds``."""
-        if not holds:
-            raise Violation(self.name, " ".join(str(part) for part in parts))
-
-    def stepped(self, takers: Sequence[SiteProcess]) -> None:
-        """All training parts of a site have made the same steps and were told of them, whichever syncers they reach."""
-        there = [part for part in takers[0].trainer.parts if part.alive and not part.frozen and not part.stopping]
-        made = {(part.step, part.machine.state.step) for part in there}
-        self.require(len(made) <= 1, takers[0].site, "has parts that made other steps:", sorted(made))
-
-    def site_ended(self, site: Site) -> None:
-        """A site ends only when every syncer has told it so."""
-        endings = [process.machine.state.ending for process in site.parts]
-        self.require(None not in endings, site.name, "ends, and was told", endings)
-
-    def set_back(self, at: int, was: OuterState, now: OuterState) -> None:
-        """Count the merged tokens that syncer ``at`` undid when it was restored from state ``was`` to ``now``."""
-        for name, site in was.sites.items():
-            for index, line in enumerate(site.lines):
-                kept = now.sites[name].lines[index].tokens_merged if name in now.sites else 0
-                key = (name, at, index)
-                self.undone[key] = self.undone.get(key, 0) + line.tokens_merged - kept
-
-    def at_end(self, site: Site, machines: Sequence[OuterSync]) -> None:
-        """The site and the syncers count the same merged tokens, over all fragments, and a site that never restarted
-        has lost only tokens that restored syncers had merged after their backups."""
-        ledgers: list[Ledger] = []
-        merged = there = 0
-        leasing = [at for at, machine in enumerate(machines) if machine.state.units is not None]
-        self.require(leasing in ([], [0]), "units are leased by", leasing)
-        for at, (process, machine) in enumerate(zip(site.parts, machines, strict=True)):
-            for index, part in enumerate(process.machine.state.fragments):
-                undone = self.undone.get((site.name, at, index), 0)
-                explained = site.lives > 1 or part.tokens_lost <= undone
-                self.require(
-                    explained, site.name, "lost", part.tokens_lost, "and syncer", at, f"undid {undone} of {index}"
-                )
-                line = machine.state.sites[site.name].lines[index]
-                fates = {fate.sequence: fate for fate in line.fates if fate.merged}
-                waiting = [s.sequence for s in part.in_flight if s.merged_version is None and not s.outrun]
-                waiting += [orphan.sequence for orphan in part.orphans]
-                merged += part.tokens_merged + sum(fates[each].tokens for each in waiting if each in fates)
-                there += line.tokens_merged
-                ledgers.append(ledger_of(process.machine.state, index))
-        whole = combined(ledgers)
-        self.require(merged == there, site.name, "counts", merged, "merged tokens, the syncers", there)
-        self.require(whole.balanced(), site.name, "has the ledger", whole)
-        spread = abs(whole.merged * len(ledgers) - sum(ledger.merged for ledger in ledgers))
-        self.require(spread <= len(ledgers), site.name, "counts", whole.merged, "as the mean of", ledgers)
-
-
 class Several(Run):
     """A run of several syncers."""
 
     events_max = 2 * EVENTS_MAX
 
     def __init__(self, plan: SeveralPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
-        self.across = Across()
+        self.tokens_undone: Counter[tuple[str, int, int]] = Counter()
+        """By site, syncer and fragment: tokens merged after the backup from which the syncer was restored."""
         super().__init__(plan.whole, plan.outers, plan.sites, plan.faults, only)
         for site, reached_ns in zip(self.sites.values(), plan.reached_ns, strict=True):
             self.outcome.partly_reached += any(reached_ns)
@@ -631,36 +542,72 @@ class Several(Run):
         ended = [syncers.outer.machine for syncers in self.syncers if syncers.outer is not None]
         for site in self.sites.values():
             if site.parts:
-                self.across.at_end(site, ended)
+                self.site_at_end(site, ended)
 
     # --- checks across all syncers -----------------------------------------------------------------------------
 
+    def require(self, holds: bool, *parts: object) -> None:
+        """Raise ``Violation`` with ``parts`` unless it ``holds``."""
+        if not holds:
+            raise Violation("across", " ".join(str(part) for part in parts))
+
     def stepped(self, parts: Sequence[SiteProcess]) -> None:
-        """As ``Across.stepped``."""
-        self.across.stepped(parts)
+        """All training parts of a site have made the same steps and were told of them, whichever syncers they reach."""
+        there = [part for part in parts[0].trainer.parts if part.alive and not part.frozen and not part.stopping]
+        made = {(part.step, part.machine.state.step) for part in there}
+        self.require(len(made) <= 1, parts[0].site, "has parts that made other steps:", sorted(made))
 
     def site_ended(self, site: Site) -> None:
-        """As ``Across.site_ended``."""
-        self.across.site_ended(site)
+        """A site ends only when every syncer has told it so."""
+        endings = [process.machine.state.ending for process in site.parts]
+        self.require(None not in endings, site.name, "ends, and was told", endings)
+
+    def site_at_end(self, site: Site, machines: Sequence[OuterSync]) -> None:
+        """The site and the syncers count the same merged tokens, over all fragments, and a site that never restarted
+        has lost only tokens that restored syncers had merged after their backups."""
+        ledgers: list[Ledger] = []
+        merged = there = 0
+        leasing = [at for at, machine in enumerate(machines) if machine.state.units is not None]
+        self.require(leasing in ([], [0]), "units are leased by", leasing)
+        for at, (process, machine) in enumerate(zip(site.parts, machines, strict=True)):
+            for index, part in enumerate(process.machine.state.fragments):
+                undone = self.tokens_undone[site.name, at, index]
+                explained = site.lives > 1 or part.tokens_lost <= undone
+                self.require(
+                    explained, site.name, "lost", part.tokens_lost, "and syncer", at, f"undid {undone} of {index}"
+                )
+                line = machine.state.sites[site.name].lines[index]
+                fates = {fate.sequence: fate for fate in line.fates if fate.merged}
+                waiting = [s.sequence for s in part.in_flight if s.merged_version is None and not s.outrun]
+                waiting += [orphan.sequence for orphan in part.orphans]
+                merged += part.tokens_merged + sum(fates[each].tokens for each in waiting if each in fates)
+                there += line.tokens_merged
+                ledgers.append(ledger_of(process.machine.state, index))
+        whole = combined(ledgers)
+        self.require(merged == there, site.name, "counts", merged, "merged tokens, the syncers", there)
+        self.require(whole.balanced(), site.name, "has the ledger", whole)
+        spread = abs(whole.merged * len(ledgers) - sum(ledger.merged for ledger in ledgers))
+        self.require(spread <= len(ledgers), site.name, "counts", whole.merged, "as the mean of", ledgers)
 
     # --- faults ------------------------------------------------------------------------------------------------
 
-    def _split(self, syncers: Syncers, site: Site) -> None:
-        """Cut sites off from some syncers while they reach the others: any pair, several at once."""
-        for each in self.sites.values():
-            near = self.random.choice(self.syncers)
-            for far in self.syncers:
-                if far is not near and self.random.random() < 0.6:
-                    self._partition(far, each)
-                    self.outcome.pairs_cut += 1
-
-    def _restore(self, syncers: Syncers, site: Site) -> bool:
-        """Copy a syncer's disk and restore the copy after a while, when the sites are ahead of it."""
-        if syncers.outer is not None and syncers.lineage <= LINEAGES_MAX:
-            syncers.back_up()
-            age_ns = self.random.choice(AGES_MS) * MILLISECOND_NS
-            self.heap.after(age_ns, lambda: None if self.calm else self._set_back(syncers))
-        return False
+    def inject(self, kind: str, syncers: Syncers, site: Site) -> bool:
+        """As ``Run.inject``, with the faults that runs of several syncers have or inject in another way."""
+        if kind == "split":  # Cut sites off from some syncers while they reach the others: any pair, several at once.
+            for each in self.sites.values():
+                near = self.random.choice(self.syncers)
+                for far in self.syncers:
+                    if far is not near and self.random.random() < 0.6:
+                        super().inject("partition", far, each)
+                        self.outcome.pairs_cut += 1
+            return True
+        if kind == "restore":  # Copy a syncer's disk, and restore the copy later, when the sites are ahead of it.
+            if syncers.outer is not None and syncers.lineage <= LINEAGES_MAX:
+                syncers.back_up()
+                age_ns = self.random.choice(AGES_MS) * MILLISECOND_NS
+                self.heap.after(age_ns, lambda: None if self.calm else self._set_back(syncers))
+            return False  # It counts when the copy is restored.
+        return super().inject(kind, syncers, site)
 
     def _set_back(self, syncers: Syncers) -> None:
         was = syncers.outer
@@ -668,8 +615,11 @@ class Several(Run):
             return  # Once the run is ending, sites come back only when their operators start them.
         syncers.restore()
         assert syncers.outer is not None
-        now = syncers.outer.machine.state
-        self.across.set_back(self.syncers.index(syncers), was.machine.state, now)
+        now, at = syncers.outer.machine.state, self.syncers.index(syncers)
+        for name, site in was.machine.state.sites.items():
+            for index, line in enumerate(site.lines):
+                kept = now.sites[name].lines[index].tokens_merged if name in now.sites else 0
+                self.tokens_undone[name, at, index] += line.tokens_merged - kept
         self.outcome.faults["restore"] += 1
         self.outcome.undone += acknowledged(was.machine.state) - acknowledged(now)
 

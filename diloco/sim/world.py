@@ -28,7 +28,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.sync.admission import fastest_step_ns
-from diloco.sync.events import Fate, JoinAnswered, VersionPublished
+from diloco.sync.events import Fate, JoinAnswered, UpdateArrived, VersionPublished
 from diloco.sync.journal import JournalError
 from diloco.sync.leadership import Claim, Place, Standing, next_standing, refusal
 from diloco.sync.options import HealthOptions, OuterOptions
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from random import Random
 
-    from diloco.sync.effects import AnswerJoin, DropSite
-    from diloco.sync.events import LearnerEvent
+    from diloco.sync.effects import AnswerJoin, Seal
     from diloco.sync.syncer import OuterSync
 
 
@@ -187,21 +186,15 @@ class Link:
         self._cut: set[Direction] = set()
         self._held: dict[Direction, list[Message]] = {Direction.UP: [], Direction.DOWN: []}
 
-    def send(
-        self,
-        direction: Direction,
-        deliver: Callable[[], None],
-        transfer_ns: int = 0,
-        lost: Callable[[], None] | None = None,
-    ) -> None:
-        """Carry a message whose bytes take ``transfer_ns``; ``deliver`` runs on arrival: late, twice or never.
+    def send(self, direction: Direction, deliver: Callable[[], None], lost: Callable[[], None] | None = None) -> None:
+        """Carry a message; ``deliver`` runs on arrival: late, twice or never.
 
         ``lost`` runs when the message is lost with its connection: it tells a stream's reader that the stream broke.
         """
         message = (deliver, lost)
-        self._heap.after(self._delay_ns() + transfer_ns, lambda: self._arrive(direction, message))
+        self._heap.after(self._delay_ns(), lambda: self._arrive(direction, message))
         if self.weather.twice and self._random.random() < self.weather.twice:
-            self._heap.after(2 * self._delay_ns() + transfer_ns, lambda: self._arrive(direction, message))
+            self._heap.after(2 * self._delay_ns(), lambda: self._arrive(direction, message))
 
     def cut(self, *directions: Direction) -> None:
         """Begin a partition: nothing arrives in ``directions`` until ``heal``."""
@@ -214,7 +207,7 @@ class Link:
             held, self._held[direction] = self._held[direction], []
             for deliver, lost in held:
                 if self._random.random() < 0.5:
-                    self.send(direction, deliver, lost=lost)
+                    self.send(direction, deliver, lost)
                 elif lost is not None:
                     lost()
 
@@ -252,6 +245,22 @@ def join_answered(machine: OuterSync, answer: AnswerJoin) -> JoinAnswered:
     return JoinAnswered(state.epoch, answer.incarnation, answer.standings, *run)
 
 
+def update_arrived(
+    seal: Seal,
+    site: str,
+    incarnation: int,
+    digest: str,
+    payload: str = "",
+    finite: bool = True,
+    norm: float = 0.0,
+    cosine: float | None = None,
+) -> UpdateArrived:
+    """Build the event for an update that a site has sealed."""
+    key = (0, site, incarnation, seal.fragment, seal.sequence)
+    work = (seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
+    return UpdateArrived(*key, *work, digest, payload, "exact", finite, seal.final, norm, cosine, spans=seal.spans)
+
+
 def news(machine: OuterSync, fragment: int, version: int) -> VersionPublished:
     """Build the event that announces a version to the sites."""
     state, attendance = machine.state, machine.attendance
@@ -267,24 +276,6 @@ class Pulled:
     whole: bool
     parts: tuple[Value, ...]
     fates: tuple[Fate, ...]
-
-
-class Feed:
-    """The stream of small events to one site's process; a lost message breaks it."""
-
-    def __init__(
-        self,
-        incarnation: int,
-        link: Link,
-        told: Callable[[LearnerEvent | DropSite], None],
-        broken: Callable[[], None],
-    ) -> None:
-        self.incarnation = incarnation
-        self._link, self._told, self._broken = link, told, broken
-
-    def tell(self, what: LearnerEvent | DropSite) -> None:
-        """Send ``what`` down the site's link."""
-        self._link.send(Direction.DOWN, lambda: self._told(what), lost=self._broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +334,7 @@ class Stream:
             self.broken()
             broken()
 
-        self.link.send(Direction.DOWN, lambda: self._process.deliver(lambda: self._take(number, part)), lost=lost)
+        self.link.send(Direction.DOWN, lambda: self._process.deliver(lambda: self._take(number, part)), lost)
 
     def _take(self, number: int, part: Part) -> None:
         """Accept a part that may have arrived out of order or twice."""
@@ -392,7 +383,8 @@ class Storage:
     def __init__(self) -> None:
         self._names: dict[str, File] = {}
         self._synced: dict[str, File] = {}
-        self._rotten: list[tuple[File, int, int]] = []
+        self.rotten: list[tuple[File, int, int]] = []
+        """The bits that have rotted since the last ``mend``: file, offset and bit."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names that begin with ``prefix``, sorted."""
@@ -413,7 +405,7 @@ class Storage:
     def cut(self, name: str, size: int) -> None:
         """Truncate a file and sync it; rot behind the cut is gone."""
         file = self._names[name]
-        self._rotten = [rot for rot in self._rotten if rot[0] is not file or rot[1] < size]
+        self.rotten = [rot for rot in self.rotten if rot[0] is not file or rot[1] < size]
         del file.data[size:]
         self.sync(name)
 
@@ -462,19 +454,15 @@ class Storage:
         file = self._names[random.choice(names)]
         place, bit = random.randrange(len(file.data)), 1 << random.randrange(8)
         file.data[place] ^= bit
-        self._rotten.append((file, place, bit))
+        self.rotten.append((file, place, bit))
         return True
-
-    def is_rotten(self) -> bool:
-        """Return whether a bit has rotted since the last ``mend``."""
-        return bool(self._rotten)
 
     def mend(self) -> None:
         """Undo all rot, as an operator who restores the files from an intact copy."""
-        for file, place, bit in self._rotten:
+        for file, place, bit in self.rotten:
             if place < len(file.data):
                 file.data[place] ^= bit
-        self._rotten = []
+        self.rotten = []
 
 
 def sealed(data: bytes) -> bytes:
@@ -499,6 +487,7 @@ class Process:
     def __init__(self, on_death: Callable[[], None]) -> None:
         self.alive = True
         self.frozen = False
+        """Whether it is stopped as by SIGSTOP: actions are queued until ``thaw``, and none is lost."""
         self._inside = False
         self._backlog: list[Callable[[], None]] = []
         self._on_death = on_death
@@ -524,10 +513,6 @@ class Process:
             self._on_death()
         finally:
             self._inside = False
-
-    def freeze(self) -> None:
-        """Stop as by SIGSTOP: actions are queued, and none is lost."""
-        self.frozen = True
 
     def thaw(self) -> None:
         """Continue, running the queued actions first."""

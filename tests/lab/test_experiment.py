@@ -215,6 +215,6 @@ def test_a_run_that_did_not_end_is_no_likeness(
 ) -> None:
     folder = str(run_in(tmp_path, events).root)
     assert main(["sim", "--like", folder]) == 2
-    assert "is no run that came to its end" in capsys.readouterr().err
+    assert "has no run that ended" in capsys.readouterr().err
     assert main(["sim", "--like", folder, "--config", f"{folder}/config.yaml"]) == 2
     assert "the configuration is that of the run" in capsys.readouterr().err

@@ -363,7 +363,7 @@ def test_the_end_of_the_run_above_is_that_of_its_regions_and_nothing_is_lost() -
     assert world.machine.state.run_tokens() >= 3000
     for each in world.sites:
         assert isinstance(each, RegionalSyncer)
-        state = each.below.state
+        state = each.below.machine.state
         assert state.phase is Phase.ENDED
         assert all(site.machine.state.left for site in each.below.sites if not isinstance(site, RegionalSyncer))
         told = standing(state)
@@ -373,7 +373,7 @@ def test_the_end_of_the_run_above_is_that_of_its_regions_and_nothing_is_lost() -
         assert books.processed == state.run_tokens() > 0
         assert books.lost == books.refused == books.unsent == 0
         # What is in flight at goodbye is what came last, and the one above has it.
-        merged = sum(line.tokens_merged for line in world.state.sites[each.name].lines)
+        merged = sum(line.tokens_merged for line in world.machine.state.sites[each.name].lines)
         assert merged == books.merged + books.in_flight
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.sim.outer_disk import VERSIONS_KEPT, ZERO, Kept, OuterDisk, Replayer, restored
+from diloco.sim.outer_disk import VERSIONS_KEPT, ZERO, Kept, OuterDisk, Replayer, journal_name, restored
 from diloco.sim.outer_process import OuterProcess
 from diloco.sim.plan import draw_plan
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.swarm import run_seed
-from diloco.sim.world import Damaged, OuterRule, Storage
+from diloco.sim.world import Damaged, OuterPlan, OuterRule, Storage, sealed
 from diloco.sync import (
     admission,
     fates,
@@ -27,7 +27,7 @@ from diloco.sync import (
 from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Contribution, Leave, Seal, SkipData, StartOuterStep, UpdateRef
 from diloco.sync.events import JoinAnswered, Outcome, Reason, SyncerStarted, UpdateArrived
-from diloco.sync.journal import JournalError, Record, encode_mark
+from diloco.sync.journal import JournalError, Record, canonical, encode_mark
 from diloco.sync.leadership import Leadership, Place, Replication
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
@@ -127,10 +127,10 @@ def never_sync(patch: Patch, prefix: str) -> None:
 def answer_before_syncing(patch: Patch) -> None:
     """A record is synced when the next one is written, after its effects were carried out."""
 
-    def write(self: OuterDisk, frame: bytes, chain: bytes, reached: Any) -> Place:
-        name = self.journal_name()
+    def write(self: OuterDisk, frame: bytes, chain: bytes) -> Place:
+        name = journal_name(self.segment)
         self.storage.sync(name)
-        reached("before the record")
+        self.reached("before the record")
         self.storage.append(name, frame + encode_mark(chain))
         self.chain = chain
         return self.segment, len(self.storage.read(name)) - len(encode_mark(chain))
@@ -143,7 +143,7 @@ def never_sync_names(patch: Patch) -> None:
 
 
 def drop_a_payload_with_its_fate(patch: Patch) -> None:
-    patch.setattr(OuterDisk, "release", OuterDisk.drop_payload)
+    patch.setattr(OuterDisk, "release", lambda self, payload: self.storage.remove(f"spool/{payload}"))
 
 
 def forget_what_was_merging(patch: Patch) -> None:
@@ -448,8 +448,9 @@ STEP = StartOuterStep(0, 1, (Contribution("a", 1.0, 0, (UpdateRef(1, "p", "exact
 
 
 def a_replayer(rule: OuterRule | None = None) -> Replayer:
-    machine = OuterSync(OuterOptions(num_fragments=1))
-    return Replayer(machine, [{0: ZERO}], lambda name: (-30, -7, 0), rule or OuterRule())
+    disk = OuterDisk(OuterPlan(OuterOptions(num_fragments=1), rule or OuterRule()))
+    disk.keep_payload("p", sealed(canonical((-30, -7, 0))))
+    return Replayer(OuterSync(disk.plan.options), [{0: ZERO}], disk)
 
 
 def test_a_version_is_the_one_before_and_what_was_merged() -> None:

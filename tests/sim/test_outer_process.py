@@ -6,9 +6,11 @@ from random import Random
 
 import pytest
 
-from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, CrashPoint, Loop, OuterProcess, Turn
+from diloco.sim.outer_disk import CrashPoint, journal_name
+from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, OuterProcess
 from diloco.sim.standby_process import StandbyProcess
-from diloco.sim.world import Direction, Heap
+from diloco.sim.world import Direction
+from diloco.sync.options import SECOND_NS
 from tests.sim.small import Small, a_pair
 from tests.sooner import sooner
 
@@ -135,7 +137,7 @@ def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, powe
 def test_a_standby_is_warm_and_has_the_journal_byte_for_byte_also_after_a_power_cut() -> None:
     small, _ = leading(4)
     first, second = small.syncers.seats
-    name = first.disk.journal_name()
+    name = journal_name(first.disk.segment)
     there = second.disk.storage.read(name)
     assert len(there) > 1000
     assert first.disk.storage.read(name).startswith(there)
@@ -148,36 +150,23 @@ def test_a_standby_is_warm_and_has_the_journal_byte_for_byte_also_after_a_power_
     assert second.disk.chain == acknowledged
 
 
-class Desk(Loop):
-    """A loop that says what it does, and waits while it ``holds``."""
+def test_what_arrives_while_a_turn_waits_makes_one_turn_and_the_inbox_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, holds, seen = Small(sites=0), True, list[str]()
+    outer = small.outer
+    monkeypatch.setattr(outer, "_must_wait", lambda turn: holds)
+    monkeypatch.setattr(outer.checkers, "told", lambda *what: seen.append("turn"))
 
-    def __init__(self) -> None:
-        super().__init__(Heap(), lambda: None)
-        self.holds, self.seen = True, list[str]()
+    def says(what: str) -> None:
+        outer.pull("a", 0, 0, lambda answer: seen.append(what))
 
-    def _must_wait(self, turn: Turn) -> bool:
-        return self.holds
-
-    def _tell(self, turn: Turn) -> None:
-        for answer in turn.answers:
-            answer()
-
-    def _told(self, turn: Turn) -> None:
-        self.seen.append("told")
-
-    def says(self, what: str) -> None:
-        self._say(lambda: self.seen.append(what))
-
-
-def test_what_arrives_while_a_turn_waits_makes_one_turn_and_the_inbox_is_bounded() -> None:
-    desk = Desk()
     for _ in range(2 * INBOX_MAX):
-        desk.ask(lambda: desk.says("x"))
-    desk.heap.run_until(2 * HELD_AFTER_NS, lambda: False)
-    desk.ask(lambda: desk.says("late"))
-    desk.own(lambda: desk.says("own"))
-    assert (desk.seen, desk.settled()) == ([], False)
-    desk.holds = False
-    desk.deliver(desk.go_on)
-    assert desk.seen == ["x", "told", *["x"] * INBOX_MAX, "own", "told"]
-    assert desk.settled()
+        outer.ask(lambda: says("x"))
+    small.run(2 * HELD_AFTER_NS / SECOND_NS)
+    outer.ask(lambda: says("late"))
+    outer.own(lambda: says("own"))
+    assert seen == []
+    holds = False
+    outer.deliver(outer.go_on)
+    assert seen == ["turn", "x", "turn", *["x"] * INBOX_MAX, "own"]

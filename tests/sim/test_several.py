@@ -12,7 +12,7 @@ import pytest
 from diloco.sim import swarm
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess, Trainer
-from diloco.sim.swarm import FAULTS, Across, Outcome, Several, draw_several, run_several
+from diloco.sim.swarm import FAULTS, Outcome, Several, draw_several, run_several
 from diloco.sync import learner
 from diloco.sync.effects import StopTraining
 from diloco.sync.options import SECOND_NS
@@ -115,7 +115,7 @@ def wait_for_every_syncer_that_is_up(patch: Patch) -> None:
     right = Trainer.complete
 
     def complete(self: Trainer, ready: Sequence[SiteProcess]) -> bool:
-        reached = [part.courier.session or part.courier._syncers[0]() is None for part in ready]
+        reached = [part.courier.session or part.courier._seats[0].process is None for part in ready]
         return right(self, ready) and all(reached)
 
     patch.setattr(Trainer, "complete", complete)
@@ -178,7 +178,7 @@ def test_what_stands_over_all_of_them_and_over_each_notices(
             assert found.checker == name, found.failure
             if words in found.failure:  # What never moves again is seen before or after the heal.
                 return
-    pytest.fail(f"not seen in 60 seeds: {Across.mutation}, but {failures}")
+    pytest.fail(f"not seen in 60 seeds: {mutate.__name__}, but {failures}")
 
 
 # --- One training loop steps all the parts of a site -----------------------------------------------------------------
@@ -195,13 +195,12 @@ class Quiet(Several):
         plan = replace(plan, whole=whole, outers=outers, sites=plan.sites[:1], reached_ns=reached_ns, faults=())
         super().__init__(plan, ())
         self.steps: list[tuple[int, ...]] = []
-        self.across.stepped = self._noted  # type: ignore[method-assign]
         for syncers in self.syncers:
             syncers.start()
         self.start_site("a")
 
-    def _noted(self, takers: Sequence[SiteProcess]) -> None:
-        self.steps.append(tuple(part.step for part in takers))
+    def stepped(self, parts: Sequence[SiteProcess]) -> None:
+        self.steps.append(tuple(part.step for part in parts))
 
     def go(self, seconds: float) -> None:
         self.heap.run_until(self.heap.now_ns + int(seconds * SECOND_NS), lambda: False)

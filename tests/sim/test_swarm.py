@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.sim.plan import GENTLE, HARSH, OF_ONE_MACHINE, PAIR, PairFaults, draw_plan
+from diloco.sim.plan import GENTLE, HARSH, OF_ONE_MACHINE, PAIR, draw_plan, inject_pair_fault
 from diloco.sim.swarm import Outcome, run_seed
 from diloco.sim.world import Direction, Link
 from diloco.sync.fates import columns_of
@@ -209,15 +209,15 @@ def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
 
 @pytest.mark.parametrize("kind", sooner(PAIR, *PAIR[::2]))
 def test_a_run_survives_each_fault(kind: str) -> None:
-    assert not PairFaults(Small().syncers, Random(kind)).inject(kind), "there is no standby"
+    assert not inject_pair_fault(Small().syncers, Random(kind), kind), "there is no standby"
     small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
     small.run(2)
-    faults = PairFaults(small.syncers, Random(kind))
+    random = Random(kind)
     if kind == "detach":
-        assert not faults.inject(kind), "there is no need"
+        assert not inject_pair_fault(small.syncers, random, kind), "there is no need"
         small.between.cut(*Direction)
         small.run(2)
-    found = [faults.inject(kind) for _ in range(4)]
+    found = [inject_pair_fault(small.syncers, random, kind) for _ in range(4)]
     assert any(found)
     small.run(4)
     before = small.versions()

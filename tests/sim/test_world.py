@@ -11,7 +11,6 @@ from diloco.sim.world import (
     Damaged,
     Died,
     Direction,
-    Feed,
     Heap,
     Lease,
     LeaseLine,
@@ -23,7 +22,6 @@ from diloco.sim.world import (
     sealed,
     unsealed,
 )
-from diloco.sync.events import Ending, FinalAnnounced
 from diloco.sync.leadership import Claim, Standing
 
 TTL_NS = 1000 * MILLISECOND_NS
@@ -89,13 +87,12 @@ def test_an_answer_or_a_change_that_comes_late_or_from_a_lost_machine_is_thrown_
 def test_a_message_that_is_lost_breaks_the_stream() -> None:
     heap, told, broken = Heap(), [], []
     link = Link(heap, Random(1), Weather())
-    feed = Feed(1, link, told.append, lambda: broken.append(heap.now_ns))
-    feed.tell(FinalAnnounced(Ending.DRAINED))
+    link.send(Direction.DOWN, lambda: told.append("drained"), lambda: broken.append(heap.now_ns))
     heap.run_until(10**9, lambda: False)
-    assert told == [FinalAnnounced(Ending.DRAINED)]
+    assert told == ["drained"]
     link.cut(Direction.DOWN)
     for _ in range(200):
-        feed.tell(FinalAnnounced(Ending.FINISHED))
+        link.send(Direction.DOWN, lambda: told.append("finished"), lambda: broken.append(heap.now_ns))
     heap.run_until(2 * 10**9, lambda: False)
     assert len(told) == 1
     assert broken, "what no longer fits into a cut line is lost, and its reader knows"
@@ -154,13 +151,13 @@ def test_cut_link_holds_a_bounded_number_and_delivers_some_of_them_after_the_hea
 def test_a_frozen_process_does_everything_after_the_thaw_in_order_and_a_dead_one_nothing() -> None:
     seen: list[int] = []
     process = Process(lambda: seen.append(-1))
-    process.freeze()
+    process.frozen = True
     process.deliver(lambda: seen.append(1))
     process.deliver(lambda: seen.append(2))
     assert seen == []
     process.thaw()
     assert seen == [1, 2]
-    process.freeze()
+    process.frozen = True
     process.deliver(lambda: seen.append(3))
     process.kill()
     process.thaw()
@@ -213,11 +210,11 @@ def test_rot_is_one_bit_until_it_is_mended() -> None:
     assert not storage.rot(Random(0)), "there is nothing to rot"
     storage.append("a", b"some data")
     assert storage.rot(Random(0))
-    assert storage.is_rotten()
+    assert storage.rotten
     changed = [a ^ b for a, b in zip(storage.read("a"), b"some data", strict=True)]
     assert sum(each.bit_count() for each in changed) == 1
     storage.mend()
-    assert (storage.read("a"), storage.is_rotten()) == (b"some data", False)
+    assert (storage.read("a"), storage.rotten) == (b"some data", [])
     assert storage.rot(Random(0))
     storage.cut("a", 0)
     storage.append("a", b"y")
