@@ -48,12 +48,6 @@ def due(offsets: tuple[int, ...], inner_steps: int, step: int, steps: int = 1) -
     return tuple([each for each, at in enumerate(offsets) if (step - at) % inner_steps < steps])
 
 
-@lru_cache(maxsize=4096)
-def steps_to_due(offsets: tuple[int, ...], inner_steps: int, step: int) -> int:
-    """Return the number of inner steps from ``step`` to the next one after which any fragment is due; at least 1."""
-    return min([inner_steps - (step - at) % inner_steps for at in offsets])
-
-
 SECOND_NS = 1_000_000_000
 
 WEIGHT_RULES = ("tokens2_per_step", "tokens", "uniform")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco.sync.learner import LearnerSync
 from diloco.sync.options import (
     MAY_CHANGE,
     OF_THE_SYNCER,
@@ -22,7 +23,6 @@ from diloco.sync.options import (
     due,
     even_offsets,
     local_steps,
-    steps_to_due,
 )
 from tests.sync.driving import MS
 
@@ -82,9 +82,11 @@ def test_every_fragment_is_due_once_in_a_period_no_two_at_once_and_the_load_is_f
     assert [found for _, found in acts] == [(each,) for each in range(fragments)] * 2
     gaps = [later - earlier for (earlier, _), (later, _) in pairwise(acts)]
     assert max(gaps) - min(gaps) <= 1, gaps
-    for step in range(2 * steps):
+    site = LearnerSync(LearnerOptions(num_fragments=fragments, inner_steps=steps))
+    for site.state.step in range(2 * steps):
+        step = site.state.step
         ahead = next(count for count in range(1, steps + 1) if due(places, steps, step + count))
-        assert steps_to_due(places, steps, step) == ahead, step
+        assert site.steps_to_act() == ahead, step
 
 
 def test_several_steps_told_as_one_are_due_when_one_of_them_is() -> None:
