@@ -82,6 +82,10 @@ class Holder:
         """Return the places of the list that are not counted as merged."""
         return without([(self.first, self.end)], self.counted)
 
+    def units(self, places: Iterable[Span]) -> list[Span]:
+        """Return the units at ``places`` of the list."""
+        return units_at(self.first, self.pieces, places)
+
     def cut(self, first: int, unit: int) -> None:
         """Drop the places before ``first``, keeping the last ``PAST_MAX`` in ``past``.  ``unit``: sequences a unit."""
         past = [*self.past, *pieces_before(self.pieces, first - self.first)]
@@ -176,29 +180,6 @@ def units_at(first: int, pieces: Sequence[Piece], places: Iterable[Span]) -> lis
             found += [(start + begin - at, start + end - at) for begin, end in common([(at, at + count)], wanted)]
         at += count
     return added(found, ())
-
-
-def leased_places(first: int, pieces: Sequence[Piece]) -> list[Span]:
-    """Return the places of a list that have a unit."""
-    found, at = list[Span](), first
-    for start, count in pieces:
-        found += [(at, at + count)] if start != SKIPPED else []
-        at += count
-    return added(found, ())
-
-
-def columns(units: Units, in_hand: Sequence[Span]) -> Columns:
-    """Return the counts of all units by state; ``in_hand`` are the units in hand."""
-    partly = units.partly + size(without(units.begun, in_hand))
-    return Columns(
-        leased=units.fresh,
-        merged=size(units.over) - units.partly,
-        partly=partly,
-        in_hand=size(in_hand),
-        given_back=size(units.free),
-        reissued=units.reissued,
-        repeated=units.repeated + sum(holder.again for holder in units.holders.values()),
-    )
 
 
 Span = tuple[int, int]

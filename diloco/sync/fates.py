@@ -27,7 +27,6 @@ from diloco.sync.data_units import (
     Span,
     Units,
     added,
-    columns,
     common,
     first_of,
     in_units,
@@ -70,7 +69,7 @@ def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, re
             line.final = False  # The site keeps the progress and sends it again.
     holder = _known_holder(turn.state, name)
     if holder is not None and holder.gone:  # Of a gone site only the undecided updates keep units in hand.
-        _release(turn.state, turn.options, _units_of(holder, holder.open()))
+        _release(turn, holder.units(holder.open()))
     return TellFate(name, fate)
 
 
@@ -109,7 +108,14 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
     holder.again = max(holder.again, event.again)
     if event.begin > holder.end:  # The site drew old units again at these places; nothing was leased for them.
         holder.pieces = joined([*holder.pieces, (SKIPPED, event.begin - holder.end)])
-    _lease(units, holder, min(event.upto, holder.first + HELD_MAX) - holder.end)
+    # Lease the units that are wanted: first those that were given back, then fresh ones.
+    count = min(event.upto, holder.first + HELD_MAX) - holder.end
+    again = first_of(units.free, count)
+    units.free = without(units.free, again)
+    units.reissued += size(again)
+    fresh = max(0, count - size(again))
+    holder.pieces = joined([*holder.pieces, *((start, stop - start) for start, stop in again), (units.fresh, fresh)])
+    units.fresh += fresh
     turn.effects.append(_told(holder, event.call, event.known))
     if units.reissued > before:
         turn.note("units_reissued", f"{units.reissued - before} units that were given back", site=event.site)
@@ -137,7 +143,7 @@ def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
     new = common(pending.spans, [(holder.first * unit, holder.end * unit)])
     _late(units, holder, index, common(pending.spans, [(holder.begin * unit, holder.first * unit)]), unit)
     holder.merged[index] = added(holder.merged[index], new)
-    units.begun = without(added(units.begun, _units_of(holder, in_units(new, unit))), units.over)
+    units.begun = without(added(units.begun, holder.units(in_units(new, unit))), units.over)
     _count(turn, name)
 
 
@@ -149,15 +155,8 @@ def gone(turn: Turn, name: str, why: str) -> None:
     units = _units(turn.state)
     before = size(units.free)
     holder.gone, holder.silent_ns = True, None
-    _release(turn.state, turn.options, _units_of(holder, holder.open()))
+    _release(turn, holder.units(holder.open()))
     turn.note("units_given_back", f"{size(units.free) - before} units: {why}", site=name)
-
-
-def silent(turn: Turn, name: str) -> None:
-    """Start the time until the unit lease of ``name``, which is silent, runs out (``lease_ns``)."""
-    holder = _known_holder(turn.state, name)
-    if holder is not None and not holder.gone:
-        holder.silent_ns = turn.state.now_ns
 
 
 def returned(turn: Turn, name: str) -> None:
@@ -166,7 +165,7 @@ def returned(turn: Turn, name: str) -> None:
     if holder is not None:
         units = _units(turn.state)
         holder.gone, holder.silent_ns = False, None
-        units.free = without(units.free, _units_of(holder, holder.open()))
+        units.free = without(units.free, holder.units(holder.open()))
 
 
 def expire(turn: Turn) -> None:
@@ -179,17 +178,18 @@ def expire(turn: Turn) -> None:
             gone(turn, name, f"silent for {turn.options.lease_ns / 1e9:g} s")
 
 
-def deadline_ns(options: OuterOptions, state: OuterState) -> int | None:
-    """Return the instant at which the next unit lease runs out; None where none does."""
-    if state.units is None:
-        return None
-    silent = (h.silent_ns for h in state.units.holders.values() if h.silent_ns is not None)
-    return min((since_ns + options.lease_ns for since_ns in silent), default=None)
-
-
 def columns_of(options: OuterOptions, state: OuterState) -> Columns:
     """Return the counts of the units by state."""
-    return columns(_units(state), in_hand(options, state))
+    units, held = _units(state), in_hand(options, state)
+    return Columns(
+        leased=units.fresh,
+        merged=size(units.over) - units.partly,
+        partly=units.partly + size(without(units.begun, held)),
+        in_hand=size(held),
+        given_back=size(units.free),
+        reissued=units.reissued,
+        repeated=units.repeated + sum(holder.again for holder in units.holders.values()),
+    )
 
 
 def in_hand(options: OuterOptions, state: OuterState) -> list[Span]:
@@ -199,7 +199,7 @@ def in_hand(options: OuterOptions, state: OuterState) -> list[Span]:
         places = holder.open()
         if holder.gone:
             places = common(places, in_units(_pending(state, name), options.unit_sequences))
-        found += _units_of(holder, places)
+        found += holder.units(places)
     return without(found, _units(state).over)
 
 
@@ -235,10 +235,6 @@ def _holder(state: OuterState, name: str) -> Holder:
     return _units(state).holders.setdefault(name, Holder(merged=[[] for _ in state.fragments]))
 
 
-def _units_of(holder: Holder, places: Sequence[Span]) -> list[Span]:
-    return units_at(holder.first, holder.pieces, places)
-
-
 def _pending(state: OuterState, name: str) -> list[Span]:
     """Return the spans that the undecided updates of ``name`` have consumed."""
     return [span for line in state.sites[name].lines for pending in line.undecided for span in pending.spans]
@@ -256,10 +252,10 @@ def _give_up(turn: Turn, name: str, floor: int) -> None:
     floor = _floor(turn.state, unit, name, floor)
     if floor <= holder.first:
         return
-    dropped = _units_of(holder, common(holder.open(), [(0, floor)]))
+    dropped = holder.units(common(holder.open(), [(0, floor)]))
     holder.cut(floor, unit)
-    _release(turn.state, turn.options, dropped)
-    listed = [span for each in units.holders.values() for span in _units_of(each, each.open())]
+    _release(turn, dropped)
+    listed = [span for each in units.holders.values() for span in each.units(each.open())]
     ended = without(common(dropped, units.begun), listed)
     units.over, units.begun = added(units.over, ended), without(units.begun, ended)
     units.partly += size(ended)
@@ -282,17 +278,6 @@ def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit:
     units.repeated += size(without(units_at(holder.begin, holder.past, places), begun))
 
 
-def _lease(units: Units, holder: Holder, count: int) -> None:
-    """Lease ``count`` more units to ``holder``: first those that were given back, then fresh ones."""
-    again = first_of(units.free, count)
-    units.free = without(units.free, again)
-    units.reissued += size(again)
-    fresh = max(0, count - size(again))
-    more = [(start, stop - start) for start, stop in again] + [(units.fresh, fresh)]
-    units.fresh += fresh
-    holder.pieces = joined([*holder.pieces, *more])
-
-
 def _count(turn: Turn, name: str) -> None:
     """Count the units that are merged in every fragment by now, each unit once."""
     units = _units(turn.state)
@@ -300,7 +285,7 @@ def _count(turn: Turn, name: str) -> None:
     new = common(without(holder.whole(unit), holder.counted), [(holder.first, holder.end)])
     if not new:
         return
-    here = _units_of(holder, new)
+    here = holder.units(new)
     first_time = without(here, units.over)
     units.repeated += size(here) - size(first_time)
     units.over = added(units.over, first_time)
@@ -311,10 +296,10 @@ def _count(turn: Turn, name: str) -> None:
         holder.cut(holder.counted[0][1], unit)
 
 
-def _release(state: OuterState, options: OuterOptions, dropped: Sequence[Span]) -> None:
+def _release(turn: Turn, dropped: Sequence[Span]) -> None:
     """Give back the units of ``dropped`` of which nothing is merged and which no other site or update has."""
-    units = _units(state)
-    again = without(without(without(dropped, units.over), units.begun), in_hand(options, state))
+    units = _units(turn.state)
+    again = without(without(without(dropped, units.over), units.begun), in_hand(turn.options, turn.state))
     units.free = added(units.free, again)
 
 
@@ -354,9 +339,8 @@ def finish_when_final(turn: Turn) -> None:
     if state.phase is not Phase.ENDING:
         return
     for index, fragment in enumerate(state.fragments):
-        if fragment.merging_since_ns is not None or attendance.arrived[index] or attendance.holding[index]:
-            return
-        if not all_final(turn, index):
+        is_open = fragment.merging_since_ns is not None or attendance.arrived[index] or attendance.holding[index]
+        if is_open or not all_final(turn, index):
             return
     state.phase = Phase.ENDED
     mark_final(turn)

@@ -138,7 +138,9 @@ def silent(turn: Turn, event: SiteSilent) -> None:
     if site.status is Status.LIVE:
         site.status = Status.SILENT
         turn.attendance.site_changed(event.site)
-        fates.silent(turn, event.site)
+        holder = turn.state.units.holders.get(event.site) if turn.state.units is not None else None
+        if holder is not None and not holder.gone:
+            holder.silent_ns = turn.state.now_ns  # After ``lease_ns`` its units are given back.
         turn.note("site_silent", f"nothing heard for {turn.options.site_timeout_ns / 1e9:g} s", site=event.site)
 
 

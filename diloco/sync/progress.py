@@ -23,7 +23,6 @@ from diloco.sync.data_units import (
     common,
     first_of,
     joined,
-    leased_places,
     num_places,
     pieces_before,
     pieces_from,
@@ -413,17 +412,16 @@ def units_drawn(turn: SiteTurn, event: StepDone) -> None:
     options, state = turn.options, turn.state
     if not options.unit_sequences:
         return
-    unit = options.unit_sequences
-    leased = leased_places(state.units.first, state.units.pieces)
+    unit, place, leased = options.unit_sequences, state.units.first, list[Span]()
+    for first, count in state.units.pieces:
+        if first != SKIPPED:
+            leased.append((place * unit, (place + count) * unit))
+        place += count
     read = event.sequences or event.tokens // options.sequence_tokens
-    named = common(
-        [(event.cursor - read, event.cursor)],
-        [(start * unit, stop * unit) for start, stop in leased],
-    )
+    named = common([(event.cursor - read, event.cursor)], leased)
     for part in state.fragments:
         part.unsent_spans = added(part.unsent_spans, named)[-SPANS_MAX:]
-    place = event.cursor // options.unit_sequences
-    skip = place - REMEMBERED - state.units.first
+    skip = event.cursor // unit - REMEMBERED - state.units.first
     if skip > 0:
         state.units.pieces = pieces_from(state.units.pieces, skip)
         state.units.first += skip

@@ -21,23 +21,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.sync import fates, members, region
 from diloco.sync.admission import (
+    ARRIVALS_KEPT,
     NOTHING_WRONG,
     Finding,
     Verdict,
     admit,
-    arrived,
     implausible,
     looked_at,
     period_ns,
-    remember,
     seen_ns,
     vital_of,
 )
-from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartOuterStep, UpdateRef
+from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartOuterStep, StopTraining, UpdateRef
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.options import smoothed
-from diloco.sync.state import Held, Line, OuterState, Pending, Phase, Round
+from diloco.sync.state import Held, OuterState, Pending, Phase, Round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -185,7 +184,10 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
     line, vital = site.lines[event.fragment], vital_of(state, turn.options, event)
-    arrived(state, turn.options, event)
+    # The claims of the site's next update are compared with these.  State of an earlier release has no arrivals.
+    line.arrivals_ns = [*(line.arrivals_ns or [0]), state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
+    if turn.options.unit_sequences or not line.step_tokens:
+        line.step_tokens = max(line.step_tokens, -(-event.tokens // event.steps))
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
     line.outliers = []  # From now on another update with this sequence number is a duplicate or a conflict.
     fragment.arrivals += 1
@@ -201,17 +203,16 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
         arrival=fragment.arrivals,
     )
     line.undecided.append(pending)
-    is_held = bool(finding.why) and state.health.policy_of(event.site) == "hold"
-    seen = (state.now_ns, event.norm, event.cosine, finding.ratio, finding.z, finding.why)
-    pending.held = Held(*seen) if is_held else None
+    if finding.why and state.health.policy_of(event.site) == "hold":
+        pending.held = Held(state.now_ns, event.norm, event.cosine, finding.ratio, finding.z, finding.why)
     turn.attendance.line_changed(event.site, event.fragment)
-    if is_held:
-        turn.note("update_held", _words(event, finding), site=event.site, fragment=event.fragment)
-        return
     if finding.why:
-        turn.note("outlier_admitted", _words(event, finding), site=event.site, fragment=event.fragment)
+        what, why = "update_held" if pending.held else "outlier_admitted", f"sequence {event.sequence}: {finding.why}"
+        turn.note(what, why, site=event.site, fragment=event.fragment)
+    if pending.held:
+        return
     if event.norm > 0:  # 0: not measured.
-        remember(state, event.site, event.fragment, vital)
+        line.vitals = [*line.vitals, vital][-state.health.history :]
     if fragment.round is None:
         open_round(turn, event.fragment)
 
@@ -234,13 +235,10 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     if not finding.why:
         finding, reason = looked_at(state, event, vital_of(state, turn.options, event)), Reason.OUTLIER
     if finding.why and state.health.policy_of(event.site) == "refuse":
-        turn.note(f"{reason.value}_refused", _words(event, finding), site=event.site, fragment=event.fragment)
+        why = f"sequence {event.sequence}: {finding.why}"
+        turn.note(f"{reason.value}_refused", why, site=event.site, fragment=event.fragment)
         return Verdict(Outcome.REFUSED, reason), finding
     return verdict, finding
-
-
-def _words(event: UpdateArrived, finding: Finding) -> str:
-    return f"sequence {event.sequence}: {finding.why}"
 
 
 def open_round(turn: Turn, index: int) -> Round:
@@ -278,7 +276,10 @@ def consider(turn: Turn, index: int) -> None:
     now_ns = state.now_ns
     if collecting.met_ns is None:
         collecting.met_ns = now_ns
-        wait_ns = _grace_ns(turn, index)
+        live = [state.sites[name] for name in turn.attendance.live]
+        step_ns = max([site.step_ns for site in live], default=0)
+        fastest_ns = min([each for site in live if (each := period_ns(site, index))], default=0)
+        wait_ns = grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)
         collecting.deadline_ns = now_ns + wait_ns
         fragment.quorum_ns = smoothed(fragment.quorum_ns, now_ns - collecting.opened_ns)
         if wait_ns and not stand.complete:
@@ -347,14 +348,6 @@ def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standst
     return Standstill(index, since_ns, lacking, why)
 
 
-def _grace_ns(turn: Turn, index: int) -> int:
-    fragment, live = turn.state.fragments[index], [turn.state.sites[name] for name in turn.attendance.live]
-    step_ns = max([site.step_ns for site in live], default=0)
-    periods_ns = [period_ns(site, index) for site in live]
-    fastest_ns = min([each for each in periods_ns if each], default=0)
-    return grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)
-
-
 def _close(turn: Turn, index: int, why: str) -> None:
     state, fragment = turn.state, turn.state.fragments[index]
     for name, pending in turn.attendance.waiting(index)[: turn.options.round_updates or None]:
@@ -388,15 +381,6 @@ def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, fl
             known[name] = min(raw_weight(rule, first.tokens, first.steps), most)
     mean = sum(known.values()) / len(known)
     return {name: known.get(name, mean) for name in lines}
-
-
-def _usual(line: Line, pending: Pending) -> None:
-    """Update the usual tokens and steps after a merge.  A sample is at most twice the usual value, so that an update of
-    several periods or an exaggerated claim has a bounded effect."""
-    tokens, steps = pending.tokens, pending.steps
-    if line.usual_tokens:
-        tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
-    line.usual_tokens, line.usual_steps = smoothed(line.usual_tokens, tokens), smoothed(line.usual_steps, steps)
 
 
 def outer_step(
@@ -457,7 +441,10 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.merging_since_ns, fragment.full_round = None, {}
     merged = under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
     for name, pending in merged:
-        _usual(turn.state.sites[name].lines[event.fragment], pending)
+        line, tokens, steps = turn.state.sites[name].lines[event.fragment], pending.tokens, pending.steps
+        if line.usual_tokens:  # An update of several periods, or an exaggerated claim, has a bounded effect.
+            tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
+        line.usual_tokens, line.usual_steps = smoothed(line.usual_tokens, tokens), smoothed(line.usual_steps, steps)
     fates = [decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
     refuse_stale(turn, event.fragment)
@@ -465,10 +452,13 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
 
 
 def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
-    """The outer step gave no finite values: refuse its updates as NON_FINITE."""
+    """Refuse the updates of an outer step that gave no finite values; a region that took a version stops."""
     fragment = turn.state.fragments[event.fragment]
     assert fragment.merging_since_ns is not None, event
-    if region.cannot_take(turn, event.fragment):
+    if region.taking(turn.state, event.fragment) is not None:
+        # The next update would have no base to be measured from.  Another process of the region tries again.
+        why = "blended with the version above the values, or what is published of them, are not finite"
+        turn.effects.append(StopTraining(None, f"fragment {event.fragment}: {why}", failed=True))
         return
     fragment.merging_since_ns, fragment.full_round = None, {}
     for name, pending in under_merge(turn.state, event.fragment):
@@ -482,7 +472,7 @@ def under_merge(state: OuterState, index: int, among: Iterable[str] | None = Non
     """
     sites = state.sites
     names = sorted(sites if among is None else among)
-    return [(name, p) for name in names for p in list(sites[name].lines[index].undecided) if p.merging]
+    return [(name, p) for name in names for p in sites[name].lines[index].undecided if p.merging]
 
 
 KINDS = ("versions", "sequences")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from diloco.sync.data_units import Span, Units
@@ -161,14 +162,7 @@ class Line:
 
     def waiting(self) -> list[Pending]:
         """Return the updates that the next outer step will take: those before the first that is held."""
-        found = []
-        for pending in self.undecided:
-            if pending.merging:
-                continue
-            if pending.held is not None:
-                break
-            found.append(pending)
-        return found
+        return list(takewhile(lambda pending: pending.held is None, self.unmerged()))
 
     def holding(self) -> bool:
         """Return whether an update waits for an operator's decision."""
@@ -306,12 +300,6 @@ class Attendance:
     def line_changed(self, name: str, index: int) -> None:
         """Account for an update of the site that arrived, is being merged, has its fate, or is no longer held."""
         line = self._state.sites[name].lines[index]
-        if not line.undecided:  # The usual case: its only update has its fate.
-            self.missed[index] = self.missed[index] or name in self.arrived[index]
-            self.undecided[index].discard(name)
-            self.arrived[index].discard(name)
-            self.holding[index].discard(name)
-            return
         waiting, holding = bool(line.waiting()), line.holding()
         if holding or (not waiting and name in self.arrived[index]):
             self.missed[index] = True

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diloco.sync import fates, region
-from diloco.sync.admission import AWAY_UNKNOWN_NS, Verdict, admit, admitted, deadline_ns, expire, withdrawn
+from diloco.sync.admission import AWAY_UNKNOWN_NS, Verdict, admit, admitted, expire, held_updates, withdrawn
 from diloco.sync.data_units import Units
 from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
 from diloco.sync.events import (
@@ -57,7 +57,7 @@ from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step
 from diloco.sync.state import Attendance, FragmentState, OuterState, Phase, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from diloco.sync.options import OuterOptions
 
@@ -106,8 +106,10 @@ class OuterSync:
         """Return the instant at which the machine needs ``DeadlinePassed``, if any."""
         state, now_ns = self.state, self.state.now_ns
         wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
-        wanted.append(deadline_ns(state, self.attendance))
-        wanted.append(fates.deadline_ns(self.options, state))
+        wanted += [expires_ns for *_, expires_ns in held_updates(state, self.attendance)]
+        if state.units is not None:
+            silent = [holder.silent_ns for holder in state.units.holders.values()]
+            wanted += [since_ns + self.options.lease_ns for since_ns in silent if since_ns is not None]
         if state.phase is Phase.ENDING:
             wanted.append(state.final_deadline_ns)
         elif state.phase is Phase.RUNNING:
@@ -205,12 +207,6 @@ RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
 
 
 # --- Replay
-
-
-def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[OuterEffect]]]:
-    """Feed ``records`` to ``machine`` again and yield each with its effects; ``JournalError`` as ``decide_again``."""
-    for number, record in enumerate(records):
-        yield record, decide_again(machine, record, number)
 
 
 def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterEffect]:

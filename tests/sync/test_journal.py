@@ -58,8 +58,8 @@ from diloco.sync.journal import (
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.progress import LearnerState
 from diloco.sync.state import OuterState
-from diloco.sync.syncer import OuterSync, replay
-from tests.sync.driving import Syncer, through_json
+from diloco.sync.syncer import OuterSync
+from tests.sync.driving import Syncer, replay, through_json
 from tests.sync.format_1 import encode_record
 
 
