@@ -17,8 +17,8 @@ import heapq
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain, pairwise
-from math import prod
+from itertools import accumulate, chain, pairwise
+from math import inf, prod
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -76,8 +76,30 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check_parameters(self.parameters)
-        _check_fragments(self.fragments)
-        _check_cover(self.parameters, self.fragments)
+        for index, fragment in enumerate(self.fragments):
+            if fragment.index != index:
+                raise ValueError(f"fragment {fragment.index} stands at place {index}")
+            if fragment.numel != sum(piece.stop - piece.start for piece in fragment.pieces):
+                raise ValueError(f"fragment {index} says {fragment.numel} values, its pieces hold another number")
+            if not fragment.pieces:
+                raise ValueError(f"fragment {index} has no pieces")
+            for piece, following in pairwise(fragment.pieces):
+                if (piece.name, piece.start) >= (following.name, following.start):
+                    raise ValueError(f"fragment {index} lists {following} after {piece}: must be in canonical order")
+        covered = {name: 0 for name, _ in self.parameters}  # Up to where the pieces so far cover each parameter.
+        pieces = chain.from_iterable(fragment.pieces for fragment in self.fragments)
+        for piece in sorted(pieces, key=attrgetter("name", "start", "stop")):
+            if piece.name not in covered:
+                raise ValueError(f"{piece} names no parameter")
+            if piece.start >= piece.stop:
+                raise ValueError(f"{piece} is empty")
+            if piece.start != covered[piece.name]:
+                what = "overlaps" if piece.start < covered[piece.name] else "leaves a gap after"
+                raise ValueError(f"{piece} {what} the pieces up to {covered[piece.name]}")
+            covered[piece.name] = piece.stop
+        for name, shape in self.parameters:
+            if covered[name] != prod(shape):
+                raise ValueError(f"the pieces of parameter {name} end at {covered[name]}, it has {prod(shape)} values")
 
     @property
     def numel(self) -> int:
@@ -104,10 +126,9 @@ class Layout:
         stored: _Stored = from_plain(_Stored, plain, "layout")
         if stored.dtype != EXCHANGE_DTYPE:
             raise ValueError(f"layout's exchange dtype is {stored.dtype!r}: must be {EXCHANGE_DTYPE!r}")
-        cut = [tuple(Piece(*piece) for piece in pieces) for pieces in stored.fragments]
-        sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in cut]
-        numbered = enumerate(zip(cut, sizes, strict=True))
-        return Layout(stored.parameters, tuple(Fragment(at, pieces, size) for at, (pieces, size) in numbered))
+        cut = enumerate(tuple(Piece(*piece) for piece in pieces) for pieces in stored.fragments)
+        fragments = [Fragment(at, pieces, sum(each.stop - each.start for each in pieces)) for at, pieces in cut]
+        return Layout(stored.parameters, tuple(fragments))
 
     def first_difference(self, other: Layout) -> str | None:
         """Return as text the first difference of ``other`` (there) from this layout (here), None if equal."""
@@ -121,9 +142,10 @@ class Layout:
                 return f"parameter {name} has shape {here[name]} here and {there[name]} there"
         if len(self.fragments) != len(other.fragments):
             return f"there are {len(self.fragments)} fragments here and {len(other.fragments)} there"
-        for mine, theirs in zip(self.fragments, other.fragments, strict=True):
-            if mine != theirs:
-                return f"fragment {mine.index} has {_pieces_text(mine)} here and {_pieces_text(theirs)} there"
+        for pair in zip(self.fragments, other.fragments, strict=True):
+            if pair[0] != pair[1]:
+                mine, theirs = (f"{f.numel} values in {len(f.pieces)} pieces from {f.pieces[0].name}" for f in pair)
+                return f"fragment {pair[0].index} has {mine} here and {theirs} there"
         return None
 
 
@@ -194,16 +216,12 @@ def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
     """
     modules = module.named_modules()
     inside = {f"{name}.module".lstrip(".") for name, each in modules if isinstance(each, DistributedDataParallel)}
-    return {_bare(name, inside): parameter for name, parameter in module.named_parameters()}
-
-
-def _bare(name: str, inside: set[str]) -> str:
-    """Return ``name`` without the parts that wrappers add; ``inside`` are the paths of modules wrapped by DDP."""
-    parts = name.split(".")
-    kept = [
-        part for at, part in enumerate(parts, start=1) if part not in WRAPPERS and ".".join(parts[:at]) not in inside
-    ]
-    return ".".join(kept)
+    found = {}
+    for name, parameter in module.named_parameters():
+        paths = accumulate(name.split("."), "{}.{}".format)
+        kept = [part for path in paths if (part := path.split(".")[-1]) not in WRAPPERS and path not in inside]
+        found[".".join(kept)] = parameter
+    return found
 
 
 def _check_parameters(parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
@@ -219,41 +237,6 @@ def _check_parameters(parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> No
             raise ValueError(f"parameter {name} has shape {shape}: every size must be at least 1")
 
 
-def _check_fragments(fragments: tuple[Fragment, ...]) -> None:
-    for index, fragment in enumerate(fragments):
-        if fragment.index != index:
-            raise ValueError(f"fragment {fragment.index} stands at place {index}")
-        if fragment.numel != sum(piece.stop - piece.start for piece in fragment.pieces):
-            raise ValueError(f"fragment {index} says {fragment.numel} values, its pieces hold another number")
-        if not fragment.pieces:
-            raise ValueError(f"fragment {index} has no pieces")
-        for piece, following in pairwise(fragment.pieces):
-            if (piece.name, piece.start) >= (following.name, following.start):
-                raise ValueError(f"fragment {index} lists {following} after {piece}: must be in canonical order")
-
-
-def _check_cover(parameters: tuple[tuple[str, tuple[int, ...]], ...], fragments: tuple[Fragment, ...]) -> None:
-    """Raise ``ValueError`` unless the pieces cover each parameter from 0 to its end exactly once."""
-    covered = {name: 0 for name, _ in parameters}
-    pieces = chain.from_iterable(fragment.pieces for fragment in fragments)
-    for piece in sorted(pieces, key=attrgetter("name", "start", "stop")):
-        if piece.name not in covered:
-            raise ValueError(f"{piece} names no parameter")
-        if piece.start >= piece.stop:
-            raise ValueError(f"{piece} is empty")
-        if piece.start != covered[piece.name]:
-            what = "overlaps" if piece.start < covered[piece.name] else "leaves a gap after"
-            raise ValueError(f"{piece} {what} the pieces up to {covered[piece.name]}")
-        covered[piece.name] = piece.stop
-    for name, shape in parameters:
-        if covered[name] != prod(shape):
-            raise ValueError(f"the pieces of parameter {name} end at {covered[name]}, it has {prod(shape)} values")
-
-
-def _pieces_text(fragment: Fragment) -> str:
-    return f"{fragment.numel} values in {len(fragment.pieces)} pieces from {fragment.pieces[0].name}"
-
-
 def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
     """Assign fragments of ``numels`` values to one syncer for each of ``rates``; return each one's indices, ascending.
 
@@ -266,16 +249,12 @@ def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...
     if not rates:
         raise ValueError("rates is empty: one for each syncer")
     for rate in rates:
-        if not 0 < rate < float("inf"):
+        if not 0 < rate < inf:
             raise ValueError(f"rates has {rate!r}: positive and finite")
-    speeds = [Fraction(rate) for rate in rates]
-    loads = [0] * len(rates)
+    speeds, loads = [Fraction(rate) for rate in rates], [0] * len(rates)
     placed: list[list[int]] = [[] for _ in rates]
     for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
-        times = [
-            ((load + numels[index]) / speed, at) for at, (load, speed) in enumerate(zip(loads, speeds, strict=True))
-        ]
-        _, at = min(times)
+        _, at = min(((loads[at] + numels[index]) / speed, at) for at, speed in enumerate(speeds))
         placed[at].append(index)
         loads[at] += numels[index]
     for at, indices in enumerate(placed):
