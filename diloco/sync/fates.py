@@ -104,7 +104,15 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
         return
     units, holder = _units(state), _holder(state, event.site)
     before = units.reissued
-    _give_up(turn, event.site, event.floor // unit)
+    floor = _floor(state, unit, event.site, event.floor // unit)
+    if floor > holder.first:  # Cut the list there: places before it that are not merged by now never will be.
+        dropped = holder.units(common(holder.open(), [(0, floor)]))
+        holder.cut(floor, unit)
+        _release(turn, dropped)
+        listed = [span for each in units.holders.values() for span in each.units(each.open())]
+        ended = without(common(dropped, units.begun), listed)
+        units.over, units.begun = added(units.over, ended), without(units.begun, ended)
+        units.partly += size(ended)
     holder.again = max(holder.again, event.again)
     if event.begin > holder.end:  # The site drew old units again at these places; nothing was leased for them.
         holder.pieces = joined([*holder.pieces, (SKIPPED, event.begin - holder.end)])
@@ -243,22 +251,6 @@ def _pending(state: OuterState, name: str) -> list[Span]:
 def _floor(state: OuterState, unit: int, name: str, floor: int) -> int:
     """Return the first place of ``name`` with data that can still be merged; the site itself claims ``floor``."""
     return min([floor, _units(state).holders[name].end, *(start // unit for start, _ in _pending(state, name))])
-
-
-def _give_up(turn: Turn, name: str, floor: int) -> None:
-    """Cut the list at ``floor``: places before it that are not merged by now never will be."""
-    units = _units(turn.state)
-    holder, unit = units.holders[name], turn.options.unit_sequences
-    floor = _floor(turn.state, unit, name, floor)
-    if floor <= holder.first:
-        return
-    dropped = holder.units(common(holder.open(), [(0, floor)]))
-    holder.cut(floor, unit)
-    _release(turn, dropped)
-    listed = [span for each in units.holders.values() for span in each.units(each.open())]
-    ended = without(common(dropped, units.begun), listed)
-    units.over, units.begun = added(units.over, ended), without(units.begun, ended)
-    units.partly += size(ended)
 
 
 def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit: int) -> None:

@@ -154,7 +154,15 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
         return value
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
-        return _union(typing.get_args(kind), value, where)
+        kinds = typing.get_args(kind)
+        if value is None and type(None) in kinds:
+            return None
+        rest = [each for each in kinds if each is not type(None)]
+        if len(rest) == 1:
+            return from_plain(rest[0], value, where)
+        if type(value) not in rest:
+            raise PlainError(f"{where} is {shown(value)}: fits none of {', '.join(map(str, rest))}")
+        return value
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
             raise PlainError(f"{where} is {shown(value)}: a list wanted")
@@ -195,18 +203,6 @@ def _record(kind: type, value: object, where: str) -> typing.Any:
     return kind(
         **{names[stored]: from_plain(hints[names[stored]], item, f"{where}.{stored}") for stored, item in given.items()}
     )
-
-
-def _union(kinds: tuple[object, ...], value: object, where: str) -> typing.Any:
-    if value is None and type(None) in kinds:
-        return None
-    rest = [kind for kind in kinds if kind is not type(None)]
-    if len(rest) == 1:
-        return from_plain(rest[0], value, where)
-    for kind in rest:
-        if isinstance(kind, type) and type(value) is kind:
-            return value
-    raise PlainError(f"{where} is {shown(value)}: fits none of {', '.join(str(kind) for kind in rest)}")
 
 
 def _mapped(value: object, where: str) -> dict[str, object]:

@@ -45,7 +45,7 @@ from diloco.sync.options import SECOND_NS, Count, check_bounds, require, smoothe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sync.events import Fate, LearnerEvent
+    from diloco.sync.events import LearnerEvent
 
 ROUND_TRIPS_KEPT = 64
 TRANSFERS_KEPT = 3
@@ -181,18 +181,6 @@ SPARE_PERCENT = 25
 """The overlap shrinks only so far that an exchange longer by this much still fits."""
 
 
-def exchange_ns(link: LinkEstimate, up_bytes: int, down_bytes: int, round_ns: int) -> int:
-    """Return the time from sealing an update of ``up_bytes`` to having its version of ``down_bytes``; 0: unknown.
-
-    ``round_ns`` is the time between its acceptance and its fate; 0 where none was seen yet.
-    """
-    if not (link.up_bytes_per_s and link.down_bytes_per_s):
-        return 0
-    up_ns = up_bytes * SECOND_NS // link.up_bytes_per_s
-    down_ns = down_bytes * SECOND_NS // link.down_bytes_per_s
-    return up_ns + down_ns + round_ns + ROUND_TRIPS * link.rtt_min_ns
-
-
 def steps_of(duration_ns: int, step_ns: int) -> int:
     """Return the inner steps that pass in ``duration_ns``, rounded up; 0 where a figure is not known."""
     return min(-(-duration_ns // step_ns), STEPS_MAX) if step_ns else 0
@@ -226,23 +214,17 @@ class RoundTimes:
 
     def heard(self, event: LearnerEvent, now_ns: int) -> None:
         """Take in one of the site's events."""
-        if isinstance(event, PushAnswered):
-            if event.outcome is Outcome.ACCEPTED:
-                self._accepted[event.fragment] = (event.sequence, now_ns)
-        elif isinstance(event, FateTold):
-            self._decided(event.fate, now_ns)
-        elif isinstance(event, VersionFetched):
-            for fate in event.fates:
-                self._decided(fate, now_ns)
+        if isinstance(event, PushAnswered) and event.outcome is Outcome.ACCEPTED:
+            self._accepted[event.fragment] = (event.sequence, now_ns)
+        elif isinstance(event, FateTold | VersionFetched):
+            for fate in (event.fate,) if isinstance(event, FateTold) else event.fates:
+                sequence, since_ns = self._accepted.get(fate.fragment, (0, 0))
+                if sequence and sequence == fate.sequence:
+                    del self._accepted[fate.fragment]
+                    if fate.merged:
+                        self._rounds.append(max(1, now_ns - since_ns))
         elif isinstance(event, JoinAnswered):
             self._accepted.clear()  # A restored run reuses sequence numbers.
-
-    def _decided(self, fate: Fate, now_ns: int) -> None:
-        sequence, since_ns = self._accepted.get(fate.fragment, (0, 0))
-        if sequence and sequence == fate.sequence:
-            del self._accepted[fate.fragment]
-            if fate.merged:
-                self._rounds.append(max(1, now_ns - since_ns))
 
     def usual_ns(self) -> int:
         """Return the median of the last rounds; 0: none yet."""
@@ -326,11 +308,18 @@ class Adapter:
         if step_ns and link.up_bytes_per_s:
             at = self._wanted(link, step_ns)
             if self._codecs.reached(at - self._at):
-                whys.append(self._why(at, link, step_ns))
+                old, new = self._ways[self._at], self._ways[at]
+                shares = [self._busy_percent(way, link, step_ns) for way in (old, new)]
+                every_s = step_ns * self._options.inner_steps / 1e9
+                whys.append(
+                    f"at {megabits(link.up_bytes_per_s)} updates in {old.codec} take {shares[0]} % of the "
+                    f"{every_s:.3g} s between two of them, in {new.codec} {shares[1]} %"
+                )
                 self._at = at
         channels = self._wanted_channels(link)
         if self._channels.reached(channels - before.channels):
-            whys.append(f"{channels} connections for {_rate(link)} over {link.rtt_min_ns / 1e6:.0f} ms")
+            rate = megabits(link.up_bytes_per_s)
+            whys.append(f"{channels} connections for {rate} over {link.rtt_min_ns / 1e6:.0f} ms")
         else:
             channels = before.channels
         exchange = self._exchange_ns(link, round_ns)
@@ -356,10 +345,13 @@ class Adapter:
         return steps_of(self._exchange_ns(link, round_ns), step_ns)
 
     def _exchange_ns(self, link: LinkEstimate, round_ns: int) -> int:
-        """Return the exchange time of one fragment of average size."""
-        options, up_bytes = self._options, self._ways[self._at].update_bytes
-        count = options.num_fragments
-        return exchange_ns(link, up_bytes // count, options.version_bytes // count, round_ns)
+        """Return the time from sealing an update of a fragment of average size to having its version; 0: unknown."""
+        if not (link.up_bytes_per_s and link.down_bytes_per_s):
+            return 0
+        count = self._options.num_fragments
+        up_ns = self._ways[self._at].update_bytes // count * SECOND_NS // link.up_bytes_per_s
+        down_ns = self._options.version_bytes // count * SECOND_NS // link.down_bytes_per_s
+        return up_ns + down_ns + round_ns + ROUND_TRIPS * link.rtt_min_ns
 
     def _wanted(self, link: LinkEstimate, step_ns: int) -> int:
         busy = [self._busy_percent(way, link, step_ns) for way in self._ways]
@@ -376,15 +368,6 @@ class Adapter:
         up_ns = way.update_bytes * SECOND_NS // link.up_bytes_per_s + waiting_ns
         return 100 * up_ns // (step_ns * self._options.inner_steps)
 
-    def _why(self, at: int, link: LinkEstimate, step_ns: int) -> str:
-        old, new = (self._ways[index] for index in (self._at, at))
-        shares = [self._busy_percent(way, link, step_ns) for way in (old, new)]
-        every_s = step_ns * self._options.inner_steps / 1e9
-        return (
-            f"at {_rate(link)} updates in {old.codec} take {shares[0]} % of the {every_s:.3g} s between two of them, "
-            f"in {new.codec} {shares[1]} %"
-        )
-
     def _wanted_channels(self, link: LinkEstimate) -> int:
         options, now = self._options, self.choice.channels
         if not (link.rtt_min_ns and link.up_bytes_per_s):
@@ -398,26 +381,22 @@ class Adapter:
         return now - 1 if enough < now and 2 * under_way < (now - 1) * one else now
 
 
+@dataclass(slots=True)
 class _Agreement:
     """The number of samples in a row that wanted a change in the same direction."""
 
-    def __init__(self) -> None:
-        self._sign = 0
-        self._count = 0
+    sign: int = 0
+    count: int = 0
 
     def reached(self, change: int) -> bool:
         """Count a sample that wants ``change`` (0: none); return whether ``AGREEING`` in a row wanted its direction."""
         sign = (change > 0) - (change < 0)
-        self._count = self._count + 1 if sign and sign == self._sign else abs(sign)
-        self._sign = sign
-        if self._count < AGREEING:
+        self.count = self.count + 1 if sign and sign == self.sign else abs(sign)
+        self.sign = sign
+        if self.count < AGREEING:
             return False
-        self._sign = self._count = 0
+        self.sign = self.count = 0
         return True
-
-
-def _rate(link: LinkEstimate) -> str:
-    return megabits(link.up_bytes_per_s)
 
 
 def megabits(bytes_per_s: float) -> str:

@@ -41,24 +41,6 @@ PROCESSES_REMEMBERED_MAX = 16
 """Names of replaced processes kept per site, so that an old process that joins late does not fence the new one."""
 
 
-def standings(state: OuterState, site: str) -> tuple[FragmentStanding, ...]:
-    """Return what the syncer knows about ``site``, one entry for each fragment."""
-    return tuple(
-        FragmentStanding(
-            fragment=index,
-            version=fragment.version,
-            digest=fragment.digest,
-            watermark=line.watermark,
-            cursor=line.cursor,
-            tokens_merged=line.tokens_merged,
-            tokens_discarded=line.tokens_discarded,
-            undecided=tuple((pending.sequence, pending.tokens) for pending in line.undecided),
-            fates=tuple(line.fates),
-        )
-        for index, (fragment, line) in enumerate(zip(state.fragments, state.sites[site].lines, strict=True))
-    )
-
-
 def join(turn: Turn, event: JoinRequested) -> None:
     """Admit a process as the present process of its site, or refuse it.
 
@@ -98,8 +80,21 @@ def join(turn: Turn, event: JoinRequested) -> None:
         fates.returned(turn, event.site)
     if state.started_ns is None:
         state.started_ns = state.now_ns
-    known = standings(state, event.site)
-    turn.effects.append(AnswerJoin(event.call, event.site, site.incarnation, known, state.ending, None))
+    standings = tuple(
+        FragmentStanding(
+            fragment=index,
+            version=fragment.version,
+            digest=fragment.digest,
+            watermark=line.watermark,
+            cursor=line.cursor,
+            tokens_merged=line.tokens_merged,
+            tokens_discarded=line.tokens_discarded,
+            undecided=tuple((pending.sequence, pending.tokens) for pending in line.undecided),
+            fates=tuple(line.fates),
+        )
+        for index, (fragment, line) in enumerate(zip(state.fragments, site.lines, strict=True))
+    )
+    turn.effects.append(AnswerJoin(event.call, event.site, site.incarnation, standings, state.ending, None))
 
 
 def _refusal(turn: Turn, event: JoinRequested, site: Site | None) -> Reason | None:

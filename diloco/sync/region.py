@@ -132,11 +132,6 @@ def standing(state: OuterState) -> Standing | None:
     return standing_of([part.learner for part in state.upstream.parts])
 
 
-def progress_ppm(state: OuterState) -> int:
-    """Return the progress of the run above in millionths, as last received; 0 where there is none."""
-    return max((part.learner.progress_ppm for part in state.upstream.parts), default=0) if state.upstream else 0
-
-
 def has_joined(state: OuterState) -> bool:
     """Return whether the syncer above has admitted this process of the region."""
     return state.upstream is not None and all(part.learner.incarnation for part in state.upstream.parts)
@@ -372,5 +367,6 @@ def _take(turn: Turn, index: int, part: Part, version: int, share: float) -> Non
 
 def _let_go(turn: Turn, part: Part, version: VersionAbove | None) -> None:
     """Release the values of ``version``, unless another version in use has the same payload."""
-    if version is not None and not part.needs(version.payload):
+    used = [each.payload for each in (part.base, part.arrived, part.taking) if each is not None]
+    if version is not None and version.payload not in used:
         turn.effects.append(LetGo(version.payload))

@@ -56,10 +56,6 @@ class Part:
         """The progress of that site in the fragment."""
         return self.learner.fragments[0]
 
-    def needs(self, payload: str) -> bool:
-        """Return whether a version still in use has its values at ``payload``."""
-        return any(each is not None and each.payload == payload for each in (self.base, self.arrived, self.taking))
-
 
 @dataclass(slots=True)
 class Upstream:

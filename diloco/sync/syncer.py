@@ -124,9 +124,9 @@ class OuterSync:
         return admit(self.state, self.options, site, incarnation, fragment, sequence, base_version, digest)
 
     def progress_ppm(self) -> int:
-        """Return the run's progress in millionths: by tokens or by time, whichever is further."""
+        """Return the run's progress in millionths: by tokens, by time or of the run above, whichever is further."""
         options, state = self.options, self.state
-        shares = [region.progress_ppm(state)]
+        shares = [part.learner.progress_ppm for part in state.upstream.parts] if state.upstream is not None else [0]
         if options.token_budget:
             shares.append(self.attendance.run_tokens() * 1_000_000 // options.token_budget)
         if options.run_ns and state.started_ns is not None:
