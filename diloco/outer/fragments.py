@@ -75,7 +75,16 @@ class Layout:
     fragments: tuple[Fragment, ...]
 
     def __post_init__(self) -> None:
-        _check_parameters(self.parameters)
+        if not self.parameters:
+            raise ValueError("layout has no parameters")
+        for (name, _), (next_name, _) in pairwise(self.parameters):
+            if name == next_name:
+                raise ValueError(f"parameter {name} appears twice")
+            if name > next_name:
+                raise ValueError(f"parameter {next_name} stands after {name}: must be in order of names")
+        for name, shape in self.parameters:
+            if min(shape, default=1) < 1:
+                raise ValueError(f"parameter {name} has shape {shape}: every size must be at least 1")
         for index, fragment in enumerate(self.fragments):
             if fragment.index != index:
                 raise ValueError(f"fragment {fragment.index} stands at place {index}")
@@ -158,7 +167,6 @@ def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments
     ties of fragments by index, so nothing depends on the order of ``parameters`` or on a hash seed.
     """
     canonical = tuple(sorted((name, tuple(shape)) for name, shape in parameters))
-    _check_parameters(canonical)
     if not 1 <= num_fragments <= len(canonical):
         raise ValueError(f"num_fragments is {num_fragments!r}: must be from 1 to the {len(canonical)} parameters")
     smallest_first = [(0, index) for index in range(num_fragments)]
@@ -183,28 +191,24 @@ def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | N
     values = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
     assert values.shape == (fragment.numel,), f"out has shape {tuple(values.shape)}, fragment has {fragment.numel}"
     assert values.dtype == torch.float32
-    at = 0
-    for piece in fragment.pieces:
-        size = piece.stop - piece.start
-        values[at : at + size].copy_(parameters[piece.name].detach().reshape(-1)[piece.start : piece.stop])
-        at += size
+    parts = torch.split(values, [piece.stop - piece.start for piece in fragment.pieces])
+    for piece, part in zip(fragment.pieces, parts, strict=True):
+        part.copy_(parameters[piece.name].detach().reshape(-1)[piece.start : piece.stop])
     return values
 
 
 def scatter(fragment: Fragment, values: Tensor, parameters: Mapping[str, Tensor]) -> None:
     """Write the flat ``values`` of shape (``fragment.numel``,) into ``parameters`` in place, cast to their dtype."""
     assert values.shape == (fragment.numel,), f"values has shape {tuple(values.shape)}, fragment has {fragment.numel}"
-    at = 0
+    parts = torch.split(values, [piece.stop - piece.start for piece in fragment.pieces])
     with torch.no_grad():
-        for piece in fragment.pieces:
-            size = piece.stop - piece.start
+        for piece, part in zip(fragment.pieces, parts, strict=True):
             parameter = parameters[piece.name].detach()
             # A transposed parameter has no flat view: reshape made a copy, which is copied back whole.
             flat = parameter.reshape(-1)
-            flat[piece.start : piece.stop].copy_(values[at : at + size])
+            flat[piece.start : piece.stop].copy_(part)
             if not parameter.is_contiguous():
                 parameter.copy_(flat.view(parameter.shape))
-            at += size
 
 
 def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
@@ -216,25 +220,12 @@ def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
     """
     modules = module.named_modules()
     inside = {f"{name}.module".lstrip(".") for name, each in modules if isinstance(each, DistributedDataParallel)}
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         paths = accumulate(name.split("."), "{}.{}".format)
         kept = [part for path in paths if (part := path.split(".")[-1]) not in WRAPPERS and path not in inside]
         found[".".join(kept)] = parameter
     return found
-
-
-def _check_parameters(parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    if not parameters:
-        raise ValueError("layout has no parameters")
-    for (name, _), (following, _) in pairwise(parameters):
-        if name == following:
-            raise ValueError(f"parameter {name} appears twice")
-        if name > following:
-            raise ValueError(f"parameter {following} stands after {name}: must be in order of names")
-    for name, shape in parameters:
-        if min(shape, default=1) < 1:
-            raise ValueError(f"parameter {name} has shape {shape}: every size must be at least 1")
 
 
 def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:

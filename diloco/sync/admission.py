@@ -301,9 +301,6 @@ class Verdict:
     fate: Fate | None = None
 
 
-ACCEPTED = Verdict(Outcome.ACCEPTED)
-
-
 def admit(
     state: OuterState,
     options: OuterOptions,
@@ -330,7 +327,7 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
     line = member.lines[fragment]
     if sequence <= line.watermark:
-        return _known(state, site, fragment, sequence, digest)
+        return _known(line, sequence, digest)
     if member.status is Status.EVICTED:
         return Verdict(Outcome.REFUSED, Reason.EVICTED)
     if incarnation != member.incarnation or member.status is Status.LEFT:
@@ -348,12 +345,11 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.STALE)
     if len(line.undecided) >= options.updates_in_flight_max:
         return Verdict(Outcome.RETRY, Reason.OVERLOAD)
-    return ACCEPTED
+    return Verdict(Outcome.ACCEPTED)
 
 
-def _known(state: OuterState, site: str, fragment: int, sequence: int, digest: str) -> Verdict:
+def _known(line: Line, sequence: int, digest: str) -> Verdict:
     """Answer a sequence number that was accepted before: DUPLICATE, CONFLICT (another content), or FORGOTTEN."""
-    line = state.sites[site].lines[fragment]
     for pending in line.undecided:
         if pending.sequence == sequence:
             same = pending.digest == digest

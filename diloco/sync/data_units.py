@@ -241,11 +241,5 @@ def whole_units(spans: Iterable[Span], unit: int) -> list[Span]:
 
 def first_of(spans: Sequence[Span], count: int) -> list[Span]:
     """Return the ``count`` smallest numbers, or all where there are fewer."""
-    found: list[Span] = []
-    for start, stop in spans:
-        if count <= 0:
-            break
-        stop = min(stop, start + count)
-        found.append((start, stop))
-        count -= stop - start
-    return found
+    found = pieces_before([(start, stop - start) for start, stop in spans], count)
+    return [(start, start + number) for start, number in found]

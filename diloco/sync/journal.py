@@ -172,11 +172,13 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
         if len(value) != len(kinds):
             raise PlainError(f"{where} has {len(value)} items: {len(kinds)} wanted")
         return origin([from_plain(kinds[index], item, f"{where}[{index}]") for index, item in enumerate(value)])
-    if origin is dict:
+    if origin is dict or dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise PlainError(f"{where} is {shown(value)}: a mapping wanted")
+        if isinstance(kind, type):
+            return _record(kind, value, where)
         _, item_kind = typing.get_args(kind)
-        return {key: from_plain(item_kind, item, f"{where}.{key}") for key, item in _mapped(value, where).items()}
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _record(kind, value, where)
+        return {key: from_plain(item_kind, item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         try:
             return kind(str(value))
@@ -189,8 +191,8 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
     return value
 
 
-def _record(kind: type, value: object, where: str) -> typing.Any:
-    given, hints, names = _mapped(value, where), _hints(kind), stored_fields(kind) or {}
+def _record(kind: type, given: dict[str, object], where: str) -> typing.Any:
+    hints, names = _hints(kind), stored_fields(kind) or {}
     unknown = given.keys() - names.keys()
     if unknown:
         raise PlainError(f"{where or kind.__name__} has unknown fields: {', '.join(sorted(unknown))[:80]}")
@@ -203,12 +205,6 @@ def _record(kind: type, value: object, where: str) -> typing.Any:
     return kind(
         **{names[stored]: from_plain(hints[names[stored]], item, f"{where}.{stored}") for stored, item in given.items()}
     )
-
-
-def _mapped(value: object, where: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise PlainError(f"{where} is {shown(value)}: a mapping wanted")
-    return value
 
 
 # --- Segments

@@ -206,9 +206,8 @@ def joined(turn: SiteTurn, event: JoinAnswered) -> None:
     """Handle the syncer's admission of this process."""
     state = turn.state
     if (event.lineage, event.epoch) < (state.lineage, state.epoch):
-        older = f"lineage {event.lineage}, epoch {event.epoch}"
-        why = f"{older} is older than lineage {state.lineage}, epoch {state.epoch}"
-        turn.note("join_ignored", why)
+        here = f"lineage {state.lineage}, epoch {state.epoch}"
+        turn.note("join_ignored", f"lineage {event.lineage}, epoch {event.epoch} is older than {here}")
         return
     restored = event.lineage > state.lineage
     if state.incarnation == 0:

@@ -304,7 +304,7 @@ class Adapter:
 
         ``step_ns`` is the inner step time, ``round_ns`` the time of a round at the syncer; 0: not known.
         """
-        before, whys = self.choice, []
+        channels, overlap, whys = self.choice.channels, self.choice.overlap_steps, []
         if step_ns and link.up_bytes_per_s:
             at = self._wanted(link, step_ns)
             if self._codecs.reached(at - self._at):
@@ -316,23 +316,20 @@ class Adapter:
                     f"{every_s:.3g} s between two of them, in {new.codec} {shares[1]} %"
                 )
                 self._at = at
-        channels = self._wanted_channels(link)
-        if self._channels.reached(channels - before.channels):
-            rate = megabits(link.up_bytes_per_s)
+        wanted = self._wanted_channels(link)
+        if self._channels.reached(wanted - channels):
+            channels, rate = wanted, megabits(link.up_bytes_per_s)
             whys.append(f"{channels} connections for {rate} over {link.rtt_min_ns / 1e6:.0f} ms")
-        else:
-            channels = before.channels
         exchange = self._exchange_ns(link, round_ns)
         least, most = self._options.overlap_steps, self._options.overlap_steps_max
-        overlap = overlap_for(exchange, step_ns, before.overlap_steps, least, most)
-        if self._overlaps.reached(overlap - before.overlap_steps):
+        wanted = overlap_for(exchange, step_ns, overlap, least, most)
+        if self._overlaps.reached(wanted - overlap):
+            overlap = wanted
             whys.append(
                 f"an exchange takes {exchange / 1e9:.3g} s, {round_ns / 1e9:.3g} of it at the syncer, and an inner "
                 f"step {step_ns / 1e9:.3g} s: a version is adopted {overlap} steps after its update ({least} to {most} "
                 "allowed)"
             )
-        else:
-            overlap = before.overlap_steps
         if whys:
             self.choice = Choice(self._ways[self._at].codec, channels, overlap, "; ".join(whys))
         return self.choice

@@ -194,50 +194,41 @@ class Leases:
 
     def __init__(self, timeout_ns: int) -> None:
         self.timeout_ns = timeout_ns
-        self._heard_ns: dict[str, int] = {}
-        self._silent: set[str] = set()
+        self._heard_ns: dict[str, int | None] = {}
+        """The instant at which each site was heard last; None: it is silent."""
 
     def watch(self, site: str, now_ns: int, *, silent: bool = False) -> None:
         """Begin a full lease for ``site``; ``silent``: the site is silent already."""
-        self._heard_ns[site] = now_ns
-        if silent:
-            self._silent.add(site)
-        else:
-            self._silent.discard(site)
+        self._heard_ns[site] = None if silent else now_ns
 
     def renew(self, now_ns: int) -> None:
         """Restart every running lease: the syncer itself was away and could hear no site."""
-        for site in self._heard_ns:
-            self._heard_ns[site] = max(self._heard_ns[site], now_ns)
+        for site, heard_ns in self._heard_ns.items():
+            if heard_ns is not None:
+                self._heard_ns[site] = max(heard_ns, now_ns)
 
     def forget(self, site: str) -> None:
         """End the lease of ``site``, which left."""
         self._heard_ns.pop(site, None)
-        self._silent.discard(site)
 
     def heard(self, site: str, now_ns: int) -> SiteHeard | None:
         """Renew the lease of ``site``; return an event if it was silent, None if it is unknown or was not silent."""
         if site not in self._heard_ns:
             return None
+        was_silent = self._heard_ns[site] is None
         self._heard_ns[site] = now_ns
-        if site in self._silent:
-            self._silent.discard(site)
-            return SiteHeard(site)
-        return None
+        return SiteHeard(site) if was_silent else None
 
     def expired(self, now_ns: int) -> list[SiteSilent]:
         """Return an event for each site whose lease has run out at ``now_ns``, once per silence, in site order."""
-        gone = [
-            site
-            for site in sorted(self._heard_ns)
-            if site not in self._silent and now_ns >= self._heard_ns[site] + self.timeout_ns
-        ]
-        self._silent.update(gone)
+        late_ns = now_ns - self.timeout_ns
+        gone = sorted(site for site, heard_ns in self._heard_ns.items() if heard_ns is not None and heard_ns <= late_ns)
+        self._heard_ns.update(dict.fromkeys(gone))
         return [SiteSilent(site) for site in gone]
 
     def next_deadline_ns(self) -> int | None:
         """Return the instant at which the next lease runs out; None where none runs."""
-        running = [heard for site, heard in self._heard_ns.items() if site not in self._silent]
+        running = [heard_ns for heard_ns in self._heard_ns.values() if heard_ns is not None]
         return min(running) + self.timeout_ns if running else None
 
 

@@ -137,13 +137,6 @@ def has_joined(state: OuterState) -> bool:
     return state.upstream is not None and all(part.learner.incarnation for part in state.upstream.parts)
 
 
-def waits_for_base(state: OuterState, index: int) -> bool:
-    """Return whether the fragment has no base yet, so that its rounds must stay open."""
-    if state.upstream is None or state.phase is not Phase.RUNNING:
-        return False
-    return state.upstream.parts[index].progress.base_version < 0
-
-
 def taking(state: OuterState, index: int) -> TakeVersion | None:
     """Return the version above that is being taken, from the memory alone, so that a restart takes the same one."""
     part = state.upstream.parts[index] if state.upstream is not None else None

@@ -262,7 +262,10 @@ def consider(turn: Turn, index: int) -> None:
         return
     collecting = fragment.round or open_round(turn, index)
     shrunk = _shrink(turn, index, collecting)
-    merging = fragment.merging_since_ns is not None or region.waits_for_base(state, index)
+    # The rounds of a fragment stay open until its region has a base: progress merged before could never go up.
+    upstream = state.upstream if state.phase is Phase.RUNNING else None
+    lacks_base = upstream is not None and upstream.parts[index].progress.base_version < 0
+    merging = fragment.merging_since_ns is not None or lacks_base
     if not merging and fates.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
@@ -406,27 +409,17 @@ def outer_step(
             merging[-1][1].append(pending)
         else:
             merging.append((name, [pending]))
-    version = state.fragments[index].version
-    bases = [min([update.base_version for update in updates]) for _, updates in merging]
-    full_round = state.fragments[index].full_round
-    raw = [
-        (
-            full_round[name]
-            if full_round
-            else raw_weight(options.weights, sum([u.tokens for u in updates]), sum([u.steps for u in updates]))
-        )
-        * of_its_age(version - base, options.staleness_power)
-        for (name, updates), base in zip(merging, bases, strict=True)
-    ]
-    contributions = tuple(
-        Contribution(
-            name,
-            weight,
-            base,
-            tuple([UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates]),
-        )
-        for (name, updates), base, weight in zip(merging, bases, normalised(raw), strict=True)
-    )
+    version, full_round = state.fragments[index].version, state.fragments[index].full_round
+    bases, raw, updates_of = [], [], []
+    for name, updates in merging:
+        base = min([update.base_version for update in updates])
+        tokens, steps = sum([update.tokens for update in updates]), sum([update.steps for update in updates])
+        weight = full_round[name] if full_round else raw_weight(options.weights, tokens, steps)
+        bases.append(base)
+        raw.append(weight * of_its_age(version - base, options.staleness_power))
+        updates_of.append(tuple([UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates]))
+    names = [name for name, _ in merging]
+    contributions = tuple(map(Contribution, names, normalised(raw), bases, updates_of))
     part = share(dict(merging), full_round) if merging else 1.0
     return StartOuterStep(index, version + 1, contributions, part)
 
