@@ -168,13 +168,9 @@ class Finding:
     when nothing is wrong.
     """
 
-    ratio: float | None
-    z: float | None
+    ratio: float | None = None
+    z: float | None = None
     why: str = ""
-
-
-NOTHING_WRONG = Finding(None, None)
-"""The finding for an update that was not measured."""
 
 
 def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Sequence[Vital]) -> Finding:
@@ -199,20 +195,6 @@ def _z(cosine: float, cosines: Sequence[float]) -> float:
     mean = sum(cosines) / len(cosines)
     spread = sqrt(sum((each - mean) * (each - mean) for each in cosines) / len(cosines))
     return (cosine - mean) / max(spread, COSINE_SPREAD_MIN)
-
-
-def looked_at(state: OuterState, event: UpdateArrived, vital: Vital) -> Finding:
-    """Judge the ``vital`` signs of an update that may enter; an update that was not measured passes."""
-    if event.norm <= 0:
-        return NOTHING_WRONG
-    own = state.sites[event.site].lines[event.fragment].vitals
-    others = [
-        vital
-        for name in sorted(state.sites)  # A sum of floats depends on its order, and a replay must give the same.
-        if name != event.site
-        for vital in state.sites[name].lines[event.fragment].vitals
-    ]
-    return judge(state.health, vital, own, others)
 
 
 def vital_of(state: OuterState, options: OuterOptions, event: UpdateArrived) -> Vital:

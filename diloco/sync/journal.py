@@ -286,11 +286,8 @@ def chain_after(before: bytes, body: bytes) -> bytes:
 
 
 def _unit(kind: bytes, chain: bytes, body: bytes) -> bytes:
-    return UNIT.pack(kind, len(body), _checksum(kind, chain, body), chain) + body
-
-
-def _checksum(kind: bytes, chain: bytes, body: bytes | memoryview) -> int:
-    return zlib.crc32(body, zlib.crc32(chain, zlib.crc32(kind + len(body).to_bytes(4, "little"))))
+    checksum = zlib.crc32(body, zlib.crc32(chain, zlib.crc32(kind + len(body).to_bytes(4, "little"))))
+    return UNIT.pack(kind, len(body), checksum, chain) + body
 
 
 def is_framed(data: bytes) -> bool:
@@ -344,12 +341,12 @@ def _whole_unit(data: bytes, at: int) -> Unit | None:
     """Return the unit at ``at``; None if there is no whole unit."""
     if at + UNIT.size > len(data):
         return None
-    kind, length, checksum, chain = UNIT.unpack_from(data, at)
+    kind, length, _, chain = UNIT.unpack_from(data, at)
     end = at + UNIT.size + int(length)
     if kind not in (HEADER, FRAME, MARK) or length > FRAME_BYTES_MAX or end > len(data):
         return None
     body = data[at + UNIT.size : end]
-    return Unit(kind, chain, body, end) if _checksum(kind, chain, body) == checksum else None
+    return Unit(kind, chain, body, end) if data[at:end] == _unit(kind, chain, body) else None
 
 
 def _later_unit(data: bytes, start: int) -> int | None:

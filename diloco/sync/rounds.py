@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from diloco.sync import fates, members, region
 from diloco.sync.admission import (
     ARRIVALS_KEPT,
-    NOTHING_WRONG,
     Finding,
     Verdict,
     admit,
     implausible,
-    looked_at,
+    judge,
     period_ns,
     seen_ns,
     vital_of,
@@ -225,15 +224,20 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
         if verdict.reason is Reason.OUTLIER:
             why = f"sequence {event.sequence}: it was refused before"
             turn.note("outlier_again", why, site=event.site, fragment=event.fragment)
-        return verdict, NOTHING_WRONG
+        return verdict, Finding()
     if not event.intact:
-        return Verdict(Outcome.REFUSED, Reason.CORRUPT), NOTHING_WRONG
+        return Verdict(Outcome.REFUSED, Reason.CORRUPT), Finding()
     if not event.finite:
-        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), NOTHING_WRONG
+        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), Finding()
     state, reason = turn.state, Reason.IMPLAUSIBLE
-    finding = Finding(None, None, implausible(state, turn.options, event))
-    if not finding.why:
-        finding, reason = looked_at(state, event, vital_of(state, turn.options, event)), Reason.OUTLIER
+    finding = Finding(why=implausible(state, turn.options, event))
+    if not finding.why and event.norm > 0:  # 0: not measured.
+        # A sum of floats depends on its order, and a replay must give the same.
+        vitals = {name: state.sites[name].lines[event.fragment].vitals for name in sorted(state.sites)}
+        own = vitals.pop(event.site)
+        others = [vital for window in vitals.values() for vital in window]
+        finding = judge(state.health, vital_of(state, turn.options, event), own, others)
+        reason = Reason.OUTLIER
     if finding.why and state.health.policy_of(event.site) == "refuse":
         why = f"sequence {event.sequence}: {finding.why}"
         turn.note(f"{reason.value}_refused", why, site=event.site, fragment=event.fragment)

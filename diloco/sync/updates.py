@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from diloco.sync.data_units import added
 from diloco.sync.effects import Adopt, Forget, Join, Release, Retake, Seal, Send
 from diloco.sync.events import DISCARDING, Fate, Outcome, PushAnswered, Reason, Sealed, SealFailed
-from diloco.sync.options import ADOPT_KEEPS_UNSENT, due, local_steps, smoothed
+from diloco.sync.options import ADOPT_KEEPS_UNSENT, due, smoothed
 from diloco.sync.progress import (
     SPANS_MAX,
     FragmentProgress,
@@ -85,9 +85,15 @@ def in_turn(options: LearnerOptions, state: LearnerState) -> int | None:
 
 
 def dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:
-    """Return the inner step after which the fragment is due, counted from its last update."""
-    sealed = state.fragments[index].sealed_step
-    period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns, options.dynamic_rounding)
+    """Return the inner step after which the fragment is due, counted from its last update.
+
+    The period is as many steps as this site makes while the fastest site makes ``inner_steps``, and at least 1.  So all
+    sites send at about the same time, whatever their speed (dynamic local updates, arXiv 2401.09135, section 4.2).
+    """
+    sealed, period = state.fragments[index].sealed_step, options.inner_steps
+    if state.fastest_step_ns and state.step_ns:  # Else a step time is not known yet.
+        steps, rest = divmod(period * state.fastest_step_ns, state.step_ns)
+        period = min(period, max(1, steps + (options.dynamic_rounding == "up" and rest > 0)))
     if not sealed:  # First updates: space the fragments as with equal steps at every site.
         period = max(1, (options.due_at[index] or options.inner_steps) * period // options.inner_steps)
     return sealed + period

@@ -22,7 +22,6 @@ from diloco.sync.options import (
     disagreement,
     due,
     even_offsets,
-    local_steps,
 )
 from tests.sync.driving import MS
 
@@ -118,8 +117,10 @@ def test_a_machine_with_part_of_the_fragments_is_told_when_they_are_due() -> Non
 )
 def test_19_a_slower_site_makes_fewer_steps_and_at_least_one(fastest_ms: int, own_ms: int, down: int, up: int) -> None:
     """Up, it is HALoS' max(1, ceil(H w)), w being the site's speed by that of the fastest."""
-    assert local_steps(40, fastest_ms * MS, own_ms * MS) == down
-    assert local_steps(40, fastest_ms * MS, own_ms * MS, "up") == up
+    for rounding, steps in ("down", down), ("up", up):
+        site = LearnerSync(LearnerOptions(inner_steps=40, dynamic_steps=True, dynamic_rounding=rounding))
+        site.state.fastest_step_ns, site.state.step_ns = fastest_ms * MS, own_ms * MS
+        assert site.steps_to_act() == steps, rounding
 
 
 # --- What is compared before a byte of a tensor is exchanged ---------------------------------------------------------
