@@ -143,7 +143,10 @@ def known_already(options: OuterOptions, state: OuterState, event: UnitsAsked) -
 
 
 def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
-    """Count the data of a merged update as merged in its fragment; ignore spans outside the site's list."""
+    """Count the data of a merged update, and each unit that is merged in every fragment by now, once.
+
+    Spans outside the site's list are ignored.
+    """
     units = turn.state.units
     if units is None or not pending.spans:
         return
@@ -152,7 +155,18 @@ def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
     _late(units, holder, index, common(pending.spans, [(holder.begin * unit, holder.first * unit)]), unit)
     holder.merged[index] = added(holder.merged[index], new)
     units.begun = without(added(units.begun, holder.units(in_units(new, unit))), units.over)
-    _count(turn, name)
+    ended = common(without(holder.whole(unit), holder.counted), [(holder.first, holder.end)])
+    if not ended:
+        return
+    here = holder.units(ended)
+    first_time = without(here, units.over)
+    units.repeated += size(here) - size(first_time)
+    units.over = added(units.over, first_time)
+    units.begun = without(units.begun, first_time)
+    units.free = without(units.free, first_time)
+    holder.counted = added(holder.counted, ended)
+    if holder.counted[0][0] <= holder.first:
+        holder.cut(holder.counted[0][1], unit)
 
 
 def gone(turn: Turn, name: str, why: str) -> None:
@@ -270,36 +284,11 @@ def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit:
     units.repeated += size(without(units_at(holder.begin, holder.past, places), begun))
 
 
-def _count(turn: Turn, name: str) -> None:
-    """Count the units that are merged in every fragment by now, each unit once."""
-    units = _units(turn.state)
-    holder, unit = units.holders[name], turn.options.unit_sequences
-    new = common(without(holder.whole(unit), holder.counted), [(holder.first, holder.end)])
-    if not new:
-        return
-    here = holder.units(new)
-    first_time = without(here, units.over)
-    units.repeated += size(here) - size(first_time)
-    units.over = added(units.over, first_time)
-    units.begun = without(units.begun, first_time)
-    units.free = without(units.free, first_time)
-    holder.counted = added(holder.counted, new)
-    if holder.counted[0][0] <= holder.first:
-        holder.cut(holder.counted[0][1], unit)
-
-
 def _release(turn: Turn, dropped: Sequence[Span]) -> None:
     """Give back the units of ``dropped`` of which nothing is merged and which no other site or update has."""
     units = _units(turn.state)
     again = without(without(without(dropped, units.over), units.begun), in_hand(turn.options, turn.state))
     units.free = added(units.free, again)
-
-
-def run_end_ns(options: OuterOptions, state: OuterState) -> int | None:
-    """Return the instant at which ``run_ns`` is over; None where the run has no time bound or has not started."""
-    if not options.run_ns or state.started_ns is None:
-        return None
-    return state.started_ns + options.run_ns
 
 
 def begin_last_round(turn: Turn, ending: Ending, why: str) -> None:
@@ -320,8 +309,7 @@ def begin_last_round_when_due(turn: Turn) -> None:
         return
     if options.token_budget and turn.attendance.run_tokens() >= options.token_budget:
         begin_last_round(turn, Ending.FINISHED, f"{state.run_tokens()} tokens are merged")
-    end_ns = run_end_ns(options, state)
-    if end_ns is not None and state.now_ns >= end_ns:
+    if options.run_ns and state.started_ns is not None and state.now_ns >= state.started_ns + options.run_ns:
         begin_last_round(turn, Ending.FINISHED, f"{options.run_ns / 1e9:g} s have passed")
 
 

@@ -34,7 +34,7 @@ configuration, and finds the same choice in a few updates.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, inf
 from statistics import median_high
 from typing import TYPE_CHECKING
@@ -98,6 +98,7 @@ class LinkEstimate:
     down_bytes_per_s: int = 0
 
 
+@dataclass(slots=True)
 class LinkEstimator:
     """Estimates a link from measurements, in integers: the same samples give the same estimate.
 
@@ -105,11 +106,10 @@ class LinkEstimator:
     delivery rate, each over a window, because queues only lengthen the former and waiting only lowers the latter.
     """
 
-    def __init__(self) -> None:
-        self._rtt_ns = 0
-        self._round_trips: deque[int] = deque(maxlen=ROUND_TRIPS_KEPT)
-        self._up: deque[int] = deque(maxlen=TRANSFERS_KEPT)
-        self._down: deque[int] = deque(maxlen=TRANSFERS_KEPT)
+    _rtt_ns: int = 0
+    _round_trips: deque[int] = field(default_factory=lambda: deque(maxlen=ROUND_TRIPS_KEPT))
+    _up: deque[int] = field(default_factory=lambda: deque(maxlen=TRANSFERS_KEPT))
+    _down: deque[int] = field(default_factory=lambda: deque(maxlen=TRANSFERS_KEPT))
 
     def answered(self, rtt_ns: int) -> None:
         """Record a control call that was answered after ``rtt_ns``."""
@@ -148,15 +148,15 @@ SPAN_MIN_NS = 200_000_000
 """A shorter transfer measures the round trip more than the rate."""
 
 
+@dataclass(slots=True)
 class Pace:
     """The sending rate for one direction of a link, from the rates at which transfers arrived."""
 
-    def __init__(self) -> None:
-        self.bytes_per_s = 0
-        """Rate at which to send; 0: do not pace, because the rate is unknown or above ``RATE_MAX``."""
-        self._recent: deque[int] = deque(maxlen=TRANSFERS_KEPT)
-        self._left_alone = 0
-        self._more_percent = MORE_AT_FIRST_PERCENT
+    bytes_per_s: int = 0
+    """Rate at which to send; 0: do not pace, because the rate is unknown or above ``RATE_MAX``."""
+    _recent: deque[int] = field(default_factory=lambda: deque(maxlen=TRANSFERS_KEPT))
+    _left_alone: int = 0
+    _more_percent: int = MORE_AT_FIRST_PERCENT
 
     def carried(self, bytes_per_s: int, sent_at: int) -> None:
         """Record a transfer that was sent at ``sent_at`` (0: not paced) and arrived at ``bytes_per_s``."""
@@ -201,16 +201,16 @@ def overlap_for(exchange_ns: int, step_ns: int, now: int, least: int, most: int)
     return max(min(spared, now), least)
 
 
+@dataclass(slots=True)
 class RoundTimes:
     """The time from an update's acceptance to its version at the syncer, measured from events that a site gets anyway.
 
     Both events travel the same path, so the network delay cancels out.
     """
 
-    def __init__(self) -> None:
-        self._accepted: dict[int, tuple[int, int]] = {}
-        """For each fragment the sequence number of the update accepted last, and the instant."""
-        self._rounds: deque[int] = deque(maxlen=ROUNDS_KEPT)
+    _accepted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """For each fragment the sequence number of the update accepted last, and the instant."""
+    _rounds: deque[int] = field(default_factory=lambda: deque(maxlen=ROUNDS_KEPT))
 
     def heard(self, event: LearnerEvent, now_ns: int) -> None:
         """Take in one of the site's events."""

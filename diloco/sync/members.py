@@ -14,6 +14,7 @@ admitted and starts over.  A site with a newer lineage is refused, because then 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.sync import fates, region
@@ -189,13 +190,13 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
     fates.gone(turn, event.site, "it was put out")
 
 
+@dataclass(slots=True)
 class Leases:
     """The lease of every site in the run; a site not heard for ``timeout_ns`` becomes silent."""
 
-    def __init__(self, timeout_ns: int) -> None:
-        self.timeout_ns = timeout_ns
-        self._heard_ns: dict[str, int | None] = {}
-        """The instant at which each site was heard last; None: it is silent."""
+    timeout_ns: int
+    _heard_ns: dict[str, int | None] = field(default_factory=dict)
+    """The instant at which each site was heard last; None: it is silent."""
 
     def watch(self, site: str, now_ns: int, *, silent: bool = False) -> None:
         """Begin a full lease for ``site``; ``silent``: the site is silent already."""

@@ -92,7 +92,7 @@ def standing(
     return QuorumStanding(True, complete, lambda: f"quorum={quorum} met by {', '.join(sorted(arrived))}")
 
 
-def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, period_ns: int = 0) -> int:
+def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, period_ns: int) -> int:
     """Return how long to wait for more sites once the quorum is met.
 
     Adaptive grace takes a share of the slack that the overlap leaves (Decoupled DiLoCo, arXiv 2604.21428:
@@ -519,14 +519,11 @@ def parse_selection(text: str) -> Selection:
         raise ValueError(f"{text!r} selects nothing: {WANTED}")
     kind = kinds[0]
     first, dots, last = fields[kind].partition("..")
-    least, most = _number(text, kind, first), _number(text, kind, last if dots else first)
+    numbers = {"first": first, "last": last if dots else first, "fragment": fields.get("fragment", "0")}
+    for name, value in numbers.items():
+        if not value.isascii() or not value.isdecimal():
+            raise ValueError(f"{text!r} has {name if name in fields else kind}={value}: a whole number")
+    least, most, fragment = map(int, numbers.values())
     if least < 1 or most < least:
         raise ValueError(f"{text!r} has {kind}={fields[kind]}: from 1 on, and the first is not above the last")
-    fragment = _number(text, "fragment", fields["fragment"]) if "fragment" in fields else None
-    return Selection(fields["site"], kind, least, most, fragment)
-
-
-def _number(text: str, name: str, value: str) -> int:
-    if not value.isascii() or not value.isdecimal():
-        raise ValueError(f"{text!r} has {name}={value}: a whole number")
-    return int(value)
+    return Selection(fields["site"], kind, least, most, fragment if "fragment" in fields else None)

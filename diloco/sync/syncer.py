@@ -112,8 +112,8 @@ class OuterSync:
             wanted += [since_ns + self.options.lease_ns for since_ns in silent if since_ns is not None]
         if state.phase is Phase.ENDING:
             wanted.append(state.final_deadline_ns)
-        elif state.phase is Phase.RUNNING:
-            wanted.append(fates.run_end_ns(self.options, state))
+        elif state.phase is Phase.RUNNING and self.options.run_ns and state.started_ns is not None:
+            wanted.append(state.started_ns + self.options.run_ns)
         # A past deadline is left out: if a merge holds its action back, the sweep after that merge sees it again.
         return min([instant for instant in wanted if instant is not None and instant > now_ns], default=None)
 
