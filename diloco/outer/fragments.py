@@ -13,7 +13,6 @@ the same sizes and rates, and compare it when a site joins.
 from __future__ import annotations
 
 import hashlib
-import heapq
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -169,18 +168,15 @@ def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments
     canonical = tuple(sorted((name, tuple(shape)) for name, shape in parameters))
     if not 1 <= num_fragments <= len(canonical):
         raise ValueError(f"num_fragments is {num_fragments!r}: must be from 1 to the {len(canonical)} parameters")
-    smallest_first = [(0, index) for index in range(num_fragments)]
-    names: list[list[str]] = [[] for _ in range(num_fragments)]
     sizes = {name: prod(shape) for name, shape in canonical}
+    names: list[list[str]] = [[] for _ in range(num_fragments)]
+    numels = [0] * num_fragments
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, index = heapq.heappop(smallest_first)
-        names[index].append(name)
-        heapq.heappush(smallest_first, (load + sizes[name], index))
-    fragments = tuple(
-        Fragment(index, tuple(Piece(name, 0, sizes[name]) for name in sorted(mine)), sum(sizes[name] for name in mine))
-        for index, mine in enumerate(names)
-    )
-    return Layout(canonical, fragments)
+        smallest = numels.index(min(numels))
+        names[smallest].append(name)
+        numels[smallest] += sizes[name]
+    pieces = [tuple(Piece(name, 0, sizes[name]) for name in sorted(mine)) for mine in names]
+    return Layout(canonical, tuple(map(Fragment, range(num_fragments), pieces, numels)))
 
 
 def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
