@@ -296,6 +296,12 @@ class Attendance:
     def line_changed(self, name: str, index: int) -> None:
         """Account for an update of the site that arrived, is being merged, has its fate, or is no longer held."""
         line = self._state.sites[name].lines[index]
+        if not line.undecided:  # The usual case: its only update has its fate.
+            self.missed[index] = self.missed[index] or name in self.arrived[index]
+            self.undecided[index].discard(name)
+            self.arrived[index].discard(name)
+            self.holding[index].discard(name)
+            return
         waiting, holding = bool(line.waiting()), line.holding()
         if holding or (not waiting and name in self.arrived[index]):
             self.missed[index] = True
