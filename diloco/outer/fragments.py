@@ -13,12 +13,11 @@ the same sizes and rates, and compare it when a site joins.
 from __future__ import annotations
 
 import hashlib
-import heapq
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain, pairwise
-from math import prod
+from itertools import accumulate, chain, pairwise
+from math import inf, prod
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -75,9 +74,40 @@ class Layout:
     fragments: tuple[Fragment, ...]
 
     def __post_init__(self) -> None:
-        _check_parameters(self.parameters)
-        _check_fragments(self.fragments)
-        _check_cover(self.parameters, self.fragments)
+        if not self.parameters:
+            raise ValueError("layout has no parameters")
+        for (name, _), (next_name, _) in pairwise(self.parameters):
+            if name == next_name:
+                raise ValueError(f"parameter {name} appears twice")
+            if name > next_name:
+                raise ValueError(f"parameter {next_name} stands after {name}: must be in order of names")
+        for name, shape in self.parameters:
+            if min(shape, default=1) < 1:
+                raise ValueError(f"parameter {name} has shape {shape}: every size must be at least 1")
+        for index, fragment in enumerate(self.fragments):
+            if fragment.index != index:
+                raise ValueError(f"fragment {fragment.index} stands at place {index}")
+            if fragment.numel != sum(piece.stop - piece.start for piece in fragment.pieces):
+                raise ValueError(f"fragment {index} says {fragment.numel} values, its pieces hold another number")
+            if not fragment.pieces:
+                raise ValueError(f"fragment {index} has no pieces")
+            for piece, following in pairwise(fragment.pieces):
+                if (piece.name, piece.start) >= (following.name, following.start):
+                    raise ValueError(f"fragment {index} lists {following} after {piece}: must be in canonical order")
+        covered = {name: 0 for name, _ in self.parameters}  # Up to where the pieces so far cover each parameter.
+        pieces = chain.from_iterable(fragment.pieces for fragment in self.fragments)
+        for piece in sorted(pieces, key=attrgetter("name", "start", "stop")):
+            if piece.name not in covered:
+                raise ValueError(f"{piece} names no parameter")
+            if piece.start >= piece.stop:
+                raise ValueError(f"{piece} is empty")
+            if piece.start != covered[piece.name]:
+                what = "overlaps" if piece.start < covered[piece.name] else "leaves a gap after"
+                raise ValueError(f"{piece} {what} the pieces up to {covered[piece.name]}")
+            covered[piece.name] = piece.stop
+        for name, shape in self.parameters:
+            if covered[name] != prod(shape):
+                raise ValueError(f"the pieces of parameter {name} end at {covered[name]}, it has {prod(shape)} values")
 
     @property
     def numel(self) -> int:
@@ -104,10 +134,9 @@ class Layout:
         stored: _Stored = from_plain(_Stored, plain, "layout")
         if stored.dtype != EXCHANGE_DTYPE:
             raise ValueError(f"layout's exchange dtype is {stored.dtype!r}: must be {EXCHANGE_DTYPE!r}")
-        cut = [tuple(Piece(*piece) for piece in pieces) for pieces in stored.fragments]
-        sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in cut]
-        numbered = enumerate(zip(cut, sizes, strict=True))
-        return Layout(stored.parameters, tuple(Fragment(at, pieces, size) for at, (pieces, size) in numbered))
+        cut = enumerate(tuple(Piece(*piece) for piece in pieces) for pieces in stored.fragments)
+        fragments = [Fragment(at, pieces, sum(each.stop - each.start for each in pieces)) for at, pieces in cut]
+        return Layout(stored.parameters, tuple(fragments))
 
     def first_difference(self, other: Layout) -> str | None:
         """Return as text the first difference of ``other`` (there) from this layout (here), None if equal."""
@@ -121,9 +150,10 @@ class Layout:
                 return f"parameter {name} has shape {here[name]} here and {there[name]} there"
         if len(self.fragments) != len(other.fragments):
             return f"there are {len(self.fragments)} fragments here and {len(other.fragments)} there"
-        for mine, theirs in zip(self.fragments, other.fragments, strict=True):
-            if mine != theirs:
-                return f"fragment {mine.index} has {_pieces_text(mine)} here and {_pieces_text(theirs)} there"
+        for pair in zip(self.fragments, other.fragments, strict=True):
+            if pair[0] != pair[1]:
+                mine, theirs = (f"{f.numel} values in {len(f.pieces)} pieces from {f.pieces[0].name}" for f in pair)
+                return f"fragment {pair[0].index} has {mine} here and {theirs} there"
         return None
 
 
@@ -136,21 +166,17 @@ def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments
     ties of fragments by index, so nothing depends on the order of ``parameters`` or on a hash seed.
     """
     canonical = tuple(sorted((name, tuple(shape)) for name, shape in parameters))
-    _check_parameters(canonical)
     if not 1 <= num_fragments <= len(canonical):
         raise ValueError(f"num_fragments is {num_fragments!r}: must be from 1 to the {len(canonical)} parameters")
-    smallest_first = [(0, index) for index in range(num_fragments)]
-    names: list[list[str]] = [[] for _ in range(num_fragments)]
     sizes = {name: prod(shape) for name, shape in canonical}
+    names: list[list[str]] = [[] for _ in range(num_fragments)]
+    numels = [0] * num_fragments
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, index = heapq.heappop(smallest_first)
-        names[index].append(name)
-        heapq.heappush(smallest_first, (load + sizes[name], index))
-    fragments = tuple(
-        Fragment(index, tuple(Piece(name, 0, sizes[name]) for name in sorted(mine)), sum(sizes[name] for name in mine))
-        for index, mine in enumerate(names)
-    )
-    return Layout(canonical, fragments)
+        smallest = numels.index(min(numels))
+        names[smallest].append(name)
+        numels[smallest] += sizes[name]
+    pieces = [tuple(Piece(name, 0, sizes[name]) for name in sorted(mine)) for mine in names]
+    return Layout(canonical, tuple(map(Fragment, range(num_fragments), pieces, numels)))
 
 
 def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
@@ -161,28 +187,24 @@ def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | N
     values = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
     assert values.shape == (fragment.numel,), f"out has shape {tuple(values.shape)}, fragment has {fragment.numel}"
     assert values.dtype == torch.float32
-    at = 0
-    for piece in fragment.pieces:
-        size = piece.stop - piece.start
-        values[at : at + size].copy_(parameters[piece.name].detach().reshape(-1)[piece.start : piece.stop])
-        at += size
+    parts = torch.split(values, [piece.stop - piece.start for piece in fragment.pieces])
+    for piece, part in zip(fragment.pieces, parts, strict=True):
+        part.copy_(parameters[piece.name].detach().reshape(-1)[piece.start : piece.stop])
     return values
 
 
 def scatter(fragment: Fragment, values: Tensor, parameters: Mapping[str, Tensor]) -> None:
     """Write the flat ``values`` of shape (``fragment.numel``,) into ``parameters`` in place, cast to their dtype."""
     assert values.shape == (fragment.numel,), f"values has shape {tuple(values.shape)}, fragment has {fragment.numel}"
-    at = 0
+    parts = torch.split(values, [piece.stop - piece.start for piece in fragment.pieces])
     with torch.no_grad():
-        for piece in fragment.pieces:
-            size = piece.stop - piece.start
+        for piece, part in zip(fragment.pieces, parts, strict=True):
             parameter = parameters[piece.name].detach()
             # A transposed parameter has no flat view: reshape made a copy, which is copied back whole.
             flat = parameter.reshape(-1)
-            flat[piece.start : piece.stop].copy_(values[at : at + size])
+            flat[piece.start : piece.stop].copy_(part)
             if not parameter.is_contiguous():
                 parameter.copy_(flat.view(parameter.shape))
-            at += size
 
 
 def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
@@ -194,64 +216,12 @@ def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
     """
     modules = module.named_modules()
     inside = {f"{name}.module".lstrip(".") for name, each in modules if isinstance(each, DistributedDataParallel)}
-    return {_bare(name, inside): parameter for name, parameter in module.named_parameters()}
-
-
-def _bare(name: str, inside: set[str]) -> str:
-    """Return ``name`` without the parts that wrappers add; ``inside`` are the paths of modules wrapped by DDP."""
-    parts = name.split(".")
-    kept = [
-        part for at, part in enumerate(parts, start=1) if part not in WRAPPERS and ".".join(parts[:at]) not in inside
-    ]
-    return ".".join(kept)
-
-
-def _check_parameters(parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    if not parameters:
-        raise ValueError("layout has no parameters")
-    for (name, _), (following, _) in pairwise(parameters):
-        if name == following:
-            raise ValueError(f"parameter {name} appears twice")
-        if name > following:
-            raise ValueError(f"parameter {following} stands after {name}: must be in order of names")
-    for name, shape in parameters:
-        if min(shape, default=1) < 1:
-            raise ValueError(f"parameter {name} has shape {shape}: every size must be at least 1")
-
-
-def _check_fragments(fragments: tuple[Fragment, ...]) -> None:
-    for index, fragment in enumerate(fragments):
-        if fragment.index != index:
-            raise ValueError(f"fragment {fragment.index} stands at place {index}")
-        if fragment.numel != sum(piece.stop - piece.start for piece in fragment.pieces):
-            raise ValueError(f"fragment {index} says {fragment.numel} values, its pieces hold another number")
-        if not fragment.pieces:
-            raise ValueError(f"fragment {index} has no pieces")
-        for piece, following in pairwise(fragment.pieces):
-            if (piece.name, piece.start) >= (following.name, following.start):
-                raise ValueError(f"fragment {index} lists {following} after {piece}: must be in canonical order")
-
-
-def _check_cover(parameters: tuple[tuple[str, tuple[int, ...]], ...], fragments: tuple[Fragment, ...]) -> None:
-    """Raise ``ValueError`` unless the pieces cover each parameter from 0 to its end exactly once."""
-    covered = {name: 0 for name, _ in parameters}
-    pieces = chain.from_iterable(fragment.pieces for fragment in fragments)
-    for piece in sorted(pieces, key=attrgetter("name", "start", "stop")):
-        if piece.name not in covered:
-            raise ValueError(f"{piece} names no parameter")
-        if piece.start >= piece.stop:
-            raise ValueError(f"{piece} is empty")
-        if piece.start != covered[piece.name]:
-            what = "overlaps" if piece.start < covered[piece.name] else "leaves a gap after"
-            raise ValueError(f"{piece} {what} the pieces up to {covered[piece.name]}")
-        covered[piece.name] = piece.stop
-    for name, shape in parameters:
-        if covered[name] != prod(shape):
-            raise ValueError(f"the pieces of parameter {name} end at {covered[name]}, it has {prod(shape)} values")
-
-
-def _pieces_text(fragment: Fragment) -> str:
-    return f"{fragment.numel} values in {len(fragment.pieces)} pieces from {fragment.pieces[0].name}"
+    found: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        paths = accumulate(name.split("."), "{}.{}".format)
+        kept = [part for path in paths if (part := path.split(".")[-1]) not in WRAPPERS and path not in inside]
+        found[".".join(kept)] = parameter
+    return found
 
 
 def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
@@ -266,16 +236,12 @@ def place(numels: Sequence[int], rates: Sequence[float]) -> tuple[tuple[int, ...
     if not rates:
         raise ValueError("rates is empty: one for each syncer")
     for rate in rates:
-        if not 0 < rate < float("inf"):
+        if not 0 < rate < inf:
             raise ValueError(f"rates has {rate!r}: positive and finite")
-    speeds = [Fraction(rate) for rate in rates]
-    loads = [0] * len(rates)
+    speeds, loads = [Fraction(rate) for rate in rates], [0] * len(rates)
     placed: list[list[int]] = [[] for _ in rates]
     for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
-        times = [
-            ((load + numels[index]) / speed, at) for at, (load, speed) in enumerate(zip(loads, speeds, strict=True))
-        ]
-        _, at = min(times)
+        _, at = min(((loads[at] + numels[index]) / speed, at) for at, speed in enumerate(speeds))
         placed[at].append(index)
         loads[at] += numels[index]
     for at, indices in enumerate(placed):

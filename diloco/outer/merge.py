@@ -166,11 +166,6 @@ class Gate:
     def __post_init__(self) -> None:
         check_bounds(self, "gate_")
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the gate changes nothing."""
-        return self.alpha == 0 and self.cutoff == 0 and self.power == 0
-
     def factor(self, staleness: int) -> float:
         """Return the factor on a contribution ``staleness`` versions old: 1 at 0, 0 from the cutoff on."""
         if self.cutoff and staleness >= self.cutoff:
@@ -221,38 +216,28 @@ def blend(
         weighted = [weight * factor for weight, factor in zip(changed, factors, strict=True)]
         return weighted, scale * sum(weighted) / sum(changed)
     lengths = [sqrt(products[index][index]) for index in range(len(weights))]
-    if options.kind == "clamp":
-        return _shortened(weights, [min(1.0, median_low(lengths) / length) if length else 1.0 for length in lengths])
     if options.kind == "rda":
-        return _rda(weights, products, lengths)
+        changed = [weight / length if length else 0.0 for weight, length in zip(weights, lengths, strict=True)]
+        squared = sum(one * other * products[i][j] for i, one in enumerate(changed) for j, other in enumerate(changed))
+        together = sqrt(max(0.0, squared))
+        if together <= DEGENERATE * sum(weights):
+            return list(weights), 1.0
+        length = sum(weight * length for weight, length in zip(weights, lengths, strict=True)) / sum(weights)
+        return changed, length * sum(changed) / together
     if options.kind == "geometric_median":
         return _geometric_median(weights, products, lengths), 1.0
-    assert options.kind in ("mean", "clip", "normalise"), options.kind
-    usual = median(lengths)
-    if options.kind == "mean" or usual == 0:
+    usual = median_low(lengths) if options.kind == "clamp" else median(lengths)
+    if options.kind == "mean" or (usual == 0 and options.kind != "clamp"):
         return list(weights), 1.0
-    factors = [usual / length if length else 1.0 for length in lengths]
+    scales = [usual / length if length else 1.0 for length in lengths]
     if options.kind == "clip":
-        factors = [min(1.0, options.norm_ratio_max * factor) for factor in factors]
-    return _shortened(weights, factors)
-
-
-def _shortened(weights: Sequence[float], factors: Sequence[float]) -> tuple[list[float], float]:
-    """Return (weights', scale) of the mean with ``weights`` of contributions multiplied by ``factors``."""
-    changed = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        scales = [min(1.0, options.norm_ratio_max * scale) for scale in scales]
+    elif options.kind == "clamp":
+        scales = [min(1.0, scale) for scale in scales]
+    else:
+        assert options.kind == "normalise", options.kind
+    changed = [weight * scale for weight, scale in zip(weights, scales, strict=True)]
     return changed, sum(changed) / sum(weights)
-
-
-def _rda(
-    weights: Sequence[float], products: Sequence[Sequence[float]], lengths: Sequence[float]
-) -> tuple[list[float], float]:
-    changed = [weight / length if length else 0.0 for weight, length in zip(weights, lengths, strict=True)]
-    squared = sum(one * other * products[i][j] for i, one in enumerate(changed) for j, other in enumerate(changed))
-    together = sqrt(max(0.0, squared))
-    if together <= DEGENERATE * sum(weights):
-        return list(weights), 1.0
-    length = sum(weight * length for weight, length in zip(weights, lengths, strict=True)) / sum(weights)
-    return changed, length * sum(changed) / together
 
 
 def _geometric_median(
@@ -287,11 +272,12 @@ def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Ten
     """
     mean: Tensor | None = None
     for share, updates in shares(contributions):
+        contribution = updates[0] if len(updates) == 1 else updates[0].clone()
+        for update in updates[1:]:
+            contribution.add_(update)
         if mean is None:
-            mean = torch.empty_like(updates[0]) if out is None else out
-            _add_up(updates, mean)
+            mean = contribution.clone() if out is None else out.copy_(contribution)
         else:
-            contribution = updates[0] if len(updates) == 1 else _add_up(updates, torch.empty_like(mean))
             towards = torch.sub(mean, contribution)
             # Subtract rather than add, to keep the sign of a zero too: -0 - 0 is -0, but -0 + 0 is +0.
             mean.sub_(towards.mul_(share))
@@ -337,11 +323,4 @@ def trimmed_mean(contributions: Sequence[tuple[float, Tensor]], trim_share: floa
         weight = weights[order[rank]]
         total.add_(weight)
         out.sub_(torch.sub(out, ordered[rank]).mul_((weight / total).float()))
-    return out
-
-
-def _add_up(updates: Sequence[Tensor], out: Tensor) -> Tensor:
-    out.copy_(updates[0])
-    for update in updates[1:]:
-        out.add_(update)
     return out

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -27,7 +27,7 @@ from diloco.sync.options import ABOVE_0, NOT_NEGATIVE, Count, below, check_bound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.outer.fragments import Fragment, Layout
+    from diloco.outer.fragments import Layout
 
 
 TENSORS_KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -300,7 +300,7 @@ class OuterRule:
 
     def factors(self, staleness: Sequence[int]) -> list[float] | None:
         """Return the gate's factor for each contribution, by its staleness; None where all are 1."""
-        return None if self.gate.is_open else [self.gate.factor(each) for each in staleness]
+        return None if self.gate == OPEN else [self.gate.factor(each) for each in staleness]
 
     def segments_of(self, fragment: int) -> tuple[Segment, ...]:
         """Return the segments by which the fragment is merged; empty for the weighted mean."""
@@ -326,22 +326,16 @@ def outer_rule(
     if not correction.is_none and "momentum" not in TENSORS_KEPT[optimizer.kind]:
         kinds = " or ".join(kind for kind, kept in TENSORS_KEPT.items() if "momentum" in kept)
         raise ValueError(f"correction is {correction.kind!r}: kind {optimizer.kind!r} has no momentum, {kinds} do")
-    if merge.kind == "mean" and gate.is_open and correction.is_none:
+    if merge.kind == "mean" and gate == OPEN and correction.is_none:
         return OuterRule(optimizer)
-    shapes = dict(layout.parameters)
-
-    def options_of(name: str) -> MergeOptions:
-        is_plain = len(shapes[name]) < 2 or any(fnmatchcase(name, pattern) for pattern in plain)
-        return MEAN if merge.kind == "rda" and is_plain else merge
-
-    def segments(fragment: Fragment) -> tuple[Segment, ...]:
-        stops = tuple(accumulate(piece.stop - piece.start for piece in fragment.pieces))
-        if merge.kind not in BY_TENSOR:
-            return (Segment(0, fragment.numel, merge, () if correction.is_none else stops[:-1]),)
-        starts = (0, *stops[:-1])
-        return tuple(
-            Segment(start, stop, options_of(piece.name))
-            for start, stop, piece in zip(starts, stops, fragment.pieces, strict=True)
-        )
-
-    return OuterRule(optimizer, tuple(map(segments, layout.fragments)), gate, correction)
+    means = [name for name, shape in layout.parameters if len(shape) < 2 or any(fnmatchcase(name, p) for p in plain)]
+    options = {name: MEAN if merge.kind == "rda" and name in means else merge for name, _ in layout.parameters}
+    segments: list[tuple[Segment, ...]] = []
+    for fragment in layout.fragments:
+        borders = [0, *accumulate(piece.stop - piece.start for piece in fragment.pieces)]
+        if merge.kind in BY_TENSOR:
+            pairs = zip(pairwise(borders), fragment.pieces, strict=True)
+            segments.append(tuple(Segment(start, stop, options[piece.name]) for (start, stop), piece in pairs))
+        else:
+            segments.append((Segment(0, fragment.numel, merge, () if correction.is_none else tuple(borders[1:-1])),))
+    return OuterRule(optimizer, tuple(segments), gate, correction)

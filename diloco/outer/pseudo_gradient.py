@@ -24,6 +24,7 @@ outer step to its updates under way, from the version that it has and from the o
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -158,10 +159,7 @@ class OwnPart:
             faded = momentum.mul(self._options.momentum ** (steps - len(updates)))
             self._state = OuterState(self._state.steps, {"momentum": faded})
         first = max(1, len(updates) - steps + 1)
-        together = list(updates[:first])
-        while len(together) > 1:
-            together[:2] = [together[0] + together[1]]
-        for part in (*together, *updates[first:]):
+        for part in [reduce(torch.add, updates[:first]), *updates[first:]] if updates else []:
             mine = part / sites
             _, self._state = outer_step(mine, mine, self._state, self._options)
 

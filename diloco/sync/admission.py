@@ -125,15 +125,6 @@ def believed_steps(state: OuterState, options: OuterOptions, event: UpdateArrive
     return min(event.steps, usual_steps + 2 * elapsed_ns // step_ns)
 
 
-def arrived(state: OuterState, options: OuterOptions, event: UpdateArrived) -> None:
-    """Record an accepted update; the claims of the site's next one for the fragment are compared with it."""
-    line = state.sites[event.site].lines[event.fragment]
-    before = line.arrivals_ns or [0]  # State of an earlier release has no arrivals, not even the time of the join.
-    line.arrivals_ns = [*before, state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
-    step_tokens = -(-event.tokens // event.steps)
-    line.step_tokens = max(line.step_tokens, step_tokens) if options.unit_sequences else line.step_tokens or step_tokens
-
-
 def fastest_step_ns(state: OuterState, live: Sequence[str]) -> int:
     """Return the inner step time of the fastest of the ``live`` sites; 0 before any is known.
 
@@ -177,20 +168,20 @@ class Finding:
     when nothing is wrong.
     """
 
-    ratio: float | None
-    z: float | None
+    ratio: float | None = None
+    z: float | None = None
     why: str = ""
-
-
-NOTHING_WRONG = Finding(None, None)
-"""The finding for an update that was not measured."""
 
 
 def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Sequence[Vital]) -> Finding:
     """Compare ``vital`` with the site's ``own`` recent updates and with those of the ``others``."""
     windows = [window for window in (own, others) if len(window) >= options.history_min]
-    ratio = min((_norm_ratio(vital, window) for window in windows), default=None)
-    z = _score(options, vital, own, others)
+    # Each norm of a window is raised in proportion where this update has more steps.
+    usual = [median([each.norm * max(1.0, vital.steps / each.steps) for each in window]) for window in windows]
+    ratio = min([vital.norm / norm for norm in usual], default=None)
+    z, cosines = None, [[each.cosine for each in window if each.cosine is not None] for window in (own, others)]
+    if vital.cosine is not None and len(cosines[0]) >= options.history:  # Until its own window is full there is no z.
+        z = max(_z(vital.cosine, window) for window in cosines if len(window) >= options.history)
     why: list[str] = []
     if ratio is not None and ratio > options.norm_ratio_max:
         why.append(f"its norm is {ratio:.3g} times the usual one, more than {options.norm_ratio_max:g}")
@@ -200,38 +191,10 @@ def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Se
     return Finding(ratio, z, "; ".join(why))
 
 
-def _norm_ratio(vital: Vital, window: Sequence[Vital]) -> float:
-    """Return the norm over the window's median norm, each raised in proportion where this update has more steps."""
-    usual = median([each.norm * max(1.0, vital.steps / each.steps) for each in window])
-    return vital.norm / usual
-
-
-def _score(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Sequence[Vital]) -> float | None:
-    """Return the milder z-score of the two windows; None until the site's own window is full."""
-    known = [[each.cosine for each in window if each.cosine is not None] for window in (own, others)]
-    if vital.cosine is None or len(known[0]) < options.history:
-        return None
-    return max(_z(vital.cosine, cosines) for cosines in known if len(cosines) >= options.history)
-
-
 def _z(cosine: float, cosines: Sequence[float]) -> float:
     mean = sum(cosines) / len(cosines)
     spread = sqrt(sum((each - mean) * (each - mean) for each in cosines) / len(cosines))
     return (cosine - mean) / max(spread, COSINE_SPREAD_MIN)
-
-
-def looked_at(state: OuterState, event: UpdateArrived, vital: Vital) -> Finding:
-    """Judge the ``vital`` signs of an update that may enter; an update that was not measured passes."""
-    if event.norm <= 0:
-        return NOTHING_WRONG
-    own = state.sites[event.site].lines[event.fragment].vitals
-    others = [
-        vital
-        for name in sorted(state.sites)  # A sum of floats depends on its order, and a replay must give the same.
-        if name != event.site
-        for vital in state.sites[name].lines[event.fragment].vitals
-    ]
-    return judge(state.health, vital, own, others)
 
 
 def vital_of(state: OuterState, options: OuterOptions, event: UpdateArrived) -> Vital:
@@ -239,25 +202,12 @@ def vital_of(state: OuterState, options: OuterOptions, event: UpdateArrived) -> 
     return Vital(believed_steps(state, options, event), event.norm, event.cosine)
 
 
-def remember(state: OuterState, site: str, fragment: int, vital: Vital) -> None:
-    """Add an admitted update to its site's window of usual updates."""
-    line = state.sites[site].lines[fragment]
-    line.vitals = [*line.vitals, vital][-state.health.history :]
-
-
-def deadline_ns(state: OuterState, attendance: Attendance) -> int | None:
-    """Return the instant at which the first held update expires; None where none is held."""
-    since = [pending.held.since_ns for _, _, pending in _held(state, attendance) if pending.held is not None]
-    return min(since) + state.health.hold_ns if since else None
-
-
 def expire(turn: Turn) -> None:
     """Refuse held updates that are not decided within ``hold_ns``; all of them at the deadline of the last round."""
     state = turn.state
     over = state.final_deadline_ns is not None and state.now_ns >= state.final_deadline_ns
-    for name, index, pending in _held(state, turn.attendance):
-        assert pending.held is not None
-        if over or state.now_ns >= pending.held.since_ns + state.health.hold_ns:
+    for name, index, pending, expires_ns in held_updates(state, turn.attendance):
+        if over or state.now_ns >= expires_ns:
             refuse(turn, name, index, pending, Reason.OUTLIER)
 
 
@@ -267,10 +217,11 @@ def admitted(turn: Turn, event: UpdateAdmitted) -> None:
     if pending is None:
         return
     if pending.held is not None:
+        line = turn.state.sites[event.site].lines[event.fragment]
         vital = Vital(pending.steps, pending.held.norm, pending.held.cosine)
+        line.vitals = [*line.vitals, vital][-turn.state.health.history :]
         pending.held = None
         turn.attendance.line_changed(event.site, event.fragment)
-        remember(turn.state, event.site, event.fragment, vital)
         what = f"an operator's word: sequence {pending.sequence}"
         turn.note("update_admitted", what, site=event.site, fragment=event.fragment)
     turn.effects.append(AnswerDone(event.call))
@@ -281,11 +232,9 @@ def withdrawn(turn: Turn, event: UpdateWithdrawn) -> None:
     pending = _asked(turn, event, refused=True)
     if pending is None:
         return
-    if pending.merging:
-        turn.effects.append(AnswerDone(event.call, Reason.CONFLICT))
-        return
-    refuse(turn, event.site, event.fragment, pending, Reason.WITHDRAWN)
-    turn.effects.append(AnswerDone(event.call))
+    if not pending.merging:
+        refuse(turn, event.site, event.fragment, pending, Reason.WITHDRAWN)
+    turn.effects.append(AnswerDone(event.call, Reason.CONFLICT if pending.merging else None))
 
 
 def _asked(turn: Turn, event: UpdateAdmitted | UpdateWithdrawn, *, refused: bool = False) -> Pending | None:
@@ -313,12 +262,12 @@ def _asked(turn: Turn, event: UpdateAdmitted | UpdateWithdrawn, *, refused: bool
     return None
 
 
-def _held(state: OuterState, attendance: Attendance) -> list[tuple[str, int, Pending]]:
-    """Return the held updates, in site order and then in fragment order."""
+def held_updates(state: OuterState, attendance: Attendance) -> list[tuple[str, int, Pending, int]]:
+    """Return (site, fragment, update, instant at which it expires) of each held update, by site and then fragment."""
     if not any(attendance.holding):
         return []
     return [
-        (name, index, pending)
+        (name, index, pending, pending.held.since_ns + state.health.hold_ns)
         for name, index in sorted((name, index) for index, names in enumerate(attendance.holding) for name in names)
         for pending in state.sites[name].lines[index].undecided
         if pending.held is not None
@@ -332,9 +281,6 @@ class Verdict:
     outcome: Outcome
     reason: Reason | None = None
     fate: Fate | None = None
-
-
-ACCEPTED = Verdict(Outcome.ACCEPTED)
 
 
 def admit(
@@ -363,7 +309,7 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
     line = member.lines[fragment]
     if sequence <= line.watermark:
-        return _known(state, site, fragment, sequence, digest)
+        return _known(line, sequence, digest)
     if member.status is Status.EVICTED:
         return Verdict(Outcome.REFUSED, Reason.EVICTED)
     if incarnation != member.incarnation or member.status is Status.LEFT:
@@ -381,12 +327,11 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.STALE)
     if len(line.undecided) >= options.updates_in_flight_max:
         return Verdict(Outcome.RETRY, Reason.OVERLOAD)
-    return ACCEPTED
+    return Verdict(Outcome.ACCEPTED)
 
 
-def _known(state: OuterState, site: str, fragment: int, sequence: int, digest: str) -> Verdict:
+def _known(line: Line, sequence: int, digest: str) -> Verdict:
     """Answer a sequence number that was accepted before: DUPLICATE, CONFLICT (another content), or FORGOTTEN."""
-    line = state.sites[site].lines[fragment]
     for pending in line.undecided:
         if pending.sequence == sequence:
             same = pending.digest == digest

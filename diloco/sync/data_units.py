@@ -82,6 +82,10 @@ class Holder:
         """Return the places of the list that are not counted as merged."""
         return without([(self.first, self.end)], self.counted)
 
+    def units(self, places: Iterable[Span]) -> list[Span]:
+        """Return the units at ``places`` of the list."""
+        return units_at(self.first, self.pieces, places)
+
     def cut(self, first: int, unit: int) -> None:
         """Drop the places before ``first``, keeping the last ``PAST_MAX`` in ``past``.  ``unit``: sequences a unit."""
         past = [*self.past, *pieces_before(self.pieces, first - self.first)]
@@ -178,29 +182,6 @@ def units_at(first: int, pieces: Sequence[Piece], places: Iterable[Span]) -> lis
     return added(found, ())
 
 
-def leased_places(first: int, pieces: Sequence[Piece]) -> list[Span]:
-    """Return the places of a list that have a unit."""
-    found, at = list[Span](), first
-    for start, count in pieces:
-        found += [(at, at + count)] if start != SKIPPED else []
-        at += count
-    return added(found, ())
-
-
-def columns(units: Units, in_hand: Sequence[Span]) -> Columns:
-    """Return the counts of all units by state; ``in_hand`` are the units in hand."""
-    partly = units.partly + size(without(units.begun, in_hand))
-    return Columns(
-        leased=units.fresh,
-        merged=size(units.over) - units.partly,
-        partly=partly,
-        in_hand=size(in_hand),
-        given_back=size(units.free),
-        reissued=units.reissued,
-        repeated=units.repeated + sum(holder.again for holder in units.holders.values()),
-    )
-
-
 Span = tuple[int, int]
 """The numbers from the first, included, to the second, excluded."""
 
@@ -260,11 +241,5 @@ def whole_units(spans: Iterable[Span], unit: int) -> list[Span]:
 
 def first_of(spans: Sequence[Span], count: int) -> list[Span]:
     """Return the ``count`` smallest numbers, or all where there are fewer."""
-    found: list[Span] = []
-    for start, stop in spans:
-        if count <= 0:
-            break
-        stop = min(stop, start + count)
-        found.append((start, stop))
-        count -= stop - start
-    return found
+    found = pieces_before([(start, stop - start) for start, stop in spans], count)
+    return [(start, start + number) for start, number in found]

@@ -27,7 +27,6 @@ from diloco.sync.data_units import (
     Span,
     Units,
     added,
-    columns,
     common,
     first_of,
     in_units,
@@ -70,7 +69,7 @@ def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, re
             line.final = False  # The site keeps the progress and sends it again.
     holder = _known_holder(turn.state, name)
     if holder is not None and holder.gone:  # Of a gone site only the undecided updates keep units in hand.
-        _release(turn.state, turn.options, _units_of(holder, holder.open()))
+        _release(turn, holder.units(holder.open()))
     return TellFate(name, fate)
 
 
@@ -105,11 +104,26 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
         return
     units, holder = _units(state), _holder(state, event.site)
     before = units.reissued
-    _give_up(turn, event.site, event.floor // unit)
+    floor = _floor(state, unit, event.site, event.floor // unit)
+    if floor > holder.first:  # Cut the list there: places before it that are not merged by now never will be.
+        dropped = holder.units(common(holder.open(), [(0, floor)]))
+        holder.cut(floor, unit)
+        _release(turn, dropped)
+        listed = [span for each in units.holders.values() for span in each.units(each.open())]
+        ended = without(common(dropped, units.begun), listed)
+        units.over, units.begun = added(units.over, ended), without(units.begun, ended)
+        units.partly += size(ended)
     holder.again = max(holder.again, event.again)
     if event.begin > holder.end:  # The site drew old units again at these places; nothing was leased for them.
         holder.pieces = joined([*holder.pieces, (SKIPPED, event.begin - holder.end)])
-    _lease(units, holder, min(event.upto, holder.first + HELD_MAX) - holder.end)
+    # Lease the units that are wanted: first those that were given back, then fresh ones.
+    count = min(event.upto, holder.first + HELD_MAX) - holder.end
+    again = first_of(units.free, count)
+    units.free = without(units.free, again)
+    units.reissued += size(again)
+    fresh = max(0, count - size(again))
+    holder.pieces = joined([*holder.pieces, *((start, stop - start) for start, stop in again), (units.fresh, fresh)])
+    units.fresh += fresh
     turn.effects.append(_told(holder, event.call, event.known))
     if units.reissued > before:
         turn.note("units_reissued", f"{units.reissued - before} units that were given back", site=event.site)
@@ -129,7 +143,10 @@ def known_already(options: OuterOptions, state: OuterState, event: UnitsAsked) -
 
 
 def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
-    """Count the data of a merged update as merged in its fragment; ignore spans outside the site's list."""
+    """Count the data of a merged update, and each unit that is merged in every fragment by now, once.
+
+    Spans outside the site's list are ignored.
+    """
     units = turn.state.units
     if units is None or not pending.spans:
         return
@@ -137,8 +154,19 @@ def consumed(turn: Turn, name: str, index: int, pending: Pending) -> None:
     new = common(pending.spans, [(holder.first * unit, holder.end * unit)])
     _late(units, holder, index, common(pending.spans, [(holder.begin * unit, holder.first * unit)]), unit)
     holder.merged[index] = added(holder.merged[index], new)
-    units.begun = without(added(units.begun, _units_of(holder, in_units(new, unit))), units.over)
-    _count(turn, name)
+    units.begun = without(added(units.begun, holder.units(in_units(new, unit))), units.over)
+    ended = common(without(holder.whole(unit), holder.counted), [(holder.first, holder.end)])
+    if not ended:
+        return
+    here = holder.units(ended)
+    first_time = without(here, units.over)
+    units.repeated += size(here) - size(first_time)
+    units.over = added(units.over, first_time)
+    units.begun = without(units.begun, first_time)
+    units.free = without(units.free, first_time)
+    holder.counted = added(holder.counted, ended)
+    if holder.counted[0][0] <= holder.first:
+        holder.cut(holder.counted[0][1], unit)
 
 
 def gone(turn: Turn, name: str, why: str) -> None:
@@ -149,15 +177,8 @@ def gone(turn: Turn, name: str, why: str) -> None:
     units = _units(turn.state)
     before = size(units.free)
     holder.gone, holder.silent_ns = True, None
-    _release(turn.state, turn.options, _units_of(holder, holder.open()))
+    _release(turn, holder.units(holder.open()))
     turn.note("units_given_back", f"{size(units.free) - before} units: {why}", site=name)
-
-
-def silent(turn: Turn, name: str) -> None:
-    """Start the time until the unit lease of ``name``, which is silent, runs out (``lease_ns``)."""
-    holder = _known_holder(turn.state, name)
-    if holder is not None and not holder.gone:
-        holder.silent_ns = turn.state.now_ns
 
 
 def returned(turn: Turn, name: str) -> None:
@@ -166,7 +187,7 @@ def returned(turn: Turn, name: str) -> None:
     if holder is not None:
         units = _units(turn.state)
         holder.gone, holder.silent_ns = False, None
-        units.free = without(units.free, _units_of(holder, holder.open()))
+        units.free = without(units.free, holder.units(holder.open()))
 
 
 def expire(turn: Turn) -> None:
@@ -179,17 +200,18 @@ def expire(turn: Turn) -> None:
             gone(turn, name, f"silent for {turn.options.lease_ns / 1e9:g} s")
 
 
-def deadline_ns(options: OuterOptions, state: OuterState) -> int | None:
-    """Return the instant at which the next unit lease runs out; None where none does."""
-    if state.units is None:
-        return None
-    silent = (h.silent_ns for h in state.units.holders.values() if h.silent_ns is not None)
-    return min((since_ns + options.lease_ns for since_ns in silent), default=None)
-
-
 def columns_of(options: OuterOptions, state: OuterState) -> Columns:
     """Return the counts of the units by state."""
-    return columns(_units(state), in_hand(options, state))
+    units, held = _units(state), in_hand(options, state)
+    return Columns(
+        leased=units.fresh,
+        merged=size(units.over) - units.partly,
+        partly=units.partly + size(without(units.begun, held)),
+        in_hand=size(held),
+        given_back=size(units.free),
+        reissued=units.reissued,
+        repeated=units.repeated + sum(holder.again for holder in units.holders.values()),
+    )
 
 
 def in_hand(options: OuterOptions, state: OuterState) -> list[Span]:
@@ -199,7 +221,7 @@ def in_hand(options: OuterOptions, state: OuterState) -> list[Span]:
         places = holder.open()
         if holder.gone:
             places = common(places, in_units(_pending(state, name), options.unit_sequences))
-        found += _units_of(holder, places)
+        found += holder.units(places)
     return without(found, _units(state).over)
 
 
@@ -235,10 +257,6 @@ def _holder(state: OuterState, name: str) -> Holder:
     return _units(state).holders.setdefault(name, Holder(merged=[[] for _ in state.fragments]))
 
 
-def _units_of(holder: Holder, places: Sequence[Span]) -> list[Span]:
-    return units_at(holder.first, holder.pieces, places)
-
-
 def _pending(state: OuterState, name: str) -> list[Span]:
     """Return the spans that the undecided updates of ``name`` have consumed."""
     return [span for line in state.sites[name].lines for pending in line.undecided for span in pending.spans]
@@ -247,22 +265,6 @@ def _pending(state: OuterState, name: str) -> list[Span]:
 def _floor(state: OuterState, unit: int, name: str, floor: int) -> int:
     """Return the first place of ``name`` with data that can still be merged; the site itself claims ``floor``."""
     return min([floor, _units(state).holders[name].end, *(start // unit for start, _ in _pending(state, name))])
-
-
-def _give_up(turn: Turn, name: str, floor: int) -> None:
-    """Cut the list at ``floor``: places before it that are not merged by now never will be."""
-    units = _units(turn.state)
-    holder, unit = units.holders[name], turn.options.unit_sequences
-    floor = _floor(turn.state, unit, name, floor)
-    if floor <= holder.first:
-        return
-    dropped = _units_of(holder, common(holder.open(), [(0, floor)]))
-    holder.cut(floor, unit)
-    _release(turn.state, turn.options, dropped)
-    listed = [span for each in units.holders.values() for span in _units_of(each, each.open())]
-    ended = without(common(dropped, units.begun), listed)
-    units.over, units.begun = added(units.over, ended), without(units.begun, ended)
-    units.partly += size(ended)
 
 
 def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit: int) -> None:
@@ -282,47 +284,11 @@ def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit:
     units.repeated += size(without(units_at(holder.begin, holder.past, places), begun))
 
 
-def _lease(units: Units, holder: Holder, count: int) -> None:
-    """Lease ``count`` more units to ``holder``: first those that were given back, then fresh ones."""
-    again = first_of(units.free, count)
-    units.free = without(units.free, again)
-    units.reissued += size(again)
-    fresh = max(0, count - size(again))
-    more = [(start, stop - start) for start, stop in again] + [(units.fresh, fresh)]
-    units.fresh += fresh
-    holder.pieces = joined([*holder.pieces, *more])
-
-
-def _count(turn: Turn, name: str) -> None:
-    """Count the units that are merged in every fragment by now, each unit once."""
-    units = _units(turn.state)
-    holder, unit = units.holders[name], turn.options.unit_sequences
-    new = common(without(holder.whole(unit), holder.counted), [(holder.first, holder.end)])
-    if not new:
-        return
-    here = _units_of(holder, new)
-    first_time = without(here, units.over)
-    units.repeated += size(here) - size(first_time)
-    units.over = added(units.over, first_time)
-    units.begun = without(units.begun, first_time)
-    units.free = without(units.free, first_time)
-    holder.counted = added(holder.counted, new)
-    if holder.counted[0][0] <= holder.first:
-        holder.cut(holder.counted[0][1], unit)
-
-
-def _release(state: OuterState, options: OuterOptions, dropped: Sequence[Span]) -> None:
+def _release(turn: Turn, dropped: Sequence[Span]) -> None:
     """Give back the units of ``dropped`` of which nothing is merged and which no other site or update has."""
-    units = _units(state)
-    again = without(without(without(dropped, units.over), units.begun), in_hand(options, state))
+    units = _units(turn.state)
+    again = without(without(without(dropped, units.over), units.begun), in_hand(turn.options, turn.state))
     units.free = added(units.free, again)
-
-
-def run_end_ns(options: OuterOptions, state: OuterState) -> int | None:
-    """Return the instant at which ``run_ns`` is over; None where the run has no time bound or has not started."""
-    if not options.run_ns or state.started_ns is None:
-        return None
-    return state.started_ns + options.run_ns
 
 
 def begin_last_round(turn: Turn, ending: Ending, why: str) -> None:
@@ -343,8 +309,7 @@ def begin_last_round_when_due(turn: Turn) -> None:
         return
     if options.token_budget and turn.attendance.run_tokens() >= options.token_budget:
         begin_last_round(turn, Ending.FINISHED, f"{state.run_tokens()} tokens are merged")
-    end_ns = run_end_ns(options, state)
-    if end_ns is not None and state.now_ns >= end_ns:
+    if options.run_ns and state.started_ns is not None and state.now_ns >= state.started_ns + options.run_ns:
         begin_last_round(turn, Ending.FINISHED, f"{options.run_ns / 1e9:g} s have passed")
 
 
@@ -354,9 +319,8 @@ def finish_when_final(turn: Turn) -> None:
     if state.phase is not Phase.ENDING:
         return
     for index, fragment in enumerate(state.fragments):
-        if fragment.merging_since_ns is not None or attendance.arrived[index] or attendance.holding[index]:
-            return
-        if not all_final(turn, index):
+        is_open = fragment.merging_since_ns is not None or attendance.arrived[index] or attendance.holding[index]
+        if is_open or not all_final(turn, index):
             return
     state.phase = Phase.ENDED
     mark_final(turn)

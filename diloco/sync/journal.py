@@ -131,20 +131,12 @@ def parse_json(text: str | bytes) -> typing.Any:
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     level = [value]
-    for _ in range(JSON_DEPTH_MAX):
-        level = [item for each in level for item in _items(each)]
-        if not level:
+    for _ in range(JSON_DEPTH_MAX + 1):
+        nested = [each for each in level if isinstance(each, list | dict)]
+        if not nested:
             return value
-    if any(isinstance(each, list | dict) for each in level):
-        raise ValueError(TOO_DEEP)
-    return value
-
-
-def _items(value: object) -> typing.Iterable[object]:
-    """Return the items of a parsed list or object; nothing for a scalar."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+        level = [item for each in nested for item in (each.values() if isinstance(each, dict) else each)]
+    raise ValueError(TOO_DEEP)
 
 
 def shown(value: object) -> str:
@@ -156,33 +148,37 @@ def shown(value: object) -> str:
 _hints = functools.cache(typing.get_type_hints)
 
 
-@functools.cache
-def _required(kind: type) -> frozenset[str]:
-    """Return the stored names of a dataclass' fields that have no default."""
-    return frozenset(
-        field.metadata.get("stored", field.name)
-        for field in dataclasses.fields(kind)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    )
-
-
 def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
     """Return the record of type ``kind`` that ``value`` describes; ``PlainError`` names the place that does not fit."""
     if type(value) is kind and kind in SCALARS:  # Most values are scalars.
         return value
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
-        return _union(typing.get_args(kind), value, where)
-    if origin is tuple:
-        return _tuple(typing.get_args(kind), value, where)
-    if origin is list:
-        (item_kind,) = typing.get_args(kind)
-        return [from_plain(item_kind, item, f"{where}[{index}]") for index, item in enumerate(_listed(value, where))]
-    if origin is dict:
+        kinds = typing.get_args(kind)
+        if value is None and type(None) in kinds:
+            return None
+        rest = [each for each in kinds if each is not type(None)]
+        if len(rest) == 1:
+            return from_plain(rest[0], value, where)
+        if type(value) not in rest:
+            raise PlainError(f"{where} is {shown(value)}: fits none of {', '.join(map(str, rest))}")
+        return value
+    if origin in (tuple, list):
+        if not isinstance(value, list | tuple):
+            raise PlainError(f"{where} is {shown(value)}: a list wanted")
+        kinds = typing.get_args(kind)
+        if origin is list or kinds[1:] == (Ellipsis,):
+            kinds = kinds[:1] * len(value)
+        if len(value) != len(kinds):
+            raise PlainError(f"{where} has {len(value)} items: {len(kinds)} wanted")
+        return origin([from_plain(kinds[index], item, f"{where}[{index}]") for index, item in enumerate(value)])
+    if origin is dict or dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise PlainError(f"{where} is {shown(value)}: a mapping wanted")
+        if isinstance(kind, type):
+            return _record(kind, value, where)
         _, item_kind = typing.get_args(kind)
-        return {key: from_plain(item_kind, item, f"{where}.{key}") for key, item in _mapped(value, where).items()}
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _record(kind, value, where)
+        return {key: from_plain(item_kind, item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         try:
             return kind(str(value))
@@ -195,52 +191,20 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
     return value
 
 
-def _record(kind: type, value: object, where: str) -> typing.Any:
-    given, hints, names = _mapped(value, where), _hints(kind), stored_fields(kind) or {}
+def _record(kind: type, given: dict[str, object], where: str) -> typing.Any:
+    hints, names = _hints(kind), stored_fields(kind) or {}
     unknown = given.keys() - names.keys()
     if unknown:
         raise PlainError(f"{where or kind.__name__} has unknown fields: {', '.join(sorted(unknown))[:80]}")
-    missing = _required(kind) - given.keys()
-    if missing:
-        raise PlainError(f"{where or kind.__name__} lacks fields: {', '.join(sorted(missing))}")
+    absent = names.keys() - given.keys()
+    if absent:
+        required = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+        missing = [stored for stored in sorted(absent) if names[stored] in required]
+        if missing:
+            raise PlainError(f"{where or kind.__name__} lacks fields: {', '.join(missing)}")
     return kind(
         **{names[stored]: from_plain(hints[names[stored]], item, f"{where}.{stored}") for stored, item in given.items()}
     )
-
-
-def _union(kinds: tuple[object, ...], value: object, where: str) -> typing.Any:
-    if value is None and type(None) in kinds:
-        return None
-    rest = [kind for kind in kinds if kind is not type(None)]
-    if len(rest) == 1:
-        return from_plain(rest[0], value, where)
-    for kind in rest:
-        if isinstance(kind, type) and type(value) is kind:
-            return value
-    raise PlainError(f"{where} is {shown(value)}: fits none of {', '.join(str(kind) for kind in rest)}")
-
-
-def _tuple(kinds: tuple[object, ...], value: object, where: str) -> tuple[typing.Any, ...]:
-    items = _listed(value, where)
-    if len(kinds) == 2 and kinds[1] is Ellipsis:
-        return tuple(from_plain(kinds[0], item, f"{where}[{index}]") for index, item in enumerate(items))
-    if len(items) != len(kinds):
-        raise PlainError(f"{where} has {len(items)} items: {len(kinds)} wanted")
-    return tuple(
-        from_plain(kind, item, f"{where}[{index}]") for index, (kind, item) in enumerate(zip(kinds, items, strict=True))
-    )
-
-
-def _listed(value: object, where: str) -> list[object]:
-    if not isinstance(value, list | tuple):
-        raise PlainError(f"{where} is {shown(value)}: a list wanted")
-    return list(value)
-
-
-def _mapped(value: object, where: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise PlainError(f"{where} is {shown(value)}: a mapping wanted")
-    return value
 
 
 # --- Segments
@@ -301,23 +265,19 @@ class Unit:
 
 def encode_header(segment: int, before: bytes, run: Mapping[str, str | int]) -> tuple[bytes, bytes]:
     """Return the first unit of a segment, and its chain value."""
-    return _chained(HEADER, canonical(Header(before.hex(), FORMAT, dict(run), segment)), before)
+    return encode_frame(canonical(Header(before.hex(), FORMAT, dict(run), segment)), before, HEADER)
 
 
-def encode_frame(body: bytes, before: bytes) -> tuple[bytes, bytes]:
-    """Return a frame that follows the chain value ``before``, and its own chain value."""
-    return _chained(FRAME, body, before)
+def encode_frame(body: bytes, before: bytes, kind: bytes = FRAME) -> tuple[bytes, bytes]:
+    """Return a frame (or a header) that follows the chain value ``before``, and its own chain value."""
+    assert 0 < len(body) <= FRAME_BYTES_MAX, len(body)
+    chain = chain_after(before, body)
+    return _unit(kind, chain, body), chain
 
 
 def encode_mark(chain: bytes) -> bytes:
     """Return the mark to write when the unit with this chain value is durable."""
     return _unit(MARK, chain, b"")
-
-
-def _chained(kind: bytes, body: bytes, before: bytes) -> tuple[bytes, bytes]:
-    assert 0 < len(body) <= FRAME_BYTES_MAX, len(body)
-    chain = chain_after(before, body)
-    return _unit(kind, chain, body), chain
 
 
 def chain_after(before: bytes, body: bytes) -> bytes:
@@ -326,11 +286,8 @@ def chain_after(before: bytes, body: bytes) -> bytes:
 
 
 def _unit(kind: bytes, chain: bytes, body: bytes) -> bytes:
-    return UNIT.pack(kind, len(body), _checksum(kind, chain, body), chain) + body
-
-
-def _checksum(kind: bytes, chain: bytes, body: bytes | memoryview) -> int:
-    return zlib.crc32(body, zlib.crc32(chain, zlib.crc32(kind + len(body).to_bytes(4, "little"))))
+    checksum = zlib.crc32(body, zlib.crc32(chain, zlib.crc32(kind + len(body).to_bytes(4, "little"))))
+    return UNIT.pack(kind, len(body), checksum, chain) + body
 
 
 def is_framed(data: bytes) -> bool:
@@ -360,8 +317,14 @@ def read_segment(data: bytes) -> Segment:
             frames.append(Frame(at, unit.body, unit.chain))
         at, chain = unit.end, unit.chain
     later = _later_unit(data, at + 1)
-    if later is not None and (marked or not _was_beyond_its_mark(data, at, later)):
-        raise JournalError(f"unit at byte {at} is damaged: the one at byte {later} after it is whole")
+    if later is not None:
+        unit = _whole_unit(data, later)
+        assert unit is not None
+        # One fsync makes a mark and the frame after it durable, and a power cut before it may keep only the frame:
+        # then a hole of the size of a mark is followed by one frame and nothing else.
+        lacks_mark = later == at + UNIT.size and unit.kind == FRAME and _later_unit(data, unit.end) is None
+        if marked or not lacks_mark:
+            raise JournalError(f"unit at byte {at} is damaged: the one at byte {later} after it is whole")
     if len(data) - at > UNIT.size + FRAME_BYTES_MAX:
         raise JournalError(f"unit at byte {at} is damaged: {len(data) - at} bytes from there on are none")
     return Segment(header, tuple(frames), at, chain, marked)
@@ -378,22 +341,12 @@ def _whole_unit(data: bytes, at: int) -> Unit | None:
     """Return the unit at ``at``; None if there is no whole unit."""
     if at + UNIT.size > len(data):
         return None
-    kind, length, checksum, chain = UNIT.unpack_from(data, at)
+    kind, length, _, chain = UNIT.unpack_from(data, at)
     end = at + UNIT.size + int(length)
     if kind not in (HEADER, FRAME, MARK) or length > FRAME_BYTES_MAX or end > len(data):
         return None
     body = data[at + UNIT.size : end]
-    return Unit(kind, chain, body, end) if _checksum(kind, chain, body) == checksum else None
-
-
-def _was_beyond_its_mark(data: bytes, at: int, later: int) -> bool:
-    """Return whether the hole at ``at`` has the size of a mark and is followed by one frame and nothing else.
-
-    One fsync makes a mark and the frame after it durable, and a power cut before it may keep only the frame.
-    """
-    unit = _whole_unit(data, later)
-    assert unit is not None
-    return later == at + UNIT.size and unit.kind == FRAME and _later_unit(data, unit.end) is None
+    return Unit(kind, chain, body, end) if data[at:end] == _unit(kind, chain, body) else None
 
 
 def _later_unit(data: bytes, start: int) -> int | None:
@@ -487,7 +440,14 @@ def read_records(data: bytes) -> tuple[list[Record], int]:
     while (end := _end_of_record(data, at)) is not None:
         records.append(_parse(data[at + FRAME_1.size : end], at))
         at = end
-    _check_tail(data, at)
+    later = data.find(BODY_START, at + FRAME_1.size + 1)
+    while later >= 0:
+        begin = later - FRAME_1.size
+        if _end_of_record(data, begin) is not None:
+            raise JournalError(f"journal record at byte {at} is damaged: the one at byte {begin} after it is whole")
+        later = data.find(BODY_START, later + 1)
+    if len(data) - at > FRAME_1.size + RECORD_BYTES_MAX:
+        raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that are no record")
     return records, at
 
 
@@ -500,18 +460,6 @@ def _end_of_record(data: bytes, at: int) -> int | None:
     if not 0 < length <= RECORD_BYTES_MAX or end > len(data):
         return None
     return end if zlib.crc32(memoryview(data)[at + FRAME_1.size : end]) == checksum else None
-
-
-def _check_tail(data: bytes, at: int) -> None:
-    later = data.find(BODY_START, at + FRAME_1.size + 1)
-    while later >= 0:
-        if _end_of_record(data, later - FRAME_1.size) is not None:
-            raise JournalError(
-                f"journal record at byte {at} is damaged: the one at byte {later - FRAME_1.size} after it is whole"
-            )
-        later = data.find(BODY_START, later + 1)
-    if len(data) - at > FRAME_1.size + RECORD_BYTES_MAX:
-        raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that are no record")
 
 
 def _parse(body: bytes, at: int) -> Record:
@@ -528,12 +476,8 @@ def _parse(body: bytes, at: int) -> Record:
 
 def describe(record: Record) -> str:
     """Return one readable line: instant in seconds, event, its fields."""
-    fields = " ".join(f"{name}={value}" for name, value in _shown(record.event))
-    return f"{record.at_ns / 1e9:12.6f}  {type(record.event).__name__:<16} {fields}  -> {record.effects_digest}"
-
-
-def _shown(event: OuterEvent) -> list[tuple[str, object]]:
-    plain = to_plain(event)
+    plain = to_plain(record.event)
     assert isinstance(plain, dict)
     short = {"digest": 17, "downlink_digest": 17, "process": 8}
-    return [(name, str(value)[: short[name]] if name in short else value) for name, value in plain.items()]
+    fields = " ".join(f"{name}={str(value)[: short.get(name)]}" for name, value in plain.items())
+    return f"{record.at_ns / 1e9:12.6f}  {type(record.event).__name__:<16} {fields}  -> {record.effects_digest}"

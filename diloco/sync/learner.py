@@ -60,20 +60,21 @@ from diloco.sync.progress import (
 )
 from diloco.sync.updates import (
     accept,
-    acknowledged,
     boundary,
-    comes_first,
+    coming_due,
+    dynamic_due,
     fate_told,
     in_turn,
-    may_act,
+    is_held,
+    may_follow,
     next_turn,
     push_answered,
     seal_failed,
     sealed,
     send_again,
     step_done,
-    steps_to_act,
     unsend,
+    would_lose_work,
     write_off,
 )
 
@@ -130,8 +131,12 @@ class LearnerSync:
         del now_ns  # The machine has no deadline of its own; the mirror keeps the signature of ``OuterSync``.
         turn = SiteTurn(self.options, self.state)
         RULES[type(event)](turn, event)
-        if self.state.at_rest:
-            _maybe_leave(turn)
+        state = self.state
+        # Leave at rest, not before: a step that was under way at the stop still adds tokens.
+        if state.at_rest and not state.left and state.incarnation and not any(p.unanswered() for p in state.fragments):
+            state.left = state.closed or all(part.unsent_tokens == 0 for part in state.fragments)
+            if state.left:
+                turn.effects.append(Leave(state.ending))
         return turn.effects
 
     def ready(self) -> bool:
@@ -141,16 +146,42 @@ class LearnerSync:
         return all(part.base_version >= 0 and part.retaking is None for part in self.state.fragments)
 
     def steps_to_act(self) -> int:
-        """Return the inner steps to the next boundary with possible work, if no event arrives before."""
-        return steps_to_act(self.options, self.state)
+        """Return the inner steps to the next boundary with possible work, if no event arrives before; at least 1, at
+        most ``inner_steps``."""
+        options, state, step = self.options, self.state, self.state.step
+        if options.dynamic_steps:
+            dues = [dynamic_due(options, state, each) - step for each in range(options.num_fragments)]
+        else:
+            dues = [options.inner_steps - (step - at) % options.inner_steps for at in options.due_at]
+        wanted = [options.inner_steps, *dues]
+        for part in state.fragments:
+            if part.fetched > part.base_version and not would_lose_work(options, part):
+                wanted.append(part.held_until - step)
+            if part.due and may_follow(options, part):
+                wanted.append(1)
+        return max(1, min(wanted))
 
     def next_turn(self) -> tuple[int, int] | None:
         """Lock-step only: return the order key of the fragment exchanged next, to compare with other machines' keys."""
-        return next_turn(self.options, self.state) if self.options.lock_step else None
+        return next_turn(self.options, self.state)[:2] if self.options.lock_step else None
 
     def may_act(self) -> bool:
-        """Return whether, as things stand, the boundary after the next step would read or write values."""
-        return may_act(self.options, self.state, self.state.step + 1)
+        """Return whether, as things stand, the boundary after the next step would read or write values.
+
+        Always True in lock-step, because a site may have to wait there.
+        """
+        options, state, step = self.options, self.state, self.state.step + 1
+        if options.lock_step or state.stopping:
+            return True
+        if state.incarnation == 0:
+            return False
+        coming = coming_due(options, state, step)
+        return any(
+            part.retaking is not None
+            or (part.fetched > part.base_version and not is_held(options, state, part, step))
+            or ((part.due or index in coming) and may_follow(options, part))
+            for index, part in enumerate(state.fragments)
+        )
 
     def settled(self) -> bool:
         """Return whether every update sent has its fate."""
@@ -165,35 +196,18 @@ class LearnerSync:
         """
         if not self.options.lock_step:
             return False
-        part = self.state.fragments[in_turn(self.options, self.state)]
-        if comes_first(self.options, self.state) and (part.in_flight or part.orphans):
+        parts, turn = self.state.fragments, in_turn(self.options, self.state)
+        if turn is not None and (parts[turn].in_flight or parts[turn].orphans):
             return True
-        if self.state.progress_ppm >= 1_000_000:
-            return True
-        return any(each.published > each.base_version for each in self.state.fragments)
-
-
-def _maybe_leave(turn: SiteTurn) -> None:
-    """Leave, if the site is at rest, has nothing left to send and awaits no answer.
-
-    Not before it is at rest: a step that was under way at the stop still adds tokens.
-    """
-    state = turn.state
-    if state.left or state.incarnation == 0:
-        return
-    sent = state.closed or all(part.unsent_tokens == 0 for part in state.fragments)
-    if sent and not any(part.unanswered() for part in state.fragments):
-        state.left = True
-        turn.effects.append(Leave(state.ending))
+        return self.state.progress_ppm >= 1_000_000 or any(part.published > part.base_version for part in parts)
 
 
 def joined(turn: SiteTurn, event: JoinAnswered) -> None:
     """Handle the syncer's admission of this process."""
     state = turn.state
     if (event.lineage, event.epoch) < (state.lineage, state.epoch):
-        older = f"lineage {event.lineage}, epoch {event.epoch}"
-        why = f"{older} is older than lineage {state.lineage}, epoch {state.epoch}"
-        turn.note("join_ignored", why)
+        here = f"lineage {state.lineage}, epoch {state.epoch}"
+        turn.note("join_ignored", f"lineage {event.lineage}, epoch {event.epoch} is older than {here}")
         return
     restored = event.lineage > state.lineage
     if state.incarnation == 0:
@@ -225,7 +239,8 @@ def _compare(turn: SiteTurn, standing: FragmentStanding) -> bool:
     index, part = standing.fragment, turn.state.fragments[standing.fragment]
     part.published = max(part.published, standing.version)
     turn.state.cursor = max(turn.state.cursor, standing.cursor)
-    accepted = acknowledged(part)
+    sequences = [sent.sequence for sent in part.in_flight if sent.state is SentState.ACCEPTED]
+    accepted = max([*sequences, *(orphan.sequence for orphan in part.orphans)], default=0)
     if standing.watermark < accepted or standing.version < part.base_version:
         doubt, part.doubt = part.doubt, Doubt(accepted, part.base_version)
         if doubt is None or not (standing.watermark < doubt.sequence or standing.version < doubt.version):
@@ -235,7 +250,10 @@ def _compare(turn: SiteTurn, standing: FragmentStanding) -> bool:
             turn.stop(f"{lost}; {how_to_restore(turn.state.lineage)}")
             return False
     part.doubt = None
-    if standing.watermark >= part.next_sequence or part.contradicted(standing.fates):
+    told = {fate.sequence: fate.digest for fate in standing.fates}
+    own = [sent for sent in part.in_flight if not sent.outrun]
+    contradicted = any(told.get(sent.sequence, sent.digest) != sent.digest for sent in own)
+    if contradicted or standing.watermark >= part.next_sequence:  # Another process of the site used these numbers.
         _outrun(turn, standing)
         return True
     for sent in part.in_flight:
@@ -346,21 +364,17 @@ def differs(turn: SiteTurn, event: BaseDiffers) -> None:
     turn.want(event.fragment)
 
 
-def fetched(turn: SiteTurn, event: VersionFetched) -> None:
-    """Handle the arrival of a version's values."""
+def fetched(turn: SiteTurn, event: VersionFetched | FetchFailed) -> None:
+    """Handle the end of a fetch: the arrival of a version's values, or a failure."""
     part = turn.state.fragments[event.fragment]
     part.fetching = False
-    if event.version <= max(part.fetched, part.base_version):
-        part.published = max(part.fetched, part.base_version)  # The fetch asked for a newer version: there is none.
-    part.fetched = max(part.fetched, event.version)
-    part.published = max(part.published, event.version)
-    for fate in event.fates:
-        fate_told(turn, fate)
-    turn.want(event.fragment)
-
-
-def _fetch_failed(turn: SiteTurn, event: FetchFailed) -> None:
-    turn.state.fragments[event.fragment].fetching = False
+    if isinstance(event, VersionFetched):
+        if event.version <= max(part.fetched, part.base_version):
+            part.published = max(part.fetched, part.base_version)  # The fetch asked for a newer version: there is none.
+        part.fetched = max(part.fetched, event.version)
+        part.published = max(part.published, event.version)
+        for fate in event.fates:
+            fate_told(turn, fate)
     turn.want(event.fragment)
 
 
@@ -382,7 +396,7 @@ RULES: Mapping[type[LearnerEvent], Callable[[SiteTurn, Any], None]] = {
     FateTold: lambda turn, event: fate_told(turn, event.fate),
     VersionPublished: published,
     VersionFetched: fetched,
-    FetchFailed: _fetch_failed,
+    FetchFailed: fetched,
     BaseDiffers: differs,
     BoundaryReached: lambda turn, event: boundary(turn),
     OverlapChosen: _overlap_chosen,

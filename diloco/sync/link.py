@@ -34,7 +34,7 @@ configuration, and finds the same choice in a few updates.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, inf
 from statistics import median_high
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ from diloco.sync.options import SECOND_NS, Count, check_bounds, require, smoothe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sync.events import Fate, LearnerEvent
+    from diloco.sync.events import LearnerEvent
 
 ROUND_TRIPS_KEPT = 64
 TRANSFERS_KEPT = 3
@@ -98,6 +98,7 @@ class LinkEstimate:
     down_bytes_per_s: int = 0
 
 
+@dataclass(slots=True)
 class LinkEstimator:
     """Estimates a link from measurements, in integers: the same samples give the same estimate.
 
@@ -105,11 +106,10 @@ class LinkEstimator:
     delivery rate, each over a window, because queues only lengthen the former and waiting only lowers the latter.
     """
 
-    def __init__(self) -> None:
-        self._rtt_ns = 0
-        self._round_trips: deque[int] = deque(maxlen=ROUND_TRIPS_KEPT)
-        self._up: deque[int] = deque(maxlen=TRANSFERS_KEPT)
-        self._down: deque[int] = deque(maxlen=TRANSFERS_KEPT)
+    _rtt_ns: int = 0
+    _round_trips: deque[int] = field(default_factory=lambda: deque(maxlen=ROUND_TRIPS_KEPT))
+    _up: deque[int] = field(default_factory=lambda: deque(maxlen=TRANSFERS_KEPT))
+    _down: deque[int] = field(default_factory=lambda: deque(maxlen=TRANSFERS_KEPT))
 
     def answered(self, rtt_ns: int) -> None:
         """Record a control call that was answered after ``rtt_ns``."""
@@ -148,15 +148,15 @@ SPAN_MIN_NS = 200_000_000
 """A shorter transfer measures the round trip more than the rate."""
 
 
+@dataclass(slots=True)
 class Pace:
     """The sending rate for one direction of a link, from the rates at which transfers arrived."""
 
-    def __init__(self) -> None:
-        self.bytes_per_s = 0
-        """Rate at which to send; 0: do not pace, because the rate is unknown or above ``RATE_MAX``."""
-        self._recent: deque[int] = deque(maxlen=TRANSFERS_KEPT)
-        self._left_alone = 0
-        self._more_percent = MORE_AT_FIRST_PERCENT
+    bytes_per_s: int = 0
+    """Rate at which to send; 0: do not pace, because the rate is unknown or above ``RATE_MAX``."""
+    _recent: deque[int] = field(default_factory=lambda: deque(maxlen=TRANSFERS_KEPT))
+    _left_alone: int = 0
+    _more_percent: int = MORE_AT_FIRST_PERCENT
 
     def carried(self, bytes_per_s: int, sent_at: int) -> None:
         """Record a transfer that was sent at ``sent_at`` (0: not paced) and arrived at ``bytes_per_s``."""
@@ -181,18 +181,6 @@ SPARE_PERCENT = 25
 """The overlap shrinks only so far that an exchange longer by this much still fits."""
 
 
-def exchange_ns(link: LinkEstimate, up_bytes: int, down_bytes: int, round_ns: int) -> int:
-    """Return the time from sealing an update of ``up_bytes`` to having its version of ``down_bytes``; 0: unknown.
-
-    ``round_ns`` is the time between its acceptance and its fate; 0 where none was seen yet.
-    """
-    if not (link.up_bytes_per_s and link.down_bytes_per_s):
-        return 0
-    up_ns = up_bytes * SECOND_NS // link.up_bytes_per_s
-    down_ns = down_bytes * SECOND_NS // link.down_bytes_per_s
-    return up_ns + down_ns + round_ns + ROUND_TRIPS * link.rtt_min_ns
-
-
 def steps_of(duration_ns: int, step_ns: int) -> int:
     """Return the inner steps that pass in ``duration_ns``, rounded up; 0 where a figure is not known."""
     return min(-(-duration_ns // step_ns), STEPS_MAX) if step_ns else 0
@@ -213,36 +201,30 @@ def overlap_for(exchange_ns: int, step_ns: int, now: int, least: int, most: int)
     return max(min(spared, now), least)
 
 
+@dataclass(slots=True)
 class RoundTimes:
     """The time from an update's acceptance to its version at the syncer, measured from events that a site gets anyway.
 
     Both events travel the same path, so the network delay cancels out.
     """
 
-    def __init__(self) -> None:
-        self._accepted: dict[int, tuple[int, int]] = {}
-        """For each fragment the sequence number of the update accepted last, and the instant."""
-        self._rounds: deque[int] = deque(maxlen=ROUNDS_KEPT)
+    _accepted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """For each fragment the sequence number of the update accepted last, and the instant."""
+    _rounds: deque[int] = field(default_factory=lambda: deque(maxlen=ROUNDS_KEPT))
 
     def heard(self, event: LearnerEvent, now_ns: int) -> None:
         """Take in one of the site's events."""
-        if isinstance(event, PushAnswered):
-            if event.outcome is Outcome.ACCEPTED:
-                self._accepted[event.fragment] = (event.sequence, now_ns)
-        elif isinstance(event, FateTold):
-            self._decided(event.fate, now_ns)
-        elif isinstance(event, VersionFetched):
-            for fate in event.fates:
-                self._decided(fate, now_ns)
+        if isinstance(event, PushAnswered) and event.outcome is Outcome.ACCEPTED:
+            self._accepted[event.fragment] = (event.sequence, now_ns)
+        elif isinstance(event, FateTold | VersionFetched):
+            for fate in (event.fate,) if isinstance(event, FateTold) else event.fates:
+                sequence, since_ns = self._accepted.get(fate.fragment, (0, 0))
+                if sequence and sequence == fate.sequence:
+                    del self._accepted[fate.fragment]
+                    if fate.merged:
+                        self._rounds.append(max(1, now_ns - since_ns))
         elif isinstance(event, JoinAnswered):
             self._accepted.clear()  # A restored run reuses sequence numbers.
-
-    def _decided(self, fate: Fate, now_ns: int) -> None:
-        sequence, since_ns = self._accepted.get(fate.fragment, (0, 0))
-        if sequence and sequence == fate.sequence:
-            del self._accepted[fate.fragment]
-            if fate.merged:
-                self._rounds.append(max(1, now_ns - since_ns))
 
     def usual_ns(self) -> int:
         """Return the median of the last rounds; 0: none yet."""
@@ -322,28 +304,32 @@ class Adapter:
 
         ``step_ns`` is the inner step time, ``round_ns`` the time of a round at the syncer; 0: not known.
         """
-        before, whys = self.choice, []
+        channels, overlap, whys = self.choice.channels, self.choice.overlap_steps, []
         if step_ns and link.up_bytes_per_s:
             at = self._wanted(link, step_ns)
             if self._codecs.reached(at - self._at):
-                whys.append(self._why(at, link, step_ns))
+                old, new = self._ways[self._at], self._ways[at]
+                shares = [self._busy_percent(way, link, step_ns) for way in (old, new)]
+                every_s = step_ns * self._options.inner_steps / 1e9
+                whys.append(
+                    f"at {megabits(link.up_bytes_per_s)} updates in {old.codec} take {shares[0]} % of the "
+                    f"{every_s:.3g} s between two of them, in {new.codec} {shares[1]} %"
+                )
                 self._at = at
-        channels = self._wanted_channels(link)
-        if self._channels.reached(channels - before.channels):
-            whys.append(f"{channels} connections for {_rate(link)} over {link.rtt_min_ns / 1e6:.0f} ms")
-        else:
-            channels = before.channels
+        wanted = self._wanted_channels(link)
+        if self._channels.reached(wanted - channels):
+            channels, rate = wanted, megabits(link.up_bytes_per_s)
+            whys.append(f"{channels} connections for {rate} over {link.rtt_min_ns / 1e6:.0f} ms")
         exchange = self._exchange_ns(link, round_ns)
         least, most = self._options.overlap_steps, self._options.overlap_steps_max
-        overlap = overlap_for(exchange, step_ns, before.overlap_steps, least, most)
-        if self._overlaps.reached(overlap - before.overlap_steps):
+        wanted = overlap_for(exchange, step_ns, overlap, least, most)
+        if self._overlaps.reached(wanted - overlap):
+            overlap = wanted
             whys.append(
                 f"an exchange takes {exchange / 1e9:.3g} s, {round_ns / 1e9:.3g} of it at the syncer, and an inner "
                 f"step {step_ns / 1e9:.3g} s: a version is adopted {overlap} steps after its update ({least} to {most} "
                 "allowed)"
             )
-        else:
-            overlap = before.overlap_steps
         if whys:
             self.choice = Choice(self._ways[self._at].codec, channels, overlap, "; ".join(whys))
         return self.choice
@@ -356,10 +342,13 @@ class Adapter:
         return steps_of(self._exchange_ns(link, round_ns), step_ns)
 
     def _exchange_ns(self, link: LinkEstimate, round_ns: int) -> int:
-        """Return the exchange time of one fragment of average size."""
-        options, up_bytes = self._options, self._ways[self._at].update_bytes
-        count = options.num_fragments
-        return exchange_ns(link, up_bytes // count, options.version_bytes // count, round_ns)
+        """Return the time from sealing an update of a fragment of average size to having its version; 0: unknown."""
+        if not (link.up_bytes_per_s and link.down_bytes_per_s):
+            return 0
+        count = self._options.num_fragments
+        up_ns = self._ways[self._at].update_bytes // count * SECOND_NS // link.up_bytes_per_s
+        down_ns = self._options.version_bytes // count * SECOND_NS // link.down_bytes_per_s
+        return up_ns + down_ns + round_ns + ROUND_TRIPS * link.rtt_min_ns
 
     def _wanted(self, link: LinkEstimate, step_ns: int) -> int:
         busy = [self._busy_percent(way, link, step_ns) for way in self._ways]
@@ -376,15 +365,6 @@ class Adapter:
         up_ns = way.update_bytes * SECOND_NS // link.up_bytes_per_s + waiting_ns
         return 100 * up_ns // (step_ns * self._options.inner_steps)
 
-    def _why(self, at: int, link: LinkEstimate, step_ns: int) -> str:
-        old, new = (self._ways[index] for index in (self._at, at))
-        shares = [self._busy_percent(way, link, step_ns) for way in (old, new)]
-        every_s = step_ns * self._options.inner_steps / 1e9
-        return (
-            f"at {_rate(link)} updates in {old.codec} take {shares[0]} % of the {every_s:.3g} s between two of them, "
-            f"in {new.codec} {shares[1]} %"
-        )
-
     def _wanted_channels(self, link: LinkEstimate) -> int:
         options, now = self._options, self.choice.channels
         if not (link.rtt_min_ns and link.up_bytes_per_s):
@@ -398,26 +378,22 @@ class Adapter:
         return now - 1 if enough < now and 2 * under_way < (now - 1) * one else now
 
 
+@dataclass(slots=True)
 class _Agreement:
     """The number of samples in a row that wanted a change in the same direction."""
 
-    def __init__(self) -> None:
-        self._sign = 0
-        self._count = 0
+    sign: int = 0
+    count: int = 0
 
     def reached(self, change: int) -> bool:
         """Count a sample that wants ``change`` (0: none); return whether ``AGREEING`` in a row wanted its direction."""
         sign = (change > 0) - (change < 0)
-        self._count = self._count + 1 if sign and sign == self._sign else abs(sign)
-        self._sign = sign
-        if self._count < AGREEING:
+        self.count = self.count + 1 if sign and sign == self.sign else abs(sign)
+        self.sign = sign
+        if self.count < AGREEING:
             return False
-        self._sign = self._count = 0
+        self.sign = self.count = 0
         return True
-
-
-def _rate(link: LinkEstimate) -> str:
-    return megabits(link.up_bytes_per_s)
 
 
 def megabits(bytes_per_s: float) -> str:

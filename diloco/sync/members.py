@@ -14,6 +14,7 @@ admitted and starts over.  A site with a newer lineage is refused, because then 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.sync import fates, region
@@ -39,24 +40,6 @@ REMEMBERED_TIMES = 64
 """Sites remembered, gone ones included, as a multiple of ``sites_max``."""
 PROCESSES_REMEMBERED_MAX = 16
 """Names of replaced processes kept per site, so that an old process that joins late does not fence the new one."""
-
-
-def standings(state: OuterState, site: str) -> tuple[FragmentStanding, ...]:
-    """Return what the syncer knows about ``site``, one entry for each fragment."""
-    return tuple(
-        FragmentStanding(
-            fragment=index,
-            version=fragment.version,
-            digest=fragment.digest,
-            watermark=line.watermark,
-            cursor=line.cursor,
-            tokens_merged=line.tokens_merged,
-            tokens_discarded=line.tokens_discarded,
-            undecided=tuple((pending.sequence, pending.tokens) for pending in line.undecided),
-            fates=tuple(line.fates),
-        )
-        for index, (fragment, line) in enumerate(zip(state.fragments, state.sites[site].lines, strict=True))
-    )
 
 
 def join(turn: Turn, event: JoinRequested) -> None:
@@ -98,8 +81,21 @@ def join(turn: Turn, event: JoinRequested) -> None:
         fates.returned(turn, event.site)
     if state.started_ns is None:
         state.started_ns = state.now_ns
-    known = standings(state, event.site)
-    turn.effects.append(AnswerJoin(event.call, event.site, site.incarnation, known, state.ending, None))
+    standings = tuple(
+        FragmentStanding(
+            fragment=index,
+            version=fragment.version,
+            digest=fragment.digest,
+            watermark=line.watermark,
+            cursor=line.cursor,
+            tokens_merged=line.tokens_merged,
+            tokens_discarded=line.tokens_discarded,
+            undecided=tuple((pending.sequence, pending.tokens) for pending in line.undecided),
+            fates=tuple(line.fates),
+        )
+        for index, (fragment, line) in enumerate(zip(state.fragments, site.lines, strict=True))
+    )
+    turn.effects.append(AnswerJoin(event.call, event.site, site.incarnation, standings, state.ending, None))
 
 
 def _refusal(turn: Turn, event: JoinRequested, site: Site | None) -> Reason | None:
@@ -138,7 +134,9 @@ def silent(turn: Turn, event: SiteSilent) -> None:
     if site.status is Status.LIVE:
         site.status = Status.SILENT
         turn.attendance.site_changed(event.site)
-        fates.silent(turn, event.site)
+        holder = turn.state.units.holders.get(event.site) if turn.state.units is not None else None
+        if holder is not None and not holder.gone:
+            holder.silent_ns = turn.state.now_ns  # After ``lease_ns`` its units are given back.
         turn.note("site_silent", f"nothing heard for {turn.options.site_timeout_ns / 1e9:g} s", site=event.site)
 
 
@@ -192,55 +190,46 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
     fates.gone(turn, event.site, "it was put out")
 
 
+@dataclass(slots=True)
 class Leases:
     """The lease of every site in the run; a site not heard for ``timeout_ns`` becomes silent."""
 
-    def __init__(self, timeout_ns: int) -> None:
-        self.timeout_ns = timeout_ns
-        self._heard_ns: dict[str, int] = {}
-        self._silent: set[str] = set()
+    timeout_ns: int
+    _heard_ns: dict[str, int | None] = field(default_factory=dict)
+    """The instant at which each site was heard last; None: it is silent."""
 
     def watch(self, site: str, now_ns: int, *, silent: bool = False) -> None:
         """Begin a full lease for ``site``; ``silent``: the site is silent already."""
-        self._heard_ns[site] = now_ns
-        if silent:
-            self._silent.add(site)
-        else:
-            self._silent.discard(site)
+        self._heard_ns[site] = None if silent else now_ns
 
     def renew(self, now_ns: int) -> None:
         """Restart every running lease: the syncer itself was away and could hear no site."""
-        for site in self._heard_ns:
-            self._heard_ns[site] = max(self._heard_ns[site], now_ns)
+        for site, heard_ns in self._heard_ns.items():
+            if heard_ns is not None:
+                self._heard_ns[site] = max(heard_ns, now_ns)
 
     def forget(self, site: str) -> None:
         """End the lease of ``site``, which left."""
         self._heard_ns.pop(site, None)
-        self._silent.discard(site)
 
     def heard(self, site: str, now_ns: int) -> SiteHeard | None:
         """Renew the lease of ``site``; return an event if it was silent, None if it is unknown or was not silent."""
         if site not in self._heard_ns:
             return None
+        was_silent = self._heard_ns[site] is None
         self._heard_ns[site] = now_ns
-        if site in self._silent:
-            self._silent.discard(site)
-            return SiteHeard(site)
-        return None
+        return SiteHeard(site) if was_silent else None
 
     def expired(self, now_ns: int) -> list[SiteSilent]:
         """Return an event for each site whose lease has run out at ``now_ns``, once per silence, in site order."""
-        gone = [
-            site
-            for site in sorted(self._heard_ns)
-            if site not in self._silent and now_ns >= self._heard_ns[site] + self.timeout_ns
-        ]
-        self._silent.update(gone)
+        late_ns = now_ns - self.timeout_ns
+        gone = sorted(site for site, heard_ns in self._heard_ns.items() if heard_ns is not None and heard_ns <= late_ns)
+        self._heard_ns.update(dict.fromkeys(gone))
         return [SiteSilent(site) for site in gone]
 
     def next_deadline_ns(self) -> int | None:
         """Return the instant at which the next lease runs out; None where none runs."""
-        running = [heard for site, heard in self._heard_ns.items() if site not in self._silent]
+        running = [heard_ns for heard_ns in self._heard_ns.values() if heard_ns is not None]
         return min(running) + self.timeout_ns if running else None
 
 

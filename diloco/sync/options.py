@@ -27,31 +27,12 @@ def even_offsets(num_fragments: int, inner_steps: int) -> tuple[int, ...]:
     return tuple(place * inner_steps // num_fragments % inner_steps for place in range(1, num_fragments + 1))
 
 
-def local_steps(inner_steps: int, fastest_ns: int, own_ns: int, rounding: str = "down") -> int:
-    """Return the inner steps that a site makes while the fastest makes ``inner_steps``: with these dynamic local
-    updates all sites send at about the same time, whatever their speed (arXiv 2401.09135, section 4.2).
-
-    ``fastest_ns`` and ``own_ns`` are inner step times; 0: not known yet, then the result is ``inner_steps``.
-    ``rounding`` is ``down``, as there, or ``up``, as in HALoS' code (arXiv 2506.04531); the result is at least 1.
-    """
-    if not (fastest_ns and own_ns):
-        return inner_steps
-    steps, rest = divmod(inner_steps * fastest_ns, own_ns)
-    return min(inner_steps, max(1, steps + (rounding == "up" and rest > 0)))
-
-
 @lru_cache(maxsize=4096)
 def due(offsets: tuple[int, ...], inner_steps: int, step: int, steps: int = 1) -> tuple[int, ...]:
     """Return the indices of ``offsets`` (one for each fragment) that are due right after inner step ``step`` (counted
     from 1), or after one of the ``steps`` that end with it."""
     steps = min(steps, step)
     return tuple([each for each, at in enumerate(offsets) if (step - at) % inner_steps < steps])
-
-
-@lru_cache(maxsize=4096)
-def steps_to_due(offsets: tuple[int, ...], inner_steps: int, step: int) -> int:
-    """Return the number of inner steps from ``step`` to the next one after which any fragment is due; at least 1."""
-    return min([inner_steps - (step - at) % inner_steps for at in offsets])
 
 
 SECOND_NS = 1_000_000_000
@@ -239,7 +220,7 @@ class LearnerOptions:
     dynamic_steps: bool = False
     """H is that of the fastest site; a slower site makes proportionally fewer inner steps."""
     dynamic_rounding: Annotated[str, one_of(ROUNDINGS)] = "down"
-    """How to round that number of steps (:func:`local_steps`)."""
+    """How to round that number: ``down`` (arXiv 2401.09135), or ``up`` as in HALoS' code (arXiv 2506.04531)."""
     adopt: Annotated[str, one_of(ADOPT_RULES)] = "rebase"
     """``rebase`` keeps progress, ``overwrite`` is Decoupled DiLoCo, ``blend`` is Streaming DiLoCo with α, ``eager``
     keeps unsent progress and a share of the progress that is not merged."""

@@ -23,7 +23,6 @@ from diloco.sync.data_units import (
     common,
     first_of,
     joined,
-    leased_places,
     num_places,
     pieces_before,
     pieces_from,
@@ -31,11 +30,11 @@ from diloco.sync.data_units import (
     units_at,
 )
 from diloco.sync.effects import Fetch, LearnerEffect, Note, StopTraining
-from diloco.sync.events import Ending, Fate, StepDone
+from diloco.sync.events import Ending, StepDone
 from diloco.sync.options import LearnerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from diloco.sync.events import UnitsTold
 
@@ -195,12 +194,6 @@ class FragmentProgress:
         """Return the updates without a known fate, in sequence order."""
         return [sent for sent in self.in_flight if sent.merged_version is None]
 
-    def contradicted(self, fates: Iterable[Fate]) -> bool:
-        """Return whether another process of the site used a sequence number of the list for another update."""
-        told = {fate.sequence: fate.digest for fate in fates}
-        listed = [sent for sent in self.in_flight if not sent.outrun]
-        return any(told.get(sent.sequence, sent.digest) != sent.digest for sent in listed)
-
     def encoding(self) -> bool:
         """Return whether an update is still being encoded, so that its decoded values are not known yet."""
         return any(sent.state is SentState.SEALING for sent in self.in_flight)
@@ -334,10 +327,7 @@ class SiteTurn:
 
     def find(self, index: int, sequence: int) -> Sent | None:
         """Return the update with that sequence number in the in-flight list; None if there is none."""
-        for sent in self.state.fragments[index].in_flight:
-            if sent.sequence == sequence:
-                return sent
-        return None
+        return next((sent for sent in self.state.fragments[index].in_flight if sent.sequence == sequence), None)
 
     def want(self, index: int) -> None:
         """Fetch the newest version unless it is here or being fetched."""
@@ -422,17 +412,16 @@ def units_drawn(turn: SiteTurn, event: StepDone) -> None:
     options, state = turn.options, turn.state
     if not options.unit_sequences:
         return
-    unit = options.unit_sequences
-    leased = leased_places(state.units.first, state.units.pieces)
+    unit, place, leased = options.unit_sequences, state.units.first, list[Span]()
+    for first, count in state.units.pieces:
+        if first != SKIPPED:
+            leased.append((place * unit, (place + count) * unit))
+        place += count
     read = event.sequences or event.tokens // options.sequence_tokens
-    named = common(
-        [(event.cursor - read, event.cursor)],
-        [(start * unit, stop * unit) for start, stop in leased],
-    )
+    named = common([(event.cursor - read, event.cursor)], leased)
     for part in state.fragments:
         part.unsent_spans = added(part.unsent_spans, named)[-SPANS_MAX:]
-    place = event.cursor // options.unit_sequences
-    skip = place - REMEMBERED - state.units.first
+    skip = event.cursor // unit - REMEMBERED - state.units.first
     if skip > 0:
         state.units.pieces = pieces_from(state.units.pieces, skip)
         state.units.first += skip
@@ -466,12 +455,5 @@ def units_from(state: LearnerState, place: int, count: int) -> tuple[list[Piece]
         return found, False
     real = units.real()
     assert real, "a site that was leased no unit does not train"
-    return [(_at(real, place % size(real)), 1)], True
-
-
-def _at(spans: list[Span], number: int) -> int:
-    for start, stop in spans:
-        if number < stop - start:
-            return start + number
-        number -= stop - start
-    raise AssertionError("beyond the spans")
+    ((first, _), *_) = pieces_from([(start, stop - start) for start, stop in real], place % size(real))
+    return [(first, 1)], True

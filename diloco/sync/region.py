@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from diloco.sync.effects import (
     Adopt,
     Fetch,
-    Forget,
     Join,
     Leave,
     LetGo,
@@ -34,7 +33,6 @@ from diloco.sync.effects import (
     Retake,
     Seal,
     Send,
-    SkipData,
     StartOver,
     StopTraining,
     TakeVersion,
@@ -66,7 +64,7 @@ from diloco.sync.state import OuterState, Part, Phase, Upstream, VersionAbove
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sync.effects import LearnerEffect, RegionEffect
+    from diloco.sync.effects import RegionEffect
     from diloco.sync.events import LearnerEvent, RegionEvent
     from diloco.sync.state import Pending, Turn
 
@@ -134,21 +132,9 @@ def standing(state: OuterState) -> Standing | None:
     return standing_of([part.learner for part in state.upstream.parts])
 
 
-def progress_ppm(state: OuterState) -> int:
-    """Return the progress of the run above in millionths, as last received; 0 where there is none."""
-    return max((part.learner.progress_ppm for part in state.upstream.parts), default=0) if state.upstream else 0
-
-
 def has_joined(state: OuterState) -> bool:
     """Return whether the syncer above has admitted this process of the region."""
     return state.upstream is not None and all(part.learner.incarnation for part in state.upstream.parts)
-
-
-def waits_for_base(state: OuterState, index: int) -> bool:
-    """Return whether the fragment has no base yet, so that its rounds must stay open."""
-    if state.upstream is None or state.phase is not Phase.RUNNING:
-        return False
-    return state.upstream.parts[index].progress.base_version < 0
 
 
 def taking(state: OuterState, index: int) -> TakeVersion | None:
@@ -218,7 +204,7 @@ def _started(turn: Turn, event: UpstreamStarted) -> None:
             turn.note("upstream_outbox_lost", why, fragment=index)
         if part.arrived is not None:
             progress.fetched = part.arrived.version
-        _release(turn, index, before - _listed(part))
+        turn.effects += [Release(index, sequence) for sequence in sorted(before - _listed(part))]
 
 
 def _fetched(turn: Turn, event: UpstreamFetched) -> None:
@@ -262,16 +248,6 @@ def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
         inner_steps=sum(pending.steps for pending in merged),
     )
     _feed(turn, index, done)
-
-
-def cannot_take(turn: Turn, index: int) -> bool:
-    """Return whether taking a version above gave values that are not finite.  Then the region stops with an error,
-    because the next update would have no base to be measured from; another process tries again."""
-    if taking(turn.state, index) is None:
-        return False
-    why = f"fragment {index}: blended with the version above the values, or what is published of them, are not finite"
-    turn.effects.append(StopTraining(None, why, failed=True))
-    return True
 
 
 def act(turn: Turn, index: int) -> None:
@@ -343,45 +319,30 @@ def _feed(turn: Turn, index: int, event: LearnerEvent) -> None:
     effects = LearnerSync(_options(upstream), part.learner).handle(event, turn.state.now_ns)
     gone = before - _listed(part)
     for effect in effects:
-        if isinstance(effect, Release):
-            gone.add(effect.sequence)
-        else:
-            _pass_on(turn, index, upstream, effect)
-    _release(turn, index, gone)
-
-
-def _release(turn: Turn, index: int, gone: set[int]) -> None:
+        match effect:
+            case Adopt():
+                _take(turn, index, part, effect.version, upstream.alpha)
+            case Retake():
+                turn.note("upstream_retaken", effect.why, fragment=index)
+                _take(turn, index, part, effect.version, 1.0)
+            case StartOver():
+                held, part.base, part.arrived = (part.base, part.arrived), None, None
+                for version in held:
+                    _let_go(turn, part, version)
+                turn.effects.append(StartOver(index))
+            case Seal() | Send() | Fetch():
+                turn.effects.append(replace(effect, fragment=index))
+            case Release():
+                gone.add(effect.sequence)
+            case Join() if effect not in turn.effects:
+                turn.effects.append(effect)
+            case StopTraining() if effect.failed:
+                turn.effects.append(effect)
+            case Leave() if all(each.learner.left for each in upstream.parts):
+                turn.effects.append(effect)
+            case Note():
+                turn.note(f"upstream_{effect.what}", effect.why, fragment=index)
     turn.effects += [Release(index, sequence) for sequence in sorted(gone)]
-
-
-def _pass_on(turn: Turn, index: int, upstream: Upstream, effect: LearnerEffect) -> None:
-    match effect:
-        case Adopt():
-            _take(turn, index, upstream.parts[index], effect.version, upstream.alpha)
-        case Retake():
-            turn.note("upstream_retaken", effect.why, fragment=index)
-            _take(turn, index, upstream.parts[index], effect.version, 1.0)
-        case StartOver():
-            part = upstream.parts[index]
-            held, part.base, part.arrived = (part.base, part.arrived), None, None
-            for version in held:
-                _let_go(turn, part, version)
-            turn.effects.append(StartOver(index))
-        case Seal() | Send() | Fetch():
-            turn.effects.append(replace(effect, fragment=index))
-        case Join():
-            if effect not in turn.effects:
-                turn.effects.append(effect)
-        case StopTraining():
-            if effect.failed:
-                turn.effects.append(effect)
-        case Leave():
-            if all(part.learner.left for part in upstream.parts):
-                turn.effects.append(effect)
-        case Note():
-            turn.note(f"upstream_{effect.what}", effect.why, fragment=index)
-        case Forget() | SkipData() | Release():
-            pass
 
 
 def _take(turn: Turn, index: int, part: Part, version: int, share: float) -> None:
@@ -399,5 +360,6 @@ def _take(turn: Turn, index: int, part: Part, version: int, share: float) -> Non
 
 def _let_go(turn: Turn, part: Part, version: VersionAbove | None) -> None:
     """Release the values of ``version``, unless another version in use has the same payload."""
-    if version is not None and not part.needs(version.payload):
+    used = [each.payload for each in (part.base, part.arrived, part.taking) if each is not None]
+    if version is not None and version.payload not in used:
         turn.effects.append(LetGo(version.payload))

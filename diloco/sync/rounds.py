@@ -21,23 +21,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.sync import fates, members, region
 from diloco.sync.admission import (
-    NOTHING_WRONG,
+    ARRIVALS_KEPT,
     Finding,
     Verdict,
     admit,
-    arrived,
     implausible,
-    looked_at,
+    judge,
     period_ns,
-    remember,
     seen_ns,
     vital_of,
 )
-from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartOuterStep, UpdateRef
+from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartOuterStep, StopTraining, UpdateRef
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.options import smoothed
-from diloco.sync.state import Held, Line, OuterState, Pending, Phase, Round
+from diloco.sync.state import Held, OuterState, Pending, Phase, Round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -94,7 +92,7 @@ def standing(
     return QuorumStanding(True, complete, lambda: f"quorum={quorum} met by {', '.join(sorted(arrived))}")
 
 
-def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, period_ns: int = 0) -> int:
+def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, period_ns: int) -> int:
     """Return how long to wait for more sites once the quorum is met.
 
     Adaptive grace takes a share of the slack that the overlap leaves (Decoupled DiLoCo, arXiv 2604.21428:
@@ -185,7 +183,10 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
     line, vital = site.lines[event.fragment], vital_of(state, turn.options, event)
-    arrived(state, turn.options, event)
+    # The claims of the site's next update are compared with these.  State of an earlier release has no arrivals.
+    line.arrivals_ns = [*(line.arrivals_ns or [0]), state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
+    if turn.options.unit_sequences or not line.step_tokens:
+        line.step_tokens = max(line.step_tokens, -(-event.tokens // event.steps))
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
     line.outliers = []  # From now on another update with this sequence number is a duplicate or a conflict.
     fragment.arrivals += 1
@@ -201,17 +202,16 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
         arrival=fragment.arrivals,
     )
     line.undecided.append(pending)
-    is_held = bool(finding.why) and state.health.policy_of(event.site) == "hold"
-    seen = (state.now_ns, event.norm, event.cosine, finding.ratio, finding.z, finding.why)
-    pending.held = Held(*seen) if is_held else None
+    if finding.why and state.health.policy_of(event.site) == "hold":
+        pending.held = Held(state.now_ns, event.norm, event.cosine, finding.ratio, finding.z, finding.why)
     turn.attendance.line_changed(event.site, event.fragment)
-    if is_held:
-        turn.note("update_held", _words(event, finding), site=event.site, fragment=event.fragment)
-        return
     if finding.why:
-        turn.note("outlier_admitted", _words(event, finding), site=event.site, fragment=event.fragment)
+        what, why = "update_held" if pending.held else "outlier_admitted", f"sequence {event.sequence}: {finding.why}"
+        turn.note(what, why, site=event.site, fragment=event.fragment)
+    if pending.held:
+        return
     if event.norm > 0:  # 0: not measured.
-        remember(state, event.site, event.fragment, vital)
+        line.vitals = [*line.vitals, vital][-state.health.history :]
     if fragment.round is None:
         open_round(turn, event.fragment)
 
@@ -224,23 +224,25 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
         if verdict.reason is Reason.OUTLIER:
             why = f"sequence {event.sequence}: it was refused before"
             turn.note("outlier_again", why, site=event.site, fragment=event.fragment)
-        return verdict, NOTHING_WRONG
+        return verdict, Finding()
     if not event.intact:
-        return Verdict(Outcome.REFUSED, Reason.CORRUPT), NOTHING_WRONG
+        return Verdict(Outcome.REFUSED, Reason.CORRUPT), Finding()
     if not event.finite:
-        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), NOTHING_WRONG
+        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), Finding()
     state, reason = turn.state, Reason.IMPLAUSIBLE
-    finding = Finding(None, None, implausible(state, turn.options, event))
-    if not finding.why:
-        finding, reason = looked_at(state, event, vital_of(state, turn.options, event)), Reason.OUTLIER
+    finding = Finding(why=implausible(state, turn.options, event))
+    if not finding.why and event.norm > 0:  # 0: not measured.
+        # A sum of floats depends on its order, and a replay must give the same.
+        vitals = {name: state.sites[name].lines[event.fragment].vitals for name in sorted(state.sites)}
+        own = vitals.pop(event.site)
+        others = [vital for window in vitals.values() for vital in window]
+        finding = judge(state.health, vital_of(state, turn.options, event), own, others)
+        reason = Reason.OUTLIER
     if finding.why and state.health.policy_of(event.site) == "refuse":
-        turn.note(f"{reason.value}_refused", _words(event, finding), site=event.site, fragment=event.fragment)
+        why = f"sequence {event.sequence}: {finding.why}"
+        turn.note(f"{reason.value}_refused", why, site=event.site, fragment=event.fragment)
         return Verdict(Outcome.REFUSED, reason), finding
     return verdict, finding
-
-
-def _words(event: UpdateArrived, finding: Finding) -> str:
-    return f"sequence {event.sequence}: {finding.why}"
 
 
 def open_round(turn: Turn, index: int) -> Round:
@@ -264,7 +266,10 @@ def consider(turn: Turn, index: int) -> None:
         return
     collecting = fragment.round or open_round(turn, index)
     shrunk = _shrink(turn, index, collecting)
-    merging = fragment.merging_since_ns is not None or region.waits_for_base(state, index)
+    # The rounds of a fragment stay open until its region has a base: progress merged before could never go up.
+    upstream = state.upstream if state.phase is Phase.RUNNING else None
+    lacks_base = upstream is not None and upstream.parts[index].progress.base_version < 0
+    merging = fragment.merging_since_ns is not None or lacks_base
     if not merging and fates.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
@@ -278,7 +283,10 @@ def consider(turn: Turn, index: int) -> None:
     now_ns = state.now_ns
     if collecting.met_ns is None:
         collecting.met_ns = now_ns
-        wait_ns = _grace_ns(turn, index)
+        live = [state.sites[name] for name in turn.attendance.live]
+        step_ns = max([site.step_ns for site in live], default=0)
+        fastest_ns = min([each for site in live if (each := period_ns(site, index))], default=0)
+        wait_ns = grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)
         collecting.deadline_ns = now_ns + wait_ns
         fragment.quorum_ns = smoothed(fragment.quorum_ns, now_ns - collecting.opened_ns)
         if wait_ns and not stand.complete:
@@ -347,14 +355,6 @@ def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standst
     return Standstill(index, since_ns, lacking, why)
 
 
-def _grace_ns(turn: Turn, index: int) -> int:
-    fragment, live = turn.state.fragments[index], [turn.state.sites[name] for name in turn.attendance.live]
-    step_ns = max([site.step_ns for site in live], default=0)
-    periods_ns = [period_ns(site, index) for site in live]
-    fastest_ns = min([each for each in periods_ns if each], default=0)
-    return grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)
-
-
 def _close(turn: Turn, index: int, why: str) -> None:
     state, fragment = turn.state, turn.state.fragments[index]
     for name, pending in turn.attendance.waiting(index)[: turn.options.round_updates or None]:
@@ -390,15 +390,6 @@ def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, fl
     return {name: known.get(name, mean) for name in lines}
 
 
-def _usual(line: Line, pending: Pending) -> None:
-    """Update the usual tokens and steps after a merge.  A sample is at most twice the usual value, so that an update of
-    several periods or an exaggerated claim has a bounded effect."""
-    tokens, steps = pending.tokens, pending.steps
-    if line.usual_tokens:
-        tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
-    line.usual_tokens, line.usual_steps = smoothed(line.usual_tokens, tokens), smoothed(line.usual_steps, steps)
-
-
 def outer_step(
     options: OuterOptions,
     state: OuterState,
@@ -422,27 +413,17 @@ def outer_step(
             merging[-1][1].append(pending)
         else:
             merging.append((name, [pending]))
-    version = state.fragments[index].version
-    bases = [min([update.base_version for update in updates]) for _, updates in merging]
-    full_round = state.fragments[index].full_round
-    raw = [
-        (
-            full_round[name]
-            if full_round
-            else raw_weight(options.weights, sum([u.tokens for u in updates]), sum([u.steps for u in updates]))
-        )
-        * of_its_age(version - base, options.staleness_power)
-        for (name, updates), base in zip(merging, bases, strict=True)
-    ]
-    contributions = tuple(
-        Contribution(
-            name,
-            weight,
-            base,
-            tuple([UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates]),
-        )
-        for (name, updates), base, weight in zip(merging, bases, normalised(raw), strict=True)
-    )
+    version, full_round = state.fragments[index].version, state.fragments[index].full_round
+    bases, raw, updates_of = [], [], []
+    for name, updates in merging:
+        base = min([update.base_version for update in updates])
+        tokens, steps = sum([update.tokens for update in updates]), sum([update.steps for update in updates])
+        weight = full_round[name] if full_round else raw_weight(options.weights, tokens, steps)
+        bases.append(base)
+        raw.append(weight * of_its_age(version - base, options.staleness_power))
+        updates_of.append(tuple([UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates]))
+    names = [name for name, _ in merging]
+    contributions = tuple(map(Contribution, names, normalised(raw), bases, updates_of))
     part = share(dict(merging), full_round) if merging else 1.0
     return StartOuterStep(index, version + 1, contributions, part)
 
@@ -457,7 +438,10 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.merging_since_ns, fragment.full_round = None, {}
     merged = under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
     for name, pending in merged:
-        _usual(turn.state.sites[name].lines[event.fragment], pending)
+        line, tokens, steps = turn.state.sites[name].lines[event.fragment], pending.tokens, pending.steps
+        if line.usual_tokens:  # An update of several periods, or an exaggerated claim, has a bounded effect.
+            tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
+        line.usual_tokens, line.usual_steps = smoothed(line.usual_tokens, tokens), smoothed(line.usual_steps, steps)
     fates = [decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
     refuse_stale(turn, event.fragment)
@@ -465,10 +449,13 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
 
 
 def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
-    """The outer step gave no finite values: refuse its updates as NON_FINITE."""
+    """Refuse the updates of an outer step that gave no finite values; a region that took a version stops."""
     fragment = turn.state.fragments[event.fragment]
     assert fragment.merging_since_ns is not None, event
-    if region.cannot_take(turn, event.fragment):
+    if region.taking(turn.state, event.fragment) is not None:
+        # The next update would have no base to be measured from.  Another process of the region tries again.
+        why = "blended with the version above the values, or what is published of them, are not finite"
+        turn.effects.append(StopTraining(None, f"fragment {event.fragment}: {why}", failed=True))
         return
     fragment.merging_since_ns, fragment.full_round = None, {}
     for name, pending in under_merge(turn.state, event.fragment):
@@ -482,7 +469,7 @@ def under_merge(state: OuterState, index: int, among: Iterable[str] | None = Non
     """
     sites = state.sites
     names = sorted(sites if among is None else among)
-    return [(name, p) for name in names for p in list(sites[name].lines[index].undecided) if p.merging]
+    return [(name, p) for name in names for p in sites[name].lines[index].undecided if p.merging]
 
 
 KINDS = ("versions", "sequences")
@@ -532,14 +519,11 @@ def parse_selection(text: str) -> Selection:
         raise ValueError(f"{text!r} selects nothing: {WANTED}")
     kind = kinds[0]
     first, dots, last = fields[kind].partition("..")
-    least, most = _number(text, kind, first), _number(text, kind, last if dots else first)
+    numbers = {"first": first, "last": last if dots else first, "fragment": fields.get("fragment", "0")}
+    for name, value in numbers.items():
+        if not value.isascii() or not value.isdecimal():
+            raise ValueError(f"{text!r} has {name if name in fields else kind}={value}: a whole number")
+    least, most, fragment = map(int, numbers.values())
     if least < 1 or most < least:
         raise ValueError(f"{text!r} has {kind}={fields[kind]}: from 1 on, and the first is not above the last")
-    fragment = _number(text, "fragment", fields["fragment"]) if "fragment" in fields else None
-    return Selection(fields["site"], kind, least, most, fragment)
-
-
-def _number(text: str, name: str, value: str) -> int:
-    if not value.isascii() or not value.isdecimal():
-        raise ValueError(f"{text!r} has {name}={value}: a whole number")
-    return int(value)
+    return Selection(fields["site"], kind, least, most, fragment if "fragment" in fields else None)

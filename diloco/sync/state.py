@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from diloco.sync.data_units import Span, Units
@@ -54,10 +55,6 @@ class Part:
     def progress(self) -> FragmentProgress:
         """The progress of that site in the fragment."""
         return self.learner.fragments[0]
-
-    def needs(self, payload: str) -> bool:
-        """Return whether a version still in use has its values at ``payload``."""
-        return any(each is not None and each.payload == payload for each in (self.base, self.arrived, self.taking))
 
 
 @dataclass(slots=True)
@@ -161,14 +158,7 @@ class Line:
 
     def waiting(self) -> list[Pending]:
         """Return the updates that the next outer step will take: those before the first that is held."""
-        found = []
-        for pending in self.undecided:
-            if pending.merging:
-                continue
-            if pending.held is not None:
-                break
-            found.append(pending)
-        return found
+        return list(takewhile(lambda pending: pending.held is None, self.unmerged()))
 
     def holding(self) -> bool:
         """Return whether an update waits for an operator's decision."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diloco.sync import fates, region
-from diloco.sync.admission import AWAY_UNKNOWN_NS, Verdict, admit, admitted, deadline_ns, expire, withdrawn
+from diloco.sync.admission import AWAY_UNKNOWN_NS, Verdict, admit, admitted, expire, held_updates, withdrawn
 from diloco.sync.data_units import Units
 from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
 from diloco.sync.events import (
@@ -57,7 +57,7 @@ from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step
 from diloco.sync.state import Attendance, FragmentState, OuterState, Phase, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from diloco.sync.options import OuterOptions
 
@@ -106,12 +106,14 @@ class OuterSync:
         """Return the instant at which the machine needs ``DeadlinePassed``, if any."""
         state, now_ns = self.state, self.state.now_ns
         wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
-        wanted.append(deadline_ns(state, self.attendance))
-        wanted.append(fates.deadline_ns(self.options, state))
+        wanted += [expires_ns for *_, expires_ns in held_updates(state, self.attendance)]
+        if state.units is not None:
+            silent = [holder.silent_ns for holder in state.units.holders.values()]
+            wanted += [since_ns + self.options.lease_ns for since_ns in silent if since_ns is not None]
         if state.phase is Phase.ENDING:
             wanted.append(state.final_deadline_ns)
-        elif state.phase is Phase.RUNNING:
-            wanted.append(fates.run_end_ns(self.options, state))
+        elif state.phase is Phase.RUNNING and self.options.run_ns and state.started_ns is not None:
+            wanted.append(state.started_ns + self.options.run_ns)
         # A past deadline is left out: if a merge holds its action back, the sweep after that merge sees it again.
         return min([instant for instant in wanted if instant is not None and instant > now_ns], default=None)
 
@@ -122,9 +124,9 @@ class OuterSync:
         return admit(self.state, self.options, site, incarnation, fragment, sequence, base_version, digest)
 
     def progress_ppm(self) -> int:
-        """Return the run's progress in millionths: by tokens or by time, whichever is further."""
+        """Return the run's progress in millionths: by tokens, by time or of the run above, whichever is further."""
         options, state = self.options, self.state
-        shares = [region.progress_ppm(state)]
+        shares = [part.learner.progress_ppm for part in state.upstream.parts] if state.upstream is not None else [0]
         if options.token_budget:
             shares.append(self.attendance.run_tokens() * 1_000_000 // options.token_budget)
         if options.run_ns and state.started_ns is not None:
@@ -205,12 +207,6 @@ RULES: Mapping[type[OuterEvent], Callable[[Turn, Any], None]] = {
 
 
 # --- Replay
-
-
-def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[OuterEffect]]]:
-    """Feed ``records`` to ``machine`` again and yield each with its effects; ``JournalError`` as ``decide_again``."""
-    for number, record in enumerate(records):
-        yield record, decide_again(machine, record, number)
 
 
 def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterEffect]:

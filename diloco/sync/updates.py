@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from diloco.sync.data_units import added
 from diloco.sync.effects import Adopt, Forget, Join, Release, Retake, Seal, Send
 from diloco.sync.events import DISCARDING, Fate, Outcome, PushAnswered, Reason, Sealed, SealFailed
-from diloco.sync.options import ADOPT_KEEPS_UNSENT, due, local_steps, smoothed, steps_to_due
+from diloco.sync.options import ADOPT_KEEPS_UNSENT, due, smoothed
 from diloco.sync.progress import (
     SPANS_MAX,
     FragmentProgress,
@@ -59,77 +59,44 @@ def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: i
         parts = enumerate(state.fragments)
         return [each for each, part in parts if not part.in_flight and step >= part.sealed_step + options.inner_steps]
     if options.dynamic_steps:
-        return [each for each in range(options.num_fragments) if step >= _dynamic_due(options, state, each)]
+        return [each for each in range(options.num_fragments) if step >= dynamic_due(options, state, each)]
     by_steps = due(options.due_at, options.inner_steps, step, steps)
     if not options.lock_step:
         return by_steps
-    return [in_turn(options, state)] if by_steps and comes_first(options, state) else []
+    turn = in_turn(options, state)
+    return [turn] if by_steps and turn is not None else []
 
 
-def in_turn(options: LearnerOptions, state: LearnerState) -> int:
-    """Return (lock-step) the fragment that is exchanged next, by its version, which is the same at all sites.
+def next_turn(options: LearnerOptions, state: LearnerState) -> tuple[int, int, int]:
+    """Return (lock-step) the order key (version, due inner step) of this machine's next fragment, and its index.
 
-    A site that was away has another step count than the rest.  If each site went by its own steps, two sites could wait
-    with different fragments, and neither round would close.
+    The lowest key among all fragments of the model comes first.  The order goes by version, which is the same at all
+    sites.  A site that was away has another step count than the rest: if each site went by its own steps, two sites
+    could wait with different fragments, and neither round would close.
     """
-    return min(range(options.num_fragments), key=lambda each: _place(options, state, each))
+    dues = enumerate(options.due_at)
+    return min((state.fragments[each].base_version, at or options.inner_steps, each) for each, at in dues)
 
 
-def next_turn(options: LearnerOptions, state: LearnerState) -> tuple[int, int]:
-    """Return (lock-step) the order key of the fragment ``in_turn`` among all fragments of the model; lowest first."""
-    return _place(options, state, in_turn(options, state))
+def in_turn(options: LearnerOptions, state: LearnerState) -> int | None:
+    """Return (lock-step) the fragment that is exchanged next; None where one of another syncer comes before it."""
+    turn = next_turn(options, state)
+    return turn[2] if state.elsewhere is None or turn[:2] < state.elsewhere else None
 
 
-def comes_first(options: LearnerOptions, state: LearnerState) -> bool:
-    """Return (lock-step) whether no fragment of another syncer comes before those of this machine."""
-    return state.elsewhere is None or next_turn(options, state) < state.elsewhere
+def dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:
+    """Return the inner step after which the fragment is due, counted from its last update.
 
-
-def _place(options: LearnerOptions, state: LearnerState, index: int) -> tuple[int, int]:
-    return state.fragments[index].base_version, options.due_at[index] or options.inner_steps
-
-
-def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:
-    """Return the inner step after which the fragment is due, counted from its last update."""
-    sealed = state.fragments[index].sealed_step
-    period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns, options.dynamic_rounding)
+    The period is as many steps as this site makes while the fastest site makes ``inner_steps``, and at least 1.  So all
+    sites send at about the same time, whatever their speed (dynamic local updates, arXiv 2401.09135, section 4.2).
+    """
+    sealed, period = state.fragments[index].sealed_step, options.inner_steps
+    if state.fastest_step_ns and state.step_ns:  # Else a step time is not known yet.
+        steps, rest = divmod(period * state.fastest_step_ns, state.step_ns)
+        period = min(period, max(1, steps + (options.dynamic_rounding == "up" and rest > 0)))
     if not sealed:  # First updates: space the fragments as with equal steps at every site.
         period = max(1, (options.due_at[index] or options.inner_steps) * period // options.inner_steps)
     return sealed + period
-
-
-def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
-    """Return the inner steps to the next boundary with possible work, if no event arrives before; at least 1, at most
-    ``inner_steps``."""
-    step, period = state.step, options.inner_steps
-    if options.dynamic_steps:
-        wanted = [step + period, *(_dynamic_due(options, state, each) for each in range(options.num_fragments))]
-    else:
-        wanted = [step + steps_to_due(options.due_at, period, step)]
-    for part in state.fragments:
-        if part.fetched > part.base_version and not _would_lose_work(options, part):
-            wanted.append(part.held_until)
-        if part.due and _may_follow(options, part):
-            wanted.append(step + 1)
-    return max(1, min(wanted) - step)
-
-
-def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
-    """Return whether, as things stand, the boundary after ``step`` (the next one) would read or write values.
-
-    Always True in lock-step, because a site may have to wait there.
-    """
-    if options.lock_step or state.stopping:
-        return True
-    if state.incarnation == 0:
-        return False
-    coming = coming_due(options, state, step)
-    return any(
-        part.retaking is not None
-        or (part.fetched > part.base_version and not _is_held(options, state, part, step))
-        or ((part.due or index in coming) and _may_follow(options, part))
-        for index, part in enumerate(state.fragments)
-    )
 
 
 def boundary(turn: SiteTurn) -> None:
@@ -141,14 +108,14 @@ def boundary(turn: SiteTurn) -> None:
         if part.retaking is not None:
             here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
             if here and not part.encoding():  # The decoded values of kept updates are subtracted.
-                _retake(turn, index, part, part.retaking)
-        elif part.fetched > part.base_version and not _is_held(turn.options, turn.state, part, turn.state.step):
+                _retake(turn, index, part, part.retaking.why)
+        elif part.fetched > part.base_version and not is_held(turn.options, turn.state, part, turn.state.step):
             _adopt(turn, index, part)
         if (part.due or turn.state.stopping) and may_seal(turn, part):
             _seal(turn, index, part)
 
 
-def _is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgress, step: int) -> bool:
+def is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgress, step: int) -> bool:
     """Return whether to delay the adoption of the fetched version: the exchange of the last update may still be under
     way, or adopting would lose work, and the site can go on without the version."""
     if options.adopt == "eager" and part.encoding():
@@ -156,10 +123,10 @@ def _is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgres
     needed = part.base_version <= part.stale_base  # -1, or too old to measure an update from.
     if needed or state.closed:  # Closed: no more updates go out.
         return False
-    return _would_lose_work(options, part) or (step < part.held_until and not state.stopping)
+    return would_lose_work(options, part) or (step < part.held_until and not state.stopping)
 
 
-def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
+def would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
     """Return whether the fetched version would overwrite training progress without merging an update of this site; with
     ``answers_only`` also whether it lacks the updates that are in flight.
 
@@ -175,16 +142,12 @@ def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
 
 def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     version, adopt = part.fetched, turn.options.adopt
-    merged: list[int] = []
-    under_way: list[Sent] = []
     fresh = tuple([sent.sequence for sent in part.in_flight if sent.since_adopt]) if adopt == "eager" else ()
-    for sent in part.in_flight:
-        if sent.merged_version is not None and sent.merged_version <= version:
-            merged.append(sent.sequence)
-        else:
-            sent.since_adopt = False
-            under_way.append(sent)
+    under_way = [sent for sent in part.in_flight if sent.merged_version is None or sent.merged_version > version]
+    merged = tuple([sent.sequence for sent in part.in_flight if sent not in under_way])
     part.in_flight = under_way
+    for sent in under_way:
+        sent.since_adopt = False
     if adopt not in ADOPT_KEEPS_UNSENT:
         # Unsent progress is given up.  The share of it that blend keeps is not counted as kept.
         part.tokens_overwritten += part.unsent_tokens
@@ -193,10 +156,10 @@ def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     if turn.options.from_adopt:
         part.sealed_step, part.due = turn.state.step, False
     lacking = tuple([sent.sequence for sent in under_way]) if adopt == "eager" else ()
-    turn.effects.append(Adopt(index, version, tuple(merged), fresh, lacking))
+    turn.effects.append(Adopt(index, version, merged, fresh, lacking))
 
 
-def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaking) -> None:
+def _retake(turn: SiteTurn, index: int, part: FragmentProgress, why: str) -> None:
     version = max(part.fetched, part.base_version)
     part.in_flight = [s for s in part.in_flight if s.merged_version is None or s.merged_version > version]
     for sent in part.in_flight:
@@ -206,7 +169,7 @@ def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaki
     part.unsent_spans = []
     part.base_version, part.retaking, part.due = version, None, False
     part.sealed_step = turn.state.step
-    turn.effects.append(Retake(index, version, tuple(s.sequence for s in part.in_flight), retaking.why))
+    turn.effects.append(Retake(index, version, tuple(s.sequence for s in part.in_flight), why))
 
 
 def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
@@ -215,11 +178,11 @@ def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
         return False
     # A region keeps each update's bytes until it has taken its version; at its end it takes no more versions.
     if turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max:
-        return turn.state.stopping and _may_follow(turn.options, part)
-    return _may_follow(turn.options, part)
+        return turn.state.stopping and may_follow(turn.options, part)
+    return may_follow(turn.options, part)
 
 
-def _may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
+def may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
     """Return whether the state of the fragment's earlier updates allows another one."""
     if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
         return False
@@ -250,17 +213,14 @@ GIVING_UP = frozenset({Reason.FENCED, Reason.SUPERSEDED, Reason.EVICTED})
 
 def sealed(turn: SiteTurn, event: Sealed) -> None:
     """Send an update that is durable in the outbox, or discard its bytes if it is no longer wanted."""
-    sent = turn.find(event.fragment, event.sequence)
-    if sent is None or sent.void or sent.outrun:  # A join in between has made these bytes useless.
+    part, sent = turn.state.fragments[event.fragment], turn.find(event.fragment, event.sequence)
+    if sent is None or sent.void or sent.outrun or sent.unwanted:  # A join in between has made these bytes useless.
         turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
-        if sent is not None:
-            write_off(turn.state.fragments[event.fragment], sent)
-        return
-    if sent.unwanted:
-        unsend(turn.options, turn.state.fragments[event.fragment], sent)
-        turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
-        return
-    if sent.state is SentState.SEALING:
+        if sent is not None and (sent.void or sent.outrun):
+            write_off(part, sent)
+        elif sent is not None:
+            unsend(turn.options, part, sent)
+    elif sent.state is SentState.SEALING:
         sent.state, sent.digest = SentState.SEALED, event.digest
         turn.effects.append(Send(event.fragment, event.sequence))
 
@@ -288,12 +248,12 @@ def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
         return
     assert event.outcome is Outcome.REFUSED, event
     assert event.reason is not None, event
-    if event.reason not in GIVING_UP:  # Later updates exist only where this one was sent again.
-        part = turn.state.fragments[event.fragment]
-        take_back(turn, event.fragment, [each for each in part.in_flight if each.sequence > sent.sequence])
     if event.reason in GIVING_UP:
         turn.stop(f"the syncer no longer takes this process for the site: {event.reason.value}")
-    elif event.reason in DISCARDING:
+        return
+    part = turn.state.fragments[event.fragment]  # Later updates exist only where this one was sent again.
+    take_back(turn, event.fragment, [each for each in part.in_flight if each.sequence > sent.sequence])
+    if event.reason in DISCARDING:
         discard(turn, event.fragment, sent, event.reason)
     elif event.reason in (Reason.STALE, Reason.OVERLOAD):
         keep(turn, event.fragment, sent, event.reason)
@@ -424,12 +384,6 @@ def fate_told(turn: SiteTurn, fate: Fate) -> None:
         discard(turn, fate.fragment, sent, fate.reason)
     else:
         keep(turn, fate.fragment, sent, fate.reason)
-
-
-def acknowledged(part: FragmentProgress) -> int:
-    """Return the largest sequence number known to be acknowledged by a syncer and still in the site's lists; else 0."""
-    accepted = [sent.sequence for sent in part.in_flight if sent.state is SentState.ACCEPTED]
-    return max([*accepted, *(orphan.sequence for orphan in part.orphans)], default=0)
 
 
 def send_again(turn: SiteTurn, standing: FragmentStanding) -> bool:

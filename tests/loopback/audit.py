@@ -21,12 +21,13 @@ from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, Take
 from diloco.sync.events import Ending, Fate, LineageBegan, Outcome, OuterStepDone, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record
 from diloco.sync.options import OuterOptions
-from diloco.sync.syncer import OuterSync, replay
+from diloco.sync.syncer import OuterSync
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.replaying import Rules
 from diloco.syncer.snapshots import FragmentValues, full_parameters, same_values
 from diloco.syncer.store import RunCard, Store
 from tests.loopback.cluster import Log
+from tests.sync.driving import replay
 
 Key = tuple[str, int, int]
 """Site, fragment, sequence."""

@@ -20,7 +20,6 @@ from diloco.observe.eventlog import EventLog, read_events
 from diloco.outer.merge import Correction
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import UpdateArrived
-from diloco.sync.syncer import replay
 from diloco.wire.client import SyncClient
 from tests.loopback.audit import all_records, version_zero
 from tests.loopback.cluster import SiteThread, eventually, serving, shares
@@ -28,6 +27,7 @@ from tests.loopback.guard import Guard, Waited, guarding
 from tests.loopback.test_kill import long_enough, the_syncer_dies
 from tests.loopback.toy import RUN, Toy, Twin
 from tests.sooner import sooner
+from tests.sync.driving import replay
 
 BOUND_S = 40.0
 TRIES = 5

@@ -185,7 +185,7 @@ def test_19_a_gate_lets_the_present_through_and_closes_smoothly(gate: Gate, fact
     assert found == sorted(found, reverse=True)
     for factor, wanted in zip(found, factors, strict=True):
         assert wanted is None or factor == pytest.approx(wanted, rel=1e-15)
-    assert gate.is_open == (gate == Gate())
+    assert (OuterRule(PLAIN, gate=gate).factors([1]) is None) == (gate == Gate())
 
 
 @pytest.mark.parametrize(

@@ -272,12 +272,16 @@ def wait_for_fates(patch: Patch) -> None:
 
 
 def leave_in_the_middle_of_a_step(patch: Patch) -> None:
-    def maybe_leave(turn: Any) -> None:
-        if turn.state.stopping and not turn.state.left and turn.state.incarnation:
-            turn.state.left = True
-            turn.effects.append(Leave(turn.state.ending))
+    right = LearnerSync.handle
 
-    patch.setattr(learner, "_maybe_leave", maybe_leave)
+    def handle(self: LearnerSync, event: Any, now_ns: int) -> list[Any]:
+        effects, state = right(self, event, now_ns), self.state
+        if state.at_rest and not state.left and state.incarnation:
+            state.left = True
+            effects.append(Leave(state.ending))
+        return effects
+
+    patch.setattr(LearnerSync, "handle", handle)
 
 
 def skip_no_data(patch: Patch) -> None:

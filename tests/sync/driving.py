@@ -15,10 +15,10 @@ from diloco.sync import events as ev
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import SECOND_NS, OuterOptions
 from diloco.sync.state import OuterState, Phase
-from diloco.sync.syncer import OuterSync
+from diloco.sync.syncer import OuterSync, decide_again
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 MS = 1_000_000
 E = TypeVar("E")
@@ -29,6 +29,12 @@ def only(kind: type[E], effects: Sequence[object]) -> E:
     found = of(kind, effects)
     assert len(found) == 1, f"{len(found)} effects are {kind.__name__}: {effects}"
     return found[0]
+
+
+def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[fx.OuterEffect]]]:
+    """Let ``machine`` decide ``records`` again; each with its effects."""
+    for number, record in enumerate(records):
+        yield record, decide_again(machine, record, number)
 
 
 def of(kind: type[E], effects: Sequence[object]) -> list[E]:

@@ -30,8 +30,8 @@ from diloco.sync.fates import columns_of, known_already
 from diloco.sync.options import SECOND_NS
 from diloco.sync.progress import REMEMBERED, UnitAsk, ask_of, units_from, wants_soon
 from diloco.sync.state import Status
-from diloco.sync.syncer import OuterSync, replay
-from tests.sync.driving import Syncer, notes, of, only, running
+from diloco.sync.syncer import OuterSync
+from tests.sync.driving import Syncer, notes, of, only, replay, running
 from tests.sync.driving_site import Site, known
 
 

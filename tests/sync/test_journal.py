@@ -58,8 +58,8 @@ from diloco.sync.journal import (
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.progress import LearnerState
 from diloco.sync.state import OuterState
-from diloco.sync.syncer import OuterSync, replay
-from tests.sync.driving import Syncer, through_json
+from diloco.sync.syncer import OuterSync
+from tests.sync.driving import Syncer, replay, through_json
 from tests.sync.format_1 import encode_record
 
 
@@ -274,7 +274,7 @@ def test_a_frame_that_outlived_the_mark_before_it_is_cut_off_with_the_hole_unles
     ],
 )
 def test_a_header_of_another_version_is_said_in_words(body: bytes, words: str) -> None:
-    data, _ = journal._chained(journal.HEADER, body, CHAIN_START)
+    data, _ = encode_frame(body, CHAIN_START, journal.HEADER)
     with pytest.raises(JournalError, match=f"unit at byte 0 .*{words}"):
         read_segment(data)
 

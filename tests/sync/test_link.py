@@ -27,7 +27,6 @@ from diloco.sync.link import (
     RoundTimes,
     Way,
     channels_for,
-    exchange_ns,
     later_rate,
     overlap_for,
     steps_of,
@@ -326,7 +325,8 @@ def test_what_cannot_be_is_refused_by_name(field: str, value: object) -> None:
 def test_an_exchange_is_its_bytes_its_round_trips_and_its_round(
     found: LinkEstimate, up_bytes: int, down_bytes: int, round_ms: int, exchange_ms: int
 ) -> None:
-    assert exchange_ns(found, up_bytes, down_bytes, round_ms * MS) == exchange_ms * MS
+    adapter = Adapter(AdaptOptions(ways=(Way("one", up_bytes),), version_bytes=down_bytes))
+    assert adapter.exchange_steps(found, MS, round_ms * MS) == exchange_ms
 
 
 @pytest.mark.parametrize(

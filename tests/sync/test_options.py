@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco.sync.learner import LearnerSync
 from diloco.sync.options import (
     MAY_CHANGE,
     OF_THE_SYNCER,
@@ -21,8 +22,6 @@ from diloco.sync.options import (
     disagreement,
     due,
     even_offsets,
-    local_steps,
-    steps_to_due,
 )
 from tests.sync.driving import MS
 
@@ -82,9 +81,11 @@ def test_every_fragment_is_due_once_in_a_period_no_two_at_once_and_the_load_is_f
     assert [found for _, found in acts] == [(each,) for each in range(fragments)] * 2
     gaps = [later - earlier for (earlier, _), (later, _) in pairwise(acts)]
     assert max(gaps) - min(gaps) <= 1, gaps
-    for step in range(2 * steps):
+    site = LearnerSync(LearnerOptions(num_fragments=fragments, inner_steps=steps))
+    for site.state.step in range(2 * steps):
+        step = site.state.step
         ahead = next(count for count in range(1, steps + 1) if due(places, steps, step + count))
-        assert steps_to_due(places, steps, step) == ahead, step
+        assert site.steps_to_act() == ahead, step
 
 
 def test_several_steps_told_as_one_are_due_when_one_of_them_is() -> None:
@@ -116,8 +117,10 @@ def test_a_machine_with_part_of_the_fragments_is_told_when_they_are_due() -> Non
 )
 def test_19_a_slower_site_makes_fewer_steps_and_at_least_one(fastest_ms: int, own_ms: int, down: int, up: int) -> None:
     """Up, it is HALoS' max(1, ceil(H w)), w being the site's speed by that of the fastest."""
-    assert local_steps(40, fastest_ms * MS, own_ms * MS) == down
-    assert local_steps(40, fastest_ms * MS, own_ms * MS, "up") == up
+    for rounding, steps in ("down", down), ("up", up):
+        site = LearnerSync(LearnerOptions(inner_steps=40, dynamic_steps=True, dynamic_rounding=rounding))
+        site.state.fastest_step_ns, site.state.step_ns = fastest_ms * MS, own_ms * MS
+        assert site.steps_to_act() == steps, rounding
 
 
 # --- What is compared before a byte of a tensor is exchanged ---------------------------------------------------------

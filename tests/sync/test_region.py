@@ -13,9 +13,9 @@ from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Ending, Outcome, Reason, UpstreamFetched
 from diloco.sync.state import Phase
-from diloco.sync.syncer import OuterSync, replay
+from diloco.sync.syncer import OuterSync
 from tests.sooner import sooner
-from tests.sync.driving import of
+from tests.sync.driving import of, replay
 from tests.sync.two_levels import Level, Region, number
 
 

@@ -17,8 +17,8 @@ from diloco.sync.events import Ending, Outcome, Reason
 from diloco.sync.journal import read_records
 from diloco.sync.options import SECOND_NS, OuterOptions
 from diloco.sync.state import Attendance, Phase, Status
-from diloco.sync.syncer import OuterSync, replay
-from tests.sync.driving import MS, Syncer, notes, of, only, running, through_json
+from diloco.sync.syncer import OuterSync
+from tests.sync.driving import MS, Syncer, notes, of, only, replay, running, through_json
 from tests.sync.format_1 import encode_record
 
 
