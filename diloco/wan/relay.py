@@ -357,7 +357,7 @@ class Relay:
             raise
 
     def set(self, **changes: object) -> None:
-        """Change options by name.  Items whose serialisation has begun keep their instants; others are planned again."""
+        """Change options by name; ``ValueError`` for an unknown one.  Items being serialised keep their instants."""
         self.options = self.options.changed(changes)
         for lane in self._lanes.values():
             lane.path.change(self.options, monotonic_ns())

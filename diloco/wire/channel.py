@@ -135,25 +135,17 @@ class Guard:
         """Ends the stream; None where it is not known yet."""
         self.limit_s: float | None = limit_s
         """The stall timeout now in force; None: none."""
-        self._moved_at_s = time.monotonic()
+        self.moved_at_s = time.monotonic()
         self.stalled = False
 
     def touch(self) -> None:
         """Note progress."""
-        self._moved_at_s = time.monotonic()
+        self.moved_at_s = time.monotonic()
 
     def limit(self, limit_s: float | None) -> None:
         """Set the stall timeout from now on; None: no timeout, because this end is busy and the other one waits."""
-        self._moved_at_s = time.monotonic()
+        self.moved_at_s = time.monotonic()
         self.limit_s = limit_s
-
-    def check(self, now_s: float) -> None:
-        """Cancel the stream if it has stalled.  Called by the watch's thread."""
-        limit_s = self.limit_s
-        if self.cancel is None or limit_s is None or self.stalled or now_s - self._moved_at_s < limit_s:
-            return
-        self.stalled = True
-        self.cancel()
 
     def __enter__(self) -> Guard:
         self._watch.add(self)
@@ -210,7 +202,11 @@ class StallWatch:
             guards = list(self._guards)
         now_s = time.monotonic()
         for guard in guards:
-            guard.check(now_s)
+            limit_s = guard.limit_s
+            if guard.cancel is None or limit_s is None or guard.stalled or now_s - guard.moved_at_s < limit_s:
+                continue
+            guard.stalled = True
+            guard.cancel()
 
 
 CONTROL_SHARE = 0.05
@@ -403,25 +399,20 @@ class Line:
             self._shown.refresh()
             if self._closed or self._shown.value is before:
                 return
-            old = self._replaced()
+            old, self.channel = self.channel, self._open()
         old.close()
 
-    def lead_to(self, address: str) -> None:
-        """Lead to ``address``; if that is another one, calls under way on the old channel end."""
+    def lead_to(self, address: str, *, renew: bool = False) -> None:
+        """Lead to ``address`` on a new channel, unless that is the present one; calls under way on the old channel end.
+
+        ``renew``: open a new channel in any case, which resolves the address again.
+        """
         check_address(address, self._options)
         with self._lock:
-            if self._closed or address == self._address:
+            if self._closed or (address == self._address and not renew):
                 return
             self._address = address
-            old = self._replaced()
-        old.close()
-
-    def renew(self) -> None:
-        """Open a new channel, which resolves the address again; calls under way on the old one end."""
-        with self._lock:
-            if self._closed:
-                return
-            old = self._replaced()
+            old, self.channel = self.channel, self._open()
         old.close()
 
     def close(self) -> None:
@@ -429,11 +420,6 @@ class Line:
         with self._lock:
             self._closed = True
         self.channel.close()
-
-    def _replaced(self) -> Any:
-        """Open a new channel and return the old one.  The caller holds the lock, and closes the old one outside it."""
-        old, self.channel = self.channel, self._open()
-        return old
 
     def _open(self) -> Any:
         if self._shown is None:

@@ -64,9 +64,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 60.0
-_GATHER_S = 1.0
-
 
 class Counters:
     """Named totals since the start.  They are all that a refused message may change."""
@@ -84,34 +81,6 @@ class Counters:
         """Return a copy of all totals, sorted by name."""
         with self._lock:
             return dict(sorted(self._totals.items()))
-
-
-class TurnedAway:
-    """Counts closed connections; reports a second after the first, then at most once a minute while there are more."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._lock = threading.Lock()
-        self._count = self._told = 0
-        self._why = ""
-        self._told_s, self._due_s = -_TELL_EVERY_S, 0.0
-
-    def add(self, why: str, count: int = 1) -> None:
-        """Count ``count`` closed connections; the next report gives the latest ``why``."""
-        with self._lock:
-            if self._count == self._told:
-                self._due_s = max(time.monotonic() + _GATHER_S, self._told_s + _TELL_EVERY_S)
-            self._count += count
-            self._why = why
-
-    def tell(self) -> None:
-        """Send the report if one is due.  Call it regularly, from one thread."""
-        with self._lock:
-            count, why, now_s = self._count, self._why, time.monotonic()
-            if count == self._told or now_s < self._due_s:
-                return
-            self._told, self._told_s = count, now_s
-        self._tell(f"connections hung up on so far: {count}; {why}")
 
 
 class Gate:
@@ -252,6 +221,8 @@ _CROWDED_LOOK_S = 0.05
 _SHARE = 0.1
 """Largest share of the time that ``Connections.look`` takes while the server is crowded."""
 _DESCRIPTORS = "/dev/fd"
+_TELL_EVERY_S = 60.0
+_GATHER_S = 1.0
 
 
 def places(options: ServerOptions) -> int:
@@ -261,13 +232,19 @@ def places(options: ServerOptions) -> int:
 
 
 class Connections:
-    """Watches the connections of one server in a thread, and closes idle ones when they are too many."""
+    """Watches the connections of one server in a thread, and closes idle ones when they are too many.
+
+    Calls ``tell`` about closed ones a second after the first, then at most once a minute while there are more.
+    """
 
     def __init__(self, places: int, counters: Counters, tell: Callable[[str], None]) -> None:
         self._places = places
         self._room = max(1, places * 3 // 4)
         self._counters = counters
-        self._turned_away = TurnedAway(tell)
+        self._tell = tell
+        self._hung_up = self._told = 0
+        self._why = ""
+        self._told_s, self._due_s = -_TELL_EVERY_S, 0.0
         self._lock = threading.Lock()
         self._under_way: Counter[str] = Counter()
         self._used_s: dict[str, float] = {}
@@ -306,7 +283,9 @@ class Connections:
             crowded = self.look(port)
             took_s = time.monotonic() - began_s
             wait_s = max(_CROWDED_LOOK_S, took_s / _SHARE) if crowded else _LOOK_S
-            self._turned_away.tell()
+            if self._hung_up > self._told and time.monotonic() >= self._due_s:
+                self._told, self._told_s = self._hung_up, time.monotonic()
+                self._tell(f"connections hung up on so far: {self._hung_up}; {self._why}")
 
     def look(self, port: int) -> bool:
         """Close idle connections above the threshold; return whether any was closed."""
@@ -327,11 +306,18 @@ class Connections:
         chosen = _chosen(strangers, excess)
         chosen += _chosen(known, excess - len(chosen))
         for peer in chosen:
-            _hang_up(found[peer], peer, port)
+            fd = found[peer]
+            with suppress(OSError):
+                if _peer_at(fd, port) == peer:  # Otherwise gRPC has closed it meanwhile.
+                    with _borrowed(fd) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)  # gRPC reads end of file and closes its descriptor.
         if chosen:
             self._counters.add("hung_up", len(chosen))
-            host, why = _host(chosen[-1]), "it had no call under way when {} of {} places were taken"
-            self._turned_away.add(f"the latest from {host}, {why.format(len(found), self._places)}", len(chosen))
+            if self._hung_up == self._told:
+                self._due_s = max(time.monotonic() + _GATHER_S, self._told_s + _TELL_EVERY_S)
+            self._hung_up += len(chosen)
+            taken = f"{len(found)} of {self._places} places were taken"
+            self._why = f"the latest from {_host(chosen[-1])}, it had no call under way when {taken}"
         return bool(chosen)
 
 
@@ -367,14 +353,6 @@ def _peer_at(fd: int, port: int) -> str:
                 return f"ipv4:{host.removeprefix('::ffff:')}:{peer_port}"
             return f"ipv6:[{host}]:{peer_port}"
     return ""  # Closed meanwhile, or a listening socket.
-
-
-def _hang_up(fd: int, peer: str, port: int) -> None:
-    """Close the connection as if ``peer`` had: gRPC reads end of file and closes its descriptor itself."""
-    with suppress(OSError):
-        if _peer_at(fd, port) == peer:
-            with _borrowed(fd) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -440,38 +418,36 @@ class Door:
             lambda requests, context: self._answers(method, work, requests, context)
         )
 
-    def single(self, method: str, work: Work) -> Any:
-        """As ``handler``, for a method of which ``work`` yields one answer.
+    def unary(
+        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False, gate: Gate | None = None
+    ) -> Any:
+        """As ``handler``, for a method with one request message, which ``work`` answers with one.
 
-        gRPC sends that answer together with the status, which frees the thread.  After a message of a stream the thread
+        A ``gate`` bounds the calls in ``work`` at once, in total and per caller.
+
+        gRPC sends the answer together with the status, which frees the thread.  After a message of a stream the thread
         waits until the caller has read it, so callers that read nothing would hold every thread.
         """
 
+        def work_once(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+            raw = self.first(requests, context, identity, large=large)
+            with gate.enter(identity.caller(context)) if gate is not None else nullcontext():
+                told = work(raw, identity)
+            yield told
+
         def answer(requests: Iterator[bytes], context: Any) -> bytes:
-            answers = list(self._answers(method, work, requests, context))
+            answers = list(self._answers(method, work_once, requests, context))
             if not answers:
                 abort(context, Refusal(Status.CANCELLED, "the call is over"))
             return answers[0]
 
         return grpc.stream_unary_rpc_method_handler(answer)
 
-    def unary(
-        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False, gate: Gate | None = None
-    ) -> Any:
-        """As ``single``, for a method that also has one request message.
-
-        A ``gate`` bounds the calls in ``work`` at once, in total and per caller.
-        """
-
-        def answer(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-            raw = self.first(requests, context, identity, large=large)
-            with gate.enter(identity.caller(context)) if gate is not None else nullcontext():
-                told = work(raw, identity)
-            yield told
-
-        return self.single(method, answer)
-
     def _answers(self, method: str, work: Work, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Yield the answers of ``work``, or end the call with the status of its error.
+
+        A defect of ours is logged and counted as ``internal``.
+        """
         try:
             with self.enter(method, context) as identity:
                 yield from work(requests, context, identity)
@@ -481,7 +457,19 @@ class Door:
             forget(error)
             return
         except Exception as error:
-            refusal = self.refusal_of(error, method)
+            match error:
+                case Refusal():
+                    refusal = Refusal(error.status, error.text, error.retry_ms, reason=error.reason)
+                case DamagedChunk():
+                    refusal = Refusal(Status.DATA_LOSS, str(error))
+                case MalformedMessage() | ChunkError():
+                    refusal = Refusal(Status.INVALID_ARGUMENT, str(error))
+                case _:
+                    _log.exception("%s failed by a defect", method, exc_info=error)
+                    refusal = Refusal(Status.INTERNAL, "the syncer hit a defect of its own; its log says which")
+            defect = refusal.status is Status.INTERNAL
+            self.counters.add("internal" if defect else f"refused_{refusal.status.value.lower()}")
+            forget(error)
         abort(context, refusal)
 
     @contextmanager
@@ -543,35 +531,31 @@ class Door:
         """Refuse an update that its sender may not send, or not yet.  Called before its payload is read."""
         identity.grant.check_push(header)
         # ``received`` charges the bytes as they arrive; this only checks that the caller has no debt.
-        self._spend("bytes_per_s", 0.0, identity)
-        self._spend("pushes_per_s", 1.0, identity)
+        self.spend("bytes_per_s", 0.0, identity)
+        self.spend("pushes_per_s", 1.0, identity)
 
     def check_probe(self, bytes_up: int, bytes_down: int, identity: Identity) -> None:
         """Refuse a probe's filler that the caller may not send or receive, or not yet.  Called before any is moved."""
         if bytes_up and not identity.grant.may_push:
             raise Refusal(Status.PERMISSION_DENIED, f"{identity.name} may not push, nor send filler")
         if bytes_up:
-            self._spend("bytes_per_s", 0.0, identity)
+            self.spend("bytes_per_s", 0.0, identity)
         if bytes_down:
-            self.check_pull(identity)
+            self.spend("pull_bytes_per_s", 0.0, identity)
         if bytes_up or bytes_down:
             self._come_back("probes", self._probes.take(identity.name, 1.0, PROBES_PER_S, time.monotonic()))
-
-    def check_pull(self, identity: Identity) -> None:
-        """Refuse a pull while the caller is over its byte rate.  Called before anything of the version is read."""
-        self._spend("pull_bytes_per_s", 0.0, identity)
 
     def received(self, count: int, identity: Identity, counter: str = "payload_bytes_in") -> None:
         """Count and charge ``count`` received bytes of an update, or of what ``counter`` names."""
         self.counters.add(counter, count)
-        self._spend("bytes_per_s", count, identity, math.inf)
+        self.spend("bytes_per_s", count, identity, math.inf)
 
     def sends(self, count: int, identity: Identity, counter: str = "payload_bytes_out") -> None:
         """Count and charge ``count`` bytes about to be sent, of a version or of what ``counter`` names."""
         self.counters.add(counter, count)
-        self._spend("pull_bytes_per_s", count, identity, math.inf)
+        self.spend("pull_bytes_per_s", count, identity, math.inf)
 
-    def _spend(self, rate: str, amount: float, identity: Identity, wait_max_s: float = 0.0) -> None:
+    def spend(self, rate: str, amount: float, identity: Identity, wait_max_s: float = 0.0) -> None:
         """Charge ``amount`` to the granted ``rate``; refuse where the credit is more than ``wait_max_s`` away."""
         per_s = getattr(identity.grant, rate)
         if per_s is not None:
@@ -579,7 +563,7 @@ class Door:
             if wait_s > wait_max_s:
                 self._come_back(rate, wait_s)
 
-    def put_out(self) -> list[str]:
+    def end_revoked(self) -> list[str]:
         """End the calls of all identities that would no longer be admitted; return one reason for each identity."""
         with self._lock:
             entries = list(self._inside)
@@ -607,26 +591,6 @@ class Door:
         if wait_s > 0:
             pushback_ms = max(self._options.pushback_ms, int(wait_s * 1000) + 1)
             raise Refusal(Status.RESOURCE_EXHAUSTED, f"{what} of this caller is used up: come back", pushback_ms)
-
-    def refusal_of(self, error: Exception, method: str) -> Refusal:
-        """Return the status that answers ``error``; a defect is logged and counted as ``internal``.
-
-        Drops the traceback of ``error`` (``forget``).
-        """
-        match error:
-            case Refusal():
-                refusal = Refusal(error.status, error.text, error.retry_ms, reason=error.reason)
-            case DamagedChunk():
-                refusal = Refusal(Status.DATA_LOSS, str(error))
-            case MalformedMessage() | ChunkError():
-                refusal = Refusal(Status.INVALID_ARGUMENT, str(error))
-            case _:
-                _log.exception("%s failed by a defect", method, exc_info=error)
-                refusal = Refusal(Status.INTERNAL, "the syncer hit a defect of its own; its log says which")
-        defect = refusal.status is Status.INTERNAL
-        self.counters.add("internal" if defect else f"refused_{refusal.status.value.lower()}")
-        forget(error)
-        return refusal
 
 
 def forget(error: BaseException) -> None:

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -232,7 +233,8 @@ class Receiving:
 
     def __init__(self, header: PushHeader, session: PushSession) -> None:
         self.header = header
-        self._window = Window(header.payload_bytes, session.write, session.offset, WINDOW_BYTES)
+        self.window = Window(header.payload_bytes, session.write, session.offset, WINDOW_BYTES)
+        """``window.offset`` is the number of bytes that the session holds."""
         self._changed = threading.Condition()
         self._asked: set[int] = set()
         self.agains = 0
@@ -240,16 +242,11 @@ class Receiving:
         self._streams = 1
         self._over = False
 
-    @property
-    def offset(self) -> int:
-        """Bytes that the session holds."""
-        return self._window.offset
-
     def chunk(self, chunk: Chunk) -> None:
         """Take a chunk, which must be the next one.  ``ChunkError`` when it is not, or is damaged."""
         with self._changed:
-            check_next(chunk, self.offset, self.header.payload_bytes)
-            self._window.accept(chunk.offset, memoryview(chunk.data))
+            check_next(chunk, self.window.offset, self.header.payload_bytes)
+            self.window.accept(chunk.offset, memoryview(chunk.data))
 
     def frame(self, frame: Frame) -> PushAgain | None:
         """Take a frame; return the request to send it again when it was damaged or found no room, else None.
@@ -264,7 +261,7 @@ class Receiving:
             while not self._over:
                 if not frame.intact:
                     return self._ask(frame, "was damaged on the way")
-                if self._window.accept(frame.offset, frame.data):
+                if self.window.accept(frame.offset, frame.data):
                     self._asked.discard(frame.offset)
                     self._changed.notify_all()
                     return None
@@ -276,7 +273,7 @@ class Receiving:
         raise DamagedChunk("the push that this stream belongs to is over")
 
     def _ask(self, frame: Frame, why: str) -> PushAgain | None:
-        if frame.offset + len(frame.data) <= self.offset:
+        if frame.offset + len(frame.data) <= self.window.offset:
             return None
         self.agains += 1
         if self.agains > AGAINS_MAX:
@@ -292,15 +289,15 @@ class Receiving:
         ``moved`` is called when bytes have arrived; the wait ends when the sender is no longer ``active``.
         """
         with self._changed:
-            while self.header.others and not (self._window.complete or self._asked) and active():
-                before = self.offset
+            while self.header.others and not (self.window.complete or self._asked) and active():
+                before = self.window.offset
                 self._changed.wait(LOOK_S)
-                if self.offset > before:
+                if self.window.offset > before:
                     moved()
             if self._asked:
                 return False
-            if not self._window.complete:
-                raise DamagedChunk(f"payload ends at {self.offset} of {self.header.payload_bytes} bytes")
+            if not self.window.complete:
+                raise DamagedChunk(f"payload ends at {self.window.offset} of {self.header.payload_bytes} bytes")
             return True
 
     @contextmanager
@@ -480,18 +477,16 @@ class SyncHandlers:
         pushback_ms = options.pushback_ms
         self._joins = Gate("join", options.sites_max, _JOINS_EACH_MAX, pushback_ms)
         self._pushes = Gate("push", options.push_credits, options.pushes_per_site_max, pushback_ms)
-        self._pulls = Gate("pull", options.pull_credits, options.pulls_per_site_max, pushback_ms)
-        self._watches = Gate("watch", options.watch_credits, options.watches_per_site_max, pushback_ms)
+        pulls_max = 8 * options.sites_max  # Eight streams for each site, so that there is room for observers too.
+        self._pulls = Gate("pull", pulls_max, options.pulls_per_site_max, pushback_ms)
+        watches_max = options.watches_per_site_max * options.sites_max
+        self._watches = Gate("watch", watches_max, options.watches_per_site_max, pushback_ms)
         self._probes = Gate("probe", PROBES_MAX, 1, pushback_ms)
         self._pushing = OneAtATime("push", pushback_ms)
         self._watching = OneAtATime("watch", pushback_ms)
         self._receivings = Receivings()
         self._deals = Deals()
         self._repeats = Repeats(FRAMES_KEPT * options.chunk_bytes)
-
-    def generic_handler(self) -> Any:
-        """Return the handlers in the form that gRPC's server takes."""
-        door = self._door
         handlers = {
             "Join": door.unary("Join", self._join, large=True, gate=self._joins),
             "Report": door.unary("Report", self._report),
@@ -501,7 +496,8 @@ class SyncHandlers:
             "Pull": door.handler("Pull", self._pull),
             "Probe": door.handler("Probe", self._probe),
         }
-        return grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
+        self.generic_handler: Any = grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
+        """All handlers, in the form that gRPC's server takes."""
 
     def _check_run(self, run_id: str) -> None:
         if run_id != self._options.run_id:
@@ -532,7 +528,15 @@ class SyncHandlers:
     def _push(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
         with Guard(self._door.stalls, self._options.header_timeout_s, context.cancel) as guard:
             with self._door.waiting(identity, context):
-                header = self._declared(requests, identity)
+                raw = next(requests, None)
+            if raw is None:
+                raise DamagedChunk("the stream ended before the header")
+            if len(raw) > CONTROL_BYTES_MAX:  # Only a chunk may be longer, and no chunk is parsed before the header.
+                raise MalformedMessage(f"header is {len(raw)} bytes long: at most {CONTROL_BYTES_MAX} wanted")
+            header = unpack_push(raw)
+            if not isinstance(header, PushHeader):
+                raise MalformedMessage("the first message of a push is not its header")
+            self._check_speaker(header, identity)
             if header.beside:
                 yield from self._push_beside(header, requests, context, guard, identity)
                 return
@@ -552,18 +556,6 @@ class SyncHandlers:
                         yield pack_push_reply(PushAdmitted(opened.offset, header.frames))
                         result = yield from self._received(receiving, opened, requests, context, guard, identity)
             yield pack_push_reply(result)
-
-    def _declared(self, requests: Iterator[bytes], identity: Identity) -> PushHeader:
-        raw = next(requests, None)
-        if raw is None:
-            raise DamagedChunk("the stream ended before the header")
-        if len(raw) > CONTROL_BYTES_MAX:  # Only a chunk may be longer, and no chunk is parsed before the header.
-            raise MalformedMessage(f"header is {len(raw)} bytes long: at most {CONTROL_BYTES_MAX} wanted")
-        header = unpack_push(raw)
-        if not isinstance(header, PushHeader):
-            raise MalformedMessage("the first message of a push is not its header")
-        self._check_speaker(header, identity)
-        return header
 
     def _received(
         self,
@@ -588,7 +580,8 @@ class SyncHandlers:
             yield from self._taken(receiving, part, identity)
         # The end of a stream is no commit: a killed client looks like one that has finished.
         self._door.counters.add("broken_off")
-        raise DamagedChunk(f"the stream ended at {receiving.offset} of {header.payload_bytes} bytes, before the commit")
+        held = receiving.window.offset
+        raise DamagedChunk(f"the stream ended at {held} of {header.payload_bytes} bytes, before the commit")
 
     def _push_beside(
         self, header: PushHeader, requests: Iterator[bytes], context: Any, guard: Guard, identity: Identity
@@ -624,10 +617,10 @@ class SyncHandlers:
         if isinstance(part, Chunk):
             receiving.chunk(part)
             return
-        before = receiving.offset
+        before = receiving.window.offset
         again = receiving.frame(part)
-        if receiving.header.progress and receiving.offset > before:
-            yield pack_push_reply(PushAdmitted(receiving.offset, frames=True))
+        if receiving.header.progress and receiving.window.offset > before:
+            yield pack_push_reply(PushAdmitted(receiving.window.offset, frames=True))
         if again is not None:
             self._door.counters.add("chunks_again")
             yield pack_push_reply(again)
@@ -679,8 +672,12 @@ class SyncHandlers:
         ask = convert.unpack_pull(raw)
         identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)
-        self._door.check_pull(identity)
-        self._await(ask, context)
+        self._door.spend("pull_bytes_per_s", 0.0, identity)  # Refuses a caller in debt.
+        # Wait for a version newer than the client's.  A waiting call takes no place of the pull limit.
+        until_s = time.monotonic() + ask.wait_ns / 1e9
+        while context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
+                break
         # Counted by the caller's identity, not by the site it reads as: one site must not use up the observers' places.
         asker = identity.name or ask.site_id
         with self._pulls.enter(asker):
@@ -711,21 +708,18 @@ class SyncHandlers:
                     size.took(time.monotonic() - began_s)
                     guard.touch()
 
-    def _await(self, ask: PullAsk, context: Any) -> None:
-        """Wait until there is a version newer than the client's, at most ``ask.wait_ns``.
-
-        A waiting call does not use up a place of the pull limit.
-        """
-        until_s = time.monotonic() + ask.wait_ns / 1e9
-        while context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
-            if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
-                return
-
     # --- Probe -------------------------------------------------------------------------------------------------
 
     def _probe(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
         with self._probes.enter(identity.caller(context)):
-            ask = self._asked(self._door.first(requests, context, identity, large=True))
+            raw = self._door.first(requests, context, identity, large=True)
+            if len(raw) > JOIN_BYTES_MAX:
+                raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
+            ask = unpack_probe(raw)
+            if not isinstance(ask, ProbeAsk):
+                raise MalformedMessage("the first message of a probe is not its ask")
+            if ask.run_id:
+                self._check_run(ask.run_id)
             self._door.check_probe(ask.bytes_up, ask.bytes_down, identity)
             answer = self._api.probe(ask)
             with Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard:
@@ -736,16 +730,6 @@ class SyncHandlers:
                     self._door.sends(count, identity, "probe_bytes_out")
                     yield raw
                     guard.touch()
-
-    def _asked(self, raw: bytes) -> ProbeAsk:
-        if len(raw) > JOIN_BYTES_MAX:
-            raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
-        ask = unpack_probe(raw)
-        if not isinstance(ask, ProbeAsk):
-            raise MalformedMessage("the first message of a probe is not its ask")
-        if ask.run_id:
-            self._check_run(ask.run_id)
-        return ask
 
     def _filler_taken(self, ask: ProbeAsk, requests: Iterator[bytes], guard: Guard, identity: Identity) -> ProbeTaken:
         """Receive filler until it ends, until ``limit_ns`` after its first message, or until all announced bytes came.
@@ -773,8 +757,7 @@ class SyncHandlers:
 def _pieces(ask: PullAsk, source: PullSource, deal: Deal | None, chunk_bytes: Callable[[], int]) -> Iterator[Piece]:
     """Yield the pieces of a payload that one stream sends."""
     if deal is None:
-        payload_bytes = source.header.payload_bytes
-        end = min(payload_bytes, ask.offset + ask.length) if ask.length else payload_bytes
+        end = ask.offset + ask.length if ask.length else source.header.payload_bytes
         yield from cut(source.parts, ask.offset, end, chunk_bytes)
         return
     while (span := deal.next(chunk_bytes())) is not None:
@@ -800,17 +783,13 @@ _ADMIN: Mapping[str, tuple[Callable[[bytes], Any], Callable[[SyncerApi, Any], ob
 def admin_handler(api: SyncerApi, door: Door) -> Any:
     """Return the handlers of ``AdminService`` in the form that gRPC's server takes."""
 
-    def work_of(name: str) -> Callable[[bytes, Identity], bytes]:
+    def work(name: str, raw: bytes, identity: Identity) -> bytes:
+        del identity
         unpack, act = _ADMIN[name]
+        told = act(api, unpack(raw))
+        return convert.pack_status(told) if isinstance(told, dict) else b""
 
-        def work(raw: bytes, identity: Identity) -> bytes:
-            del identity
-            told = act(api, unpack(raw))
-            return convert.pack_status(told) if isinstance(told, dict) else b""
-
-        return work
-
-    handlers = {name: door.unary(name, work_of(name)) for name in _ADMIN}
+    handlers = {name: door.unary(name, partial(work, name)) for name in _ADMIN}
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
 
 
