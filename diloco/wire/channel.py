@@ -28,7 +28,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import grpc
 
@@ -50,6 +50,7 @@ from diloco.wire.messages import (
 from diloco.wire.options import (
     PORT_MAX,
     SYSTEM_ROOTS,
+    ClientOptions,
     SecurityOptions,
     Watched,
     is_loopback,
@@ -451,6 +452,29 @@ class Line:
         if isinstance(error, MalformedMessage | ChunkError) and not isinstance(error, DamagedChunk):
             return Nonsense(f"{name}: the syncer's answer cannot be: {error}")
         return Unreachable(f"{name}: {error}")
+
+
+class ServiceClient:
+    """The base of clients whose calls all go to one ``service`` at one address, on a channel of their own."""
+
+    service: ClassVar[str]
+
+    def __init__(
+        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
+    ) -> None:
+        """``ValueError`` or ``OSError`` for an address or files that cannot work."""
+        self._options = options or ClientOptions()
+        self._line = Line(address, security or SecurityOptions(), self._options.channel_arguments(), self.service)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every call under way; they raise ``Unreachable``."""
+        self._line.close()
 
 
 def _credentials(options: SecurityOptions) -> Any:

@@ -22,6 +22,7 @@ import queue
 import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ from diloco.wire.channel import (
     Guard,
     Line,
     Pacer,
+    ServiceClient,
     StallWatch,
     Stream,
     bulk_bytes_per_s,
@@ -188,14 +190,16 @@ class Pushing:
         self._arrived = arrived
         self._at_once = at_once
         self._changed = threading.Condition()
-        self._at: int | None = 0 if at_once else None
+        self._at = 0
+        """The first byte that was never sent."""
         self._began = self._held = 0
         self.admitted = False
         """Whether the syncer has admitted the push; an attempt that breaks before that loses no bytes."""
         self._again: deque[tuple[int, int]] = deque()
         self._agains = 0
         self._stopped = self._committed = False
-        self._streams = 1
+        self.streams = 1
+        """The streams that are open, or about to be opened."""
         self._others: list[tuple[Stream[PushReply], threading.Thread]] = []
         self._carrying: set[Guard] = set()
         self._broken: set[Guard] = set()
@@ -242,7 +246,8 @@ class Pushing:
         worth = (self._header.payload_bytes - offset) // PIECE_BYTES_MIN
         for bulk in self._bulk[1 : 1 + worth]:
             guard = Guard(self._stalls, self._options.stall_s)
-            self.join_in()
+            with self._changed:
+                self.streams += 1
             stream = Stream(bulk, "Push", self.beside(guard), lambda raw: self._heard(raw, None), guard)
             thread = threading.Thread(target=self._listen, args=(stream, first, guard), name="push-beside", daemon=True)
             thread.start()
@@ -260,7 +265,7 @@ class Pushing:
                 first.cancel()
         finally:
             with self._changed:
-                self._streams -= 1
+                self.streams -= 1
 
     def admit(self, admitted: PushAdmitted) -> None:
         """Note that the syncer holds ``admitted.offset`` bytes and wants the rest."""
@@ -268,7 +273,7 @@ class Pushing:
             raise MalformedMessage(f"offset is {admitted.offset}: the payload has {len(self._payload)} bytes")
         with self._changed:
             self._began = self._held = admitted.offset
-            self._at = max(self._at or 0, admitted.offset)
+            self._at = max(self._at, admitted.offset)
             self.admitted = True
             self._changed.notify_all()
 
@@ -282,7 +287,7 @@ class Pushing:
 
     def again(self, wanted: PushAgain) -> None:
         """Send the ``wanted`` bytes again.  ``MalformedMessage`` if they were never sent, or after ``AGAINS_MAX``."""
-        if self._at is None or wanted.offset + wanted.length > self._at:
+        if wanted.offset + wanted.length > self._at:
             raise MalformedMessage(f"offset is {wanted.offset}: bytes are wanted again that were not sent")
         with self._changed:
             self._agains += 1
@@ -304,7 +309,7 @@ class Pushing:
         yield self._counted(convert.pack_push(self._header))
         with self._changed:
             # The caller's stall guard bounds this wait: however the call ends, ``run`` then calls ``stop``.
-            self._changed.wait_for(lambda: self._stopped or self._at is not None)
+            self._changed.wait_for(lambda: self._stopped or self.admitted or self._at_once)
         while not self._stopped:
             yield from self._chunks(self._guard)
             with self._changed:
@@ -320,7 +325,7 @@ class Pushing:
                 self._changed.wait_for(lambda: self._stopped or self._again)
 
     def beside(self, guard: Guard) -> Iterator[bytes]:
-        """Yield the messages of an additional stream; call ``join_in`` first."""
+        """Yield the messages of an additional stream, which ``streams`` counts already."""
         yield self._counted(convert.pack_push(replace(self._header, beside=True)))
         yield from self._chunks(guard)
 
@@ -332,11 +337,6 @@ class Pushing:
         with self._changed:
             self._broken.add(guard)
             return guard in self._carrying
-
-    def join_in(self) -> None:
-        """Count one more additional stream."""
-        with self._changed:
-            self._streams += 1
 
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
         longest = self._pacer.chunk_bytes(self._options.chunk_bytes)
@@ -354,28 +354,29 @@ class Pushing:
         with self._changed:
             # What is wanted again goes on the stream that commits: the commit would overtake it on another.
             again = self._again if guard is self._guard else ()
-            # Bytes in flight when a connection breaks are lost, so an unreliable one gets a bound on them.
-            self._changed.wait_for(lambda: self._stopped or again or self._spared(chunk_bytes))
+            # Bytes in flight when a connection breaks are lost, so an unreliable one gets a bound on them.  A single
+            # chunk may always be in flight, or the push would never progress.
+            self._changed.wait_for(
+                lambda: (
+                    self._stopped
+                    or again
+                    or not self._breaks
+                    or self._at <= self._held
+                    or self._at + chunk_bytes <= self._held + bytes_at_risk(self._breaks, self._held - self._began)
+                )
+            )
             if self._stopped or guard in self._broken:
                 return None
             if again:
                 self._carrying.add(guard)
                 return self._again.popleft()
-            assert self._at is not None, "not admitted yet"
             left = len(self._payload) - self._at
             if not left:
                 return None
-            offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, self._streams))
+            offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, self.streams))
             self._at += length
             self._carrying.add(guard)
             return offset, length
-
-    def _spared(self, chunk_bytes: int) -> bool:
-        """Return whether one more chunk may be in flight; a single one always may, or the push would never progress."""
-        assert self._at is not None, "not admitted yet"
-        if not self._breaks or self._at <= self._held:
-            return True
-        return self._at + chunk_bytes <= self._held + bytes_at_risk(self._breaks, self._held - self._began)
 
     def _counted(self, message: bytes) -> bytes:
         self._sent(len(message))
@@ -390,7 +391,7 @@ CONFIRMATIONS_MAX = 3
 """Most tickets repeated in one join; each further ticket means that yet another process of the site has joined."""
 
 
-class SyncClient:
+class SyncClient(AbstractContextManager["SyncClient"]):
     """The client of ``site_id`` in run ``run_id``; ``site_id`` is empty for an observer that only pulls.
 
     Control calls (Join, Watch, Report, Leave) and bulk calls (Push, Pull) use separate connections.  Each connects at
@@ -432,9 +433,6 @@ class SyncClient:
         self._up, self._down = Learned(self._options.up_mbps), Learned(self._options.down_mbps)
         self._pacer = Pacer(self._up.bytes_per_s)
         self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
-
-    def __enter__(self) -> SyncClient:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
@@ -537,7 +535,7 @@ class SyncClient:
         """Raise ``Unreachable`` when an answer's ``epoch`` (0: not given) is older than that of the joined syncer."""
         if 0 < epoch < self._epoch:
             for line in self._lines[1:]:  # The name may resolve elsewhere now; an open connection never notices.
-                line.renew()
+                line.lead_to(self.address, renew=True)
             older = f"the syncer that answers is of epoch {epoch}"
             raise Unreachable(f"{method}: {older}, and another of epoch {self._epoch} has taken its place")
 
@@ -625,21 +623,10 @@ class SyncClient:
         return [*bulk[first:], *bulk[:first]]
 
 
-class AdminClient:
+class AdminClient(ServiceClient):
     """The client of an operator."""
 
-    def __init__(
-        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
-    ) -> None:
-        self._options = options or ClientOptions()
-        arguments = self._options.channel_arguments()
-        self._line = Line(address, security or SecurityOptions(), arguments, ADMIN_SERVICE)
-
-    def __enter__(self) -> AdminClient:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    service = ADMIN_SERVICE
 
     def status(self) -> dict[str, object]:
         """Return the state of the run."""
@@ -680,20 +667,16 @@ class AdminClient:
     def _have(self, method: str, request: bytes = b"", timeout_s: float = 0.0) -> None:
         self._line.unary(method, request, convert.unpack_empty, timeout_s or self._options.control_timeout_s)
 
-    def close(self) -> None:
-        """End every call under way."""
-        self._line.close()
 
-
-class FollowClient:
+class FollowClient(ServiceClient):
     """The client of a standby."""
+
+    service = REPLICATION_SERVICE
 
     def __init__(
         self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
     ) -> None:
-        self._options = options or ClientOptions()
-        arguments = self._options.channel_arguments()
-        self._line = Line(address, security or SecurityOptions(), arguments, REPLICATION_SERVICE)
+        super().__init__(address, security, options)
         self._stalls = StallWatch("stalls-standby")
 
     def follow(self, start: FollowStart) -> FollowStream:
@@ -702,7 +685,7 @@ class FollowClient:
 
     def close(self) -> None:
         """End every stream; they raise ``Unreachable``."""
-        self._line.close()
+        super().close()
         self._stalls.close()
 
 
