@@ -22,8 +22,9 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diloco.sync.events import Outcome
@@ -82,7 +83,7 @@ from diloco.wire.options import ClientOptions, SecurityOptions
 from diloco.wire.pulling import Patience, Pulling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
     from types import TracebackType
 
     from diloco.wire.pulling import PulledVersion, PullSink
@@ -148,6 +149,7 @@ class Learned:
                 self._pace, self._held, self.bytes_per_s = Pace(), 0, 0
 
 
+@dataclass(eq=False)
 class Pushing:
     """One attempt at a push: the header, then chunks from the admitted offset, then the commit.
 
@@ -157,38 +159,27 @@ class Pushing:
     gRPC asks for the next message when the last one has passed flow control, so each request for one is progress.
     """
 
-    def __init__(
-        self,
-        bulk: Sequence[Line],
-        header: PushHeader,
-        payload: memoryview,
-        options: ClientOptions,
-        stalls: StallWatch,
-        sent: Callable[[int], None],
-        pacer: Pacer,
-        breaks: int = 0,
-        *,
-        at_once: bool = False,
-        arrived: Callable[[int], None] | None = None,
-    ) -> None:
-        """The push opens on the first of ``bulk``; the others carry additional streams.
+    bulk: Sequence[Line]
+    """The push opens on the first; the others carry additional streams."""
+    header: PushHeader
+    payload: memoryview
+    options: ClientOptions
+    stalls: StallWatch
+    sent: Callable[[int], None]
+    """Called with each message's length."""
+    pacer: Pacer
+    breaks: int = 0
+    """Earlier attempts at this push that were interrupted."""
+    at_once: bool = False
+    """Send without waiting for admission."""
+    arrived: Callable[[int], None] | None = None
+    """Called now and then with the number of bytes that the syncer holds."""
 
-        ``breaks``: earlier attempts at this push that were interrupted.  ``at_once``: send without waiting for
-        admission.  ``sent`` is called with each message's length, ``arrived`` now and then with the number of bytes
-        that the syncer holds."""
-        self._bulk = bulk
-        others = min(len(bulk) - 1, header.payload_bytes // PIECE_BYTES_MIN)
-        progress = breaks > 0 or arrived is not None
-        self._header = replace(header, frames=True, progress=progress, others=others)
-        self._payload = payload
-        self._options = options
-        self._stalls = stalls
-        self._guard = Guard(stalls, options.stall_s)
-        self._sent = sent
-        self._pacer = pacer
-        self._breaks = breaks
-        self._arrived = arrived
-        self._at_once = at_once
+    def __post_init__(self) -> None:
+        others = min(len(self.bulk) - 1, self.header.payload_bytes // PIECE_BYTES_MIN)
+        progress = self.breaks > 0 or self.arrived is not None
+        self.header = replace(self.header, frames=True, progress=progress, others=others)
+        self._guard = Guard(self.stalls, self.options.stall_s)
         self._changed = threading.Condition()
         self._at = 0
         """The first byte that was never sent."""
@@ -207,11 +198,11 @@ class Pushing:
 
     def run(self) -> PushResult:
         """Push, and return the syncer's result.  Raises ``Refused`` or ``Unreachable``; it always ends all streams."""
-        first = Stream(self._bulk[0], "Push", self.requests(), lambda raw: self._heard(raw, first), self._guard)
+        first = Stream(self.bulk[0], "Push", self.requests(), lambda raw: self._heard(raw, first), self._guard)
         result: PushResult | None = None
         try:
             with first:
-                if self._at_once:
+                if self.at_once:
                     self._open_others(first, 0)
                 for reply in first:
                     if isinstance(reply, PushResult):
@@ -238,14 +229,14 @@ class Pushing:
             self.held(reply.offset)  # Only the first reply on the first stream sets the offset to send from.
         elif isinstance(reply, PushAdmitted):
             self.admit(reply)
-            if not self._at_once and first is not None:
+            if not self.at_once and first is not None:
                 self._open_others(first, reply.offset)
         return reply
 
     def _open_others(self, first: Stream[PushReply], offset: int) -> None:
-        worth = (self._header.payload_bytes - offset) // PIECE_BYTES_MIN
-        for bulk in self._bulk[1 : 1 + worth]:
-            guard = Guard(self._stalls, self._options.stall_s)
+        worth = (self.header.payload_bytes - offset) // PIECE_BYTES_MIN
+        for bulk in self.bulk[1 : 1 + worth]:
+            guard = Guard(self.stalls, self.options.stall_s)
             with self._changed:
                 self.streams += 1
             stream = Stream(bulk, "Push", self.beside(guard), lambda raw: self._heard(raw, None), guard)
@@ -269,8 +260,8 @@ class Pushing:
 
     def admit(self, admitted: PushAdmitted) -> None:
         """Note that the syncer holds ``admitted.offset`` bytes and wants the rest."""
-        if admitted.offset > len(self._payload):
-            raise MalformedMessage(f"offset is {admitted.offset}: the payload has {len(self._payload)} bytes")
+        if admitted.offset > len(self.payload):
+            raise MalformedMessage(f"offset is {admitted.offset}: the payload has {len(self.payload)} bytes")
         with self._changed:
             self._began = self._held = admitted.offset
             self._at = max(self._at, admitted.offset)
@@ -281,8 +272,8 @@ class Pushing:
         """Note that the syncer holds ``offset`` bytes by now."""
         with self._changed:
             self._held = max(self._held, offset)
-            if self._arrived is not None:
-                self._arrived(self._held)
+            if self.arrived is not None:
+                self.arrived(self._held)
             self._changed.notify_all()
 
     def again(self, wanted: PushAgain) -> None:
@@ -295,7 +286,7 @@ class Pushing:
                 raise MalformedMessage(f"chunks are wanted again for the {self._agains}th time")
             self._again.append((wanted.offset, wanted.length))
             self._committed = False
-            self._guard.limit(self._options.stall_s)
+            self._guard.limit(self.options.stall_s)
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -306,10 +297,10 @@ class Pushing:
 
     def requests(self) -> Iterator[bytes]:
         """Yield the messages of the stream that opens and commits the push, as gRPC asks for them."""
-        yield self._counted(convert.pack_push(self._header))
+        yield self._counted(convert.pack_push(self.header))
         with self._changed:
             # The caller's stall guard bounds this wait: however the call ends, ``run`` then calls ``stop``.
-            self._changed.wait_for(lambda: self._stopped or self.admitted or self._at_once)
+            self._changed.wait_for(lambda: self._stopped or self.admitted or self.at_once)
         while not self._stopped:
             yield from self._chunks(self._guard)
             with self._changed:
@@ -318,15 +309,15 @@ class Pushing:
                 if self._again:
                     continue
                 self._committed = True
-            yield self._counted(convert.pack_push(PushCommit(self._header.payload_bytes, self._header.digest)))
+            yield self._counted(convert.pack_push(PushCommit(self.header.payload_bytes, self.header.digest)))
             with self._changed:
                 if self._committed:
-                    self._guard.limit(self._options.answer_s)
+                    self._guard.limit(self.options.answer_s)
                 self._changed.wait_for(lambda: self._stopped or self._again)
 
     def beside(self, guard: Guard) -> Iterator[bytes]:
         """Yield the messages of an additional stream, which ``streams`` counts already."""
-        yield self._counted(convert.pack_push(replace(self._header, beside=True)))
+        yield self._counted(convert.pack_push(replace(self.header, beside=True)))
         yield from self._chunks(guard)
 
     def carries(self, guard: Guard) -> bool:
@@ -339,12 +330,12 @@ class Pushing:
             return guard in self._carrying
 
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
-        longest = self._pacer.chunk_bytes(self._options.chunk_bytes)
+        longest = self.pacer.chunk_bytes(self.options.chunk_bytes)
         size = ChunkSize(CHUNK_BYTES_MIN, longest, careful=self._began > 0)
         while (place := self._next(size.bytes, guard)) is not None:
             offset, length = place
-            self._pacer.wait(length, guard)
-            data = self._payload[offset : offset + length]
+            self.pacer.wait(length, guard)
+            data = self.payload[offset : offset + length]
             began_s = time.monotonic()
             yield self._counted(convert.pack_push(Frame(offset, data)))
             size.took(time.monotonic() - began_s)
@@ -360,9 +351,9 @@ class Pushing:
                 lambda: (
                     self._stopped
                     or again
-                    or not self._breaks
+                    or not self.breaks
                     or self._at <= self._held
-                    or self._at + chunk_bytes <= self._held + bytes_at_risk(self._breaks, self._held - self._began)
+                    or self._at + chunk_bytes <= self._held + bytes_at_risk(self.breaks, self._held - self._began)
                 )
             )
             if self._stopped or guard in self._broken:
@@ -370,7 +361,7 @@ class Pushing:
             if again:
                 self._carrying.add(guard)
                 return self._again.popleft()
-            left = len(self._payload) - self._at
+            left = len(self.payload) - self._at
             if not left:
                 return None
             offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, self.streams))
@@ -379,7 +370,7 @@ class Pushing:
             return offset, length
 
     def _counted(self, message: bytes) -> bytes:
-        self._sent(len(message))
+        self.sent(len(message))
         return message
 
 

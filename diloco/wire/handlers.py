@@ -463,13 +463,7 @@ SHORT_CHUNKS_MAX = 64
 class SyncHandlers:
     """All methods of ``SyncService``, on top of one ``SyncerApi``."""
 
-    def __init__(
-        self,
-        api: SyncerApi,
-        options: ServerOptions,
-        door: Door,
-        stopping: threading.Event,
-    ) -> None:
+    def __init__(self, api: SyncerApi, options: ServerOptions, door: Door, stopping: threading.Event) -> None:
         self._api = api
         self._options = options
         self._door = door
@@ -542,10 +536,7 @@ class SyncHandlers:
                 return
             self._door.check_push(header, identity)
             key = (header.site_id, header.fragment, header.sequence)
-            with (
-                self._pushing.enter(key, header.incarnation, context.cancel),
-                self._pushes.enter(header.site_id),
-            ):
+            with self._pushing.enter(key, header.incarnation, context.cancel), self._pushes.enter(header.site_id):
                 guard.limit(None)
                 opened = self._api.open_push(header)
                 guard.limit(self._options.stall_s)

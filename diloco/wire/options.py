@@ -33,14 +33,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc
 
 from diloco.sync.options import require
-from diloco.wire.messages import (
-    CONTROL_BYTES_MAX,
-    MESSAGE_BYTES_MAX,
-    MIB,
-    REPLY_BYTES_MAX,
-    STREAMS_MAX,
-    WINDOW_BYTES,
-)
+from diloco.wire.messages import CONTROL_BYTES_MAX, MESSAGE_BYTES_MAX, MIB, REPLY_BYTES_MAX, STREAMS_MAX, WINDOW_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -82,10 +82,7 @@ def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> 
 
     def reflect(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
         first = door.first(requests, context, identity)
-        with (
-            streams.enter(identity.caller(context)),
-            Guard(door.stalls, options.stall_s, context.cancel) as guard,
-        ):
+        with streams.enter(identity.caller(context)), Guard(door.stalls, options.stall_s, context.cancel) as guard:
 
             def asked() -> Iterator[Any]:
                 for raw in chain((first,), requests):
@@ -147,11 +144,7 @@ class RunningServer:
         arguments = [*options.channel_arguments(), ("grpc.max_allowed_incoming_connections", connections_max)]
         if security.require_client_cert:
             arguments.append(("grpc.max_connection_age_ms", int(options.connection_age_s * 1000)))
-        self._server = grpc.server(
-            self._threads,
-            options=arguments,
-            maximum_concurrent_rpcs=options.calls_max,
-        )
+        self._server = grpc.server(self._threads, options=arguments, maximum_concurrent_rpcs=options.calls_max)
         self._health = _Health()
         self._names = "", SYNC_SERVICE, ADMIN_SERVICE, options.run_id
         handlers = [
