@@ -67,6 +67,7 @@ from diloco.wire.messages import (
     PushAgain,
     PushCommit,
     PushHeader,
+    PushPart,
     PushReply,
     PushResult,
     Refused,
@@ -297,7 +298,7 @@ class Pushing:
 
     def requests(self) -> Iterator[bytes]:
         """Yield the messages of the stream that opens and commits the push, as gRPC asks for them."""
-        yield self._counted(convert.pack_push(self.header))
+        yield self._packed(self.header)
         with self._changed:
             # The caller's stall guard bounds this wait: however the call ends, ``run`` then calls ``stop``.
             self._changed.wait_for(lambda: self._stopped or self.admitted or self.at_once)
@@ -309,7 +310,7 @@ class Pushing:
                 if self._again:
                     continue
                 self._committed = True
-            yield self._counted(convert.pack_push(PushCommit(self.header.payload_bytes, self.header.digest)))
+            yield self._packed(PushCommit(self.header.payload_bytes, self.header.digest))
             with self._changed:
                 if self._committed:
                     self._guard.limit(self.options.answer_s)
@@ -317,7 +318,7 @@ class Pushing:
 
     def beside(self, guard: Guard) -> Iterator[bytes]:
         """Yield the messages of an additional stream, which ``streams`` counts already."""
-        yield self._counted(convert.pack_push(replace(self.header, beside=True)))
+        yield self._packed(replace(self.header, beside=True))
         yield from self._chunks(guard)
 
     def carries(self, guard: Guard) -> bool:
@@ -337,7 +338,7 @@ class Pushing:
             self.pacer.wait(length, guard)
             data = self.payload[offset : offset + length]
             began_s = time.monotonic()
-            yield self._counted(convert.pack_push(Frame(offset, data)))
+            yield self._packed(Frame(offset, data))
             size.took(time.monotonic() - began_s)
             guard.touch()
 
@@ -369,7 +370,8 @@ class Pushing:
             self._carrying.add(guard)
             return offset, length
 
-    def _counted(self, message: bytes) -> bytes:
+    def _packed(self, part: PushPart) -> bytes:
+        message = convert.pack_push(part)
         self.sent(len(message))
         return message
 

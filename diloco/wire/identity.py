@@ -59,29 +59,17 @@ class Needs(Enum):
     KNOWN = "a caller that the syncer knows"
 
 
-NEEDS: Mapping[str, Needs] = MappingProxyType(
-    {
-        "Join": Needs.SITE,
-        "Push": Needs.SITE,
-        "Watch": Needs.SITE,
-        "Pull": Needs.READER,
-        "Report": Needs.SITE,
-        "Leave": Needs.SITE,
-        "Probe": Needs.KNOWN,
-        "Status": Needs.OBSERVER,
-        "Drain": Needs.ADMIN,
-        "Evict": Needs.ADMIN,
-        "Readmit": Needs.ADMIN,
-        "Admit": Needs.ADMIN,
-        "Refuse": Needs.ADMIN,
-        "Snapshot": Needs.ADMIN,
-        "Promote": Needs.ADMIN,
-        "Detach": Needs.ADMIN,
-        "Follow": Needs.STANDBY,
-        "/grpc.health.v1.Health/Watch": Needs.KNOWN,
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Needs.KNOWN,
-    }
+_HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+_METHODS = (
+    (Needs.SITE, ("Join", "Push", "Watch", "Report", "Leave")),
+    (Needs.READER, ("Pull",)),
+    (Needs.OBSERVER, ("Status",)),
+    (Needs.ADMIN, ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach")),
+    (Needs.STANDBY, ("Follow",)),
+    (Needs.KNOWN, ("Probe", _HEALTH_WATCH, _REFLECTION)),
 )
+NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs, methods in _METHODS for method in methods})
 _OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType(
     {
         Needs.READER: frozenset({"observer", "admin", "standby"}),
