@@ -27,7 +27,8 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import grpc
@@ -61,7 +62,7 @@ from diloco.wire.options import (
 from diloco.wire.v1 import admin_pb2, replication_pb2, sync_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from types import TracebackType
     from typing import Self
 
@@ -94,6 +95,7 @@ class Backoff:
         self.failures = 0
 
 
+@dataclass(eq=False)
 class Rates:
     """One token bucket per caller: filled at its rate, up to ``burst_s`` seconds' worth but at least 1.
 
@@ -101,16 +103,15 @@ class Rates:
     At most ``callers_max`` buckets are kept; the least recently used is dropped.
     """
 
-    def __init__(self, burst_s: float, callers_max: int = 4096) -> None:
-        self._burst_s = burst_s
-        self._callers_max = callers_max
-        self._lock = threading.Lock()
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+    burst_s: float
+    callers_max: int = 4096
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _buckets: OrderedDict[str, tuple[float, float]] = field(init=False, default_factory=OrderedDict)
 
     def take(self, caller: str, amount: float, per_s: float, now_s: float, wait_max_s: float = 0.0) -> float:
         """Take ``amount`` and return the seconds until there is credit for it; takes nothing if that is more than
         ``wait_max_s``.  ``per_s`` is the caller's rate, ``now_s`` the present time."""
-        full = max(1.0, per_s * self._burst_s)
+        full = max(1.0, per_s * self.burst_s)
         with self._lock:
             credit, at_s = self._buckets.get(caller, (full, now_s))
             credit = min(full, credit + max(0.0, now_s - at_s) * per_s)
@@ -119,7 +120,7 @@ class Rates:
             # Threads pass their times in any order; max keeps any second from being credited twice.
             self._buckets[caller] = (credit - taken, max(at_s, now_s))
             self._buckets.move_to_end(caller)
-            if len(self._buckets) > self._callers_max:
+            if len(self._buckets) > self.callers_max:
                 self._buckets.popitem(last=False)
         return wait_s
 
@@ -127,17 +128,17 @@ class Rates:
 _TICK_S = 0.25
 
 
+@dataclass(eq=False)
 class Guard:
     """One guarded stream, while in ``with``: ``cancel`` is called after ``limit_s`` without a ``touch``."""
 
-    def __init__(self, watch: StallWatch, limit_s: float, cancel: Callable[[], object] | None = None) -> None:
-        self._watch = watch
-        self.cancel = cancel
-        """Ends the stream; None where it is not known yet."""
-        self.limit_s: float | None = limit_s
-        """The stall timeout now in force; None: none."""
-        self.moved_at_s = time.monotonic()
-        self.stalled = False
+    watch: StallWatch
+    limit_s: float | None
+    """The stall timeout now in force; None: none."""
+    cancel: Callable[[], object] | None = None
+    """Ends the stream; None where it is not known yet."""
+    moved_at_s: float = field(init=False, default_factory=time.monotonic)
+    stalled: bool = field(init=False, default=False)
 
     def touch(self) -> None:
         """Note progress."""
@@ -149,29 +150,29 @@ class Guard:
         self.limit_s = limit_s
 
     def __enter__(self) -> Guard:
-        self._watch.add(self)
+        self.watch.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._watch.remove(self)
+        self.watch.remove(self)
 
 
+@dataclass(eq=False)
 class StallWatch:
     """One thread that checks all guarded streams of a client or a server; it sleeps while there are none."""
 
-    def __init__(self, name: str) -> None:
-        self._guards: set[Guard] = set()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread: threading.Thread | None = None
-        self._name = name
+    name: str
+    _guards: set[Guard] = field(init=False, default_factory=set)
+    _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
+    _closed: bool = field(init=False, default=False)
+    _thread: threading.Thread | None = field(init=False, default=None)
 
     def add(self, guard: Guard) -> None:
         """Start to check ``guard``.  Called by ``Guard``."""
         with self._changed:
             self._guards.add(guard)
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
             self._changed.notify()
 
@@ -223,14 +224,14 @@ def bulk_bytes_per_s(mbps: float) -> int:
     return int(mbps * 1e6 / 8 * (1.0 - CONTROL_SHARE))
 
 
+@dataclass(eq=False)
 class Pacer:
     """One token bucket for all traffic in one direction; thread-safe."""
 
-    def __init__(self, bytes_per_s: int) -> None:
-        self.bytes_per_s = bytes_per_s
-        """The rate from now on; 0: no limit."""
-        self._rates = Rates(burst_s=BURST_S, callers_max=1)
-        self._ended = threading.Event()
+    bytes_per_s: int
+    """The rate from now on; 0: no limit."""
+    _rates: Rates = field(init=False, default_factory=lambda: Rates(burst_s=BURST_S, callers_max=1))
+    _ended: threading.Event = field(init=False, default_factory=threading.Event)
 
     def chunk_bytes(self, bytes_max: int) -> int:
         """Return the longest chunk whose burst at this rate stays within ``BURST_S``, at most ``bytes_max``."""
@@ -255,14 +256,14 @@ BYTES_MIN = 2 * MIB
 """Bytes from which on a transfer measures a link."""
 
 
+@dataclass(eq=False)
 class Arrival:
     """The progress of one transfer: bytes arrived over time.  Thread-safe."""
 
-    def __init__(self, sent_at: int = 0) -> None:
-        """``sent_at`` is the rate limit of the transfer in bytes a second; 0: none."""
-        self.sent_at = sent_at
-        self._lock = threading.Lock()
-        self._seen: list[tuple[int, int]] = []
+    sent_at: int = 0
+    """The rate limit of the transfer in bytes a second; 0: none."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _seen: list[tuple[int, int]] = field(init=False, default_factory=list)
 
     def held(self, count: int) -> None:
         """Record that ``count`` bytes in total have arrived at the other end by now."""
@@ -465,6 +466,7 @@ class ServiceClient:
         """``ValueError`` or ``OSError`` for an address or files that cannot work."""
         self._options = options or ClientOptions()
         self._line = Line(address, security or SecurityOptions(), self._options.channel_arguments(), self.service)
+        self._stalls = StallWatch("stalls-client")
 
     def __enter__(self) -> Self:
         return self
@@ -475,6 +477,7 @@ class ServiceClient:
     def close(self) -> None:
         """End every call under way; they raise ``Unreachable``."""
         self._line.close()
+        self._stalls.close()
 
 
 def _credentials(options: SecurityOptions) -> Any:

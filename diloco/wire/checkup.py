@@ -108,7 +108,15 @@ def greet(address: str, port: int, host: str, security: SecurityOptions, limit_s
         connect_s = time.monotonic() - began
         if not security.tls_ca:
             return Greeting(connect_s, heard=_first_word(plain))
-        context = _context(security)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.set_alpn_protocols(["h2"])
+        if security.tls_ca == SYSTEM_ROOTS:
+            context.load_default_certs()
+        else:
+            context.load_verify_locations(security.tls_ca)
+        if security.tls_cert:
+            context.load_cert_chain(security.tls_cert, security.tls_key)
         try:
             with context.wrap_socket(plain, server_hostname=host) as line:
                 handshake_s = time.monotonic() - began - connect_s
@@ -127,19 +135,6 @@ def greet(address: str, port: int, host: str, security: SecurityOptions, limit_s
             return Greeting(connect_s, alert=error.reason or str(error))
         except OSError as error:
             return Greeting(connect_s, alert=str(error) or type(error).__name__)
-
-
-def _context(security: SecurityOptions) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.set_alpn_protocols(["h2"])
-    if security.tls_ca == SYSTEM_ROOTS:
-        context.load_default_certs()
-    else:
-        context.load_verify_locations(security.tls_ca)
-    if security.tls_cert:
-        context.load_cert_chain(security.tls_cert, security.tls_key)
-    return context
 
 
 def _certificate(address: str, port: int, limit_s: float) -> bytes:

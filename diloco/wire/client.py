@@ -666,20 +666,9 @@ class FollowClient(ServiceClient):
 
     service = REPLICATION_SERVICE
 
-    def __init__(
-        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
-    ) -> None:
-        super().__init__(address, security, options)
-        self._stalls = StallWatch("stalls-standby")
-
     def follow(self, start: FollowStart) -> FollowStream:
         """Stream everything that the syncer stores, as it becomes durable there."""
         return FollowStream(self._line, start, Guard(self._stalls, self._options.stall_s))
-
-    def close(self) -> None:
-        """End every stream; they raise ``Unreachable``."""
-        super().close()
-        self._stalls.close()
 
 
 class FollowStream(Stream[FollowPart]):

@@ -83,33 +83,30 @@ class Counters:
             return dict(sorted(self._totals.items()))
 
 
+@dataclass(eq=False)
 class Gate:
     """A concurrency limit of ``total_max``, and of ``each_max`` per site; a call over it is refused, never queued."""
 
-    def __init__(self, what: str, total_max: int, each_max: int, pushback_ms: int) -> None:
-        self._what = what
-        self._total_max = total_max
-        self._each_max = each_max
-        self._pushback_ms = pushback_ms
-        self._lock = threading.Lock()
-        self._inside: Counter[str] = Counter()
-        self._total = 0
+    what: str
+    total_max: int
+    each_max: int
+    pushback_ms: int
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _inside: Counter[str] = field(init=False, default_factory=Counter)
 
     @contextmanager
     def enter(self, site: str) -> Iterator[None]:
         """Hold one place.  Raises RESOURCE_EXHAUSTED, with a retry delay, when there is no room."""
         with self._lock:
-            full = self._inside[site] >= self._each_max
-            if full or self._total >= self._total_max:
-                text = f"no room for one more {self._what} {'of this caller' if full else 'in all'}: come back"
-                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self._pushback_ms)
+            full = self._inside[site] >= self.each_max
+            if full or self._inside.total() >= self.total_max:
+                text = f"no room for one more {self.what} {'of this caller' if full else 'in all'}: come back"
+                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
             self._inside[site] += 1
-            self._total += 1
         try:
             yield
         finally:
             with self._lock:
-                self._total -= 1
                 _one_less(self._inside, site)
 
 
@@ -120,6 +117,7 @@ def _one_less(counts: Counter[str], key: str) -> None:
         del counts[key]
 
 
+@dataclass(eq=False)
 class WaitingRoom:
     """At most ``total_max`` waiting calls.  When it is full, a new call evicts an old one and is always admitted.
 
@@ -127,10 +125,9 @@ class WaitingRoom:
     loses its own calls, and a caller that waits only briefly is never evicted.
     """
 
-    def __init__(self, total_max: int) -> None:
-        self._total_max = total_max
-        self._lock = threading.Lock()
-        self._inside: dict[str, dict[object, Callable[[], object]]] = {}
+    total_max: int
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _inside: dict[str, dict[object, Callable[[], object]]] = field(init=False, default_factory=dict)
 
     @contextmanager
     def enter(self, caller: str, cancel: Callable[[], object]) -> Iterator[None]:
@@ -138,7 +135,7 @@ class WaitingRoom:
         place = object()
         with self._lock:
             sent_away = None
-            if sum(map(len, self._inside.values())) >= self._total_max:
+            if sum(map(len, self._inside.values())) >= self.total_max:
                 # max takes the first of equals, and callers are in the order of their arrival.
                 most = max(self._inside, key=lambda each: len(self._inside[each]))
                 longest, sent_away = next(iter(self._inside[most].items()))
@@ -169,6 +166,7 @@ class _UnderWay:
     gone: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(eq=False)
 class OneAtATime:
     """One stream per key: a new stream ends the one before it.
 
@@ -176,11 +174,10 @@ class OneAtATime:
     must not be blocked by the place and the resources that the old one holds.
     """
 
-    def __init__(self, what: str, pushback_ms: int) -> None:
-        self._what = what
-        self._pushback_ms = pushback_ms
-        self._lock = threading.Lock()
-        self._streams: dict[tuple[object, ...], _UnderWay] = {}
+    what: str
+    pushback_ms: int
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _streams: dict[tuple[object, ...], _UnderWay] = field(init=False, default_factory=dict)
 
     @contextmanager
     def enter(self, key: tuple[object, ...], incarnation: int, cancel: Callable[[], object]) -> Iterator[None]:
@@ -194,8 +191,8 @@ class OneAtATime:
         if before is not None:
             before.cancel()
             if not before.gone.wait(_SUPERSEDE_S) or self._take(key, mine) is not None:
-                text = f"an older {self._what} like this one is still being ended: come back"
-                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self._pushback_ms)
+                text = f"an older {self.what} like this one is still being ended: come back"
+                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
         try:
             yield
         finally:
@@ -209,7 +206,7 @@ class OneAtATime:
             if before is None:
                 self._streams[key] = mine
             elif before.incarnation > mine.incarnation:
-                text = f"fenced: a newer incarnation of this site has this {self._what}"
+                text = f"fenced: a newer incarnation of this site has this {self.what}"
                 raise Refusal(Status.FAILED_PRECONDITION, text)
             return before
 

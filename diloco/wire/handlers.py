@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -362,22 +362,22 @@ DEALS_KEPT = 16
 """Deals remembered per client, so that a stream that starts after the others are done finds nothing left to send."""
 
 
+@dataclass(eq=False)
 class Deal:
     """Distributes a payload of ``payload_bytes`` over any number of streams, each in its own thread."""
 
-    def __init__(self, payload_bytes: int, bytes_per_s: int) -> None:
-        self._payload_bytes = payload_bytes
-        self.pacer = Pacer(bytes_per_s)
-        """The rate limit of all its streams together, so that one stream can use what another leaves."""
-        self._lock = threading.Lock()
-        self._at = 0
-        self.streams = 0
-        """How many streams have joined; ``Deals`` counts them."""
+    payload_bytes: int
+    pacer: Pacer
+    """The rate limit of all its streams together, so that one stream can use what another leaves."""
+    streams: int = 0
+    """How many streams have joined; ``Deals`` counts them."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _at: int = field(init=False, default=0)
 
     def next(self, chunk_bytes: int) -> Span | None:
         """Return the next span to send, at most ``chunk_bytes`` long; None when everything is distributed."""
         with self._lock:
-            left = self._payload_bytes - self._at
+            left = self.payload_bytes - self._at
             if not left:
                 return None
             begin = self._at
@@ -401,7 +401,7 @@ class Deals:
             if deal is None:
                 while len(mine) >= DEALS_KEPT:
                     del mine[next(iter(mine))]
-                deal = mine[key] = Deal(header.payload_bytes, ask.bytes_per_s)
+                deal = mine[key] = Deal(header.payload_bytes, Pacer(ask.bytes_per_s))
             deal.streams += 1
         return deal
 

@@ -191,18 +191,18 @@ class PullSink:
         self._spare = memory
 
 
+@dataclass(eq=False)
 class Patience:
     """The timeout of a pull that waits for a version not yet published; it also measures how long the transfer took.
 
     Any thread may call ``due`` when the version is published: a stream that still waits then has lost its connection.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._lock = threading.Lock()
-        self._waiting: dict[Guard, float] = {}
-        self._due = False
-        self._began_s: float | None = None
+    seconds: float
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _waiting: dict[Guard, float] = field(init=False, default_factory=dict)
+    _due: bool = field(init=False, default=False)
+    _began_s: float | None = field(init=False, default=None)
 
     def begin(self, guard: Guard, stall_s: float) -> None:
         """Let a stream wait: ``seconds`` plus ``stall_s``, and only ``stall_s`` once the version is published."""

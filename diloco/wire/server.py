@@ -136,6 +136,8 @@ class RunningServer:
             self._watched.append(certificate)
         self._note = note
         counters = Counters()
+        self.counters = counters.totals
+        """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
         self._stopping = threading.Event()
         connections_max = places(options)
         self._connections = Connections(connections_max, counters, lambda why: note("crowded", why))
@@ -173,10 +175,6 @@ class RunningServer:
             # Checked each time, not only after a change: a call may have been admitted on the content before it.
             for text in [*said, *self._door.end_revoked()]:
                 self._note("identity", text)
-
-    def counters(self) -> dict[str, int]:
-        """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
-        return self._door.counters.totals()
 
     def complaints(self) -> list[str]:
         """Return the problems of the identity and certificate files; empty when all of them are in force."""
