@@ -278,8 +278,7 @@ class Delayer:
 
     def run(self) -> None:
         """Carry packets and execute commands until the input ends."""
-        commands = b""
-        source = sys.stdin.fileno()
+        commands, source = b"", sys.stdin.fileno()
         while not self.ended:
             timeout_s = self._let_out()
             ready, _, _ = select.select([source, *self._by_tun], (), (), timeout_s)
@@ -416,16 +415,6 @@ def main() -> None:
 
 # --- Sites and a syncer in network namespaces of their own, joined by links that the kernel's real TCP crosses -------
 
-__all__ = [
-    "CONGESTIONS",
-    "SYNCER",
-    "Netns",
-    "NetnsDiedError",
-    "UnfaithfulError",
-    "available_congestions",
-    "unavailable",
-]
-
 SUBNET = 77
 LATE_MS_P99_MAX = 5.0
 DEVIATIONS_MAX = 5.0
@@ -472,14 +461,12 @@ class Netns(Child):
         self._processes: list[subprocess.Popen[Any]] = []
         try:
             options = {name: asdict(link) for name, link in links.items()}
-            started = self._do(
+            self._places: dict[str, dict[str, str]] = self._do(
                 "start", links=options, congestion=congestion, settings=dict(settings or {}), subnet=subnet
             )
         except BaseException:
             self.close()
             raise
-        assert isinstance(started, dict)
-        self._places: dict[str, dict[str, str]] = started
 
     def place(self, who: str) -> str:
         """Return the path of the namespace of a site or ``SYNCER``, for ``namespaces.enter`` and ``nsenter --net``."""
@@ -522,15 +509,12 @@ class Netns(Child):
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return by site the ``PipeCounts`` of ``up`` and ``down``, and counts of the emulator's own failures."""
-        value = self._do("stats")
-        assert isinstance(value, dict)
-        return value
+        stats: dict[str, dict[str, Any]] = self._do("stats")
+        return stats
 
     def crossed(self) -> dict[str, tuple[int, int]]:
         """Return by site the bytes that have come out of its link (up, down), headers counted; cheap to call often."""
-        value = self._do("crossed")
-        assert isinstance(value, dict)
-        return {site: (up, down) for site, (up, down) in value.items()}
+        return {site: (up, down) for site, (up, down) in self._do("crossed").items()}
 
     def assert_faithful(self, late_ms_p99: float = LATE_MS_P99_MAX) -> None:
         """Raise ``UnfaithfulError`` unless every link has behaved as configured since the start.

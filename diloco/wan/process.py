@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -72,7 +72,7 @@ class Child:
 
     def cpu_s(self) -> float:
         """Return the processor seconds that the child has used."""
-        return float(str(self._do("cpu_s")))
+        return float(self._do("cpu_s"))
 
     def close(self) -> None:
         """End the child: close its input, then send SIGTERM, then SIGKILL, waiting a bounded time after each."""
@@ -93,12 +93,10 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _do(self, what: str, **arguments: object) -> object:
+    def _do(self, what: str, **arguments: object) -> Any:
         with self._lock:
             assert self._child.stdin is not None
             if self._child.stdin.closed:
@@ -198,6 +196,5 @@ class RelayProcess(Child):
 
     def stats(self) -> dict[str, Stats]:
         """Return the counts of each link, by name (see ``Relay.stats``)."""
-        value = self._do("stats")
-        assert isinstance(value, dict)
-        return value
+        stats: dict[str, Stats] = self._do("stats")
+        return stats

@@ -404,16 +404,17 @@ class Line:
             old, self.channel = self.channel, self._open()
         old.close()
 
-    def lead_to(self, address: str, *, renew: bool = False) -> None:
-        """Lead to ``address`` on a new channel, unless that is the present one; calls under way on the old channel end.
+    def lead_to(self, address: str | None) -> None:
+        """Lead to ``address`` on a new channel, unless it is the present one; calls under way on the old channel end.
 
-        ``renew``: open a new channel in any case, which resolves the address again.
+        None: open a new channel to the present address, which resolves it again.
         """
-        check_address(address, self._options)
+        if address is not None:
+            check_address(address, self._options)
         with self._lock:
-            if self._closed or (address == self._address and not renew):
+            if self._closed or address == self._address:
                 return
-            self._address = address
+            self._address = address or self._address
             old, self.channel = self.channel, self._open()
         old.close()
 

@@ -528,7 +528,7 @@ class SyncClient(AbstractContextManager["SyncClient"]):
         """Raise ``Unreachable`` when an answer's ``epoch`` (0: not given) is older than that of the joined syncer."""
         if 0 < epoch < self._epoch:
             for line in self._lines[1:]:  # The name may resolve elsewhere now; an open connection never notices.
-                line.lead_to(self.address, renew=True)
+                line.lead_to(None)
             older = f"the syncer that answers is of epoch {epoch}"
             raise Unreachable(f"{method}: {older}, and another of epoch {self._epoch} has taken its place")
 
