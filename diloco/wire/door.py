@@ -370,15 +370,23 @@ WAIT_MAX_S = 1.0
 
 
 _FOR_STRANGERS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
-Work = Callable[[Iterator[bytes], Any, Identity], Iterator[bytes]]
-"""A method for an admitted caller: from its requests, gRPC's context and its identity to the answers."""
 
 
 @dataclass(eq=False, slots=True)
-class _Inside:
+class Call:
+    """An admitted call."""
+
     method: str
-    cancel: Callable[[], object]
+    requests: Iterator[bytes]
+    context: Any
+    """gRPC's."""
     identity: Identity
+    caller: str
+    """The key by which calls are counted (``Identity.caller``)."""
+
+
+Work = Callable[[Call], Iterator[bytes]]
+"""A method for an admitted call: yields its answers."""
 
 
 class Door:
@@ -398,7 +406,7 @@ class Door:
         self._connections = connections
         self.stalls = stalls
         self._lock = threading.Lock()
-        self._inside: set[_Inside] = set()
+        self._inside: set[Call] = set()
         self._places = Gate("call", options.calls_max, options.calls_per_caller_max, options.pushback_ms)
         self._silent = WaitingRoom(options.calls_max // 2)
         self._calls = Rates(burst_s=2.0)
@@ -426,10 +434,10 @@ class Door:
         waits until the caller has read it, so callers that read nothing would hold every thread.
         """
 
-        def work_once(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-            raw = self.first(requests, context, identity, large=large)
-            with gate.enter(identity.caller(context)) if gate is not None else nullcontext():
-                told = work(raw, identity)
+        def work_once(call: Call) -> Iterator[bytes]:
+            raw = self.first(call, large=large)
+            with gate.enter(call.caller) if gate is not None else nullcontext():
+                told = work(raw, call.identity)
             yield told
 
         def answer(requests: Iterator[bytes], context: Any) -> bytes:
@@ -446,8 +454,8 @@ class Door:
         A defect of ours is logged and counted as ``internal``.
         """
         try:
-            with self.enter(method, context) as identity:
-                yield from work(requests, context, identity)
+            with self.enter(method, requests, context) as call:
+                yield from work(call)
             return
         except grpc.RpcError as error:  # The client is gone: no status can be sent.
             self.counters.add("broken_off")
@@ -470,8 +478,8 @@ class Door:
         abort(context, refusal)
 
     @contextmanager
-    def enter(self, method: str, context: Any) -> Iterator[Identity]:
-        """Admit one call and hold its place; yields the caller's identity.
+    def enter(self, method: str, requests: Iterator[bytes], context: Any) -> Iterator[Call]:
+        """Admit one call, and hold its place for the block.
 
         Raises UNAUTHENTICATED for an unknown caller, RESOURCE_EXHAUSTED with a retry delay for one with too many calls
         at once or far over its rate limit, and PERMISSION_DENIED for a method that its role does not allow.  A caller
@@ -479,7 +487,8 @@ class Door:
         as an answer, and a delayed caller does not retry meanwhile.
         """
         if method in _FOR_STRANGERS:
-            yield Identity()
+            stranger = Identity()
+            yield Call(method, requests, context, stranger, stranger.caller(context))
             return
         try:
             identity = self._authenticator.identify(context)
@@ -492,28 +501,28 @@ class Door:
         with self._connections.calling(context.peer()), self._places.enter(caller):
             self._wait_for_turn(caller, identity.grant.calls_per_s or self._options.calls_per_s)
             identity.check_role(method)
-            entry = _Inside(method, context.cancel, identity)
+            call = Call(method, requests, context, identity, caller)
             with self._lock:
-                self._inside.add(entry)
+                self._inside.add(call)
             try:
-                yield identity
+                yield call
             finally:
                 with self._lock:
-                    self._inside.discard(entry)
+                    self._inside.discard(call)
 
-    def waiting(self, identity: Identity, context: Any) -> AbstractContextManager[None]:
+    def waiting(self, call: Call) -> AbstractContextManager[None]:
         """Hold a place in the waiting room while the call's first message is awaited."""
-        return self._silent.enter(identity.caller(context), context.cancel)
+        return self._silent.enter(call.caller, call.context.cancel)
 
-    def first(self, requests: Iterator[bytes], context: Any, identity: Identity, *, large: bool = False) -> bytes:
+    def first(self, call: Call, *, large: bool = False) -> bytes:
         """Return the first message of a call; a ``large`` one has the stall timeout instead of the header timeout.
 
         Raises DEADLINE_EXCEEDED after that, and ``MalformedMessage`` when the call ends before its message.
         """
         limit_s = self._options.stall_s if large else self._options.header_timeout_s
-        with self.waiting(identity, context), Guard(self.stalls, limit_s, context.cancel) as guard:
+        with self.waiting(call), Guard(self.stalls, limit_s, call.context.cancel) as guard:
             try:
-                raw = next(requests, None)
+                raw = next(call.requests, None)
             except grpc.RpcError as error:
                 forget(error)
                 if not guard.stalled:
@@ -563,15 +572,15 @@ class Door:
     def end_revoked(self) -> list[str]:
         """End the calls of all identities that would no longer be admitted; return one reason for each identity."""
         with self._lock:
-            entries = list(self._inside)
+            calls = list(self._inside)
         reasons: dict[str, str] = {}
-        for entry in entries:
-            name = entry.identity.name
+        for call in calls:
+            name = call.identity.name
             try:
-                self._authenticator.check_still(entry.identity, entry.method)
+                self._authenticator.check_still(call.identity, call.method)
             except Refusal as refusal:
                 reasons[name] = f"calls of {name} were ended: {refusal.text}"
-                entry.cancel()
+                call.context.cancel()
         return [reasons[name] for name in sorted(reasons)]
 
     def _wait_for_turn(self, caller: str, per_s: float) -> None:

@@ -46,7 +46,7 @@ from diloco.wire import convert
 from diloco.wire.channel import ADMIN_SERVICE, REPLICATION_SERVICE, SYNC_SERVICE, Arrival, Guard, Pacer, filler
 from diloco.wire.chunks import ChunkError, ChunkSize, DamagedChunk, Window, check_next, cut, tail_chunk
 from diloco.wire.convert import pack_frame, pack_probe_reply, pack_pull_part, pack_push_reply, unpack_probe, unpack_push
-from diloco.wire.door import Gate, OneAtATime
+from diloco.wire.door import Call, Gate, OneAtATime
 from diloco.wire.messages import (
     AGAINS_MAX,
     CHUNK_BYTES_MIN,
@@ -519,10 +519,10 @@ class SyncHandlers:
 
     # --- Push --------------------------------------------------------------------------------------------------
 
-    def _push(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        with Guard(self._door.stalls, self._options.header_timeout_s, context.cancel) as guard:
-            with self._door.waiting(identity, context):
-                raw = next(requests, None)
+    def _push(self, call: Call) -> Iterator[bytes]:
+        with Guard(self._door.stalls, self._options.header_timeout_s, call.context.cancel) as guard:
+            with self._door.waiting(call):
+                raw = next(call.requests, None)
             if raw is None:
                 raise DamagedChunk("the stream ended before the header")
             if len(raw) > CONTROL_BYTES_MAX:  # Only a chunk may be longer, and no chunk is parsed before the header.
@@ -530,13 +530,13 @@ class SyncHandlers:
             header = unpack_push(raw)
             if not isinstance(header, PushHeader):
                 raise MalformedMessage("the first message of a push is not its header")
-            self._check_speaker(header, identity)
+            self._check_speaker(header, call.identity)
             if header.beside:
-                yield from self._push_beside(header, requests, context, guard, identity)
+                yield from self._push_beside(header, call, guard)
                 return
-            self._door.check_push(header, identity)
+            self._door.check_push(header, call.identity)
             key = (header.site_id, header.fragment, header.sequence)
-            with self._pushing.enter(key, header.incarnation, context.cancel), self._pushes.enter(header.site_id):
+            with self._pushing.enter(key, header.incarnation, call.context.cancel), self._pushes.enter(header.site_id):
                 guard.limit(None)
                 opened = self._api.open_push(header)
                 guard.limit(self._options.stall_s)
@@ -545,48 +545,40 @@ class SyncHandlers:
                 else:
                     with closing(opened), self._receivings.open(header, opened) as receiving:
                         yield pack_push_reply(PushAdmitted(opened.offset, header.frames))
-                        result = yield from self._received(receiving, opened, requests, context, guard, identity)
+                        result = yield from self._received(receiving, opened, call, guard)
             yield pack_push_reply(result)
 
     def _received(
-        self,
-        receiving: Receiving,
-        session: PushSession,
-        requests: Iterator[bytes],
-        context: Any,
-        guard: Guard,
-        identity: Identity,
+        self, receiving: Receiving, session: PushSession, call: Call, guard: Guard
     ) -> Generator[bytes, None, PushResult]:
         header = receiving.header
-        for part in self._parts(receiving, requests, guard):
+        for part in self._parts(receiving, call.requests, guard):
             if isinstance(part, PushCommit):
                 if (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
                     raise MalformedMessage("the commit does not repeat what the header declared")
-                if not receiving.await_rest(guard.touch, context.is_active):
+                if not receiving.await_rest(guard.touch, call.context.is_active):
                     continue  # Sent before the request for a chunk arrived; the sender commits again after that chunk.
                 guard.limit(None)
                 result = session.commit(part.digest)
                 guard.limit(self._options.stall_s)
                 return result
-            yield from self._taken(receiving, part, identity)
+            yield from self._taken(receiving, part, call.identity)
         # The end of a stream is no commit: a killed client looks like one that has finished.
         self._door.counters.add("broken_off")
         held = receiving.window.offset
         raise DamagedChunk(f"the stream ended at {held} of {header.payload_bytes} bytes, before the commit")
 
-    def _push_beside(
-        self, header: PushHeader, requests: Iterator[bytes], context: Any, guard: Guard, identity: Identity
-    ) -> Iterator[bytes]:
+    def _push_beside(self, header: PushHeader, call: Call, guard: Guard) -> Iterator[bytes]:
         """Serve an additional stream of a push that another stream opened; that stream passed all admission checks."""
         guard.limit(None)
-        with self._door.waiting(identity, context):
-            receiving = self._receivings.of(header, self._options.header_timeout_s, context.is_active)
+        with self._door.waiting(call):
+            receiving = self._receivings.of(header, self._options.header_timeout_s, call.context.is_active)
         with receiving.stream_beside():
             guard.limit(self._options.stall_s)
-            for part in self._parts(receiving, requests, guard):
+            for part in self._parts(receiving, call.requests, guard):
                 if isinstance(part, PushCommit):
                     raise MalformedMessage("a push is committed by the stream that has begun it")
-                yield from self._taken(receiving, part, identity)
+                yield from self._taken(receiving, part, call.identity)
 
     def _parts(
         self, receiving: Receiving, requests: Iterator[bytes], guard: Guard
@@ -618,22 +610,22 @@ class SyncHandlers:
 
     # --- Watch -------------------------------------------------------------------------------------------------
 
-    def _watch(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        raw = self._door.first(requests, context, identity)
+    def _watch(self, call: Call) -> Iterator[bytes]:
+        raw = self._door.first(call)
         ask = convert.unpack_watch(raw)
-        self._check_speaker(ask, identity)
+        self._check_speaker(ask, call.identity)
         with (
-            self._watching.enter((ask.site_id,), ask.incarnation, context.cancel),
+            self._watching.enter((ask.site_id,), ask.incarnation, call.context.cancel),
             self._watches.enter(ask.site_id),
             closing(self._api.watch(ask.site_id, ask.incarnation)) as feed,
-            Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard,
+            Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard,
         ):
             yield convert.pack_watch_event(Alive())
             until_s = time.monotonic() + self._options.connection_age_s
-            while context.is_active() and not self._stopping.is_set():
-                if identity.certificate and time.monotonic() > until_s:
+            while call.context.is_active() and not self._stopping.is_set():
+                if call.identity.certificate and time.monotonic() > until_s:
                     raise Refusal(Status.UNAVAILABLE, "this stream is old: show a certificate once more")
-                event = self._next_event(feed, context)
+                event = self._next_event(feed, call.context)
                 guard.touch()
                 yield convert.pack_watch_event(event)
                 guard.touch()
@@ -658,28 +650,28 @@ class SyncHandlers:
 
     # --- Pull --------------------------------------------------------------------------------------------------
 
-    def _pull(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        raw = self._door.first(requests, context, identity)
+    def _pull(self, call: Call) -> Iterator[bytes]:
+        raw = self._door.first(call)
         ask = convert.unpack_pull(raw)
-        identity.check_reader(ask.site_id)
+        call.identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)
-        self._door.spend("pull_bytes_per_s", 0.0, identity)  # Refuses a caller in debt.
+        self._door.spend("pull_bytes_per_s", 0.0, call.identity)  # Refuses a caller in debt.
         # Wait for a version newer than the client's.  A waiting call takes no place of the pull limit.
         until_s = time.monotonic() + ask.wait_ns / 1e9
-        while context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
+        while call.context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
             if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
                 break
         # Counted by the caller's identity, not by the site it reads as: one site must not use up the observers' places.
-        asker = identity.name or ask.site_id
+        asker = call.identity.name or ask.site_id
         with self._pulls.enter(asker):
-            source = self._api.pull(ask, identity)
+            source = self._api.pull(ask, call.identity)
             if ask.offset > source.header.payload_bytes:
                 raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
             size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes, careful=ask.want_version > 0)
             deal = self._deals.join(asker, ask, source.header) if ask.deal else None
             pacer = deal.pacer if deal is not None else Pacer(ask.bytes_per_s)
             pieces = _pieces(ask, source, deal, lambda: pacer.chunk_bytes(size.bytes))
-            with Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard:
+            with Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard:
                 frames = ask.protocol >= FRAMES_SINCE
                 yield pack_pull_part(replace(source.header, frames=frames))
                 # A retry (``want_version``) bypasses the cache: the bytes were damaged, perhaps here.
@@ -687,7 +679,7 @@ class SyncHandlers:
                 if name is not None and not ask.offset:
                     self._repeats.asked(name, asker, ask.deal)
                 for offset, data in pieces:
-                    self._door.sends(len(data), identity)
+                    self._door.sends(len(data), call.identity)
                     pacer.wait(len(data), guard)
                     began_s = time.monotonic()
                     if not frames:
@@ -701,9 +693,9 @@ class SyncHandlers:
 
     # --- Probe -------------------------------------------------------------------------------------------------
 
-    def _probe(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        with self._probes.enter(identity.caller(context)):
-            raw = self._door.first(requests, context, identity, large=True)
+    def _probe(self, call: Call) -> Iterator[bytes]:
+        with self._probes.enter(call.caller):
+            raw = self._door.first(call, large=True)
             if len(raw) > JOIN_BYTES_MAX:
                 raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
             ask = unpack_probe(raw)
@@ -711,32 +703,32 @@ class SyncHandlers:
                 raise MalformedMessage("the first message of a probe is not its ask")
             if ask.run_id:
                 self._check_run(ask.run_id)
-            self._door.check_probe(ask.bytes_up, ask.bytes_down, identity)
+            self._door.check_probe(ask.bytes_up, ask.bytes_down, call.identity)
             answer = self._api.probe(ask)
-            with Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard:
-                yield pack_probe_reply(replace(answer, identity=identity.name, time_ns=time.time_ns()))
+            with Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard:
+                yield pack_probe_reply(replace(answer, identity=call.identity.name, time_ns=time.time_ns()))
                 if ask.bytes_up:
-                    yield pack_probe_reply(self._filler_taken(ask, requests, guard, identity))
+                    yield pack_probe_reply(self._filler_taken(ask, call, guard))
                 for count, raw in filler(ask.bytes_down, ask.limit_ns, pack_probe_reply):
-                    self._door.sends(count, identity, "probe_bytes_out")
+                    self._door.sends(count, call.identity, "probe_bytes_out")
                     yield raw
                     guard.touch()
 
-    def _filler_taken(self, ask: ProbeAsk, requests: Iterator[bytes], guard: Guard, identity: Identity) -> ProbeTaken:
+    def _filler_taken(self, ask: ProbeAsk, call: Call, guard: Guard) -> ProbeTaken:
         """Receive filler until it ends, until ``limit_ns`` after its first message, or until all announced bytes came.
 
         ``MalformedMessage`` for more than was announced.
         """
         arrival, left, until_ns = Arrival(), ask.bytes_up, 0
         messages_max = ask.bytes_up // CHUNK_BYTES_MIN + 2
-        for count, raw in enumerate(requests):
+        for count, raw in enumerate(call.requests):
             part = unpack_probe(raw)
             if not isinstance(part, Filler) or len(part.data) > left or count >= messages_max:
                 raise MalformedMessage(
                     f"filler wanted, {ask.bytes_up} bytes at most, in {messages_max} messages at most"
                 )
             guard.touch()
-            self._door.received(len(part.data), identity, "probe_bytes_in")
+            self._door.received(len(part.data), call.identity, "probe_bytes_in")
             arrival.more(len(part.data))
             left -= len(part.data)
             until_ns = until_ns or time.monotonic_ns() + ask.limit_ns
@@ -788,14 +780,14 @@ def follow_handler(api: Following, options: ServerOptions, door: Door, stopping:
     """Return the handlers of ``ReplicationService`` in the form that gRPC's server takes."""
     one = OneAtATime("standby", options.pushback_ms)
 
-    def follow(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        start = convert.unpack_follow(door.first(requests, context, identity))
+    def follow(call: Call) -> Iterator[bytes]:
+        start = convert.unpack_follow(door.first(call))
         if not isinstance(start, FollowStart):
             raise MalformedMessage("the first message of a standby is not its start")
         if start.run_id != options.run_id:
             raise Refusal(Status.NOT_FOUND, f"run_id is {start.run_id!r}: there is no such run here")
-        with one.enter(("standby",), 0, context.cancel), closing(api.follow(start)) as followed:
-            listener = threading.Thread(target=listen, args=(requests, followed), name="standby-acks", daemon=True)
+        with one.enter(("standby",), 0, call.context.cancel), closing(api.follow(start)) as followed:
+            listener = threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True)
             listener.start()
             for part in followed.parts():
                 if stopping.is_set():

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE, Guard, StallWatch
 from diloco.wire.convert import parse
-from diloco.wire.door import Connections, Counters, Door, Gate, places
+from diloco.wire.door import Call, Connections, Counters, Door, Gate, places
 from diloco.wire.handlers import SyncHandlers, admin_handler, follow_handler
 from diloco.wire.identity import Authenticator
 from diloco.wire.messages import CONTROL_BYTES_MAX, Refusal, Status
@@ -71,25 +71,25 @@ def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> 
         answers = {name: health_pb2.HealthCheckResponse(status=status) for name, status in healthy.statuses().items()}
         return bytes(health_pb2.HealthListResponse(statuses=answers).SerializeToString())
 
-    def watch(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        request = parsed(health_pb2.HealthCheckRequest, door.first(requests, context, identity))
+    def watch(call: Call) -> Iterator[bytes]:
+        request = parsed(health_pb2.HealthCheckRequest, door.first(call))
         if request.service not in healthy.statuses():
             # The stock handler would remember the requested name for ever.
             raise Refusal(Status.NOT_FOUND, "service is not one that is watched here")
-        with streams.enter(identity.caller(context)):
-            for answer in healthy.Watch(request, context):
+        with streams.enter(call.caller):
+            for answer in healthy.Watch(request, call.context):
                 yield answer.SerializeToString()
 
-    def reflect(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        first = door.first(requests, context, identity)
-        with streams.enter(identity.caller(context)), Guard(door.stalls, options.stall_s, context.cancel) as guard:
+    def reflect(call: Call) -> Iterator[bytes]:
+        first = door.first(call)
+        with streams.enter(call.caller), Guard(door.stalls, options.stall_s, call.context.cancel) as guard:
 
             def asked() -> Iterator[Any]:
-                for raw in chain((first,), requests):
+                for raw in chain((first,), call.requests):
                     guard.touch()
                     yield parsed(reflection_pb2.ServerReflectionRequest, raw)
 
-            for answer in reflecting.ServerReflectionInfo(asked(), context):
+            for answer in reflecting.ServerReflectionInfo(asked(), call.context):
                 yield answer.SerializeToString()
 
     path = f"/{health.SERVICE_NAME}/"
