@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ SLOTS_PER_SECOND = SECOND_NS // JITTER_SLOT_NS
 STALL_MS_MAX = 10_000.0
 STALLED_SHARE_MAX = 0.5
 RTT_MS_MAX = 60_000.0
-SECONDS_KEPT_MAX = 32
+SECONDS_KEPT_MAX = 1024
+"""Drawn seconds kept, of all links and directions of the process."""
 
 READ_SPAN_NS = 2 * MILLISECOND_NS
 READ_BYTES_MIN = 4 * 1024
@@ -156,6 +158,16 @@ class _Second:
     """One draw in [-1, 1] for each slot of ``JITTER_SLOT_NS``."""
 
 
+@lru_cache(SECONDS_KEPT_MAX)
+def _second(key: str, index: int) -> _Second:
+    draws = random.Random(f"{key}/{index}")
+    return _Second(
+        stall_chance=draws.random(),
+        stall_offset_ns=int(draws.random() * SECOND_NS),
+        jitter=tuple(2 * draws.random() - 1 for _ in range(SLOTS_PER_SECOND)),
+    )
+
+
 class Weather:
     """Jitter and stalls of one direction, by seed and time since the start.
 
@@ -166,12 +178,11 @@ class Weather:
 
     def __init__(self, seed: int, direction: str) -> None:
         self._key = f"{seed}/{direction}"
-        self._seconds: dict[int, _Second] = {}
 
     def jitter(self, at_ns: int) -> float:
         """Return the draw in [-1, 1] for the instant ``at_ns`` since the start."""
         second, offset_ns = divmod(at_ns, SECOND_NS)
-        return self._second(second).jitter[offset_ns // JITTER_SLOT_NS]
+        return _second(self._key, second).jitter[offset_ns // JITTER_SLOT_NS]
 
     def delay_ns(self, at_ns: int, options: CommonOptions) -> int:
         """Return how long what enters the link at ``at_ns`` travels: half the round trip, plus the jitter."""
@@ -187,28 +198,13 @@ class Weather:
             return None
         found: tuple[int, int] | None = None
         for second in range(max(0, (at_ns - stall_ns) // SECOND_NS), at_ns // SECOND_NS + 1):
-            drawn = self._second(second)
+            drawn = _second(self._key, second)
             begin_ns = second * SECOND_NS + drawn.stall_offset_ns
             stalls = drawn.stall_chance * 100 < options.stall_percent
             if stalls and begin_ns <= at_ns < begin_ns + stall_ns:
                 # All stalls are equally long, so the one that began last ends last.
                 found = (second, begin_ns + stall_ns)
         return found
-
-    def _second(self, index: int) -> _Second:
-        known = self._seconds.get(index)
-        if known is not None:
-            return known
-        draws = random.Random(f"{self._key}/{index}")
-        drawn = _Second(
-            stall_chance=draws.random(),
-            stall_offset_ns=int(draws.random() * SECOND_NS),
-            jitter=tuple(2 * draws.random() - 1 for _ in range(SLOTS_PER_SECOND)),
-        )
-        if len(self._seconds) >= SECONDS_KEPT_MAX:
-            self._seconds.pop(next(iter(self._seconds)))
-        self._seconds[index] = drawn
-        return drawn
 
 
 @dataclass(slots=True)

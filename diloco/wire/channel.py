@@ -456,31 +456,6 @@ class Line:
         return Unreachable(f"{name}: {error}")
 
 
-class ServiceClient:
-    """The base of clients whose calls all go to one ``service`` at one address, on a channel of their own."""
-
-    service: ClassVar[str]
-
-    def __init__(
-        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
-    ) -> None:
-        """``ValueError`` or ``OSError`` for an address or files that cannot work."""
-        self._options = options or ClientOptions()
-        self._line = Line(address, security or SecurityOptions(), self._options.channel_arguments(), self.service)
-        self._stalls = StallWatch("stalls-client")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End every call under way; they raise ``Unreachable``."""
-        self._line.close()
-        self._stalls.close()
-
-
 def _credentials(options: SecurityOptions) -> Any:
     roots = None if options.tls_ca == SYSTEM_ROOTS else read_authority(options.tls_ca)
     cert, key = read_pair(options.tls_cert, options.tls_key) if options.tls_cert else (None, None)
@@ -565,3 +540,28 @@ def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError
         return Unreachable(why, retry_after_s, refused=text if REASON_KEY in beside else "")
     # A later release may send reasons that this one does not know.
     return Refused(status, text, next((each for each in Reason if each.value == beside.get(REASON_KEY)), None))
+
+
+class ServiceClient:
+    """The base of clients whose calls all go to one ``service`` at one address, on a channel of their own."""
+
+    service: ClassVar[str]
+
+    def __init__(
+        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
+    ) -> None:
+        """``ValueError`` or ``OSError`` for an address or files that cannot work."""
+        self._options = options or ClientOptions()
+        self._line = Line(address, security or SecurityOptions(), self._options.channel_arguments(), self.service)
+        self._stalls = StallWatch("stalls-client")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every call under way; they raise ``Unreachable``."""
+        self._line.close()
+        self._stalls.close()

@@ -49,18 +49,16 @@ from urllib.parse import unquote
 import grpc
 
 from diloco import open_files
-from diloco.wire.channel import PUSHBACK_KEY, REASON_KEY, Guard, Rates
+from diloco.wire.channel import PUSHBACK_KEY, REASON_KEY, Guard, Rates, StallWatch
 from diloco.wire.chunks import ChunkError, DamagedChunk
-from diloco.wire.identity import Identity
+from diloco.wire.identity import Authenticator, Identity
 from diloco.wire.messages import PROBES_BURST_S, PROBES_PER_S, TEXT_CHARS_MAX, MalformedMessage, Refusal, Status
+from diloco.wire.options import ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.wire.channel import StallWatch
-    from diloco.wire.identity import Authenticator
     from diloco.wire.messages import PushHeader
-    from diloco.wire.options import ServerOptions
 
 _log = logging.getLogger(__name__)
 
@@ -389,26 +387,22 @@ Work = Callable[[Call], Iterator[bytes]]
 """A method for an admitted call: yields its answers."""
 
 
+@dataclass(eq=False)
 class Door:
     """Admits calls, and ends them when the caller's credentials are no longer valid."""
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        options: ServerOptions,
-        counters: Counters,
-        connections: Connections,
-        stalls: StallWatch,
-    ) -> None:
-        self._authenticator = authenticator
-        self._options = options
-        self.counters = counters
-        self._connections = connections
-        self.stalls = stalls
+    authenticator: Authenticator
+    options: ServerOptions
+    counters: Counters
+    connections: Connections
+    stalls: StallWatch
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._inside: set[Call] = set()
-        self._places = Gate("call", options.calls_max, options.calls_per_caller_max, options.pushback_ms)
-        self._silent = WaitingRoom(options.calls_max // 2)
+        calls_max, pushback_ms = self.options.calls_max, self.options.pushback_ms
+        self._places = Gate("call", calls_max, self.options.calls_per_caller_max, pushback_ms)
+        self._silent = WaitingRoom(calls_max // 2)
         self._calls = Rates(burst_s=2.0)
         self._probes = Rates(burst_s=PROBES_BURST_S)
         self._granted = {
@@ -491,15 +485,15 @@ class Door:
             yield Call(method, requests, context, stranger, stranger.caller(context))
             return
         try:
-            identity = self._authenticator.identify(context)
+            identity = self.authenticator.identify(context)
         except Refusal:
             # All unauthenticated callers together get the places and the rate of one caller.
             with self._places.enter(""):
-                self._wait_for_turn("", self._options.calls_per_s)
+                self._wait_for_turn("", self.options.calls_per_s)
             raise
         caller = identity.caller(context)
-        with self._connections.calling(context.peer()), self._places.enter(caller):
-            self._wait_for_turn(caller, identity.grant.calls_per_s or self._options.calls_per_s)
+        with self.connections.calling(context.peer()), self._places.enter(caller):
+            self._wait_for_turn(caller, identity.grant.calls_per_s or self.options.calls_per_s)
             identity.check_role(method)
             call = Call(method, requests, context, identity, caller)
             with self._lock:
@@ -519,7 +513,7 @@ class Door:
 
         Raises DEADLINE_EXCEEDED after that, and ``MalformedMessage`` when the call ends before its message.
         """
-        limit_s = self._options.stall_s if large else self._options.header_timeout_s
+        limit_s = self.options.stall_s if large else self.options.header_timeout_s
         with self.waiting(call), Guard(self.stalls, limit_s, call.context.cancel) as guard:
             try:
                 raw = next(call.requests, None)
@@ -577,7 +571,7 @@ class Door:
         for call in calls:
             name = call.identity.name
             try:
-                self._authenticator.check_still(call.identity, call.method)
+                self.authenticator.check_still(call.identity, call.method)
             except Refusal as refusal:
                 reasons[name] = f"calls of {name} were ended: {refusal.text}"
                 call.context.cancel()
@@ -595,7 +589,7 @@ class Door:
 
     def _come_back(self, what: str, wait_s: float) -> None:
         if wait_s > 0:
-            pushback_ms = max(self._options.pushback_ms, int(wait_s * 1000) + 1)
+            pushback_ms = max(self.options.pushback_ms, int(wait_s * 1000) + 1)
             raise Refusal(Status.RESOURCE_EXHAUSTED, f"{what} of this caller is used up: come back", pushback_ms)
 
 

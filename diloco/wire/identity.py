@@ -61,24 +61,21 @@ class Needs(Enum):
 
 _HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-_METHODS = (
-    (Needs.SITE, ("Join", "Push", "Watch", "Report", "Leave")),
-    (Needs.READER, ("Pull",)),
-    (Needs.OBSERVER, ("Status",)),
-    (Needs.ADMIN, ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach")),
-    (Needs.STANDBY, ("Follow",)),
-    (Needs.KNOWN, ("Probe", _HEALTH_WATCH, _REFLECTION)),
+_TABLE: tuple[tuple[Needs, frozenset[str], tuple[str, ...]], ...] = (
+    (Needs.SITE, frozenset(), ("Join", "Push", "Watch", "Report", "Leave")),
+    (Needs.READER, ROLES, ("Pull",)),
+    (Needs.OBSERVER, frozenset({"observer", "admin"}), ("Status",)),
+    (
+        Needs.ADMIN,
+        frozenset({"admin"}),
+        ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach"),
+    ),
+    (Needs.STANDBY, frozenset({"standby", "admin"}), ("Follow",)),
+    (Needs.KNOWN, ROLES, ("Probe", _HEALTH_WATCH, _REFLECTION)),
 )
-NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs, methods in _METHODS for method in methods})
-_OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType(
-    {
-        Needs.READER: frozenset({"observer", "admin", "standby"}),
-        Needs.OBSERVER: frozenset({"observer", "admin"}),
-        Needs.ADMIN: frozenset({"admin"}),
-        Needs.STANDBY: frozenset({"standby", "admin"}),
-        Needs.KNOWN: ROLES,
-    }
-)
+"""What methods require, and the roles that suffice for it."""
+NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs, _, methods in _TABLE for method in methods})
+_OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType({needs: roles for needs, roles, _ in _TABLE})
 
 
 def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -91,7 +88,7 @@ def _up_to(high: float, least: float = 5e-324) -> Callable[[Any], bool]:
 
 _Rate = Annotated[float, bound(f"a positive number, at most {RATE_MAX:g},", _up_to(RATE_MAX))]
 _are_fragments = _list_of(lambda each: type(each) is int and 0 <= each < FRAGMENTS_MAX)
-_are_roles = _list_of(sorted(ROLES).__contains__)
+_are_roles = _list_of(lambda each: each in sorted(ROLES))  # In a list, because ``each`` may have no hash.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +210,7 @@ class Identity:
             raise Refusal(Status.PERMISSION_DENIED, f"{method} is open to no caller")
         if (self.anyone or self.site is not None) and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
             return
-        if not (self.roles | self.grant.roles) & _OPEN_TO.get(needs, frozenset()):
+        if not (self.roles | self.grant.roles) & _OPEN_TO[needs]:
             raise Refusal(Status.PERMISSION_DENIED, f"only {needs.value} may do this")
 
     def check_site(self, site_id: str) -> None:
@@ -328,10 +325,9 @@ class Authenticator:
 
     def check_still(self, identity: Identity, method: str) -> None:
         """Raise as ``identify`` would if this caller called now, and as the permissions would for ``method``."""
-        known = self._tokens.value if self._tokens is not None else ()
-        if self._tokens is not None and not any(
-            identity.token_digest == each.token_digest and identity == each for _, each in known
-        ):
+        if self._tokens is not None and (identity.token_digest, identity) not in [
+            (each.token_digest, each) for _, each in self._tokens.value
+        ]:
             raise Refusal(Status.UNAUTHENTICATED, "the token is not known any more")
         now = self._granted(identity)
         now.check_role(method)

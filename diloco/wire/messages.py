@@ -207,13 +207,15 @@ def _matches(pattern: str, wanted: str, *, or_empty: bool = False) -> Rule:
 
 def _pair(wanted: str, holds: Callable[[int, int], bool]) -> Rule:
     """Return the rule for a pair of integers for which ``holds`` is true."""
-
-    def fits(value: object) -> bool:
-        if not isinstance(value, tuple) or len(value) != 2:
-            return False
-        return all(type(number) is int and number <= NUMBER_MAX for number in value) and holds(*value)
-
-    return bound(wanted, fits)
+    return bound(
+        wanted,
+        lambda value: (
+            isinstance(value, tuple)
+            and len(value) == 2
+            and all(type(number) is int and number <= NUMBER_MAX for number in value)
+            and holds(*value)
+        ),
+    )
 
 
 def _is_number(value: object) -> bool:

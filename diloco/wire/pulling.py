@@ -271,13 +271,13 @@ class Pulling:
                         raise
                     self._failed = None
             self.sink.clear()
-            return self._anew()
+            return self._pull_from_start()
         except (Refused, Unreachable) as error:
             self.sink.broke_off()
             self.sink.breaks += isinstance(error, Unreachable)
             raise
 
-    def _anew(self) -> PulledVersion:
+    def _pull_from_start(self) -> PulledVersion:
         wait_ns = int(self.patience.seconds * 1e9) if self.patience is not None else 0
         deal = 1 + secrets.randbits(61) if len(self.bulk) > 1 else 0
         ask = replace(self.ask, wait_ns=wait_ns, deal=deal)  # The syncer applies one rate limit to a whole deal.
