@@ -375,27 +375,20 @@ class Line:
         self._arguments = arguments
         self._lock = threading.Lock()
         self._closed = False
-        authority = options.tls_ca if options.tls_ca != SYSTEM_ROOTS else ""
-        self._shown: Watched[Any] | None = None
-        if options.tls_ca:
-            names = [name for name in (authority, options.tls_cert, options.tls_key) if name]
-            self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(options))
-        self._token = Watched.where("token_file", options.token_file, read_token)
+        files = (options.tls_ca, options.tls_cert, options.tls_key) if options.tls_ca else ()
+        names = [name for name in files if name not in ("", SYSTEM_ROOTS)]
+        self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(options))
+        self._token = Watched.where("token_file", options.token_file, read_token, options.token)
         self.channel = self._open()
         """gRPC's present channel."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of every call: the token, if there is one, as its file now holds it."""
-        token = self._options.token
-        if self._token is not None:
-            self._token.refresh()
-            token = self._token.value
-        return (("authorization", f"Bearer {token}"),) if token else ()
+        self._token.refresh()
+        return (("authorization", f"Bearer {self._token.value}"),) if self._token.value else ()
 
     def lost(self) -> None:
         """After a call found the syncer unreachable, open a new channel if the TLS files have changed."""
-        if self._shown is None:
-            return
         with self._lock:  # Calls that fail together see one change and open one new channel.
             before = self._shown.value
             self._shown.refresh()
@@ -425,7 +418,7 @@ class Line:
         self.channel.close()
 
     def _open(self) -> Any:
-        if self._shown is None:
+        if self._shown.value is None:
             return grpc.insecure_channel(self._address, self._arguments)
         return grpc.secure_channel(self._address, self._shown.value, self._arguments)
 
@@ -457,6 +450,9 @@ class Line:
 
 
 def _credentials(options: SecurityOptions) -> Any:
+    """Return gRPC's credentials of a client; None without TLS."""
+    if not options.tls_ca:
+        return None
     roots = None if options.tls_ca == SYSTEM_ROOTS else read_authority(options.tls_ca)
     cert, key = read_pair(options.tls_cert, options.tls_key) if options.tls_cert else (None, None)
     return grpc.ssl_channel_credentials(roots, key, cert)

@@ -205,12 +205,13 @@ class Checkup(ServiceClient):
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all services there; empty where the server refuses to list them."""
-
-        def unpack(raw: bytes) -> tuple[str, ...]:
-            return tuple(sorted(parse(health_pb2.HealthListResponse, raw, REPLY_BYTES_MAX).statuses))
-
         try:
-            return self._line.unary(_LIST, b"", unpack, self._options.control_timeout_s)
+            return self._line.unary(
+                _LIST,
+                b"",
+                lambda raw: tuple(sorted(parse(health_pb2.HealthListResponse, raw, REPLY_BYTES_MAX).statuses)),
+                self._options.control_timeout_s,
+            )
         except Refused:
             return ()
 

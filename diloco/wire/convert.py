@@ -63,11 +63,6 @@ def parse(kind: Any, raw: bytes, bytes_max: int) -> Any:
 # --- fields that are converted by hand -------------------------------------------------------------------------
 
 
-def _unit_list_out(told: UnitsTold) -> dict[str, object]:
-    units = [0 if start == SKIPPED else start + 1 for start, _ in told.pieces]
-    return {"first": told.first, "units": units, "counts": [count for _, count in told.pieces]}
-
-
 def _unit_list_in(told: sync_pb2.UnitList) -> UnitsTold:
     if len(told.units) != len(told.counts):
         raise m.MalformedMessage(f"units has {len(told.units)} runs: {len(told.counts)} wanted, as counts has")
@@ -100,6 +95,14 @@ _BY_HAND: Mapping[tuple[type, str], _Ways] = {
     # Only a client of protocol 2 leaves it unset.
     (m.PullAsk, "protocol"): (_as_it_is, lambda protocol: protocol or 2),
     (m.ReportInfo, "loss"): (_finite_or_none, _finite_or_none),
+    (m.ReportReply, "units"): (
+        lambda told: {
+            "first": told.first,
+            "units": [0 if start == SKIPPED else start + 1 for start, _ in told.pieces],
+            "counts": [count for _, count in told.pieces],
+        },
+        _unit_list_in,
+    ),
     (m.Chunk, "data"): (bytes, _as_it_is),
     (FragmentStanding, "undecided"): (
         lambda pairs: [{"sequence": sequence, "tokens": tokens} for sequence, tokens in pairs],
@@ -113,8 +116,6 @@ _BY_HAND: Mapping[tuple[type, str], _Ways] = {
 
 def _message_ways(kind: type, descriptor: Any) -> _Ways:
     """Return the conversions from a ``kind`` to its generated message's fields and back, without bound checks."""
-    if kind is UnitsTold:
-        return _unit_list_out, _unit_list_in
     names = [field.name for field in fields(kind)]
     get = attrgetter(*names) if len(names) > 1 else lambda source: [getattr(source, name) for name in names]
     outs: list[tuple[str, _Way]] = []

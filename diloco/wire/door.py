@@ -41,7 +41,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -402,10 +402,11 @@ class Door:
         self._inside: set[Call] = set()
         calls_max, pushback_ms = self.options.calls_max, self.options.pushback_ms
         self._places = Gate("call", calls_max, self.options.calls_per_caller_max, pushback_ms)
-        self._silent = WaitingRoom(calls_max // 2)
-        self._calls = Rates(burst_s=2.0)
-        self._probes = Rates(burst_s=PROBES_BURST_S)
-        self._granted = {
+        self.waiting_room = WaitingRoom(calls_max // 2)
+        """For calls whose first message is awaited."""
+        self._rates = {
+            "calls_per_s": Rates(burst_s=2.0),
+            "probes": Rates(burst_s=PROBES_BURST_S),
             "pushes_per_s": Rates(burst_s=2.0),
             "bytes_per_s": Rates(burst_s=1.0),
             "pull_bytes_per_s": Rates(burst_s=1.0),
@@ -504,17 +505,16 @@ class Door:
                 with self._lock:
                     self._inside.discard(call)
 
-    def waiting(self, call: Call) -> AbstractContextManager[None]:
-        """Hold a place in the waiting room while the call's first message is awaited."""
-        return self._silent.enter(call.caller, call.context.cancel)
-
     def first(self, call: Call, *, large: bool = False) -> bytes:
         """Return the first message of a call; a ``large`` one has the stall timeout instead of the header timeout.
 
         Raises DEADLINE_EXCEEDED after that, and ``MalformedMessage`` when the call ends before its message.
         """
         limit_s = self.options.stall_s if large else self.options.header_timeout_s
-        with self.waiting(call), Guard(self.stalls, limit_s, call.context.cancel) as guard:
+        with (
+            self.waiting_room.enter(call.caller, call.context.cancel),
+            Guard(self.stalls, limit_s, call.context.cancel) as guard,
+        ):
             try:
                 raw = next(call.requests, None)
             except grpc.RpcError as error:
@@ -543,7 +543,7 @@ class Door:
         if bytes_down:
             self.spend("pull_bytes_per_s", 0.0, identity)
         if bytes_up or bytes_down:
-            self._come_back("probes", self._probes.take(identity.name, 1.0, PROBES_PER_S, time.monotonic()))
+            self._charge("probes", identity.name, 1.0, PROBES_PER_S)
 
     def received(self, count: int, identity: Identity, counter: str = "payload_bytes_in") -> None:
         """Count and charge ``count`` received bytes of an update, or of what ``counter`` names."""
@@ -559,9 +559,7 @@ class Door:
         """Charge ``amount`` to the granted ``rate``; refuse where the credit is more than ``wait_max_s`` away."""
         per_s = getattr(identity.grant, rate)
         if per_s is not None:
-            wait_s = self._granted[rate].take(identity.name, amount, per_s, time.monotonic(), wait_max_s)
-            if wait_s > wait_max_s:
-                self._come_back(rate, wait_s)
+            self._charge(rate, identity.name, amount, per_s, wait_max_s)
 
     def end_revoked(self) -> list[str]:
         """End the calls of all identities that would no longer be admitted; return one reason for each identity."""
@@ -578,19 +576,17 @@ class Door:
         return [reasons[name] for name in sorted(reasons)]
 
     def _wait_for_turn(self, caller: str, per_s: float) -> None:
-        if not per_s:
-            return
-        wait_s = self._calls.take(caller, 1.0, per_s, time.monotonic(), WAIT_MAX_S)
-        if wait_s > WAIT_MAX_S:
-            self._come_back("calls_per_s", WAIT_MAX_S)
-        elif wait_s > 0:
+        if per_s and (wait_s := self._charge("calls_per_s", caller, 1.0, per_s, WAIT_MAX_S)) > 0:
             self.counters.add("kept_waiting")
             time.sleep(wait_s)
 
-    def _come_back(self, what: str, wait_s: float) -> None:
-        if wait_s > 0:
-            pushback_ms = max(self.options.pushback_ms, int(wait_s * 1000) + 1)
-            raise Refusal(Status.RESOURCE_EXHAUSTED, f"{what} of this caller is used up: come back", pushback_ms)
+    def _charge(self, rate: str, caller: str, amount: float, per_s: float, wait_max_s: float = 0.0) -> float:
+        """Charge ``amount``; return the seconds until the caller has credit for it, or refuse above ``wait_max_s``."""
+        wait_s = self._rates[rate].take(caller, amount, per_s, time.monotonic(), wait_max_s)
+        if wait_s > wait_max_s:
+            pushback_ms = max(self.options.pushback_ms, int((wait_max_s or wait_s) * 1000) + 1)
+            raise Refusal(Status.RESOURCE_EXHAUSTED, f"{rate} of this caller is used up: come back", pushback_ms)
+        return wait_s
 
 
 def forget(error: BaseException) -> None:

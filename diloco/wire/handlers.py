@@ -521,7 +521,7 @@ class SyncHandlers:
 
     def _push(self, call: Call) -> Iterator[bytes]:
         with Guard(self._door.stalls, self._options.header_timeout_s, call.context.cancel) as guard:
-            with self._door.waiting(call):
+            with self._door.waiting_room.enter(call.caller, call.context.cancel):
                 raw = next(call.requests, None)
             if raw is None:
                 raise DamagedChunk("the stream ended before the header")
@@ -571,7 +571,7 @@ class SyncHandlers:
     def _push_beside(self, header: PushHeader, call: Call, guard: Guard) -> Iterator[bytes]:
         """Serve an additional stream of a push that another stream opened; that stream passed all admission checks."""
         guard.limit(None)
-        with self._door.waiting(call):
+        with self._door.waiting_room.enter(call.caller, call.context.cancel):
             receiving = self._receivings.of(header, self._options.header_timeout_s, call.context.is_active)
         with receiving.stream_beside():
             guard.limit(self._options.stall_s)

@@ -283,11 +283,13 @@ class Authenticator:
     def __init__(self, options: SecurityOptions) -> None:
         self._domain = options.trust_domain
         self._certificates = options.require_client_cert
-        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens)
-        self._permissions = Watched.where("permissions", options.permissions, read_permissions)
-        self._revoked = Watched.where("revoked_file", options.revoked_file, read_revoked)
-        files: tuple[Watched[Any] | None, ...] = self._tokens, self._permissions, self._revoked
-        self.watched = [each for each in files if each is not None]
+        self._needs_token = bool(options.tokens_file)
+        self._tokens: Watched[tuple[tuple[str, Identity], ...]]
+        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, ())
+        self._permissions = Watched.where("permissions", options.permissions, read_permissions, EVERYTHING)
+        self._revoked = Watched.where("revoked_file", options.revoked_file, read_revoked, Revoked())
+        files: tuple[Watched[Any], ...] = self._tokens, self._permissions, self._revoked
+        self.watched = [each for each in files if each.paths]
         """The files that it reads."""
 
     def identify(self, context: Any) -> Identity:
@@ -300,9 +302,9 @@ class Authenticator:
         for version in transport.get("ssl_tls_version", ()):
             if version != b"TLSv1.3":
                 raise Refusal(Status.UNAUTHENTICATED, "TLS 1.3 is needed")
-        if self._tokens is None and not self._certificates:
+        if not self._needs_token and not self._certificates:
             return Identity(roles=ROLES, anyone=True)
-        caller = self._holder_of_token(context.invocation_metadata()) if self._tokens is not None else None
+        caller = self._holder_of_token(context.invocation_metadata()) if self._needs_token else None
         if self._certificates:
             ids = list(transport.get("peer_spiffe_id", ()))
             match = _SPIFFE.fullmatch(ids[0].decode("utf-8", "replace")) if len(ids) == 1 else None
@@ -325,7 +327,7 @@ class Authenticator:
 
     def check_still(self, identity: Identity, method: str) -> None:
         """Raise as ``identify`` would if this caller called now, and as the permissions would for ``method``."""
-        if self._tokens is not None and (identity.token_digest, identity) not in [
+        if self._needs_token and (identity.token_digest, identity) not in [
             (each.token_digest, each) for _, each in self._tokens.value
         ]:
             raise Refusal(Status.UNAUTHENTICATED, "the token is not known any more")
@@ -336,14 +338,13 @@ class Authenticator:
 
     def _granted(self, identity: Identity) -> Identity:
         """Return ``identity`` with its grant; refuse one that is revoked, or that the permissions deny."""
-        revoked = self._revoked.value if self._revoked is not None else Revoked()
+        revoked, table = self._revoked.value, self._permissions.value
         if identity.name in revoked.ids:
             raise Refusal(Status.UNAUTHENTICATED, f"{identity.name} was revoked")
         if revoked.certificates and identity.certificate:
             der = ssl.PEM_cert_to_DER_cert(identity.certificate.decode("ascii"))
             if hashlib.sha256(der).hexdigest() in revoked.certificates:
                 raise Refusal(Status.UNAUTHENTICATED, f"this certificate of {identity.name} was revoked")
-        table: Permissions = self._permissions.value if self._permissions is not None else EVERYTHING
         if identity.anyone:
             return identity
         if identity.site is None:
@@ -356,7 +357,6 @@ class Authenticator:
         return identity if grant is identity.grant else replace(identity, grant=grant)
 
     def _holder_of_token(self, metadata: Any) -> Identity:
-        assert self._tokens is not None
         values = [value for key, value in metadata if key == "authorization"]
         if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith("Bearer "):
             raise Refusal(Status.UNAUTHENTICATED, "a token is needed: authorization: Bearer <token>")

@@ -50,20 +50,20 @@ class Watched(Generic[T]):
     def __init__(self, what: str, paths: Sequence[str], read: Callable[[], T]) -> None:
         self.what = what
         self.complaint = ""
-        self._paths = list(map(Path, paths))
+        self.paths = list(map(Path, paths))
         self._read = read
         # The mark is taken before the read, so a change in between causes another read.
-        self._mark = list(map(_mark_of, self._paths))
+        self._mark = list(map(_mark_of, self.paths))
         self.value = read()
 
     @classmethod
-    def where(cls, what: str, path: str, read: Callable[[str], T]) -> Watched[T] | None:
-        """Watch the single file at ``path``; returns None where ``path`` is empty."""
-        return cls(what, [path], lambda: read(path)) if path else None
+    def where(cls, what: str, path: str, read: Callable[[str], T], otherwise: T) -> Watched[T]:
+        """Watch the single file at ``path``; where ``path`` is empty, hold ``otherwise``."""
+        return cls(what, [path] if path else [], lambda: read(path) if path else otherwise)
 
     def refresh(self) -> str | None:
         """Read again if a file has changed since the last check; return a message about it, None without a change."""
-        mark = list(map(_mark_of, self._paths))
+        mark = list(map(_mark_of, self.paths))
         if mark == self._mark:
             return None
         self._mark = mark
