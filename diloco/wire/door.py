@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_TELL_EVERY_S = 60.0
+_GATHER_S = 1.0
+
 
 class Counters:
     """Named totals since the start.  They are all that a refused message may change."""
@@ -79,6 +82,34 @@ class Counters:
         """Return a copy of all totals, sorted by name."""
         with self._lock:
             return dict(sorted(self._totals.items()))
+
+
+class TurnedAway:
+    """Counts closed connections; reports a second after the first, then at most once a minute while there are more."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._count = self._told = 0
+        self._why = ""
+        self._told_s, self._due_s = -_TELL_EVERY_S, 0.0
+
+    def add(self, why: str, count: int = 1) -> None:
+        """Count ``count`` closed connections; the next report gives the latest ``why``."""
+        with self._lock:
+            if self._count == self._told:
+                self._due_s = max(time.monotonic() + _GATHER_S, self._told_s + _TELL_EVERY_S)
+            self._count += count
+            self._why = why
+
+    def tell(self) -> None:
+        """Send the report if one is due.  Call it regularly, from one thread."""
+        with self._lock:
+            count, why, now_s = self._count, self._why, time.monotonic()
+            if count == self._told or now_s < self._due_s:
+                return
+            self._told, self._told_s = count, now_s
+        self._tell(f"connections hung up on so far: {count}; {why}")
 
 
 @dataclass(eq=False)
@@ -216,8 +247,6 @@ _CROWDED_LOOK_S = 0.05
 _SHARE = 0.1
 """Largest share of the time that ``Connections.look`` takes while the server is crowded."""
 _DESCRIPTORS = "/dev/fd"
-_TELL_EVERY_S = 60.0
-_GATHER_S = 1.0
 
 
 def places(options: ServerOptions) -> int:
@@ -227,19 +256,13 @@ def places(options: ServerOptions) -> int:
 
 
 class Connections:
-    """Watches the connections of one server in a thread, and closes idle ones when they are too many.
-
-    Calls ``tell`` about closed ones a second after the first, then at most once a minute while there are more.
-    """
+    """Watches the connections of one server in a thread, and closes idle ones when they are too many."""
 
     def __init__(self, places: int, counters: Counters, tell: Callable[[str], None]) -> None:
         self._places = places
         self._room = max(1, places * 3 // 4)
         self._counters = counters
-        self._tell = tell
-        self._hung_up = self._told = 0
-        self._why = ""
-        self._told_s, self._due_s = -_TELL_EVERY_S, 0.0
+        self._turned_away = TurnedAway(tell)
         self._lock = threading.Lock()
         self._under_way: Counter[str] = Counter()
         self._used_s: dict[str, float] = {}
@@ -278,9 +301,7 @@ class Connections:
             crowded = self.look(port)
             took_s = time.monotonic() - began_s
             wait_s = max(_CROWDED_LOOK_S, took_s / _SHARE) if crowded else _LOOK_S
-            if self._hung_up > self._told and time.monotonic() >= self._due_s:
-                self._told, self._told_s = self._hung_up, time.monotonic()
-                self._tell(f"connections hung up on so far: {self._hung_up}; {self._why}")
+            self._turned_away.tell()
 
     def look(self, port: int) -> bool:
         """Close idle connections above the threshold; return whether any was closed."""
@@ -308,11 +329,9 @@ class Connections:
                         connection.shutdown(socket.SHUT_RDWR)  # gRPC reads end of file and closes its descriptor.
         if chosen:
             self._counters.add("hung_up", len(chosen))
-            if self._hung_up == self._told:
-                self._due_s = max(time.monotonic() + _GATHER_S, self._told_s + _TELL_EVERY_S)
-            self._hung_up += len(chosen)
-            taken = f"{len(found)} of {self._places} places were taken"
-            self._why = f"the latest from {_host(chosen[-1])}, it had no call under way when {taken}"
+            taken = f"when {len(found)} of {self._places} places were taken"
+            why = f"the latest from {_host(chosen[-1])}, it had no call under way {taken}"
+            self._turned_away.add(why, len(chosen))
         return bool(chosen)
 
 
