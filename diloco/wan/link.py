@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from typing import Self
 
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
@@ -29,7 +31,8 @@ SLOTS_PER_SECOND = SECOND_NS // JITTER_SLOT_NS
 STALL_MS_MAX = 10_000.0
 STALLED_SHARE_MAX = 0.5
 RTT_MS_MAX = 60_000.0
-SECONDS_KEPT_MAX = 32
+SECONDS_KEPT_MAX = 1024
+"""Drawn seconds kept, of all links and directions of the process."""
 
 READ_SPAN_NS = 2 * MILLISECOND_NS
 READ_BYTES_MIN = 4 * 1024
@@ -49,34 +52,72 @@ def check_number(field: str, value: object, low: float, high: float, wanted: str
         raise ValueError(f"{field} is {value!r}: {wanted}")
 
 
-@dataclass(kw_only=True, slots=True)
-class LinkOptions:
-    """The properties of a link.  Both directions have the same; each draws its own weather.
+def directions(named: str) -> tuple[str, ...]:
+    """Return the directions that ``named`` stands for: "up", "down" or "both"; ``ValueError`` for another word."""
+    if named not in ("both", *DIRECTIONS):
+        raise ValueError(f"direction is {named!r}: one of both, {', '.join(DIRECTIONS)}")
+    return DIRECTIONS if named == "both" else (named,)
 
-    The measured round trip of an idle link lies between ``rtt_ms - jitter_ms`` and ``rtt_ms + jitter_ms``.
-    """
+
+@dataclass(kw_only=True, slots=True)
+class CommonOptions:
+    """The properties that a link has in both emulations.  Its directions have the same; each draws its own weather."""
+
+    mbps_min: ClassVar[float]
+    mbps_max: ClassVar[float]
 
     rtt_ms: float = 0.0
     """Round-trip time; each direction delays by half of it."""
     jitter_ms: float = 0.0
     """Half the width of the round trip's spread: each direction adds a uniform draw of +- half of this."""
     mbps: float = 0.0
-    """Payload rate of each direction in 10^6 bits a second, headers not counted; 0 for no bound."""
+    """Rate of each direction in 10^6 bits a second; 0 for no bound."""
+    queue_kib: float = 0.0
+    """Size of the queue in front of the link."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("rtt_ms", self.rtt_ms, 0, RTT_MS_MAX, f"0 to {RTT_MS_MAX:g}")
+        check_number("jitter_ms", self.jitter_ms, 0, self.rtt_ms, f"0 to rtt_ms={self.rtt_ms!r}: no delay is negative")
+        check_number("mbps", self.mbps, 0, self.mbps_max, f"0 (no bound) to {self.mbps_max:.0f}")
+        if 0 < self.mbps < self.mbps_min:
+            raise ValueError(f"mbps is {self.mbps!r}: 0 (no bound) or at least {self.mbps_min}")
+        check_number("queue_kib", self.queue_kib, 0, 1 << 20, f"0 to {1 << 20}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed is {self.seed!r}: a whole number")
+
+    def changed(self, changes: Mapping[str, object]) -> Self:
+        """Return a copy with ``changes``, checked as a whole; ``ValueError`` names an unknown or invalid field."""
+        known = asdict(self)
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"{name} is no option of a link: one of {', '.join(known)}")
+        return type(self)(**{**known, **changes})
+
+    def serialise_ns(self, num_bytes: int) -> int:
+        """Return how long ``num_bytes`` occupy the link, in ns."""
+        return int(num_bytes * 8000 / self.mbps) if self.mbps else 0
+
+
+@dataclass(kw_only=True, slots=True)
+class LinkOptions(CommonOptions):
+    """The properties of a relay's link.  ``mbps`` is a rate of payload: headers are not counted.
+
+    The measured round trip of an idle link lies between ``rtt_ms - jitter_ms`` and ``rtt_ms + jitter_ms``.
+    """
+
+    mbps_min = 1e-3
+    mbps_max = 1e6
+
     queue_kib: float = 1024.0
     """Size of the queue in front of the link, beyond what is under way on it."""
     stall_percent: float = 0.0
     """Chance in each second that a direction stalls, as TCP does while it retransmits a lost segment."""
     stall_ms: float = 200.0
     """Duration of one stall (200 ms is the minimum retransmission time-out of Linux)."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_number("rtt_ms", self.rtt_ms, 0, RTT_MS_MAX, f"0 to {RTT_MS_MAX:g}")
-        check_number("jitter_ms", self.jitter_ms, 0, self.rtt_ms, f"0 to rtt_ms={self.rtt_ms!r}: no delay is negative")
-        check_number("mbps", self.mbps, 0, 1e6, "0 (no bound) to 1000000")
-        if 0 < self.mbps < 1e-3:
-            raise ValueError(f"mbps is {self.mbps!r}: 0 (no bound) or at least 0.001")
-        check_number("queue_kib", self.queue_kib, 0, 1 << 20, f"0 to {1 << 20}")
+        CommonOptions.__post_init__(self)  # Plain ``super()`` fails in a class with ``slots=True``.
         check_number("stall_percent", self.stall_percent, 0, 100, "0 to 100")
         check_number("stall_ms", self.stall_ms, 0, STALL_MS_MAX, f"0 to {STALL_MS_MAX:g}")
         stalled_share = self.stall_percent / 100 * self.stall_ms / 1000
@@ -85,8 +126,6 @@ class LinkOptions:
                 f"stall_percent is {self.stall_percent!r}: with stall_ms={self.stall_ms!r} the link would stand still "
                 f"{stalled_share:.0%} of the time, and {STALLED_SHARE_MAX:.0%} is the most"
             )
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"seed is {self.seed!r}: a whole number")
 
     @property
     def read_bytes(self) -> int:
@@ -104,10 +143,6 @@ class LinkOptions:
         longest_ns = int((self.rtt_ms + self.jitter_ms) * MILLISECOND_NS / 2)
         return self._bytes_in(longest_ns) + queue_bytes
 
-    def serialise_ns(self, num_bytes: int) -> int:
-        """Return how long ``num_bytes`` occupy the link, in ns."""
-        return int(num_bytes * 8000 / self.mbps) if self.mbps else 0
-
     def _bytes_in(self, span_ns: int) -> int:
         return int(span_ns * self.mbps / 8000)
 
@@ -123,6 +158,16 @@ class _Second:
     """One draw in [-1, 1] for each slot of ``JITTER_SLOT_NS``."""
 
 
+@lru_cache(SECONDS_KEPT_MAX)
+def _second(key: str, index: int) -> _Second:
+    draws = random.Random(f"{key}/{index}")
+    return _Second(
+        stall_chance=draws.random(),
+        stall_offset_ns=int(draws.random() * SECOND_NS),
+        jitter=tuple(2 * draws.random() - 1 for _ in range(SLOTS_PER_SECOND)),
+    )
+
+
 class Weather:
     """Jitter and stalls of one direction, by seed and time since the start.
 
@@ -133,12 +178,18 @@ class Weather:
 
     def __init__(self, seed: int, direction: str) -> None:
         self._key = f"{seed}/{direction}"
-        self._seconds: dict[int, _Second] = {}
 
     def jitter(self, at_ns: int) -> float:
         """Return the draw in [-1, 1] for the instant ``at_ns`` since the start."""
         second, offset_ns = divmod(at_ns, SECOND_NS)
-        return self._second(second).jitter[offset_ns // JITTER_SLOT_NS]
+        return _second(self._key, second).jitter[offset_ns // JITTER_SLOT_NS]
+
+    def delay_ns(self, at_ns: int, options: CommonOptions) -> int:
+        """Return how long what enters the link at ``at_ns`` travels: half the round trip, plus the jitter."""
+        delay_ns = int(options.rtt_ms * MILLISECOND_NS / 2)
+        if options.jitter_ms:
+            delay_ns += int(self.jitter(at_ns) * options.jitter_ms * MILLISECOND_NS / 2)
+        return delay_ns
 
     def stall_at(self, at_ns: int, options: LinkOptions) -> tuple[int, int] | None:
         """Return (second, end in ns) of the latest-ending stall that covers ``at_ns``, or None."""
@@ -147,28 +198,13 @@ class Weather:
             return None
         found: tuple[int, int] | None = None
         for second in range(max(0, (at_ns - stall_ns) // SECOND_NS), at_ns // SECOND_NS + 1):
-            drawn = self._second(second)
+            drawn = _second(self._key, second)
             begin_ns = second * SECOND_NS + drawn.stall_offset_ns
             stalls = drawn.stall_chance * 100 < options.stall_percent
             if stalls and begin_ns <= at_ns < begin_ns + stall_ns:
                 # All stalls are equally long, so the one that began last ends last.
                 found = (second, begin_ns + stall_ns)
         return found
-
-    def _second(self, index: int) -> _Second:
-        known = self._seconds.get(index)
-        if known is not None:
-            return known
-        draws = random.Random(f"{self._key}/{index}")
-        drawn = _Second(
-            stall_chance=draws.random(),
-            stall_offset_ns=int(draws.random() * SECOND_NS),
-            jitter=tuple(2 * draws.random() - 1 for _ in range(SLOTS_PER_SECOND)),
-        )
-        if len(self._seconds) >= SECONDS_KEPT_MAX:
-            self._seconds.pop(next(iter(self._seconds)))
-        self._seconds[index] = drawn
-        return drawn
 
 
 @dataclass(slots=True)
@@ -192,8 +228,6 @@ class Path(Generic[Item]):
     """
 
     def __init__(self, options: LinkOptions, direction: str, started_ns: int) -> None:
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction is {direction!r}: one of {', '.join(DIRECTIONS)}")
         self.options = options
         self.direction = direction
         self.blocked = False
@@ -238,7 +272,7 @@ class Path(Generic[Item]):
         return taken
 
     def change(self, options: LinkOptions, now_ns: int) -> None:
-        """Change the options.  Items whose serialisation has begun keep their instants; the rest is planned anew."""
+        """Change the options.  Items whose serialisation has begun keep their instants; the rest is planned again."""
         if options.seed != self.options.seed:
             self._weather = Weather(options.seed, self.direction)
         self.options = options
@@ -271,19 +305,11 @@ class Path(Generic[Item]):
         passage.start_ns = max(self._free_ns, now_ns)
         passage.end_ns = passage.start_ns + options.serialise_ns(passage.num_bytes)
         self._free_ns = passage.end_ns
-        delay_ns = int(options.rtt_ms * MILLISECOND_NS / 2)
-        if options.jitter_ms:
-            unit = self._weather.jitter(passage.end_ns - self._started_ns)
-            delay_ns += int(unit * options.jitter_ms * MILLISECOND_NS / 2)
-        passage.due_ns = max(self._after_stalls(passage.end_ns + delay_ns), self._last_due_ns)
-        self._last_due_ns = passage.due_ns
-
-    def _after_stalls(self, due_ns: int) -> int:
-        """Return the first instant from ``due_ns`` on at which the direction is not stalled; count the stalls."""
-        while (stall := self._weather.stall_at(due_ns - self._started_ns, self.options)) is not None:
+        due_ns = passage.end_ns + self._weather.delay_ns(passage.end_ns - self._started_ns, options)
+        while (stall := self._weather.stall_at(due_ns - self._started_ns, options)) is not None:
             second, end_ns = stall
             if second > self._last_stall_second:
                 self._last_stall_second = second
                 self.num_stalls += 1
             due_ns = self._started_ns + end_ns
-        return due_ns
+        passage.due_ns = self._last_due_ns = max(due_ns, self._last_due_ns)

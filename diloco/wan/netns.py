@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.wan.link import DIRECTIONS
+from diloco.wan.link import DIRECTIONS, directions
 from diloco.wan.pipe import PACKET_BYTES_MAX, Pipe, PipeOptions
 from diloco.wan.process import END_TIMEOUT_S, Child, ChildDiedError
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 
 TUN_DEVICE = Path("/dev/net/tun")
+OWN_NAMESPACE = "/proc/thread-self/ns/net"
 CLONE_NEWNET = 0x40000000
 CAP_NET_ADMIN, CAP_SYS_ADMIN = 12, 21
 # <linux/if_tun.h>
@@ -106,7 +107,7 @@ def make() -> int:
     """Make a namespace with its loopback device up; return a descriptor that holds it.  The caller stays outside."""
     with _returning():
         _call("unshare", CLONE_NEWNET)
-        made = _open_own()
+        made = os.open(OWN_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
         # IPv6 would send router solicitations over a link whose packets are counted.
         write_setting("ipv6.conf.all.disable_ipv6", "1", must=False)
         write_setting("ipv6.conf.default.disable_ipv6", "1", must=False)
@@ -115,17 +116,20 @@ def make() -> int:
 
 
 @contextlib.contextmanager
-def within(namespace: int) -> Iterator[None]:
-    """Run the block in ``namespace``; for single-threaded programs."""
+def within(place: str | int) -> Iterator[None]:
+    """Move the calling thread into the namespace at ``place`` (see ``enter``) for the block."""
     with _returning():
-        enter(namespace)
+        enter(place)
         yield
 
 
-def open_tun(name: str) -> int:
+def open_tun(name: str, address: str, peer: str, *, to: str, congestion: str) -> int:
     """Make a TUN device in the current namespace and return its descriptor; closing that removes the device.
 
-    Packets come with a virtio-net header and before TCP segmentation (see ``pipe``).
+    Packets come with a virtio-net header and before TCP segmentation (see ``pipe``).  The device has ``address``, with
+    ``peer`` at its other end.  Packets for ``to`` take it, with ``congestion`` as the congestion control of TCP.  That
+    is set on the route, not on the namespace: a namespace may choose only among those that the machine allows for all
+    users, and this module never changes settings of the machine.
     """
     import fcntl  # Imported here, so that the module can be imported on Windows, which lacks it.
 
@@ -135,25 +139,13 @@ def open_tun(name: str) -> int:
         fcntl.ioctl(tun, TUNSETIFF, request)
         fcntl.ioctl(tun, TUNSETVNETHDRSZ, struct.pack("i", VIRTIO_HEADER_BYTES))
         fcntl.ioctl(tun, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
+        ip("link", "set", name, "mtu", str(MTU_BYTES), "txqueuelen", str(DEVICE_QUEUE_PACKETS), "up")
+        ip("addr", "add", address, "peer", peer, "dev", name, "noprefixroute")
+        ip("route", "replace", to, "dev", name, "congctl", congestion)
     except OSError:
         os.close(tun)
         raise
     return tun
-
-
-def bring_up(name: str, address: str, peer: str) -> None:
-    """Give the device an ``address`` and bring it up; ``peer`` is at its other end.  Adds no route."""
-    ip("link", "set", name, "mtu", str(MTU_BYTES), "txqueuelen", str(DEVICE_QUEUE_PACKETS), "up")
-    ip("addr", "add", address, "peer", peer, "dev", name, "noprefixroute")
-
-
-def route(to: str, device: str, congestion: str) -> None:
-    """Route packets for ``to`` over ``device``, with ``congestion`` as the congestion control of TCP.
-
-    The congestion control is set on the route, not on the namespace: a namespace may choose only among those that the
-    machine allows for all users, and this module never changes settings of the machine.
-    """
-    ip("route", "replace", to, "dev", device, "congctl", congestion)
 
 
 def write_setting(name: str, value: str, *, must: bool = True) -> None:
@@ -201,12 +193,12 @@ def ip(*arguments: str) -> None:
 @contextlib.contextmanager
 def _returning() -> Iterator[None]:
     """Return to the current namespace at the block's end."""
-    here = _open_own()
+    here = os.open(OWN_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield
     finally:
         try:
-            _call("setns", here, CLONE_NEWNET)
+            enter(here)
         finally:
             os.close(here)
 
@@ -214,14 +206,10 @@ def _returning() -> Iterator[None]:
 def _may_come_back() -> bool:
     """Whether a thread that left the current namespace could enter it again; tests it by entering it from inside."""
     try:
-        enter("/proc/thread-self/ns/net")
+        enter(OWN_NAMESPACE)
     except OSError:
         return False
     return True
-
-
-def _open_own() -> int:
-    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _call(name: str, *arguments: int) -> None:
@@ -250,15 +238,6 @@ READS_IN_A_ROW = 16
 SITES_MAX = 200
 SYNCER = "syncer"
 COMMAND_BYTES_MAX = 1 << 20
-
-
-def changed_options(options: PipeOptions, changes: Mapping[str, object]) -> PipeOptions:
-    """Return ``options`` with ``changes``, checked as a whole; ``ValueError`` names an unknown or invalid field."""
-    known = asdict(options)
-    for name in changes:
-        if name not in known:
-            raise ValueError(f"{name} is no option of a link: one of {', '.join(known)}")
-    return PipeOptions(**{**known, **changes})
 
 
 @dataclass(slots=True)
@@ -293,30 +272,29 @@ class Delayer:
     def __init__(self) -> None:
         self._cables: dict[str, Cable] = {}
         self._by_tun: dict[int, Pipe] = {}
-        self._syncer = -1
+        self.namespaces: list[int] = []
+        """The syncer's, then each site's."""
         self.ended = False
 
     def run(self) -> None:
         """Carry packets and execute commands until the input ends."""
-        commands = b""
-        source = sys.stdin.fileno()
+        commands, source = b"", sys.stdin.fileno()
         while not self.ended:
             timeout_s = self._let_out()
             ready, _, _ = select.select([source, *self._by_tun], (), (), timeout_s)
             for tun in ready:
-                if tun != source:
-                    self._take_in(tun)
+                if tun == source:
+                    continue
+                pipe, now_ns = self._by_tun[tun], time.monotonic_ns()
+                with contextlib.suppress(BlockingIOError):
+                    for _ in range(READS_IN_A_ROW):
+                        pipe.push(os.read(tun, PACKET_BYTES_MAX), now_ns)
             if source in ready:
                 read = os.read(source, 65536)
                 self.ended = self.ended or not read or len(commands) > COMMAND_BYTES_MAX
                 *lines, commands = (commands + read).split(b"\n")
                 for line in lines:
                     self._answer(json.loads(line))
-
-    def end_the_rest(self, spare: int) -> None:
-        """Kill all processes in the namespaces except ``spare``: they have no network any more."""
-        if self._cables:
-            end_all_in([self._syncer, *(cable.namespace for cable in self._cables.values())], spare)
 
     def _let_out(self) -> float:
         """Deliver all packets that are due, and return the seconds until the next one is, at most ``IDLE_S``."""
@@ -327,13 +305,6 @@ class Delayer:
                 return IDLE_S
             if (left_ns := soonest_ns - time.monotonic_ns()) > 0:
                 return min(left_ns / 1e9, IDLE_S)
-
-    def _take_in(self, tun: int) -> None:
-        pipe = self._by_tun[tun]
-        now_ns = time.monotonic_ns()
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(READS_IN_A_ROW):
-                pipe.push(os.read(tun, PACKET_BYTES_MAX), now_ns)
 
     def _answer(self, command: dict[str, object]) -> None:
         answer: dict[str, object] = {"number": command.pop("number", None)}
@@ -361,16 +332,12 @@ class Delayer:
         if cable is None:
             raise ValueError(f"site is {name!r}: one of {', '.join(sorted(self._cables)) or '(none yet)'}")
         if what == "set":
-            cable.options = changed_options(cable.options, arguments)
+            cable.options = cable.options.changed(arguments)
             for pipe in cable.pipes.values():
                 pipe.change(cable.options)
         elif what in ("partition", "heal"):
-            direction = str(arguments.get("direction", "both"))
-            if direction not in ("both", *DIRECTIONS):
-                raise ValueError(f"direction is {direction!r}: one of both, {', '.join(DIRECTIONS)}")
-            for way, pipe in cable.pipes.items():
-                if direction in ("both", way):
-                    pipe.blocked = what == "partition"
+            for way in directions(str(arguments.get("direction", "both"))):
+                cable.pipes[way].blocked = what == "partition"
         else:
             raise ValueError(f"do is {what!r}: one of cpu_s, crossed, heal, partition, set, start, stats")
         return None
@@ -383,76 +350,56 @@ class Delayer:
             raise ValueError("do is 'start': the links are there already")
         if not 1 <= len(links) <= SITES_MAX or SYNCER in links:
             raise ValueError(f"links are {', '.join(links)}: 1 to {SITES_MAX} sites, none of them called {SYNCER}")
-        self._syncer = make()
-        with within(self._syncer):
-            write_setting("ipv4.ip_forward", "1")
-            _apply(settings)
-        found = {SYNCER: {"place": f"/proc/{os.getpid()}/fd/{self._syncer}"}}
-        for number, (name, options) in enumerate(links.items(), 1):
+        syncer = make()
+        self.namespaces.append(syncer)
+        with within(syncer):
+            for setting, value in {"ipv4.ip_forward": "1", **settings}.items():
+                write_setting(setting, value)
+        found = {SYNCER: {"place": f"/proc/{os.getpid()}/fd/{syncer}"}}
+        for number, (name, values) in enumerate(links.items(), 1):
+            options, device = PipeOptions().changed(values), f"site{number}"
             at_site, at_syncer = f"10.{subnet}.{number}.1", f"10.{subnet}.{number}.2"
-            cable = self._lay(number, changed_options(PipeOptions(), options), (at_site, at_syncer), congestion)
-            with within(cable.namespace):
-                _apply(settings)
-            self._cables[name] = cable
-            self._by_tun |= {tun: cable.pipes[direction] for direction, tun in cable.tuns.items()}
-            place = f"/proc/{os.getpid()}/fd/{cable.namespace}"
+            site = make()
+            self.namespaces.append(site)
+            with within(site):
+                up = open_tun("wan", at_site, at_syncer, to="default", congestion=congestion)
+                for setting, value in settings.items():
+                    write_setting(setting, value)
+            with within(syncer):
+                down = open_tun(device, at_syncer, at_site, to=at_site, congestion=congestion)
+            now_ns = time.monotonic_ns()
+            pipes = {direction: Pipe(options, direction, now_ns) for direction in DIRECTIONS}
+            self._cables[name] = Cable(options, site, device, {"up": up, "down": down}, pipes)
+            self._by_tun |= {up: pipes["up"], down: pipes["down"]}
+            place = f"/proc/{os.getpid()}/fd/{site}"
             found[name] = {"place": place, "site_address": at_site, "syncer_address": at_syncer}
         gc.freeze()
         gc.disable()  # Nothing here makes reference cycles, and a collection would delay packets.
         return found
 
-    def _lay(self, number: int, options: PipeOptions, ends: tuple[str, str], congestion: str) -> Cable:
-        at_site, at_syncer = ends
-        device = f"site{number}"
-        namespace = make()
-        with within(namespace):
-            up = open_tun("wan")
-            bring_up("wan", at_site, at_syncer)
-            route("default", "wan", congestion)
-        with within(self._syncer):
-            down = open_tun(device)
-            bring_up(device, at_syncer, at_site)
-            route(at_site, device, congestion)
-        now_ns = time.monotonic_ns()
-        pipes = {direction: Pipe(options, direction, now_ns) for direction in DIRECTIONS}
-        return Cable(options, namespace, device, {"up": up, "down": down}, pipes)
-
     def _stats(self, cable: Cable) -> dict[str, object]:
-        ways = {
-            way: {**pipe.counts.as_dict(), "held_segments": pipe.held_segments} for way, pipe in cable.pipes.items()
-        }
         with within(cable.namespace):
             unread = device_drops("wan")
-        with within(self._syncer):
+        with within(self.namespaces[0]):
             unread += device_drops(cable.device)
-        facts = {"failed_writes": cable.failed_writes, "unread": unread, "scheduling": _scheduling()}
-        return {**ways, **facts}
+        scheduling = f"shared, niceness {os.getpriority(os.PRIO_PROCESS, 0)}"
+        if os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == os.SCHED_FIFO:
+            scheduling = f"real time, priority {os.sched_getparam(0).sched_priority}"
+        ways = {way: pipe.stats() for way, pipe in cable.pipes.items()}
+        return {**ways, "failed_writes": cable.failed_writes, "unread": unread, "scheduling": scheduling}
 
 
-def _apply(settings: Mapping[str, str]) -> None:
-    for name, value in settings.items():
-        write_setting(name, value)
+def main() -> None:
+    """Emulate links until standard input ends, at the highest priority that this user may have.
 
-
-def _scheduling() -> str:
-    if os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == os.SCHED_FIFO:
-        return f"real time, priority {os.sched_getparam(0).sched_priority}"
-    return f"shared, niceness {os.getpriority(os.PRIO_PROCESS, 0)}"
-
-
-def _hurry() -> None:
-    """Get the highest priority that this user may have, and timers without slack."""
+    Then kill all processes in the namespaces but the owner: they have no network any more.
+    """
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(PRIORITY))
     except OSError:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-
-
-def main() -> None:
-    """Emulate links until standard input ends."""
-    _hurry()
     delayer = Delayer()
 
     def end(number: int, frame: object) -> None:
@@ -463,20 +410,10 @@ def main() -> None:
     try:
         delayer.run()
     finally:
-        delayer.end_the_rest(spare=owner)
+        end_all_in(delayer.namespaces, owner)
 
 
 # --- Sites and a syncer in network namespaces of their own, joined by links that the kernel's real TCP crosses -------
-
-__all__ = [
-    "CONGESTIONS",
-    "SYNCER",
-    "Netns",
-    "NetnsDiedError",
-    "UnfaithfulError",
-    "available_congestions",
-    "unavailable",
-]
 
 SUBNET = 77
 LATE_MS_P99_MAX = 5.0
@@ -524,14 +461,12 @@ class Netns(Child):
         self._processes: list[subprocess.Popen[Any]] = []
         try:
             options = {name: asdict(link) for name, link in links.items()}
-            started = self._do(
+            self._places: dict[str, dict[str, str]] = self._do(
                 "start", links=options, congestion=congestion, settings=dict(settings or {}), subnet=subnet
             )
         except BaseException:
             self.close()
             raise
-        assert isinstance(started, dict)
-        self._places: dict[str, dict[str, str]] = started
 
     def place(self, who: str) -> str:
         """Return the path of the namespace of a site or ``SYNCER``, for ``namespaces.enter`` and ``nsenter --net``."""
@@ -545,24 +480,15 @@ class Netns(Child):
         """Return the site's own address; other sites reach it through the syncer's namespace, over both links."""
         return self._find(site)["site_address"]
 
-    @contextlib.contextmanager
-    def inside(self, who: str) -> Iterator[None]:
+    def inside(self, who: str) -> contextlib.AbstractContextManager[None]:
         """Move the calling thread into a namespace for the block; sockets that it makes there stay there."""
-        here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            enter(self.place(who))
-            try:
-                yield
-            finally:
-                enter(here)
-        finally:
-            os.close(here)
+        return within(self.place(who))
 
     def popen(self, who: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program in a namespace; ``options`` are those of ``subprocess.Popen``.
 
         The program starts inside.  If it entered later, and its owner were killed before that, the cleanup that kills
-        all processes in the namespace (``Delayer.end_the_rest``) would miss it.
+        all processes in the namespace (``end_all_in``) would miss it.
         """
         with self.inside(who):
             process = subprocess.Popen(command, **options)
@@ -583,15 +509,12 @@ class Netns(Child):
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return by site the ``PipeCounts`` of ``up`` and ``down``, and counts of the emulator's own failures."""
-        value = self._do("stats")
-        assert isinstance(value, dict)
-        return value
+        stats: dict[str, dict[str, Any]] = self._do("stats")
+        return stats
 
     def crossed(self) -> dict[str, tuple[int, int]]:
         """Return by site the bytes that have come out of its link (up, down), headers counted; cheap to call often."""
-        value = self._do("crossed")
-        assert isinstance(value, dict)
-        return {site: (up, down) for site, (up, down) in value.items()}
+        return {site: (up, down) for site, (up, down) in self._do("crossed").items()}
 
     def assert_faithful(self, late_ms_p99: float = LATE_MS_P99_MAX) -> None:
         """Raise ``UnfaithfulError`` unless every link has behaved as configured since the start.

@@ -26,7 +26,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from diloco.wan.link import DIRECTIONS, MILLISECOND_NS, RTT_MS_MAX, Weather, check_number
+from diloco.wan.link import CommonOptions, Weather, check_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -106,7 +106,8 @@ def _run(packet: bytes, size: Measure, first: int, stop: int) -> bytes:
     payload = packet[begin + first * payload_bytes : begin + stop * payload_bytes]
     headers = bytearray(packet[IP_AT:begin])
     tcp_at = (headers[0] & 0x0F) * 4
-    number, sequence = _word(headers, IP_ID_AT), int.from_bytes(headers[tcp_at + 4 : tcp_at + 8], "big")
+    (number,) = struct.unpack_from("!H", headers, IP_ID_AT)
+    (sequence,) = struct.unpack_from("!I", headers, tcp_at + TCP_SEQUENCE_AT)
     struct.pack_into("!HH", headers, IP_LENGTH_AT, header_bytes + len(payload), (number + first) & 0xFFFF)
     struct.pack_into("!I", headers, tcp_at + TCP_SEQUENCE_AT, (sequence + first * payload_bytes) & 0xFFFFFFFF)
     if stop < size.segments:
@@ -123,10 +124,6 @@ def _run(packet: bytes, size: Measure, first: int, stop: int) -> bytes:
     if stop - first == 1:
         kind, header_bytes, payload_bytes = KIND_PLAIN, 0, 0
     return VIRTIO.pack(flags, kind, header_bytes, payload_bytes, checksum_start, checksum_at) + headers + payload
-
-
-def _word(content: bytearray, at: int) -> int:
-    return content[at] << 8 | content[at + 1]
 
 
 def _sum_of_words(content: bytes) -> int:
@@ -146,31 +143,22 @@ LATENESS_BINS = 32
 
 
 @dataclass(kw_only=True, slots=True)
-class PipeOptions:
-    """The properties of a link.  Both directions have the same; each draws its own losses and jitter."""
+class PipeOptions(CommonOptions):
+    """The properties of a link that carries packets.  ``mbps`` counts the headers of IP and TCP.
 
-    rtt_ms: float = 0.0
-    """Round-trip time; each direction delays by half of it."""
-    jitter_ms: float = 0.0
-    """Half the width of the round trip's spread: each direction adds a uniform draw of +- half of this."""
-    mbps: float = 0.0
-    """Rate of each direction in 10^6 bits a second, headers of IP and TCP counted; 0 for no bound."""
+    ``queue_kib`` is the size of the queue in front of a link with a rate; 0: the rate times the round trip, at least
+    256 KiB.
+    """
+
+    mbps_min = 0.01
+    mbps_max = 1e5
+
     loss_percent: float = 0.0
     """Chance of each segment (packet on the link) to be lost, in each direction."""
-    queue_kib: float = 0.0
-    """Size of the queue in front of a link with a rate; 0: the rate times the round trip, at least 256 KiB."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_number("rtt_ms", self.rtt_ms, 0, RTT_MS_MAX, f"0 to {RTT_MS_MAX:g}")
-        check_number("jitter_ms", self.jitter_ms, 0, self.rtt_ms, f"0 to rtt_ms={self.rtt_ms!r}: no delay is negative")
-        check_number("mbps", self.mbps, 0, 1e5, "0 (no bound) to 100000")
-        if 0 < self.mbps < 0.01:
-            raise ValueError(f"mbps is {self.mbps!r}: 0 (no bound) or at least 0.01")
+        CommonOptions.__post_init__(self)  # Plain ``super()`` fails in a class with ``slots=True``.
         check_number("loss_percent", self.loss_percent, 0, 100, "0 to 100")
-        check_number("queue_kib", self.queue_kib, 0, 1 << 20, f"0 to {1 << 20}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"seed is {self.seed!r}: a whole number")
 
     @property
     def queue_bytes(self) -> int:
@@ -178,10 +166,6 @@ class PipeOptions:
         if self.queue_kib:
             return int(self.queue_kib * 1024)
         return max(QUEUE_BYTES_MIN, int(self.rtt_ms * self.mbps * 125))
-
-    def serialise_ns(self, num_bytes: int) -> int:
-        """Return how long ``num_bytes`` occupy the link, in ns."""
-        return int(num_bytes * 8000 / self.mbps) if self.mbps else 0
 
 
 @dataclass(slots=True)
@@ -207,14 +191,6 @@ class PipeCounts:
     lateness: list[int] = field(default_factory=lambda: [0] * LATENESS_BINS)
     """Packets by how late they came out: bin n counts those from 2^(n-1) to below 2^n µs; bin 0 those below 1 µs."""
 
-    def came_out(self, late_ns: int) -> None:
-        """Count one packet that came out ``late_ns`` after it was due: the emulator's own error."""
-        self.packets_out += 1
-        late_us = late_ns / 1e3
-        self.late_us_sum += late_us
-        self.late_us_max = max(self.late_us_max, late_us)
-        self.lateness[min((late_ns // 1000).bit_length(), LATENESS_BINS - 1)] += 1
-
     def late_us(self, percent: float) -> float:
         """Return an upper bound (within a factor of two) on the lateness of ``percent`` of the packets, in us."""
         wanted = self.packets_out * percent / 100
@@ -224,11 +200,6 @@ class PipeCounts:
             if seen >= wanted:
                 return min(float(1 << power), self.late_us_max)
         return self.late_us_max
-
-    def as_dict(self) -> dict[str, float]:
-        """Return all counts by name, with percentiles in place of the bins."""
-        counts: dict[str, float] = {name: value for name, value in asdict(self).items() if name != "lateness"}
-        return {**counts, "late_us_p50": self.late_us(50), "late_us_p99": self.late_us(99)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +214,6 @@ class Pipe:
     """One direction of a link: ``push`` packets of the sender's kernel, ``take`` those for the receiver's kernel."""
 
     def __init__(self, options: PipeOptions, direction: str, started_ns: int) -> None:
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction is {direction!r}: one of {', '.join(DIRECTIONS)}")
         self.counts = PipeCounts()
         self.blocked = False
         """True in a partition."""
@@ -257,10 +226,12 @@ class Pipe:
         self._options = options
         self._seed(options.seed)
 
-    @property
-    def held_segments(self) -> int:
-        """Number of segments under way now."""
-        return sum(each.segments for each in self._held)
+    def stats(self) -> dict[str, float]:
+        """Return all counts by name, with percentiles in place of the bins, and the segments under way now."""
+        counts: dict[str, float] = asdict(self.counts)
+        del counts["lateness"]
+        late_us = {f"late_us_p{percent}": self.counts.late_us(percent) for percent in (50, 99)}
+        return {**counts, **late_us, "held_segments": sum(each.segments for each in self._held)}
 
     def change(self, options: PipeOptions) -> None:
         """Change the options; packets under way keep their instants."""
@@ -276,7 +247,10 @@ class Pipe:
         counts.bytes_in += size.wire_bytes
         gone = self._draw(size.segments) if self._options.loss_percent else ()
         counts.lost += len(gone)
-        room = self._room_bytes(now_ns)
+        # What has not been serialised yet is in the queue; what has is under way.
+        room = HELD_BYTES_MAX - self._held_bytes
+        if mbps := self._options.mbps:
+            room = min(room, self._options.queue_bytes - int(max(0, self._free_ns - now_ns) * mbps / 8000))
         if not gone and size.wire_bytes <= room:
             self._hold(packet, size.segments, size.wire_bytes, now_ns)
             return
@@ -302,9 +276,13 @@ class Pipe:
             if self.blocked:
                 self.counts.cut_off += held.segments
                 continue
-            self.counts.segments_out += held.segments
-            self.counts.bytes_out += held.wire_bytes
-            self.counts.came_out(now_ns - held.due_ns)
+            counts, late_ns = self.counts, now_ns - held.due_ns
+            counts.segments_out += held.segments
+            counts.bytes_out += held.wire_bytes
+            counts.packets_out += 1
+            counts.late_us_sum += late_ns / 1e3
+            counts.late_us_max = max(counts.late_us_max, late_ns / 1e3)
+            counts.lateness[min((late_ns // 1000).bit_length(), LATENESS_BINS - 1)] += 1
             return held.packet
         return None
 
@@ -327,21 +305,9 @@ class Pipe:
                 return lost
             lost.add(number)
 
-    def _room_bytes(self, now_ns: int) -> int:
-        room = HELD_BYTES_MAX - self._held_bytes
-        if self._options.mbps:
-            waiting_ns = max(0, self._free_ns - now_ns)
-            room = min(room, self._options.queue_bytes - int(waiting_ns * self._options.mbps / 8000))
-        return room
-
     def _hold(self, packet: bytes, segments: int, wire_bytes: int, now_ns: int) -> None:
-        options = self._options
-        self._free_ns = max(self._free_ns, now_ns) + options.serialise_ns(wire_bytes)
-        delay_ns = int(options.rtt_ms * MILLISECOND_NS / 2)
-        if options.jitter_ms:
-            unit = self._weather.jitter(self._free_ns - self._started_ns)
-            delay_ns += int(unit * options.jitter_ms * MILLISECOND_NS / 2)
-        due_ns = max(self._free_ns + delay_ns, self._last_due_ns)
-        self._last_due_ns = due_ns
-        self._held.append(_Held(packet, segments, wire_bytes, due_ns))
+        self._free_ns = max(self._free_ns, now_ns) + self._options.serialise_ns(wire_bytes)
+        delay_ns = self._weather.delay_ns(self._free_ns - self._started_ns, self._options)
+        self._last_due_ns = max(self._free_ns + delay_ns, self._last_due_ns)
+        self._held.append(_Held(packet, segments, wire_bytes, self._last_due_ns))
         self._held_bytes += wire_bytes

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -64,11 +64,7 @@ class Child:
             start_new_session=True,
             bufsize=0,
         )
-
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        return self._child.pid
+        self.pid = self._child.pid
 
     def is_alive(self) -> bool:
         """Whether the child still runs."""
@@ -76,7 +72,7 @@ class Child:
 
     def cpu_s(self) -> float:
         """Return the processor seconds that the child has used."""
-        return float(str(self._do("cpu_s")))
+        return float(self._do("cpu_s"))
 
     def close(self) -> None:
         """End the child: close its input, then send SIGTERM, then SIGKILL, waiting a bounded time after each."""
@@ -97,12 +93,10 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _do(self, what: str, **arguments: object) -> object:
+    def _do(self, what: str, **arguments: object) -> Any:
         with self._lock:
             assert self._child.stdin is not None
             if self._child.stdin.closed:
@@ -113,18 +107,13 @@ class Child:
                 self._child.stdin.write(line.encode())
             except BrokenPipeError:
                 raise self._death() from None
-            answer = self._answer_to(self._number)
+            deadline_s = time.monotonic() + self._answer_timeout_s
+            answer: dict[str, object] = {}
+            while answer.get("number") != self._number:  # The answer to an earlier command that timed out comes first.
+                answer = json.loads(self._read_line(deadline_s))
         if "refused" in answer:
             raise ValueError(str(answer["refused"]))
         return answer["value"]
-
-    def _answer_to(self, number: int) -> dict[str, object]:
-        deadline_s = time.monotonic() + self._answer_timeout_s
-        while True:
-            answer: dict[str, object] = json.loads(self._read_line(deadline_s))
-            # The answer to an earlier command that timed out may come first.
-            if answer["number"] == number:
-                return answer
 
     def _read_line(self, deadline_s: float) -> bytes:
         assert self._child.stdout is not None
@@ -173,16 +162,9 @@ class RelayProcess(Child):
         self, name: str, options: LinkOptions, target: str, *, listen: str = ANY_PORT, allow_remote: bool = False
     ) -> str:
         """Make a link to ``target`` (``host:port``); return the ``host:port`` to connect to instead."""
-        return str(
-            self._do(
-                "add",
-                name=name,
-                options=dataclasses.asdict(options),
-                target=target,
-                listen=listen,
-                allow_remote=allow_remote,
-            )
-        )
+        values = dataclasses.asdict(options)
+        address = self._do("add", name=name, options=values, target=target, listen=listen, allow_remote=allow_remote)
+        return str(address)
 
     def remove(self, name: str) -> None:
         """Close a link for good."""
@@ -214,6 +196,5 @@ class RelayProcess(Child):
 
     def stats(self) -> dict[str, Stats]:
         """Return the counts of each link, by name (see ``Relay.stats``)."""
-        value = self._do("stats")
-        assert isinstance(value, dict)
-        return value
+        stats: dict[str, Stats] = self._do("stats")
+        return stats

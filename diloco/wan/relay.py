@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import enum
 import ipaddress
 import json
@@ -41,14 +40,13 @@ import struct
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
-from diloco.wan.link import DIRECTIONS, READ_BYTES_MAX, LinkOptions, Path
+from diloco.wan.link import DIRECTIONS, READ_BYTES_MAX, LinkOptions, Path, directions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 
 # The kernel's buffers are a queue outside the model, so they are kept small.  On loopback this costs no speed.
@@ -76,67 +74,35 @@ class StopReason(enum.Enum):
     RECEIVER_FULL = "receiver full"
 
 
-@dataclass(slots=True)
-class Parcel:
-    """Data or a signal on its way to one end."""
-
-    to: End
-    content: bytes | Mark
-
-
 class Lane:
     """One direction of a running link: the model, one timer, and the ends that wait for room."""
 
     def __init__(self, options: LinkOptions, direction: str) -> None:
-        self.path: Path[Parcel] = Path(options, direction, monotonic_ns())
+        self.path: Path[tuple[End, bytes | Mark]] = Path(options, direction, monotonic_ns())
+        """Data and signals, each with the end that it goes to; call ``refresh`` after a change."""
         self.num_bytes = 0
         """Payload bytes that have come out."""
         self.lateness_ns: deque[int] = deque(maxlen=LATENESS_KEPT_MAX)
         """How long after they were due the latest parcels came out: the relay's own error."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._waiting: deque[End] = deque()
+        self.waiting: deque[End] = deque()
+        """Ends that have stopped reading until there is room; first come, first served."""
 
     def send(self, to: End, content: bytes | Mark) -> None:
         """Put ``content`` on its way to the end ``to``."""
         num_bytes = len(content) if isinstance(content, bytes) else 0
-        self.path.push(Parcel(to, content), num_bytes, monotonic_ns())
+        self.path.push((to, content), num_bytes, monotonic_ns())
         if self._timer is None:
-            self._arm()
+            self.refresh()
 
-    def wait_for_room(self, end: End) -> None:
-        """Pause the reading of ``end`` until there is room; first come, first served."""
-        end.stop_reading(StopReason.LINK_FULL)
-        self._waiting.append(end)
-
-    def partition(self) -> None:
-        """Hold everything until ``heal``."""
-        self.path.blocked = True
-        self._arm()
-
-    def heal(self) -> None:
-        """End a partition."""
-        self.path.heal(monotonic_ns())
-        self._arm()
-
-    def change(self, options: LinkOptions) -> None:
-        """Change the options."""
-        self.path.change(options, monotonic_ns())
-        self._give_room()
-        self._arm()
-
-    def forget_the_dead(self) -> None:
-        """Drop what is under way to closed ends."""
-        self.path.drop(lambda parcel: parcel.to.is_gone)
-        self._give_room()
-        self._arm()
-
-    def stop(self) -> None:
-        """Cancel the timer for good."""
-        self.path.blocked = True
-        self._arm()
-
-    def _arm(self) -> None:
+    def refresh(self) -> None:
+        """Let waiting ends read if there is room, and set the timer to the instant at which the next item is due."""
+        room_bytes = self.path.room_bytes
+        # A resumed end may have nothing to send, so an empty lane resumes all: nothing else would call this again.
+        while self.waiting and (room_bytes > 0 or self.path.in_flight_bytes == 0):
+            self.waiting.popleft().go_on_reading(StopReason.LINK_FULL)
+            room_bytes -= self.path.options.read_bytes
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -152,32 +118,25 @@ class Lane:
         for passage in self.path.take_due(now_ns):
             self.num_bytes += passage.num_bytes
             self.lateness_ns.append(now_ns - passage.due_ns)
-            passage.item.to.arrive(passage.item.content)
-            reached[passage.item.to] = None
+            end, content = passage.item
+            end.arrive(content)
+            reached[end] = None
         for end in reached:
             end.flush()
-        self._give_room()
-        if self._timer is None:
-            self._arm()
-
-    def _give_room(self) -> None:
-        room_bytes = self.path.room_bytes
-        # A resumed end may have nothing to send, so an empty lane resumes all: nothing else would call this again.
-        while self._waiting and (room_bytes > 0 or self.path.in_flight_bytes == 0):
-            self._waiting.popleft().go_on_reading(StopReason.LINK_FULL)
-            room_bytes -= self.path.options.read_bytes
+        self.refresh()
 
 
 class End(asyncio.BufferedProtocol):
     """One socket of a connection: reads into its lane, and writes what arrives from the other end's lane."""
 
-    def __init__(self, lane: Lane, on_gone: Callable[[End], None], on_answer: Callable[[End], None]) -> None:
+    other: End
+    """The end at the other side of the link."""
+
+    def __init__(self, relay: Relay, lane: Lane) -> None:
         self.is_gone = False
         """True once the socket is closed, or if it will never be opened."""
+        self._relay = relay
         self._lane = lane
-        self._on_gone = on_gone
-        self._on_answer = on_answer
-        self._other: End | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = memoryview(bytearray(READ_BYTES_MAX))
         self._stopped: set[StopReason] = set()
@@ -185,25 +144,6 @@ class End(asyncio.BufferedProtocol):
         self._receiver_full = False
         self._read_all = False
         self._written_all = False
-
-    @property
-    def other(self) -> End:
-        """The end at the other side of the link."""
-        assert self._other is not None
-        return self._other
-
-    def pair(self, other: End) -> None:
-        """Make ``other`` the other end of this connection, and this one its other end."""
-        self._other, other._other = other, self
-
-    def ask(self) -> None:
-        """Begin the handshake; nothing is read until the far side is open."""
-        self.stop_reading(StopReason.NOT_OPEN)
-        self._lane.send(self.other, Mark.ASK)
-
-    def open_for_reading(self) -> None:
-        """Start reading: the far side is open, and the handshake is over."""
-        self.go_on_reading(StopReason.NOT_OPEN)
 
     # Called by the event loop.
 
@@ -228,7 +168,8 @@ class End(asyncio.BufferedProtocol):
         """Send what was read over the link; stop reading if the link is full."""
         self._lane.send(self.other, bytes(self._buffer[:nbytes]))
         if self._lane.path.room_bytes <= 0:
-            self._lane.wait_for_room(self)
+            self.stop_reading(StopReason.LINK_FULL)
+            self._lane.waiting.append(self)
 
     def eof_received(self) -> bool:
         """Forward the half-close over the link; the other half stays open."""
@@ -262,7 +203,7 @@ class End(asyncio.BufferedProtocol):
         if content is Mark.ASK:
             self._lane.send(self.other, Mark.ANSWER)
         elif content is Mark.ANSWER:
-            self._on_answer(self.other)
+            self._relay.open(self.other)
         elif content is Mark.RESET:
             self.flush()  # Data before a reset is still delivered.
             self.reset()
@@ -334,7 +275,7 @@ class End(asyncio.BufferedProtocol):
             self._arrived.clear()
             # Whatever the other end still sends is dropped, so it must not wait for this end to accept it.
             self.other.go_on_reading(StopReason.RECEIVER_FULL)
-            self._on_gone(self)
+            self._relay.ends.discard(self)
 
 
 def prepare_socket(handle: socket.socket) -> None:
@@ -374,15 +315,6 @@ def require_loopback(field: str, host: str) -> None:
         raise ValueError(f"{field} is {host!r}: only loopback addresses, unless allow_remote is set")
 
 
-def changed_options(options: LinkOptions, changes: Mapping[str, object]) -> LinkOptions:
-    """Return ``options`` with ``changes``, checked as a whole; ``ValueError`` names an unknown or invalid field."""
-    known = [field.name for field in dataclasses.fields(LinkOptions)]
-    for name in changes:
-        if name not in known:
-            raise ValueError(f"{name} is no option of a link: one of {', '.join(known)}")
-    return LinkOptions(**{**dataclasses.asdict(options), **changes})
-
-
 class Relay:
     """One link: listens at one address and carries each connection to one target.
 
@@ -393,8 +325,9 @@ class Relay:
     def __init__(self, options: LinkOptions, *, allow_remote: bool = False) -> None:
         self.options = options
         self._allow_remote = allow_remote
+        self.ends: set[End] = set()
+        """Both ends of each open connection."""
         self._lanes: dict[str, Lane] = {}
-        self._ends: set[End] = set()
         self._num_connections_total = 0
         self._listen = ("", 0)
         self._target = ("", 0)
@@ -424,30 +357,33 @@ class Relay:
             raise
 
     def set(self, **changes: object) -> None:
-        """Change options by name. Items whose serialisation has begun keep their instants; the rest is planned anew."""
-        self.options = changed_options(self.options, changes)
+        """Change options by name; ``ValueError`` for an unknown one.  Items being serialised keep their instants."""
+        self.options = self.options.changed(changes)
         for lane in self._lanes.values():
-            lane.change(self.options)
+            lane.path.change(self.options, monotonic_ns())
+            lane.refresh()
 
     def partition(self, direction: str = "both") -> None:
         """Stop delivery in ``direction`` ("both", "up" or "down") until ``heal``; nothing is closed or lost."""
-        if direction not in ("both", *DIRECTIONS):
-            raise ValueError(f"direction is {direction!r}: one of both, {', '.join(DIRECTIONS)}")
+        chosen = directions(direction)
         for name, lane in self._lanes.items():
-            if direction in ("both", name):
-                lane.partition()
+            if name in chosen:
+                lane.path.blocked = True
+                lane.refresh()
 
     def heal(self) -> None:
         """End the partition of both directions. Everything held crosses the link again from the start."""
         for lane in self._lanes.values():
-            lane.heal()
+            lane.path.heal(monotonic_ns())
+            lane.refresh()
 
     def reset(self) -> None:
         """End all open connections with a TCP reset at both sides; data under way is lost."""
-        for end in list(self._ends):
+        for end in list(self.ends):
             end.reset()
         for lane in self._lanes.values():
-            lane.forget_the_dead()
+            lane.path.drop(lambda item: item[0].is_gone)
+            lane.refresh()
 
     def refuse(self) -> None:
         """Refuse new connections (``ECONNREFUSED``); open ones continue."""
@@ -461,7 +397,7 @@ class Relay:
             listener = _bind(*self._listen)
             prepare_socket(listener)
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(self._accept_one, sock=listener, backlog=BACKLOG)
+            self._server = await loop.create_server(self._take_in, sock=listener, backlog=BACKLOG)
 
     def stats(self) -> dict[str, int | float]:
         """Return counts since the start; ``bytes_*`` are payload bytes delivered, ``connections`` those open now.
@@ -474,7 +410,7 @@ class Relay:
         return {
             "bytes_up": up.num_bytes,
             "bytes_down": down.num_bytes,
-            "connections": (len(self._ends) + 1) // 2,
+            "connections": (len(self.ends) + 1) // 2,
             "connections_total": self._num_connections_total,
             "in_flight_bytes_up": up.path.in_flight_bytes,
             "in_flight_bytes_down": down.path.in_flight_bytes,
@@ -490,37 +426,42 @@ class Relay:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
         self.reset()
-        for lane in self._lanes.values():
-            lane.stop()
+        self.partition()  # No timer runs from now on.
         if self._reservation is not None:
             self._reservation.close()
             self._reservation = None
         # The transports close their sockets in the loop's next iteration.
         await asyncio.sleep(0)
 
-    def _accept_one(self) -> End:
-        client = End(self._lanes["up"], self._ends.discard, self._begin_opening)
-        target = End(self._lanes["down"], self._ends.discard, self._begin_opening)
-        client.pair(target)
-        self._ends |= {client, target}
+    def _take_in(self) -> End:
+        """Begin a connection; its client is not read before the handshake has crossed the link and the target is open.
+
+        Returns the client's end.
+        """
+        client, target = End(self, self._lanes["up"]), End(self, self._lanes["down"])
+        client.other, target.other = target, client
+        self.ends |= {client, target}
         self._num_connections_total += 1
-        client.ask()
+        client.stop_reading(StopReason.NOT_OPEN)
+        self._lanes["up"].send(target, Mark.ASK)
         return client
 
-    def _begin_opening(self, target: End) -> None:
-        task = asyncio.get_running_loop().create_task(self._open(target))
+    def open(self, target: End) -> None:
+        """Connect ``target``, in a task of its own, then read from its client."""
+
+        async def connect() -> None:
+            try:
+                connecting = asyncio.get_running_loop().create_connection(lambda: target, *self._target)
+                await asyncio.wait_for(connecting, OPEN_TIMEOUT_S)
+            except OSError:  # TimeoutError is an OSError too.
+                target.reset()
+                target.other.reset()
+                return
+            target.other.go_on_reading(StopReason.NOT_OPEN)
+
+        task = asyncio.get_running_loop().create_task(connect())
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
-
-    async def _open(self, target: End) -> None:
-        try:
-            connecting = asyncio.get_running_loop().create_connection(lambda: target, *self._target)
-            await asyncio.wait_for(connecting, OPEN_TIMEOUT_S)
-        except OSError:  # TimeoutError is an OSError too.
-            target.reset()
-            target.other.reset()
-            return
-        target.other.open_for_reading()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -541,6 +482,10 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+_OF_ONE_LINK = ("heal", "partition", "refuse", "reset", "set")
+"""Commands that are methods of ``Relay``."""
+
+
 class RelayHost:
     """Several links by name, hosted by one program."""
 
@@ -555,29 +500,22 @@ class RelayHost:
             return await self._add(**arguments)  # type: ignore[arg-type]
         if what == "cpu_s":
             return time.process_time()
-        if what == "stats" and not arguments:
+        if what == "stats":
             return {name: relay.stats() for name, relay in sorted(self._relays.items())}
         name = str(arguments.pop("name", ""))
         relay = self._relays.get(name)
         if relay is None:
             raise ValueError(f"link is {name!r}: one of {', '.join(sorted(self._relays)) or '(none yet)'}")
-        if what == "accept":
-            await relay.accept()
-            return None
         if what == "remove":
             await self._relays.pop(name).close()
-            return None
-        now: dict[str, Callable[..., object]] = {
-            "set": relay.set,
-            "partition": relay.partition,
-            "heal": relay.heal,
-            "reset": relay.reset,
-            "refuse": relay.refuse,
-            "stats": relay.stats,
-        }
-        if what not in now:
-            raise ValueError(f"do is {what!r}: one of accept, add, cpu_s, remove, {', '.join(sorted(now))}")
-        return now[what](**arguments)
+        elif what == "accept":
+            await relay.accept()
+        elif what in _OF_ONE_LINK:
+            getattr(relay, what)(**arguments)
+        else:
+            known = ", ".join(sorted(("accept", "add", "cpu_s", "remove", "stats", *_OF_ONE_LINK)))
+            raise ValueError(f"do is {what!r}: one of {known}")
+        return None
 
     async def close(self) -> None:
         """Close all links."""
@@ -589,7 +527,7 @@ class RelayHost:
     ) -> str:
         if name in self._relays:
             raise ValueError(f"link is {name!r}: there is one already")
-        relay = Relay(changed_options(LinkOptions(), options), allow_remote=allow_remote)
+        relay = Relay(LinkOptions().changed(options), allow_remote=allow_remote)
         await relay.start(*parse_address(listen), *parse_address(target))
         self._relays[name] = relay
         return relay.address

@@ -27,8 +27,9 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import grpc
 
@@ -50,6 +51,7 @@ from diloco.wire.messages import (
 from diloco.wire.options import (
     PORT_MAX,
     SYSTEM_ROOTS,
+    ClientOptions,
     SecurityOptions,
     Watched,
     is_loopback,
@@ -60,7 +62,7 @@ from diloco.wire.options import (
 from diloco.wire.v1 import admin_pb2, replication_pb2, sync_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from types import TracebackType
     from typing import Self
 
@@ -93,6 +95,7 @@ class Backoff:
         self.failures = 0
 
 
+@dataclass(eq=False)
 class Rates:
     """One token bucket per caller: filled at its rate, up to ``burst_s`` seconds' worth but at least 1.
 
@@ -100,16 +103,15 @@ class Rates:
     At most ``callers_max`` buckets are kept; the least recently used is dropped.
     """
 
-    def __init__(self, burst_s: float, callers_max: int = 4096) -> None:
-        self._burst_s = burst_s
-        self._callers_max = callers_max
-        self._lock = threading.Lock()
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+    burst_s: float
+    callers_max: int = 4096
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _buckets: OrderedDict[str, tuple[float, float]] = field(init=False, default_factory=OrderedDict)
 
     def take(self, caller: str, amount: float, per_s: float, now_s: float, wait_max_s: float = 0.0) -> float:
         """Take ``amount`` and return the seconds until there is credit for it; takes nothing if that is more than
         ``wait_max_s``.  ``per_s`` is the caller's rate, ``now_s`` the present time."""
-        full = max(1.0, per_s * self._burst_s)
+        full = max(1.0, per_s * self.burst_s)
         with self._lock:
             credit, at_s = self._buckets.get(caller, (full, now_s))
             credit = min(full, credit + max(0.0, now_s - at_s) * per_s)
@@ -118,7 +120,7 @@ class Rates:
             # Threads pass their times in any order; max keeps any second from being credited twice.
             self._buckets[caller] = (credit - taken, max(at_s, now_s))
             self._buckets.move_to_end(caller)
-            if len(self._buckets) > self._callers_max:
+            if len(self._buckets) > self.callers_max:
                 self._buckets.popitem(last=False)
         return wait_s
 
@@ -126,59 +128,51 @@ class Rates:
 _TICK_S = 0.25
 
 
+@dataclass(eq=False)
 class Guard:
     """One guarded stream, while in ``with``: ``cancel`` is called after ``limit_s`` without a ``touch``."""
 
-    def __init__(self, watch: StallWatch, limit_s: float, cancel: Callable[[], object] | None = None) -> None:
-        self._watch = watch
-        self.cancel = cancel
-        """Ends the stream; None where it is not known yet."""
-        self.limit_s: float | None = limit_s
-        """The stall timeout now in force; None: none."""
-        self._moved_at_s = time.monotonic()
-        self.stalled = False
+    watch: StallWatch
+    limit_s: float | None
+    """The stall timeout now in force; None: none."""
+    cancel: Callable[[], object] | None = None
+    """Ends the stream; None where it is not known yet."""
+    moved_at_s: float = field(init=False, default_factory=time.monotonic)
+    stalled: bool = field(init=False, default=False)
 
     def touch(self) -> None:
         """Note progress."""
-        self._moved_at_s = time.monotonic()
+        self.moved_at_s = time.monotonic()
 
     def limit(self, limit_s: float | None) -> None:
         """Set the stall timeout from now on; None: no timeout, because this end is busy and the other one waits."""
-        self._moved_at_s = time.monotonic()
+        self.moved_at_s = time.monotonic()
         self.limit_s = limit_s
 
-    def check(self, now_s: float) -> None:
-        """Cancel the stream if it has stalled.  Called by the watch's thread."""
-        limit_s = self.limit_s
-        if self.cancel is None or limit_s is None or self.stalled or now_s - self._moved_at_s < limit_s:
-            return
-        self.stalled = True
-        self.cancel()
-
     def __enter__(self) -> Guard:
-        self._watch.add(self)
+        self.watch.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._watch.remove(self)
+        self.watch.remove(self)
 
 
+@dataclass(eq=False)
 class StallWatch:
     """One thread that checks all guarded streams of a client or a server; it sleeps while there are none."""
 
-    def __init__(self, name: str) -> None:
-        self._guards: set[Guard] = set()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread: threading.Thread | None = None
-        self._name = name
+    name: str
+    _guards: set[Guard] = field(init=False, default_factory=set)
+    _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
+    _closed: bool = field(init=False, default=False)
+    _thread: threading.Thread | None = field(init=False, default=None)
 
     def add(self, guard: Guard) -> None:
         """Start to check ``guard``.  Called by ``Guard``."""
         with self._changed:
             self._guards.add(guard)
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
             self._changed.notify()
 
@@ -210,7 +204,11 @@ class StallWatch:
             guards = list(self._guards)
         now_s = time.monotonic()
         for guard in guards:
-            guard.check(now_s)
+            limit_s = guard.limit_s
+            if guard.cancel is None or limit_s is None or guard.stalled or now_s - guard.moved_at_s < limit_s:
+                continue
+            guard.stalled = True
+            guard.cancel()
 
 
 CONTROL_SHARE = 0.05
@@ -226,14 +224,14 @@ def bulk_bytes_per_s(mbps: float) -> int:
     return int(mbps * 1e6 / 8 * (1.0 - CONTROL_SHARE))
 
 
+@dataclass(eq=False)
 class Pacer:
     """One token bucket for all traffic in one direction; thread-safe."""
 
-    def __init__(self, bytes_per_s: int) -> None:
-        self.bytes_per_s = bytes_per_s
-        """The rate from now on; 0: no limit."""
-        self._rates = Rates(burst_s=BURST_S, callers_max=1)
-        self._ended = threading.Event()
+    bytes_per_s: int
+    """The rate from now on; 0: no limit."""
+    _rates: Rates = field(init=False, default_factory=lambda: Rates(burst_s=BURST_S, callers_max=1))
+    _ended: threading.Event = field(init=False, default_factory=threading.Event)
 
     def chunk_bytes(self, bytes_max: int) -> int:
         """Return the longest chunk whose burst at this rate stays within ``BURST_S``, at most ``bytes_max``."""
@@ -258,14 +256,14 @@ BYTES_MIN = 2 * MIB
 """Bytes from which on a transfer measures a link."""
 
 
+@dataclass(eq=False)
 class Arrival:
     """The progress of one transfer: bytes arrived over time.  Thread-safe."""
 
-    def __init__(self, sent_at: int = 0) -> None:
-        """``sent_at`` is the rate limit of the transfer in bytes a second; 0: none."""
-        self.sent_at = sent_at
-        self._lock = threading.Lock()
-        self._seen: list[tuple[int, int]] = []
+    sent_at: int = 0
+    """The rate limit of the transfer in bytes a second; 0: none."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _seen: list[tuple[int, int]] = field(init=False, default_factory=list)
 
     def held(self, count: int) -> None:
         """Record that ``count`` bytes in total have arrived at the other end by now."""
@@ -377,51 +375,40 @@ class Line:
         self._arguments = arguments
         self._lock = threading.Lock()
         self._closed = False
-        authority = options.tls_ca if options.tls_ca != SYSTEM_ROOTS else ""
-        self._shown: Watched[Any] | None = None
-        if options.tls_ca:
-            names = [name for name in (authority, options.tls_cert, options.tls_key) if name]
-            self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(options))
-        self._token = Watched.where("token_file", options.token_file, read_token)
+        files = (options.tls_ca, options.tls_cert, options.tls_key) if options.tls_ca else ()
+        names = [name for name in files if name not in ("", SYSTEM_ROOTS)]
+        self._shown = Watched("tls_ca, tls_cert or tls_key", names, lambda: _credentials(options))
+        self._token = Watched.where("token_file", options.token_file, read_token, options.token)
         self.channel = self._open()
         """gRPC's present channel."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of every call: the token, if there is one, as its file now holds it."""
-        token = self._options.token
-        if self._token is not None:
-            self._token.refresh()
-            token = self._token.value
-        return (("authorization", f"Bearer {token}"),) if token else ()
+        self._token.refresh()
+        return (("authorization", f"Bearer {self._token.value}"),) if self._token.value else ()
 
     def lost(self) -> None:
         """After a call found the syncer unreachable, open a new channel if the TLS files have changed."""
-        if self._shown is None:
-            return
         with self._lock:  # Calls that fail together see one change and open one new channel.
             before = self._shown.value
             self._shown.refresh()
             if self._closed or self._shown.value is before:
                 return
-            old = self._replaced()
+            old, self.channel = self.channel, self._open()
         old.close()
 
-    def lead_to(self, address: str) -> None:
-        """Lead to ``address``; if that is another one, calls under way on the old channel end."""
-        check_address(address, self._options)
+    def lead_to(self, address: str | None) -> None:
+        """Lead to ``address`` on a new channel, unless it is the present one; calls under way on the old channel end.
+
+        None: open a new channel to the present address, which resolves it again.
+        """
+        if address is not None:
+            check_address(address, self._options)
         with self._lock:
             if self._closed or address == self._address:
                 return
-            self._address = address
-            old = self._replaced()
-        old.close()
-
-    def renew(self) -> None:
-        """Open a new channel, which resolves the address again; calls under way on the old one end."""
-        with self._lock:
-            if self._closed:
-                return
-            old = self._replaced()
+            self._address = address or self._address
+            old, self.channel = self.channel, self._open()
         old.close()
 
     def close(self) -> None:
@@ -430,13 +417,8 @@ class Line:
             self._closed = True
         self.channel.close()
 
-    def _replaced(self) -> Any:
-        """Open a new channel and return the old one.  The caller holds the lock, and closes the old one outside it."""
-        old, self.channel = self.channel, self._open()
-        return old
-
     def _open(self) -> Any:
-        if self._shown is None:
+        if self._shown.value is None:
             return grpc.insecure_channel(self._address, self._arguments)
         return grpc.secure_channel(self._address, self._shown.value, self._arguments)
 
@@ -468,6 +450,9 @@ class Line:
 
 
 def _credentials(options: SecurityOptions) -> Any:
+    """Return gRPC's credentials of a client; None without TLS."""
+    if not options.tls_ca:
+        return None
     roots = None if options.tls_ca == SYSTEM_ROOTS else read_authority(options.tls_ca)
     cert, key = read_pair(options.tls_cert, options.tls_key) if options.tls_cert else (None, None)
     return grpc.ssl_channel_credentials(roots, key, cert)
@@ -551,3 +536,28 @@ def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError
         return Unreachable(why, retry_after_s, refused=text if REASON_KEY in beside else "")
     # A later release may send reasons that this one does not know.
     return Refused(status, text, next((each for each in Reason if each.value == beside.get(REASON_KEY)), None))
+
+
+class ServiceClient:
+    """The base of clients whose calls all go to one ``service`` at one address, on a channel of their own."""
+
+    service: ClassVar[str]
+
+    def __init__(
+        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
+    ) -> None:
+        """``ValueError`` or ``OSError`` for an address or files that cannot work."""
+        self._options = options or ClientOptions()
+        self._line = Line(address, security or SecurityOptions(), self._options.channel_arguments(), self.service)
+        self._stalls = StallWatch("stalls-client")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every call under way; they raise ``Unreachable``."""
+        self._line.close()
+        self._stalls.close()

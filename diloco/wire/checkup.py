@@ -23,17 +23,16 @@ from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2
 
-from diloco.wire.channel import SYNC_SERVICE, Arrival, Line, Stream, filler
+from diloco.wire.channel import SYNC_SERVICE, Arrival, ServiceClient, Stream, filler
 from diloco.wire.convert import pack_probe, parse, unpack_probe_reply
 from diloco.wire.messages import REPLY_BYTES_MAX, ProbeAnswer, ProbeTaken, Refused, Status, Unreachable
 from diloco.wire.options import SYSTEM_ROOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from diloco.wire.messages import ProbeAsk
-    from diloco.wire.options import ClientOptions, SecurityOptions
+    from diloco.wire.options import SecurityOptions
 
 KNOCK_S = 2.0
 
@@ -109,7 +108,15 @@ def greet(address: str, port: int, host: str, security: SecurityOptions, limit_s
         connect_s = time.monotonic() - began
         if not security.tls_ca:
             return Greeting(connect_s, heard=_first_word(plain))
-        context = _context(security)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.set_alpn_protocols(["h2"])
+        if security.tls_ca == SYSTEM_ROOTS:
+            context.load_default_certs()
+        else:
+            context.load_verify_locations(security.tls_ca)
+        if security.tls_cert:
+            context.load_cert_chain(security.tls_cert, security.tls_key)
         try:
             with context.wrap_socket(plain, server_hostname=host) as line:
                 handshake_s = time.monotonic() - began - connect_s
@@ -128,19 +135,6 @@ def greet(address: str, port: int, host: str, security: SecurityOptions, limit_s
             return Greeting(connect_s, alert=error.reason or str(error))
         except OSError as error:
             return Greeting(connect_s, alert=str(error) or type(error).__name__)
-
-
-def _context(security: SecurityOptions) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.set_alpn_protocols(["h2"])
-    if security.tls_ca == SYSTEM_ROOTS:
-        context.load_default_certs()
-    else:
-        context.load_verify_locations(security.tls_ca)
-    if security.tls_cert:
-        context.load_cert_chain(security.tls_cert, security.tls_key)
-    return context
 
 
 def _certificate(address: str, port: int, limit_s: float) -> bytes:
@@ -194,24 +188,16 @@ class Probed:
     down: ProbeTaken | None
 
 
-class Checkup:
+class Checkup(ServiceClient):
     """One connection to one address.  Each method raises ``Refused`` or ``Unreachable``, and has a timeout."""
 
-    def __init__(self, address: str, security: SecurityOptions, options: ClientOptions) -> None:
-        """``ValueError`` or ``OSError`` for an address or files that cannot work."""
-        self._options = options
-        self._line = Line(address, security, options.channel_arguments(), SYNC_SERVICE)
-
-    def __enter__(self) -> Checkup:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._line.close()
+    service = SYNC_SERVICE
 
     def serving(self, service: str) -> bool | None:
         """Return whether ``service`` ("": the process itself) is SERVING there; None: it is unknown there."""
+        ask = bytes(health_pb2.HealthCheckRequest(service=service).SerializeToString())
         try:
-            return self._line.unary(_CHECK, _question(service), _is_serving, self._options.control_timeout_s)
+            return self._line.unary(_CHECK, ask, _is_serving, self._options.control_timeout_s)
         except Refused as error:
             if error.status is Status.NOT_FOUND:
                 return None
@@ -220,7 +206,12 @@ class Checkup:
     def names(self) -> tuple[str, ...]:
         """Return the names of all services there; empty where the server refuses to list them."""
         try:
-            return self._line.unary(_LIST, b"", _names_of, self._options.control_timeout_s)
+            return self._line.unary(
+                _LIST,
+                b"",
+                lambda raw: tuple(sorted(parse(health_pb2.HealthListResponse, raw, REPLY_BYTES_MAX).statuses)),
+                self._options.control_timeout_s,
+            )
         except Refused:
             return ()
 
@@ -276,19 +267,11 @@ class Checkup:
     def come_in(self) -> None:
         """Make a call that needs authentication; ``Refused`` says why this end is not admitted."""
         timeout_s = self._options.control_timeout_s
-        with Stream(self._line, _WATCH, _question(""), _is_serving, timeout_s=timeout_s) as stream:
+        with Stream(self._line, _WATCH, b"", _is_serving, timeout_s=timeout_s) as stream:
             if next(stream, None) is None:
                 raise Unreachable("Watch: the stream ended without an answer")
-
-
-def _question(service: str) -> bytes:
-    return bytes(health_pb2.HealthCheckRequest(service=service).SerializeToString())
 
 
 def _is_serving(raw: bytes) -> bool:
     answer = parse(health_pb2.HealthCheckResponse, raw, REPLY_BYTES_MAX)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _names_of(raw: bytes) -> tuple[str, ...]:
-    return tuple(sorted(parse(health_pb2.HealthListResponse, raw, REPLY_BYTES_MAX).statuses))

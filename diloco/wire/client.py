@@ -22,7 +22,9 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diloco.sync.events import Outcome
@@ -36,6 +38,7 @@ from diloco.wire.channel import (
     Guard,
     Line,
     Pacer,
+    ServiceClient,
     StallWatch,
     Stream,
     bulk_bytes_per_s,
@@ -64,6 +67,7 @@ from diloco.wire.messages import (
     PushAgain,
     PushCommit,
     PushHeader,
+    PushPart,
     PushReply,
     PushResult,
     Refused,
@@ -80,7 +84,7 @@ from diloco.wire.options import ClientOptions, SecurityOptions
 from diloco.wire.pulling import Patience, Pulling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
     from types import TracebackType
 
     from diloco.wire.pulling import PulledVersion, PullSink
@@ -146,6 +150,7 @@ class Learned:
                 self._pace, self._held, self.bytes_per_s = Pace(), 0, 0
 
 
+@dataclass(eq=False)
 class Pushing:
     """One attempt at a push: the header, then chunks from the admitted offset, then the commit.
 
@@ -155,47 +160,38 @@ class Pushing:
     gRPC asks for the next message when the last one has passed flow control, so each request for one is progress.
     """
 
-    def __init__(
-        self,
-        bulk: Sequence[Line],
-        header: PushHeader,
-        payload: memoryview,
-        options: ClientOptions,
-        stalls: StallWatch,
-        sent: Callable[[int], None],
-        pacer: Pacer,
-        breaks: int = 0,
-        *,
-        at_once: bool = False,
-        arrived: Callable[[int], None] | None = None,
-    ) -> None:
-        """The push opens on the first of ``bulk``; the others carry additional streams.
+    bulk: Sequence[Line]
+    """The push opens on the first; the others carry additional streams."""
+    header: PushHeader
+    payload: memoryview
+    options: ClientOptions
+    stalls: StallWatch
+    sent: Callable[[int], None]
+    """Called with each message's length."""
+    pacer: Pacer
+    breaks: int = 0
+    """Earlier attempts at this push that were interrupted."""
+    at_once: bool = False
+    """Send without waiting for admission."""
+    arrived: Callable[[int], None] | None = None
+    """Called now and then with the number of bytes that the syncer holds."""
 
-        ``breaks``: earlier attempts at this push that were interrupted.  ``at_once``: send without waiting for
-        admission.  ``sent`` is called with each message's length, ``arrived`` now and then with the number of bytes
-        that the syncer holds."""
-        self._bulk = bulk
-        others = min(len(bulk) - 1, header.payload_bytes // PIECE_BYTES_MIN)
-        progress = breaks > 0 or arrived is not None
-        self._header = replace(header, frames=True, progress=progress, others=others)
-        self._payload = payload
-        self._options = options
-        self._stalls = stalls
-        self._guard = Guard(stalls, options.stall_s)
-        self._sent = sent
-        self._pacer = pacer
-        self._breaks = breaks
-        self._arrived = arrived
-        self._at_once = at_once
+    def __post_init__(self) -> None:
+        others = min(len(self.bulk) - 1, self.header.payload_bytes // PIECE_BYTES_MIN)
+        progress = self.breaks > 0 or self.arrived is not None
+        self.header = replace(self.header, frames=True, progress=progress, others=others)
+        self._guard = Guard(self.stalls, self.options.stall_s)
         self._changed = threading.Condition()
-        self._at: int | None = 0 if at_once else None
+        self._at = 0
+        """The first byte that was never sent."""
         self._began = self._held = 0
         self.admitted = False
         """Whether the syncer has admitted the push; an attempt that breaks before that loses no bytes."""
         self._again: deque[tuple[int, int]] = deque()
         self._agains = 0
         self._stopped = self._committed = False
-        self._streams = 1
+        self.streams = 1
+        """The streams that are open, or about to be opened."""
         self._others: list[tuple[Stream[PushReply], threading.Thread]] = []
         self._carrying: set[Guard] = set()
         self._broken: set[Guard] = set()
@@ -203,11 +199,11 @@ class Pushing:
 
     def run(self) -> PushResult:
         """Push, and return the syncer's result.  Raises ``Refused`` or ``Unreachable``; it always ends all streams."""
-        first = Stream(self._bulk[0], "Push", self.requests(), lambda raw: self._heard(raw, first), self._guard)
+        first = Stream(self.bulk[0], "Push", self.requests(), lambda raw: self._heard(raw, first), self._guard)
         result: PushResult | None = None
         try:
             with first:
-                if self._at_once:
+                if self.at_once:
                     self._open_others(first, 0)
                 for reply in first:
                     if isinstance(reply, PushResult):
@@ -234,15 +230,16 @@ class Pushing:
             self.held(reply.offset)  # Only the first reply on the first stream sets the offset to send from.
         elif isinstance(reply, PushAdmitted):
             self.admit(reply)
-            if not self._at_once and first is not None:
+            if not self.at_once and first is not None:
                 self._open_others(first, reply.offset)
         return reply
 
     def _open_others(self, first: Stream[PushReply], offset: int) -> None:
-        worth = (self._header.payload_bytes - offset) // PIECE_BYTES_MIN
-        for bulk in self._bulk[1 : 1 + worth]:
-            guard = Guard(self._stalls, self._options.stall_s)
-            self.join_in()
+        worth = (self.header.payload_bytes - offset) // PIECE_BYTES_MIN
+        for bulk in self.bulk[1 : 1 + worth]:
+            guard = Guard(self.stalls, self.options.stall_s)
+            with self._changed:
+                self.streams += 1
             stream = Stream(bulk, "Push", self.beside(guard), lambda raw: self._heard(raw, None), guard)
             thread = threading.Thread(target=self._listen, args=(stream, first, guard), name="push-beside", daemon=True)
             thread.start()
@@ -260,15 +257,15 @@ class Pushing:
                 first.cancel()
         finally:
             with self._changed:
-                self._streams -= 1
+                self.streams -= 1
 
     def admit(self, admitted: PushAdmitted) -> None:
         """Note that the syncer holds ``admitted.offset`` bytes and wants the rest."""
-        if admitted.offset > len(self._payload):
-            raise MalformedMessage(f"offset is {admitted.offset}: the payload has {len(self._payload)} bytes")
+        if admitted.offset > len(self.payload):
+            raise MalformedMessage(f"offset is {admitted.offset}: the payload has {len(self.payload)} bytes")
         with self._changed:
             self._began = self._held = admitted.offset
-            self._at = max(self._at or 0, admitted.offset)
+            self._at = max(self._at, admitted.offset)
             self.admitted = True
             self._changed.notify_all()
 
@@ -276,13 +273,13 @@ class Pushing:
         """Note that the syncer holds ``offset`` bytes by now."""
         with self._changed:
             self._held = max(self._held, offset)
-            if self._arrived is not None:
-                self._arrived(self._held)
+            if self.arrived is not None:
+                self.arrived(self._held)
             self._changed.notify_all()
 
     def again(self, wanted: PushAgain) -> None:
         """Send the ``wanted`` bytes again.  ``MalformedMessage`` if they were never sent, or after ``AGAINS_MAX``."""
-        if self._at is None or wanted.offset + wanted.length > self._at:
+        if wanted.offset + wanted.length > self._at:
             raise MalformedMessage(f"offset is {wanted.offset}: bytes are wanted again that were not sent")
         with self._changed:
             self._agains += 1
@@ -290,7 +287,7 @@ class Pushing:
                 raise MalformedMessage(f"chunks are wanted again for the {self._agains}th time")
             self._again.append((wanted.offset, wanted.length))
             self._committed = False
-            self._guard.limit(self._options.stall_s)
+            self._guard.limit(self.options.stall_s)
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -301,10 +298,10 @@ class Pushing:
 
     def requests(self) -> Iterator[bytes]:
         """Yield the messages of the stream that opens and commits the push, as gRPC asks for them."""
-        yield self._counted(convert.pack_push(self._header))
+        yield self._packed(self.header)
         with self._changed:
             # The caller's stall guard bounds this wait: however the call ends, ``run`` then calls ``stop``.
-            self._changed.wait_for(lambda: self._stopped or self._at is not None)
+            self._changed.wait_for(lambda: self._stopped or self.admitted or self.at_once)
         while not self._stopped:
             yield from self._chunks(self._guard)
             with self._changed:
@@ -313,15 +310,15 @@ class Pushing:
                 if self._again:
                     continue
                 self._committed = True
-            yield self._counted(convert.pack_push(PushCommit(self._header.payload_bytes, self._header.digest)))
+            yield self._packed(PushCommit(self.header.payload_bytes, self.header.digest))
             with self._changed:
                 if self._committed:
-                    self._guard.limit(self._options.answer_s)
+                    self._guard.limit(self.options.answer_s)
                 self._changed.wait_for(lambda: self._stopped or self._again)
 
     def beside(self, guard: Guard) -> Iterator[bytes]:
-        """Yield the messages of an additional stream; call ``join_in`` first."""
-        yield self._counted(convert.pack_push(replace(self._header, beside=True)))
+        """Yield the messages of an additional stream, which ``streams`` counts already."""
+        yield self._packed(replace(self.header, beside=True))
         yield from self._chunks(guard)
 
     def carries(self, guard: Guard) -> bool:
@@ -333,20 +330,15 @@ class Pushing:
             self._broken.add(guard)
             return guard in self._carrying
 
-    def join_in(self) -> None:
-        """Count one more additional stream."""
-        with self._changed:
-            self._streams += 1
-
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
-        longest = self._pacer.chunk_bytes(self._options.chunk_bytes)
+        longest = self.pacer.chunk_bytes(self.options.chunk_bytes)
         size = ChunkSize(CHUNK_BYTES_MIN, longest, careful=self._began > 0)
         while (place := self._next(size.bytes, guard)) is not None:
             offset, length = place
-            self._pacer.wait(length, guard)
-            data = self._payload[offset : offset + length]
+            self.pacer.wait(length, guard)
+            data = self.payload[offset : offset + length]
             began_s = time.monotonic()
-            yield self._counted(convert.pack_push(Frame(offset, data)))
+            yield self._packed(Frame(offset, data))
             size.took(time.monotonic() - began_s)
             guard.touch()
 
@@ -354,31 +346,33 @@ class Pushing:
         with self._changed:
             # What is wanted again goes on the stream that commits: the commit would overtake it on another.
             again = self._again if guard is self._guard else ()
-            # Bytes in flight when a connection breaks are lost, so an unreliable one gets a bound on them.
-            self._changed.wait_for(lambda: self._stopped or again or self._spared(chunk_bytes))
+            # Bytes in flight when a connection breaks are lost, so an unreliable one gets a bound on them.  A single
+            # chunk may always be in flight, or the push would never progress.
+            self._changed.wait_for(
+                lambda: (
+                    self._stopped
+                    or again
+                    or not self.breaks
+                    or self._at <= self._held
+                    or self._at + chunk_bytes <= self._held + bytes_at_risk(self.breaks, self._held - self._began)
+                )
+            )
             if self._stopped or guard in self._broken:
                 return None
             if again:
                 self._carrying.add(guard)
                 return self._again.popleft()
-            assert self._at is not None, "not admitted yet"
-            left = len(self._payload) - self._at
+            left = len(self.payload) - self._at
             if not left:
                 return None
-            offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, self._streams))
+            offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, self.streams))
             self._at += length
             self._carrying.add(guard)
             return offset, length
 
-    def _spared(self, chunk_bytes: int) -> bool:
-        """Return whether one more chunk may be in flight; a single one always may, or the push would never progress."""
-        assert self._at is not None, "not admitted yet"
-        if not self._breaks or self._at <= self._held:
-            return True
-        return self._at + chunk_bytes <= self._held + bytes_at_risk(self._breaks, self._held - self._began)
-
-    def _counted(self, message: bytes) -> bytes:
-        self._sent(len(message))
+    def _packed(self, part: PushPart) -> bytes:
+        message = convert.pack_push(part)
+        self.sent(len(message))
         return message
 
 
@@ -390,7 +384,7 @@ CONFIRMATIONS_MAX = 3
 """Most tickets repeated in one join; each further ticket means that yet another process of the site has joined."""
 
 
-class SyncClient:
+class SyncClient(AbstractContextManager["SyncClient"]):
     """The client of ``site_id`` in run ``run_id``; ``site_id`` is empty for an observer that only pulls.
 
     Control calls (Join, Watch, Report, Leave) and bulk calls (Push, Pull) use separate connections.  Each connects at
@@ -432,9 +426,6 @@ class SyncClient:
         self._up, self._down = Learned(self._options.up_mbps), Learned(self._options.down_mbps)
         self._pacer = Pacer(self._up.bytes_per_s)
         self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
-
-    def __enter__(self) -> SyncClient:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
@@ -537,7 +528,7 @@ class SyncClient:
         """Raise ``Unreachable`` when an answer's ``epoch`` (0: not given) is older than that of the joined syncer."""
         if 0 < epoch < self._epoch:
             for line in self._lines[1:]:  # The name may resolve elsewhere now; an open connection never notices.
-                line.renew()
+                line.lead_to(None)
             older = f"the syncer that answers is of epoch {epoch}"
             raise Unreachable(f"{method}: {older}, and another of epoch {self._epoch} has taken its place")
 
@@ -625,21 +616,10 @@ class SyncClient:
         return [*bulk[first:], *bulk[:first]]
 
 
-class AdminClient:
+class AdminClient(ServiceClient):
     """The client of an operator."""
 
-    def __init__(
-        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
-    ) -> None:
-        self._options = options or ClientOptions()
-        arguments = self._options.channel_arguments()
-        self._line = Line(address, security or SecurityOptions(), arguments, ADMIN_SERVICE)
-
-    def __enter__(self) -> AdminClient:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    service = ADMIN_SERVICE
 
     def status(self) -> dict[str, object]:
         """Return the state of the run."""
@@ -680,30 +660,15 @@ class AdminClient:
     def _have(self, method: str, request: bytes = b"", timeout_s: float = 0.0) -> None:
         self._line.unary(method, request, convert.unpack_empty, timeout_s or self._options.control_timeout_s)
 
-    def close(self) -> None:
-        """End every call under way."""
-        self._line.close()
 
-
-class FollowClient:
+class FollowClient(ServiceClient):
     """The client of a standby."""
 
-    def __init__(
-        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
-    ) -> None:
-        self._options = options or ClientOptions()
-        arguments = self._options.channel_arguments()
-        self._line = Line(address, security or SecurityOptions(), arguments, REPLICATION_SERVICE)
-        self._stalls = StallWatch("stalls-standby")
+    service = REPLICATION_SERVICE
 
     def follow(self, start: FollowStart) -> FollowStream:
         """Stream everything that the syncer stores, as it becomes durable there."""
         return FollowStream(self._line, start, Guard(self._stalls, self._options.stall_s))
-
-    def close(self) -> None:
-        """End every stream; they raise ``Unreachable``."""
-        self._line.close()
-        self._stalls.close()
 
 
 class FollowStream(Stream[FollowPart]):

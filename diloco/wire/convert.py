@@ -63,21 +63,11 @@ def parse(kind: Any, raw: bytes, bytes_max: int) -> Any:
 # --- fields that are converted by hand -------------------------------------------------------------------------
 
 
-def _unit_list_out(told: UnitsTold) -> dict[str, object]:
-    units = [0 if start == SKIPPED else start + 1 for start, _ in told.pieces]
-    return {"first": told.first, "units": units, "counts": [count for _, count in told.pieces]}
-
-
 def _unit_list_in(told: sync_pb2.UnitList) -> UnitsTold:
     if len(told.units) != len(told.counts):
         raise m.MalformedMessage(f"units has {len(told.units)} runs: {len(told.counts)} wanted, as counts has")
     starts = [unit - 1 if unit else SKIPPED for unit in told.units]
     return UnitsTold(told.first, tuple(zip(starts, told.counts, strict=True)))
-
-
-def spans_out(spans: Sequence[Span]) -> list[int]:
-    """Flatten spans to first, end, first, end..."""
-    return [number for span in spans for number in span]
 
 
 def spans_in(numbers: Sequence[int]) -> tuple[Span, ...]:
@@ -87,20 +77,8 @@ def spans_in(numbers: Sequence[int]) -> tuple[Span, ...]:
     return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def _undecided_out(undecided: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
-    return [{"sequence": sequence, "tokens": tokens} for sequence, tokens in undecided]
-
-
-def _undecided_in(undecided: Sequence[sync_pb2.Undecided]) -> tuple[tuple[int, int], ...]:
-    return tuple((item.sequence, item.tokens) for item in undecided)
-
-
 def _finite_or_none(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
-
-
-def _protocol_in(protocol: int) -> int:
-    return protocol or 2  # Only a client of protocol 2 leaves it unset.
 
 
 def _as_it_is(value: Any) -> Any:
@@ -112,11 +90,24 @@ _Ways = tuple[_Way, _Way]
 """A conversion to what protobuf takes (a nested message is a dict of its fields), and one back from what it returns."""
 
 _BY_HAND: Mapping[tuple[type, str], _Ways] = {
-    (m.PushHeader, "spans"): (spans_out, spans_in),
-    (m.PullAsk, "protocol"): (_as_it_is, _protocol_in),
+    # Spans are flattened to first, end, first, end...
+    (m.PushHeader, "spans"): (lambda spans: [number for span in spans for number in span], spans_in),
+    # Only a client of protocol 2 leaves it unset.
+    (m.PullAsk, "protocol"): (_as_it_is, lambda protocol: protocol or 2),
     (m.ReportInfo, "loss"): (_finite_or_none, _finite_or_none),
+    (m.ReportReply, "units"): (
+        lambda told: {
+            "first": told.first,
+            "units": [0 if start == SKIPPED else start + 1 for start, _ in told.pieces],
+            "counts": [count for _, count in told.pieces],
+        },
+        _unit_list_in,
+    ),
     (m.Chunk, "data"): (bytes, _as_it_is),
-    (FragmentStanding, "undecided"): (_undecided_out, _undecided_in),
+    (FragmentStanding, "undecided"): (
+        lambda pairs: [{"sequence": sequence, "tokens": tokens} for sequence, tokens in pairs],
+        lambda items: tuple((item.sequence, item.tokens) for item in items),
+    ),
 }
 
 
@@ -125,8 +116,6 @@ _BY_HAND: Mapping[tuple[type, str], _Ways] = {
 
 def _message_ways(kind: type, descriptor: Any) -> _Ways:
     """Return the conversions from a ``kind`` to its generated message's fields and back, without bound checks."""
-    if kind is UnitsTold:
-        return _unit_list_out, _unit_list_in
     names = [field.name for field in fields(kind)]
     get = attrgetter(*names) if len(names) > 1 else lambda source: [getattr(source, name) for name in names]
     outs: list[tuple[str, _Way]] = []
@@ -134,7 +123,7 @@ def _message_ways(kind: type, descriptor: Any) -> _Ways:
     for place, name in enumerate(names):
         field = descriptor.fields_by_name[name]
         out, back = _value_ways(kind, name, field)
-        may_lack = field.has_presence and m.without_bound(m.annotations_of(kind)[name])[1]
+        may_lack = field.has_presence and m.taken_apart(m.annotations_of(kind)[name])[2]
         if out is not _as_it_is:
             outs.append((name, out))
         if back is not _as_it_is or may_lack:
@@ -159,7 +148,7 @@ def _message_ways(kind: type, descriptor: Any) -> _Ways:
 def _value_ways(kind: type, name: str, descriptor: Any) -> _Ways:
     if (kind, name) in _BY_HAND:
         return _BY_HAND[kind, name]
-    value, optional = m.without_bound(m.annotations_of(kind)[name])
+    value, _, optional = m.taken_apart(m.annotations_of(kind)[name])
     if is_dataclass(value):
         return _message_ways(value, descriptor.message_type)  # type: ignore[arg-type]
     if isinstance(value, type) and issubclass(value, Enum):
@@ -286,39 +275,13 @@ def unpack_frame(raw: bytes) -> m.Frame:
     return m.Frame(offset, data, intact=xxh3_64_intdigest(data, offset) == checksum)
 
 
-def _pack_chunk(chunk: m.Chunk) -> bytes:
-    """Pack a ``PushRequest`` or ``PullResponse`` that holds a chunk, which is field 2 in both.
-
-    Written by hand because the generated code copies the data three times, at 1 MiB each time into fresh memory; this
-    copies it once.  A test checks that protobuf parses it as its own.
-    """
-    m.check(chunk)
-    checksum = b"\x15" + chunk.crc32.to_bytes(4, "little")
-    if chunk.xxh3 is not None:
-        checksum = b"\x21" + chunk.xxh3.to_bytes(8, "little")
-    fields = b"\x08%b%b\x1a%b" % (_varint(chunk.offset), checksum, _varint(len(chunk.data)))
-    return b"".join((b"\x12", _varint(len(fields) + len(chunk.data)), fields, chunk.data))
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def _bulk(form: _Form[Any]) -> _Form[Any]:
+def _or_frame(form: _Form[Any]) -> _Form[Any]:
     """Extend ``form`` so that a chunk may also be a frame."""
     pack, unpack = form
-
-    def pack_bulk(part: Any) -> bytes:
-        if isinstance(part, m.Frame):
-            return pack_frame(part.offset, part.data)
-        return _pack_chunk(part) if isinstance(part, m.Chunk) else pack(part)
-
-    return pack_bulk, lambda raw: unpack_frame(raw) if raw[:1] == b"\x00" else unpack(raw)
+    return (
+        lambda part: pack_frame(part.offset, part.data) if isinstance(part, m.Frame) else pack(part),
+        lambda raw: unpack_frame(raw) if raw[:1] == b"\x00" else unpack(raw),
+    )
 
 
 # --- the messages ----------------------------------------------------------------------------------------------
@@ -354,7 +317,7 @@ _probe_reply: _Form[m.ProbeReply] = _one_of(
 )
 pack_probe_reply, unpack_probe_reply = _probe_reply
 
-_push: _Form[m.PushPart] = _bulk(
+_push: _Form[m.PushPart] = _or_frame(
     _one_of(
         sync_pb2.PushRequest,
         "a header, a chunk or a commit",
@@ -375,7 +338,7 @@ _push_reply: _Form[m.PushReply] = _one_of(
 pack_push_reply, unpack_push_reply = _push_reply
 
 pack_pull, unpack_pull = _whole(m.PullAsk, sync_pb2.PullRequest)
-_pull_part: _Form[m.PullPart] = _bulk(
+_pull_part: _Form[m.PullPart] = _or_frame(
     _one_of(sync_pb2.PullResponse, "a header or a chunk", m.MESSAGE_BYTES_MAX, header=m.PullHeader, chunk=m.Chunk)
 )
 pack_pull_part, unpack_pull_part = _pull_part

@@ -41,7 +41,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -49,18 +49,16 @@ from urllib.parse import unquote
 import grpc
 
 from diloco import open_files
-from diloco.wire.channel import PUSHBACK_KEY, REASON_KEY, Guard, Rates
+from diloco.wire.channel import PUSHBACK_KEY, REASON_KEY, Guard, Rates, StallWatch
 from diloco.wire.chunks import ChunkError, DamagedChunk
-from diloco.wire.identity import Identity
+from diloco.wire.identity import Authenticator, Identity
 from diloco.wire.messages import PROBES_BURST_S, PROBES_PER_S, TEXT_CHARS_MAX, MalformedMessage, Refusal, Status
+from diloco.wire.options import ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.wire.channel import StallWatch
-    from diloco.wire.identity import Authenticator
     from diloco.wire.messages import PushHeader
-    from diloco.wire.options import ServerOptions
 
 _log = logging.getLogger(__name__)
 
@@ -114,33 +112,30 @@ class TurnedAway:
         self._tell(f"connections hung up on so far: {count}; {why}")
 
 
+@dataclass(eq=False)
 class Gate:
     """A concurrency limit of ``total_max``, and of ``each_max`` per site; a call over it is refused, never queued."""
 
-    def __init__(self, what: str, total_max: int, each_max: int, pushback_ms: int) -> None:
-        self._what = what
-        self._total_max = total_max
-        self._each_max = each_max
-        self._pushback_ms = pushback_ms
-        self._lock = threading.Lock()
-        self._inside: Counter[str] = Counter()
-        self._total = 0
+    what: str
+    total_max: int
+    each_max: int
+    pushback_ms: int
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _inside: Counter[str] = field(init=False, default_factory=Counter)
 
     @contextmanager
     def enter(self, site: str) -> Iterator[None]:
         """Hold one place.  Raises RESOURCE_EXHAUSTED, with a retry delay, when there is no room."""
         with self._lock:
-            full = self._inside[site] >= self._each_max
-            if full or self._total >= self._total_max:
-                text = f"no room for one more {self._what} {'of this caller' if full else 'in all'}: come back"
-                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self._pushback_ms)
+            full = self._inside[site] >= self.each_max
+            if full or self._inside.total() >= self.total_max:
+                text = f"no room for one more {self.what} {'of this caller' if full else 'in all'}: come back"
+                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
             self._inside[site] += 1
-            self._total += 1
         try:
             yield
         finally:
             with self._lock:
-                self._total -= 1
                 _one_less(self._inside, site)
 
 
@@ -151,6 +146,7 @@ def _one_less(counts: Counter[str], key: str) -> None:
         del counts[key]
 
 
+@dataclass(eq=False)
 class WaitingRoom:
     """At most ``total_max`` waiting calls.  When it is full, a new call evicts an old one and is always admitted.
 
@@ -158,10 +154,9 @@ class WaitingRoom:
     loses its own calls, and a caller that waits only briefly is never evicted.
     """
 
-    def __init__(self, total_max: int) -> None:
-        self._total_max = total_max
-        self._lock = threading.Lock()
-        self._inside: dict[str, dict[object, Callable[[], object]]] = {}
+    total_max: int
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _inside: dict[str, dict[object, Callable[[], object]]] = field(init=False, default_factory=dict)
 
     @contextmanager
     def enter(self, caller: str, cancel: Callable[[], object]) -> Iterator[None]:
@@ -169,7 +164,7 @@ class WaitingRoom:
         place = object()
         with self._lock:
             sent_away = None
-            if sum(map(len, self._inside.values())) >= self._total_max:
+            if sum(map(len, self._inside.values())) >= self.total_max:
                 # max takes the first of equals, and callers are in the order of their arrival.
                 most = max(self._inside, key=lambda each: len(self._inside[each]))
                 longest, sent_away = next(iter(self._inside[most].items()))
@@ -200,6 +195,7 @@ class _UnderWay:
     gone: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(eq=False)
 class OneAtATime:
     """One stream per key: a new stream ends the one before it.
 
@@ -207,11 +203,10 @@ class OneAtATime:
     must not be blocked by the place and the resources that the old one holds.
     """
 
-    def __init__(self, what: str, pushback_ms: int) -> None:
-        self._what = what
-        self._pushback_ms = pushback_ms
-        self._lock = threading.Lock()
-        self._streams: dict[tuple[object, ...], _UnderWay] = {}
+    what: str
+    pushback_ms: int
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _streams: dict[tuple[object, ...], _UnderWay] = field(init=False, default_factory=dict)
 
     @contextmanager
     def enter(self, key: tuple[object, ...], incarnation: int, cancel: Callable[[], object]) -> Iterator[None]:
@@ -225,8 +220,8 @@ class OneAtATime:
         if before is not None:
             before.cancel()
             if not before.gone.wait(_SUPERSEDE_S) or self._take(key, mine) is not None:
-                text = f"an older {self._what} like this one is still being ended: come back"
-                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self._pushback_ms)
+                text = f"an older {self.what} like this one is still being ended: come back"
+                raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
         try:
             yield
         finally:
@@ -240,7 +235,7 @@ class OneAtATime:
             if before is None:
                 self._streams[key] = mine
             elif before.incarnation > mine.incarnation:
-                text = f"fenced: a newer incarnation of this site has this {self._what}"
+                text = f"fenced: a newer incarnation of this site has this {self.what}"
                 raise Refusal(Status.FAILED_PRECONDITION, text)
             return before
 
@@ -327,11 +322,16 @@ class Connections:
         chosen = _chosen(strangers, excess)
         chosen += _chosen(known, excess - len(chosen))
         for peer in chosen:
-            _hang_up(found[peer], peer, port)
+            fd = found[peer]
+            with suppress(OSError):
+                if _peer_at(fd, port) == peer:  # Otherwise gRPC has closed it meanwhile.
+                    with _borrowed(fd) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)  # gRPC reads end of file and closes its descriptor.
         if chosen:
             self._counters.add("hung_up", len(chosen))
-            host, why = _host(chosen[-1]), "it had no call under way when {} of {} places were taken"
-            self._turned_away.add(f"the latest from {host}, {why.format(len(found), self._places)}", len(chosen))
+            taken = f"when {len(found)} of {self._places} places were taken"
+            why = f"the latest from {_host(chosen[-1])}, it had no call under way {taken}"
+            self._turned_away.add(why, len(chosen))
         return bool(chosen)
 
 
@@ -369,14 +369,6 @@ def _peer_at(fd: int, port: int) -> str:
     return ""  # Closed meanwhile, or a listening socket.
 
 
-def _hang_up(fd: int, peer: str, port: int) -> None:
-    """Close the connection as if ``peer`` had: gRPC reads end of file and closes its descriptor itself."""
-    with suppress(OSError):
-        if _peer_at(fd, port) == peer:
-            with _borrowed(fd) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-
-
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
     """Wrap a descriptor that gRPC owns in a socket, and never close it.
@@ -395,40 +387,45 @@ WAIT_MAX_S = 1.0
 
 
 _FOR_STRANGERS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
-Work = Callable[[Iterator[bytes], Any, Identity], Iterator[bytes]]
-"""A method for an admitted caller: from its requests, gRPC's context and its identity to the answers."""
 
 
 @dataclass(eq=False, slots=True)
-class _Inside:
+class Call:
+    """An admitted call."""
+
     method: str
-    cancel: Callable[[], object]
+    requests: Iterator[bytes]
+    context: Any
+    """gRPC's."""
     identity: Identity
+    caller: str
+    """The key by which calls are counted (``Identity.caller``)."""
 
 
+Work = Callable[[Call], Iterator[bytes]]
+"""A method for an admitted call: yields its answers."""
+
+
+@dataclass(eq=False)
 class Door:
     """Admits calls, and ends them when the caller's credentials are no longer valid."""
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        options: ServerOptions,
-        counters: Counters,
-        connections: Connections,
-        stalls: StallWatch,
-    ) -> None:
-        self._authenticator = authenticator
-        self._options = options
-        self.counters = counters
-        self._connections = connections
-        self.stalls = stalls
+    authenticator: Authenticator
+    options: ServerOptions
+    counters: Counters
+    connections: Connections
+    stalls: StallWatch
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside: set[_Inside] = set()
-        self._places = Gate("call", options.calls_max, options.calls_per_caller_max, options.pushback_ms)
-        self._silent = WaitingRoom(options.calls_max // 2)
-        self._calls = Rates(burst_s=2.0)
-        self._probes = Rates(burst_s=PROBES_BURST_S)
-        self._granted = {
+        self._inside: set[Call] = set()
+        calls_max, pushback_ms = self.options.calls_max, self.options.pushback_ms
+        self._places = Gate("call", calls_max, self.options.calls_per_caller_max, pushback_ms)
+        self.waiting_room = WaitingRoom(calls_max // 2)
+        """For calls whose first message is awaited."""
+        self._rates = {
+            "calls_per_s": Rates(burst_s=2.0),
+            "probes": Rates(burst_s=PROBES_BURST_S),
             "pushes_per_s": Rates(burst_s=2.0),
             "bytes_per_s": Rates(burst_s=1.0),
             "pull_bytes_per_s": Rates(burst_s=1.0),
@@ -440,53 +437,63 @@ class Door:
             lambda requests, context: self._answers(method, work, requests, context)
         )
 
-    def single(self, method: str, work: Work) -> Any:
-        """As ``handler``, for a method of which ``work`` yields one answer.
+    def unary(
+        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False, gate: Gate | None = None
+    ) -> Any:
+        """As ``handler``, for a method with one request message, which ``work`` answers with one.
 
-        gRPC sends that answer together with the status, which frees the thread.  After a message of a stream the thread
+        A ``gate`` bounds the calls in ``work`` at once, in total and per caller.
+
+        gRPC sends the answer together with the status, which frees the thread.  After a message of a stream the thread
         waits until the caller has read it, so callers that read nothing would hold every thread.
         """
 
+        def work_once(call: Call) -> Iterator[bytes]:
+            raw = self.first(call, large=large)
+            with gate.enter(call.caller) if gate is not None else nullcontext():
+                told = work(raw, call.identity)
+            yield told
+
         def answer(requests: Iterator[bytes], context: Any) -> bytes:
-            answers = list(self._answers(method, work, requests, context))
+            answers = list(self._answers(method, work_once, requests, context))
             if not answers:
                 abort(context, Refusal(Status.CANCELLED, "the call is over"))
             return answers[0]
 
         return grpc.stream_unary_rpc_method_handler(answer)
 
-    def unary(
-        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False, gate: Gate | None = None
-    ) -> Any:
-        """As ``single``, for a method that also has one request message.
-
-        A ``gate`` bounds the calls in ``work`` at once, in total and per caller.
-        """
-
-        def answer(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-            raw = self.first(requests, context, identity, large=large)
-            with gate.enter(identity.caller(context)) if gate is not None else nullcontext():
-                told = work(raw, identity)
-            yield told
-
-        return self.single(method, answer)
-
     def _answers(self, method: str, work: Work, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Yield the answers of ``work``, or end the call with the status of its error.
+
+        A defect of ours is logged and counted as ``internal``.
+        """
         try:
-            with self.enter(method, context) as identity:
-                yield from work(requests, context, identity)
+            with self.enter(method, requests, context) as call:
+                yield from work(call)
             return
         except grpc.RpcError as error:  # The client is gone: no status can be sent.
             self.counters.add("broken_off")
             forget(error)
             return
         except Exception as error:
-            refusal = self.refusal_of(error, method)
+            match error:
+                case Refusal():
+                    refusal = Refusal(error.status, error.text, error.retry_ms, reason=error.reason)
+                case DamagedChunk():
+                    refusal = Refusal(Status.DATA_LOSS, str(error))
+                case MalformedMessage() | ChunkError():
+                    refusal = Refusal(Status.INVALID_ARGUMENT, str(error))
+                case _:
+                    _log.exception("%s failed by a defect", method, exc_info=error)
+                    refusal = Refusal(Status.INTERNAL, "the syncer hit a defect of its own; its log says which")
+            defect = refusal.status is Status.INTERNAL
+            self.counters.add("internal" if defect else f"refused_{refusal.status.value.lower()}")
+            forget(error)
         abort(context, refusal)
 
     @contextmanager
-    def enter(self, method: str, context: Any) -> Iterator[Identity]:
-        """Admit one call and hold its place; yields the caller's identity.
+    def enter(self, method: str, requests: Iterator[bytes], context: Any) -> Iterator[Call]:
+        """Admit one call, and hold its place for the block.
 
         Raises UNAUTHENTICATED for an unknown caller, RESOURCE_EXHAUSTED with a retry delay for one with too many calls
         at once or far over its rate limit, and PERMISSION_DENIED for a method that its role does not allow.  A caller
@@ -494,41 +501,41 @@ class Door:
         as an answer, and a delayed caller does not retry meanwhile.
         """
         if method in _FOR_STRANGERS:
-            yield Identity()
+            stranger = Identity()
+            yield Call(method, requests, context, stranger, stranger.caller(context))
             return
         try:
-            identity = self._authenticator.identify(context)
+            identity = self.authenticator.identify(context)
         except Refusal:
             # All unauthenticated callers together get the places and the rate of one caller.
             with self._places.enter(""):
-                self._wait_for_turn("", self._options.calls_per_s)
+                self._wait_for_turn("", self.options.calls_per_s)
             raise
         caller = identity.caller(context)
-        with self._connections.calling(context.peer()), self._places.enter(caller):
-            self._wait_for_turn(caller, identity.grant.calls_per_s or self._options.calls_per_s)
+        with self.connections.calling(context.peer()), self._places.enter(caller):
+            self._wait_for_turn(caller, identity.grant.calls_per_s or self.options.calls_per_s)
             identity.check_role(method)
-            entry = _Inside(method, context.cancel, identity)
+            call = Call(method, requests, context, identity, caller)
             with self._lock:
-                self._inside.add(entry)
+                self._inside.add(call)
             try:
-                yield identity
+                yield call
             finally:
                 with self._lock:
-                    self._inside.discard(entry)
+                    self._inside.discard(call)
 
-    def waiting(self, identity: Identity, context: Any) -> AbstractContextManager[None]:
-        """Hold a place in the waiting room while the call's first message is awaited."""
-        return self._silent.enter(identity.caller(context), context.cancel)
-
-    def first(self, requests: Iterator[bytes], context: Any, identity: Identity, *, large: bool = False) -> bytes:
+    def first(self, call: Call, *, large: bool = False) -> bytes:
         """Return the first message of a call; a ``large`` one has the stall timeout instead of the header timeout.
 
         Raises DEADLINE_EXCEEDED after that, and ``MalformedMessage`` when the call ends before its message.
         """
-        limit_s = self._options.stall_s if large else self._options.header_timeout_s
-        with self.waiting(identity, context), Guard(self.stalls, limit_s, context.cancel) as guard:
+        limit_s = self.options.stall_s if large else self.options.header_timeout_s
+        with (
+            self.waiting_room.enter(call.caller, call.context.cancel),
+            Guard(self.stalls, limit_s, call.context.cancel) as guard,
+        ):
             try:
-                raw = next(requests, None)
+                raw = next(call.requests, None)
             except grpc.RpcError as error:
                 forget(error)
                 if not guard.stalled:
@@ -543,90 +550,62 @@ class Door:
         """Refuse an update that its sender may not send, or not yet.  Called before its payload is read."""
         identity.grant.check_push(header)
         # ``received`` charges the bytes as they arrive; this only checks that the caller has no debt.
-        self._spend("bytes_per_s", 0.0, identity)
-        self._spend("pushes_per_s", 1.0, identity)
+        self.spend("bytes_per_s", 0.0, identity)
+        self.spend("pushes_per_s", 1.0, identity)
 
     def check_probe(self, bytes_up: int, bytes_down: int, identity: Identity) -> None:
         """Refuse a probe's filler that the caller may not send or receive, or not yet.  Called before any is moved."""
         if bytes_up and not identity.grant.may_push:
             raise Refusal(Status.PERMISSION_DENIED, f"{identity.name} may not push, nor send filler")
         if bytes_up:
-            self._spend("bytes_per_s", 0.0, identity)
+            self.spend("bytes_per_s", 0.0, identity)
         if bytes_down:
-            self.check_pull(identity)
+            self.spend("pull_bytes_per_s", 0.0, identity)
         if bytes_up or bytes_down:
-            self._come_back("probes", self._probes.take(identity.name, 1.0, PROBES_PER_S, time.monotonic()))
-
-    def check_pull(self, identity: Identity) -> None:
-        """Refuse a pull while the caller is over its byte rate.  Called before anything of the version is read."""
-        self._spend("pull_bytes_per_s", 0.0, identity)
+            self._charge("probes", identity.name, 1.0, PROBES_PER_S)
 
     def received(self, count: int, identity: Identity, counter: str = "payload_bytes_in") -> None:
         """Count and charge ``count`` received bytes of an update, or of what ``counter`` names."""
         self.counters.add(counter, count)
-        self._spend("bytes_per_s", count, identity, math.inf)
+        self.spend("bytes_per_s", count, identity, math.inf)
 
     def sends(self, count: int, identity: Identity, counter: str = "payload_bytes_out") -> None:
         """Count and charge ``count`` bytes about to be sent, of a version or of what ``counter`` names."""
         self.counters.add(counter, count)
-        self._spend("pull_bytes_per_s", count, identity, math.inf)
+        self.spend("pull_bytes_per_s", count, identity, math.inf)
 
-    def _spend(self, rate: str, amount: float, identity: Identity, wait_max_s: float = 0.0) -> None:
+    def spend(self, rate: str, amount: float, identity: Identity, wait_max_s: float = 0.0) -> None:
         """Charge ``amount`` to the granted ``rate``; refuse where the credit is more than ``wait_max_s`` away."""
         per_s = getattr(identity.grant, rate)
         if per_s is not None:
-            wait_s = self._granted[rate].take(identity.name, amount, per_s, time.monotonic(), wait_max_s)
-            if wait_s > wait_max_s:
-                self._come_back(rate, wait_s)
+            self._charge(rate, identity.name, amount, per_s, wait_max_s)
 
-    def put_out(self) -> list[str]:
+    def end_revoked(self) -> list[str]:
         """End the calls of all identities that would no longer be admitted; return one reason for each identity."""
         with self._lock:
-            entries = list(self._inside)
+            calls = list(self._inside)
         reasons: dict[str, str] = {}
-        for entry in entries:
-            name = entry.identity.name
+        for call in calls:
+            name = call.identity.name
             try:
-                self._authenticator.check_still(entry.identity, entry.method)
+                self.authenticator.check_still(call.identity, call.method)
             except Refusal as refusal:
                 reasons[name] = f"calls of {name} were ended: {refusal.text}"
-                entry.cancel()
+                call.context.cancel()
         return [reasons[name] for name in sorted(reasons)]
 
     def _wait_for_turn(self, caller: str, per_s: float) -> None:
-        if not per_s:
-            return
-        wait_s = self._calls.take(caller, 1.0, per_s, time.monotonic(), WAIT_MAX_S)
-        if wait_s > WAIT_MAX_S:
-            self._come_back("calls_per_s", WAIT_MAX_S)
-        elif wait_s > 0:
+        if per_s and (wait_s := self._charge("calls_per_s", caller, 1.0, per_s, WAIT_MAX_S)) > 0:
             self.counters.add("kept_waiting")
             time.sleep(wait_s)
 
-    def _come_back(self, what: str, wait_s: float) -> None:
-        if wait_s > 0:
-            pushback_ms = max(self._options.pushback_ms, int(wait_s * 1000) + 1)
-            raise Refusal(Status.RESOURCE_EXHAUSTED, f"{what} of this caller is used up: come back", pushback_ms)
-
-    def refusal_of(self, error: Exception, method: str) -> Refusal:
-        """Return the status that answers ``error``; a defect is logged and counted as ``internal``.
-
-        Drops the traceback of ``error`` (``forget``).
-        """
-        match error:
-            case Refusal():
-                refusal = Refusal(error.status, error.text, error.retry_ms, reason=error.reason)
-            case DamagedChunk():
-                refusal = Refusal(Status.DATA_LOSS, str(error))
-            case MalformedMessage() | ChunkError():
-                refusal = Refusal(Status.INVALID_ARGUMENT, str(error))
-            case _:
-                _log.exception("%s failed by a defect", method, exc_info=error)
-                refusal = Refusal(Status.INTERNAL, "the syncer hit a defect of its own; its log says which")
-        defect = refusal.status is Status.INTERNAL
-        self.counters.add("internal" if defect else f"refused_{refusal.status.value.lower()}")
-        forget(error)
-        return refusal
+    def _charge(self, rate: str, caller: str, amount: float, per_s: float, wait_max_s: float = 0.0) -> float:
+        """Charge ``amount``; return the seconds until the caller has credit for it, or refuse above ``wait_max_s``."""
+        wait_s = self._rates[rate].take(caller, amount, per_s, time.monotonic(), wait_max_s)
+        if wait_s > wait_max_s:
+            pushback_ms = max(self.options.pushback_ms, int((wait_max_s or wait_s) * 1000) + 1)
+            raise Refusal(Status.RESOURCE_EXHAUSTED, f"{rate} of this caller is used up: come back", pushback_ms)
+        return wait_s
 
 
 def forget(error: BaseException) -> None:

@@ -35,7 +35,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,7 +46,7 @@ from diloco.wire import convert
 from diloco.wire.channel import ADMIN_SERVICE, REPLICATION_SERVICE, SYNC_SERVICE, Arrival, Guard, Pacer, filler
 from diloco.wire.chunks import ChunkError, ChunkSize, DamagedChunk, Window, check_next, cut, tail_chunk
 from diloco.wire.convert import pack_frame, pack_probe_reply, pack_pull_part, pack_push_reply, unpack_probe, unpack_push
-from diloco.wire.door import Gate, OneAtATime
+from diloco.wire.door import Call, Gate, OneAtATime
 from diloco.wire.messages import (
     AGAINS_MAX,
     CHUNK_BYTES_MIN,
@@ -232,7 +233,8 @@ class Receiving:
 
     def __init__(self, header: PushHeader, session: PushSession) -> None:
         self.header = header
-        self._window = Window(header.payload_bytes, session.write, session.offset, WINDOW_BYTES)
+        self.window = Window(header.payload_bytes, session.write, session.offset, WINDOW_BYTES)
+        """``window.offset`` is the number of bytes that the session holds."""
         self._changed = threading.Condition()
         self._asked: set[int] = set()
         self.agains = 0
@@ -240,16 +242,11 @@ class Receiving:
         self._streams = 1
         self._over = False
 
-    @property
-    def offset(self) -> int:
-        """Bytes that the session holds."""
-        return self._window.offset
-
     def chunk(self, chunk: Chunk) -> None:
         """Take a chunk, which must be the next one.  ``ChunkError`` when it is not, or is damaged."""
         with self._changed:
-            check_next(chunk, self.offset, self.header.payload_bytes)
-            self._window.accept(chunk.offset, memoryview(chunk.data))
+            check_next(chunk, self.window.offset, self.header.payload_bytes)
+            self.window.accept(chunk.offset, memoryview(chunk.data))
 
     def frame(self, frame: Frame) -> PushAgain | None:
         """Take a frame; return the request to send it again when it was damaged or found no room, else None.
@@ -264,7 +261,7 @@ class Receiving:
             while not self._over:
                 if not frame.intact:
                     return self._ask(frame, "was damaged on the way")
-                if self._window.accept(frame.offset, frame.data):
+                if self.window.accept(frame.offset, frame.data):
                     self._asked.discard(frame.offset)
                     self._changed.notify_all()
                     return None
@@ -276,7 +273,7 @@ class Receiving:
         raise DamagedChunk("the push that this stream belongs to is over")
 
     def _ask(self, frame: Frame, why: str) -> PushAgain | None:
-        if frame.offset + len(frame.data) <= self.offset:
+        if frame.offset + len(frame.data) <= self.window.offset:
             return None
         self.agains += 1
         if self.agains > AGAINS_MAX:
@@ -292,15 +289,15 @@ class Receiving:
         ``moved`` is called when bytes have arrived; the wait ends when the sender is no longer ``active``.
         """
         with self._changed:
-            while self.header.others and not (self._window.complete or self._asked) and active():
-                before = self.offset
+            while self.header.others and not (self.window.complete or self._asked) and active():
+                before = self.window.offset
                 self._changed.wait(LOOK_S)
-                if self.offset > before:
+                if self.window.offset > before:
                     moved()
             if self._asked:
                 return False
-            if not self._window.complete:
-                raise DamagedChunk(f"payload ends at {self.offset} of {self.header.payload_bytes} bytes")
+            if not self.window.complete:
+                raise DamagedChunk(f"payload ends at {self.window.offset} of {self.header.payload_bytes} bytes")
             return True
 
     @contextmanager
@@ -365,22 +362,22 @@ DEALS_KEPT = 16
 """Deals remembered per client, so that a stream that starts after the others are done finds nothing left to send."""
 
 
+@dataclass(eq=False)
 class Deal:
     """Distributes a payload of ``payload_bytes`` over any number of streams, each in its own thread."""
 
-    def __init__(self, payload_bytes: int, bytes_per_s: int) -> None:
-        self._payload_bytes = payload_bytes
-        self.pacer = Pacer(bytes_per_s)
-        """The rate limit of all its streams together, so that one stream can use what another leaves."""
-        self._lock = threading.Lock()
-        self._at = 0
-        self.streams = 0
-        """How many streams have joined; ``Deals`` counts them."""
+    payload_bytes: int
+    pacer: Pacer
+    """The rate limit of all its streams together, so that one stream can use what another leaves."""
+    streams: int = 0
+    """How many streams have joined; ``Deals`` counts them."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _at: int = field(init=False, default=0)
 
     def next(self, chunk_bytes: int) -> Span | None:
         """Return the next span to send, at most ``chunk_bytes`` long; None when everything is distributed."""
         with self._lock:
-            left = self._payload_bytes - self._at
+            left = self.payload_bytes - self._at
             if not left:
                 return None
             begin = self._at
@@ -404,7 +401,7 @@ class Deals:
             if deal is None:
                 while len(mine) >= DEALS_KEPT:
                     del mine[next(iter(mine))]
-                deal = mine[key] = Deal(header.payload_bytes, ask.bytes_per_s)
+                deal = mine[key] = Deal(header.payload_bytes, Pacer(ask.bytes_per_s))
             deal.streams += 1
         return deal
 
@@ -466,13 +463,7 @@ SHORT_CHUNKS_MAX = 64
 class SyncHandlers:
     """All methods of ``SyncService``, on top of one ``SyncerApi``."""
 
-    def __init__(
-        self,
-        api: SyncerApi,
-        options: ServerOptions,
-        door: Door,
-        stopping: threading.Event,
-    ) -> None:
+    def __init__(self, api: SyncerApi, options: ServerOptions, door: Door, stopping: threading.Event) -> None:
         self._api = api
         self._options = options
         self._door = door
@@ -480,18 +471,16 @@ class SyncHandlers:
         pushback_ms = options.pushback_ms
         self._joins = Gate("join", options.sites_max, _JOINS_EACH_MAX, pushback_ms)
         self._pushes = Gate("push", options.push_credits, options.pushes_per_site_max, pushback_ms)
-        self._pulls = Gate("pull", options.pull_credits, options.pulls_per_site_max, pushback_ms)
-        self._watches = Gate("watch", options.watch_credits, options.watches_per_site_max, pushback_ms)
+        pulls_max = 8 * options.sites_max  # Eight streams for each site, so that there is room for observers too.
+        self._pulls = Gate("pull", pulls_max, options.pulls_per_site_max, pushback_ms)
+        watches_max = options.watches_per_site_max * options.sites_max
+        self._watches = Gate("watch", watches_max, options.watches_per_site_max, pushback_ms)
         self._probes = Gate("probe", PROBES_MAX, 1, pushback_ms)
         self._pushing = OneAtATime("push", pushback_ms)
         self._watching = OneAtATime("watch", pushback_ms)
         self._receivings = Receivings()
         self._deals = Deals()
         self._repeats = Repeats(FRAMES_KEPT * options.chunk_bytes)
-
-    def generic_handler(self) -> Any:
-        """Return the handlers in the form that gRPC's server takes."""
-        door = self._door
         handlers = {
             "Join": door.unary("Join", self._join, large=True, gate=self._joins),
             "Report": door.unary("Report", self._report),
@@ -501,7 +490,8 @@ class SyncHandlers:
             "Pull": door.handler("Pull", self._pull),
             "Probe": door.handler("Probe", self._probe),
         }
-        return grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
+        self.generic_handler: Any = grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
+        """All handlers, in the form that gRPC's server takes."""
 
     def _check_run(self, run_id: str) -> None:
         if run_id != self._options.run_id:
@@ -529,19 +519,24 @@ class SyncHandlers:
 
     # --- Push --------------------------------------------------------------------------------------------------
 
-    def _push(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        with Guard(self._door.stalls, self._options.header_timeout_s, context.cancel) as guard:
-            with self._door.waiting(identity, context):
-                header = self._declared(requests, identity)
+    def _push(self, call: Call) -> Iterator[bytes]:
+        with Guard(self._door.stalls, self._options.header_timeout_s, call.context.cancel) as guard:
+            with self._door.waiting_room.enter(call.caller, call.context.cancel):
+                raw = next(call.requests, None)
+            if raw is None:
+                raise DamagedChunk("the stream ended before the header")
+            if len(raw) > CONTROL_BYTES_MAX:  # Only a chunk may be longer, and no chunk is parsed before the header.
+                raise MalformedMessage(f"header is {len(raw)} bytes long: at most {CONTROL_BYTES_MAX} wanted")
+            header = unpack_push(raw)
+            if not isinstance(header, PushHeader):
+                raise MalformedMessage("the first message of a push is not its header")
+            self._check_speaker(header, call.identity)
             if header.beside:
-                yield from self._push_beside(header, requests, context, guard, identity)
+                yield from self._push_beside(header, call, guard)
                 return
-            self._door.check_push(header, identity)
+            self._door.check_push(header, call.identity)
             key = (header.site_id, header.fragment, header.sequence)
-            with (
-                self._pushing.enter(key, header.incarnation, context.cancel),
-                self._pushes.enter(header.site_id),
-            ):
+            with self._pushing.enter(key, header.incarnation, call.context.cancel), self._pushes.enter(header.site_id):
                 guard.limit(None)
                 opened = self._api.open_push(header)
                 guard.limit(self._options.stall_s)
@@ -550,59 +545,40 @@ class SyncHandlers:
                 else:
                     with closing(opened), self._receivings.open(header, opened) as receiving:
                         yield pack_push_reply(PushAdmitted(opened.offset, header.frames))
-                        result = yield from self._received(receiving, opened, requests, context, guard, identity)
+                        result = yield from self._received(receiving, opened, call, guard)
             yield pack_push_reply(result)
 
-    def _declared(self, requests: Iterator[bytes], identity: Identity) -> PushHeader:
-        raw = next(requests, None)
-        if raw is None:
-            raise DamagedChunk("the stream ended before the header")
-        if len(raw) > CONTROL_BYTES_MAX:  # Only a chunk may be longer, and no chunk is parsed before the header.
-            raise MalformedMessage(f"header is {len(raw)} bytes long: at most {CONTROL_BYTES_MAX} wanted")
-        header = unpack_push(raw)
-        if not isinstance(header, PushHeader):
-            raise MalformedMessage("the first message of a push is not its header")
-        self._check_speaker(header, identity)
-        return header
-
     def _received(
-        self,
-        receiving: Receiving,
-        session: PushSession,
-        requests: Iterator[bytes],
-        context: Any,
-        guard: Guard,
-        identity: Identity,
+        self, receiving: Receiving, session: PushSession, call: Call, guard: Guard
     ) -> Generator[bytes, None, PushResult]:
         header = receiving.header
-        for part in self._parts(receiving, requests, guard):
+        for part in self._parts(receiving, call.requests, guard):
             if isinstance(part, PushCommit):
                 if (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
                     raise MalformedMessage("the commit does not repeat what the header declared")
-                if not receiving.await_rest(guard.touch, context.is_active):
+                if not receiving.await_rest(guard.touch, call.context.is_active):
                     continue  # Sent before the request for a chunk arrived; the sender commits again after that chunk.
                 guard.limit(None)
                 result = session.commit(part.digest)
                 guard.limit(self._options.stall_s)
                 return result
-            yield from self._taken(receiving, part, identity)
+            yield from self._taken(receiving, part, call.identity)
         # The end of a stream is no commit: a killed client looks like one that has finished.
         self._door.counters.add("broken_off")
-        raise DamagedChunk(f"the stream ended at {receiving.offset} of {header.payload_bytes} bytes, before the commit")
+        held = receiving.window.offset
+        raise DamagedChunk(f"the stream ended at {held} of {header.payload_bytes} bytes, before the commit")
 
-    def _push_beside(
-        self, header: PushHeader, requests: Iterator[bytes], context: Any, guard: Guard, identity: Identity
-    ) -> Iterator[bytes]:
+    def _push_beside(self, header: PushHeader, call: Call, guard: Guard) -> Iterator[bytes]:
         """Serve an additional stream of a push that another stream opened; that stream passed all admission checks."""
         guard.limit(None)
-        with self._door.waiting(identity, context):
-            receiving = self._receivings.of(header, self._options.header_timeout_s, context.is_active)
+        with self._door.waiting_room.enter(call.caller, call.context.cancel):
+            receiving = self._receivings.of(header, self._options.header_timeout_s, call.context.is_active)
         with receiving.stream_beside():
             guard.limit(self._options.stall_s)
-            for part in self._parts(receiving, requests, guard):
+            for part in self._parts(receiving, call.requests, guard):
                 if isinstance(part, PushCommit):
                     raise MalformedMessage("a push is committed by the stream that has begun it")
-                yield from self._taken(receiving, part, identity)
+                yield from self._taken(receiving, part, call.identity)
 
     def _parts(
         self, receiving: Receiving, requests: Iterator[bytes], guard: Guard
@@ -624,32 +600,32 @@ class SyncHandlers:
         if isinstance(part, Chunk):
             receiving.chunk(part)
             return
-        before = receiving.offset
+        before = receiving.window.offset
         again = receiving.frame(part)
-        if receiving.header.progress and receiving.offset > before:
-            yield pack_push_reply(PushAdmitted(receiving.offset, frames=True))
+        if receiving.header.progress and receiving.window.offset > before:
+            yield pack_push_reply(PushAdmitted(receiving.window.offset, frames=True))
         if again is not None:
             self._door.counters.add("chunks_again")
             yield pack_push_reply(again)
 
     # --- Watch -------------------------------------------------------------------------------------------------
 
-    def _watch(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        raw = self._door.first(requests, context, identity)
+    def _watch(self, call: Call) -> Iterator[bytes]:
+        raw = self._door.first(call)
         ask = convert.unpack_watch(raw)
-        self._check_speaker(ask, identity)
+        self._check_speaker(ask, call.identity)
         with (
-            self._watching.enter((ask.site_id,), ask.incarnation, context.cancel),
+            self._watching.enter((ask.site_id,), ask.incarnation, call.context.cancel),
             self._watches.enter(ask.site_id),
             closing(self._api.watch(ask.site_id, ask.incarnation)) as feed,
-            Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard,
+            Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard,
         ):
             yield convert.pack_watch_event(Alive())
             until_s = time.monotonic() + self._options.connection_age_s
-            while context.is_active() and not self._stopping.is_set():
-                if identity.certificate and time.monotonic() > until_s:
+            while call.context.is_active() and not self._stopping.is_set():
+                if call.identity.certificate and time.monotonic() > until_s:
                     raise Refusal(Status.UNAVAILABLE, "this stream is old: show a certificate once more")
-                event = self._next_event(feed, context)
+                event = self._next_event(feed, call.context)
                 guard.touch()
                 yield convert.pack_watch_event(event)
                 guard.touch()
@@ -674,24 +650,28 @@ class SyncHandlers:
 
     # --- Pull --------------------------------------------------------------------------------------------------
 
-    def _pull(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        raw = self._door.first(requests, context, identity)
+    def _pull(self, call: Call) -> Iterator[bytes]:
+        raw = self._door.first(call)
         ask = convert.unpack_pull(raw)
-        identity.check_reader(ask.site_id)
+        call.identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)
-        self._door.check_pull(identity)
-        self._await(ask, context)
+        self._door.spend("pull_bytes_per_s", 0.0, call.identity)  # Refuses a caller in debt.
+        # Wait for a version newer than the client's.  A waiting call takes no place of the pull limit.
+        until_s = time.monotonic() + ask.wait_ns / 1e9
+        while call.context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
+                break
         # Counted by the caller's identity, not by the site it reads as: one site must not use up the observers' places.
-        asker = identity.name or ask.site_id
+        asker = call.identity.name or ask.site_id
         with self._pulls.enter(asker):
-            source = self._api.pull(ask, identity)
+            source = self._api.pull(ask, call.identity)
             if ask.offset > source.header.payload_bytes:
                 raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
             size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes, careful=ask.want_version > 0)
             deal = self._deals.join(asker, ask, source.header) if ask.deal else None
             pacer = deal.pacer if deal is not None else Pacer(ask.bytes_per_s)
             pieces = _pieces(ask, source, deal, lambda: pacer.chunk_bytes(size.bytes))
-            with Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard:
+            with Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard:
                 frames = ask.protocol >= FRAMES_SINCE
                 yield pack_pull_part(replace(source.header, frames=frames))
                 # A retry (``want_version``) bypasses the cache: the bytes were damaged, perhaps here.
@@ -699,7 +679,7 @@ class SyncHandlers:
                 if name is not None and not ask.offset:
                     self._repeats.asked(name, asker, ask.deal)
                 for offset, data in pieces:
-                    self._door.sends(len(data), identity)
+                    self._door.sends(len(data), call.identity)
                     pacer.wait(len(data), guard)
                     began_s = time.monotonic()
                     if not frames:
@@ -711,57 +691,44 @@ class SyncHandlers:
                     size.took(time.monotonic() - began_s)
                     guard.touch()
 
-    def _await(self, ask: PullAsk, context: Any) -> None:
-        """Wait until there is a version newer than the client's, at most ``ask.wait_ns``.
-
-        A waiting call does not use up a place of the pull limit.
-        """
-        until_s = time.monotonic() + ask.wait_ns / 1e9
-        while context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
-            if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
-                return
-
     # --- Probe -------------------------------------------------------------------------------------------------
 
-    def _probe(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        with self._probes.enter(identity.caller(context)):
-            ask = self._asked(self._door.first(requests, context, identity, large=True))
-            self._door.check_probe(ask.bytes_up, ask.bytes_down, identity)
+    def _probe(self, call: Call) -> Iterator[bytes]:
+        with self._probes.enter(call.caller):
+            raw = self._door.first(call, large=True)
+            if len(raw) > JOIN_BYTES_MAX:
+                raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
+            ask = unpack_probe(raw)
+            if not isinstance(ask, ProbeAsk):
+                raise MalformedMessage("the first message of a probe is not its ask")
+            if ask.run_id:
+                self._check_run(ask.run_id)
+            self._door.check_probe(ask.bytes_up, ask.bytes_down, call.identity)
             answer = self._api.probe(ask)
-            with Guard(self._door.stalls, self._options.stall_s, context.cancel) as guard:
-                yield pack_probe_reply(replace(answer, identity=identity.name, time_ns=time.time_ns()))
+            with Guard(self._door.stalls, self._options.stall_s, call.context.cancel) as guard:
+                yield pack_probe_reply(replace(answer, identity=call.identity.name, time_ns=time.time_ns()))
                 if ask.bytes_up:
-                    yield pack_probe_reply(self._filler_taken(ask, requests, guard, identity))
+                    yield pack_probe_reply(self._filler_taken(ask, call, guard))
                 for count, raw in filler(ask.bytes_down, ask.limit_ns, pack_probe_reply):
-                    self._door.sends(count, identity, "probe_bytes_out")
+                    self._door.sends(count, call.identity, "probe_bytes_out")
                     yield raw
                     guard.touch()
 
-    def _asked(self, raw: bytes) -> ProbeAsk:
-        if len(raw) > JOIN_BYTES_MAX:
-            raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
-        ask = unpack_probe(raw)
-        if not isinstance(ask, ProbeAsk):
-            raise MalformedMessage("the first message of a probe is not its ask")
-        if ask.run_id:
-            self._check_run(ask.run_id)
-        return ask
-
-    def _filler_taken(self, ask: ProbeAsk, requests: Iterator[bytes], guard: Guard, identity: Identity) -> ProbeTaken:
+    def _filler_taken(self, ask: ProbeAsk, call: Call, guard: Guard) -> ProbeTaken:
         """Receive filler until it ends, until ``limit_ns`` after its first message, or until all announced bytes came.
 
         ``MalformedMessage`` for more than was announced.
         """
         arrival, left, until_ns = Arrival(), ask.bytes_up, 0
         messages_max = ask.bytes_up // CHUNK_BYTES_MIN + 2
-        for count, raw in enumerate(requests):
+        for count, raw in enumerate(call.requests):
             part = unpack_probe(raw)
             if not isinstance(part, Filler) or len(part.data) > left or count >= messages_max:
                 raise MalformedMessage(
                     f"filler wanted, {ask.bytes_up} bytes at most, in {messages_max} messages at most"
                 )
             guard.touch()
-            self._door.received(len(part.data), identity, "probe_bytes_in")
+            self._door.received(len(part.data), call.identity, "probe_bytes_in")
             arrival.more(len(part.data))
             left -= len(part.data)
             until_ns = until_ns or time.monotonic_ns() + ask.limit_ns
@@ -773,8 +740,7 @@ class SyncHandlers:
 def _pieces(ask: PullAsk, source: PullSource, deal: Deal | None, chunk_bytes: Callable[[], int]) -> Iterator[Piece]:
     """Yield the pieces of a payload that one stream sends."""
     if deal is None:
-        payload_bytes = source.header.payload_bytes
-        end = min(payload_bytes, ask.offset + ask.length) if ask.length else payload_bytes
+        end = ask.offset + ask.length if ask.length else source.header.payload_bytes
         yield from cut(source.parts, ask.offset, end, chunk_bytes)
         return
     while (span := deal.next(chunk_bytes())) is not None:
@@ -800,17 +766,13 @@ _ADMIN: Mapping[str, tuple[Callable[[bytes], Any], Callable[[SyncerApi, Any], ob
 def admin_handler(api: SyncerApi, door: Door) -> Any:
     """Return the handlers of ``AdminService`` in the form that gRPC's server takes."""
 
-    def work_of(name: str) -> Callable[[bytes, Identity], bytes]:
+    def work(name: str, raw: bytes, identity: Identity) -> bytes:
+        del identity
         unpack, act = _ADMIN[name]
+        told = act(api, unpack(raw))
+        return convert.pack_status(told) if isinstance(told, dict) else b""
 
-        def work(raw: bytes, identity: Identity) -> bytes:
-            del identity
-            told = act(api, unpack(raw))
-            return convert.pack_status(told) if isinstance(told, dict) else b""
-
-        return work
-
-    handlers = {name: door.unary(name, work_of(name)) for name in _ADMIN}
+    handlers = {name: door.unary(name, partial(work, name)) for name in _ADMIN}
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
 
 
@@ -818,14 +780,14 @@ def follow_handler(api: Following, options: ServerOptions, door: Door, stopping:
     """Return the handlers of ``ReplicationService`` in the form that gRPC's server takes."""
     one = OneAtATime("standby", options.pushback_ms)
 
-    def follow(requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        start = convert.unpack_follow(door.first(requests, context, identity))
+    def follow(call: Call) -> Iterator[bytes]:
+        start = convert.unpack_follow(door.first(call))
         if not isinstance(start, FollowStart):
             raise MalformedMessage("the first message of a standby is not its start")
         if start.run_id != options.run_id:
             raise Refusal(Status.NOT_FOUND, f"run_id is {start.run_id!r}: there is no such run here")
-        with one.enter(("standby",), 0, context.cancel), closing(api.follow(start)) as followed:
-            listener = threading.Thread(target=listen, args=(requests, followed), name="standby-acks", daemon=True)
+        with one.enter(("standby",), 0, call.context.cancel), closing(api.follow(start)) as followed:
+            listener = threading.Thread(target=listen, args=(call.requests, followed), name="standby-acks", daemon=True)
             listener.start()
             for part in followed.parts():
                 if stopping.is_set():

@@ -59,46 +59,27 @@ class Needs(Enum):
     KNOWN = "a caller that the syncer knows"
 
 
-NEEDS: Mapping[str, Needs] = MappingProxyType(
-    {
-        "Join": Needs.SITE,
-        "Push": Needs.SITE,
-        "Watch": Needs.SITE,
-        "Pull": Needs.READER,
-        "Report": Needs.SITE,
-        "Leave": Needs.SITE,
-        "Probe": Needs.KNOWN,
-        "Status": Needs.OBSERVER,
-        "Drain": Needs.ADMIN,
-        "Evict": Needs.ADMIN,
-        "Readmit": Needs.ADMIN,
-        "Admit": Needs.ADMIN,
-        "Refuse": Needs.ADMIN,
-        "Snapshot": Needs.ADMIN,
-        "Promote": Needs.ADMIN,
-        "Detach": Needs.ADMIN,
-        "Follow": Needs.STANDBY,
-        "/grpc.health.v1.Health/Watch": Needs.KNOWN,
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Needs.KNOWN,
-    }
+_HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+_TABLE: tuple[tuple[Needs, frozenset[str], tuple[str, ...]], ...] = (
+    (Needs.SITE, frozenset(), ("Join", "Push", "Watch", "Report", "Leave")),
+    (Needs.READER, ROLES, ("Pull",)),
+    (Needs.OBSERVER, frozenset({"observer", "admin"}), ("Status",)),
+    (
+        Needs.ADMIN,
+        frozenset({"admin"}),
+        ("Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot", "Promote", "Detach"),
+    ),
+    (Needs.STANDBY, frozenset({"standby", "admin"}), ("Follow",)),
+    (Needs.KNOWN, ROLES, ("Probe", _HEALTH_WATCH, _REFLECTION)),
 )
-_OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType(
-    {
-        Needs.READER: frozenset({"observer", "admin", "standby"}),
-        Needs.OBSERVER: frozenset({"observer", "admin"}),
-        Needs.ADMIN: frozenset({"admin"}),
-        Needs.STANDBY: frozenset({"standby", "admin"}),
-        Needs.KNOWN: ROLES,
-    }
-)
+"""What methods require, and the roles that suffice for it."""
+NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs, _, methods in _TABLE for method in methods})
+_OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType({needs: roles for needs, roles, _ in _TABLE})
 
 
-def _is_fragments(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < FRAGMENTS_MAX for each in value)
-
-
-def _is_roles(value: Any) -> bool:
-    return isinstance(value, list) and all(each in sorted(ROLES) for each in value)
+def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(holds, value))
 
 
 def _up_to(high: float, least: float = 5e-324) -> Callable[[Any], bool]:
@@ -106,6 +87,8 @@ def _up_to(high: float, least: float = 5e-324) -> Callable[[Any], bool]:
 
 
 _Rate = Annotated[float, bound(f"a positive number, at most {RATE_MAX:g},", _up_to(RATE_MAX))]
+_are_fragments = _list_of(lambda each: type(each) is int and 0 <= each < FRAGMENTS_MAX)
+_are_roles = _list_of(lambda each: each in sorted(ROLES))  # In a list, because ``each`` may have no hash.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +96,13 @@ class Grant:
     """The permissions and limits of one identity; None is no limit."""
 
     may_push: Flag = True
-    fragments: Annotated[frozenset[int], bound("a list of fragments' numbers", _is_fragments)] | None = None
+    fragments: Annotated[frozenset[int], bound("a list of fragments' numbers", _are_fragments)] | None = None
     update_bytes_max: Annotated[float, bound(f"1 to {PAYLOAD_BYTES_MAX}", _up_to(PAYLOAD_BYTES_MAX, 1))] | None = None
     bytes_per_s: _Rate | None = None
     pull_bytes_per_s: _Rate | None = None
     pushes_per_s: _Rate | None = None
     calls_per_s: _Rate | None = None
-    roles: Annotated[frozenset[str], bound("a list of observer, admin or standby", _is_roles)] = frozenset()
+    roles: Annotated[frozenset[str], bound("a list of observer, admin or standby", _are_roles)] = frozenset()
 
     def check_push(self, header: PushHeader) -> None:
         """Raise PERMISSION_DENIED for an update that this identity may never send."""
@@ -150,10 +133,20 @@ def read_permissions(path: str) -> Permissions:
     if Path(path).stat().st_size > FILE_BYTES_MAX:
         raise ValueError(f"permissions {path}: it has more than {FILE_BYTES_MAX} bytes")
     table = _read_object("permissions", path, "default", "sites", "roles")
+    said, sites = table.get("default"), table.get("sites", {})
     try:
-        return _permissions(table)
+        if said not in ("allow", "deny") and not isinstance(said, dict):
+            raise ValueError(f'default is {said!r}: "allow", "deny" or what a site that is not listed may do')
+        default = None if said == "deny" else Grant() if said == "allow" else _grant("default.", said)
+        if not isinstance(sites, dict) or len(sites) > SITES_MAX:
+            raise ValueError(f"sites: wanted an object of at most {SITES_MAX} sites")
+        grants = {site: _grant(f"sites.{site}.", grant) for site, grant in sites.items()}
+        roles = frozenset() if default is None else ROLES
+        if "roles" in table:
+            roles = _grant("", {"roles": table["roles"]}).roles
     except ValueError as error:
         raise ValueError(f"permissions {path}: {error}") from error
+    return Permissions(default, MappingProxyType(grants), roles)
 
 
 def _read_object(field: str, path: str, *names: str) -> dict[str, Any]:
@@ -165,20 +158,6 @@ def _read_object(field: str, path: str, *names: str) -> dict[str, Any]:
     if not isinstance(table, dict) or not set(table) <= set(names):
         raise ValueError(f"{field} {path}: wanted an object with {', '.join(names)} only")
     return table
-
-
-def _permissions(table: dict[str, Any]) -> Permissions:
-    said, sites = table.get("default"), table.get("sites", {})
-    if said not in ("allow", "deny") and not isinstance(said, dict):
-        raise ValueError(f'default is {said!r}: "allow", "deny" or what a site that is not listed may do')
-    default = None if said == "deny" else Grant() if said == "allow" else _grant("default.", said)
-    if not isinstance(sites, dict) or len(sites) > SITES_MAX:
-        raise ValueError(f"sites: wanted an object of at most {SITES_MAX} sites")
-    grants = {site: _grant(f"sites.{site}.", grant) for site, grant in sites.items()}
-    roles = frozenset() if default is None else ROLES
-    if "roles" in table:
-        roles = _grant("", {"roles": table["roles"]}).roles
-    return Permissions(default, MappingProxyType(grants), roles)
 
 
 def _grant(prefix: str, said: Any) -> Grant:
@@ -231,7 +210,7 @@ class Identity:
             raise Refusal(Status.PERMISSION_DENIED, f"{method} is open to no caller")
         if (self.anyone or self.site is not None) and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
             return
-        if not (self.roles | self.grant.roles) & _OPEN_TO.get(needs, frozenset()):
+        if not (self.roles | self.grant.roles) & _OPEN_TO[needs]:
             raise Refusal(Status.PERMISSION_DENIED, f"only {needs.value} may do this")
 
     def check_site(self, site_id: str) -> None:
@@ -304,15 +283,14 @@ class Authenticator:
     def __init__(self, options: SecurityOptions) -> None:
         self._domain = options.trust_domain
         self._certificates = options.require_client_cert
-        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens)
-        self._permissions = Watched.where("permissions", options.permissions, read_permissions)
-        self._revoked = Watched.where("revoked_file", options.revoked_file, read_revoked)
-        self._open = not (options.tokens_file or self._certificates)
-
-    @property
-    def watched(self) -> tuple[Watched[Any], ...]:
+        self._needs_token = bool(options.tokens_file)
+        self._tokens: Watched[tuple[tuple[str, Identity], ...]]
+        self._tokens = Watched.where("tokens_file", options.tokens_file, read_tokens, ())
+        self._permissions = Watched.where("permissions", options.permissions, read_permissions, EVERYTHING)
+        self._revoked = Watched.where("revoked_file", options.revoked_file, read_revoked, Revoked())
+        files: tuple[Watched[Any], ...] = self._tokens, self._permissions, self._revoked
+        self.watched = [each for each in files if each.paths]
         """The files that it reads."""
-        return tuple(each for each in (self._tokens, self._permissions, self._revoked) if each is not None)
 
     def identify(self, context: Any) -> Identity:
         """Return the caller's identity with its grant.
@@ -324,47 +302,49 @@ class Authenticator:
         for version in transport.get("ssl_tls_version", ()):
             if version != b"TLSv1.3":
                 raise Refusal(Status.UNAUTHENTICATED, "TLS 1.3 is needed")
-        if self._open:
-            return self._granted(Identity(roles=ROLES, anyone=True))
-        caller = self._told(context.invocation_metadata()) if self._tokens is not None else None
+        if not self._needs_token and not self._certificates:
+            return Identity(roles=ROLES, anyone=True)
+        caller = self._holder_of_token(context.invocation_metadata()) if self._needs_token else None
         if self._certificates:
-            certified = self._certified(transport)
-            if certified is None:
+            ids = list(transport.get("peer_spiffe_id", ()))
+            match = _SPIFFE.fullmatch(ids[0].decode("utf-8", "replace")) if len(ids) == 1 else None
+            if match is None or (self._domain and match["domain"] != self._domain):
                 raise Refusal(
                     Status.UNAUTHENTICATED,
                     "the client certificate does not hold one SPIFFE id of a site, observer, admin or standby",
                 )
+            certified = Identity(
+                site=match["site"],
+                roles=frozenset() if match["site"] else frozenset({match["role"]}),
+                certificate=b"".join(transport.get("x509_pem_cert", ())),
+                token_digest=caller.token_digest if caller is not None else b"",
+            )
             if caller is not None and certified != caller:
                 raise Refusal(Status.UNAUTHENTICATED, "the token and the client certificate name different callers")
-            caller = replace(certified, token_digest=caller.token_digest if caller is not None else b"")
+            caller = certified
         assert caller is not None
-        self._check_not_revoked(caller)
         return self._granted(caller)
 
     def check_still(self, identity: Identity, method: str) -> None:
         """Raise as ``identify`` would if this caller called now, and as the permissions would for ``method``."""
-        known = self._tokens.value if self._tokens is not None else ()
-        if self._tokens is not None and not any(
-            identity.token_digest == each.token_digest and identity == each for _, each in known
-        ):
+        if self._needs_token and (identity.token_digest, identity) not in [
+            (each.token_digest, each) for _, each in self._tokens.value
+        ]:
             raise Refusal(Status.UNAUTHENTICATED, "the token is not known any more")
-        self._check_not_revoked(identity)
         now = self._granted(identity)
         now.check_role(method)
         if method == "Push" and not now.grant.may_push:
             raise Refusal(Status.PERMISSION_DENIED, f"{now.name} may not push any more")
 
-    def _check_not_revoked(self, identity: Identity) -> None:
-        revoked = self._revoked.value if self._revoked is not None else Revoked()
+    def _granted(self, identity: Identity) -> Identity:
+        """Return ``identity`` with its grant; refuse one that is revoked, or that the permissions deny."""
+        revoked, table = self._revoked.value, self._permissions.value
         if identity.name in revoked.ids:
             raise Refusal(Status.UNAUTHENTICATED, f"{identity.name} was revoked")
         if revoked.certificates and identity.certificate:
             der = ssl.PEM_cert_to_DER_cert(identity.certificate.decode("ascii"))
             if hashlib.sha256(der).hexdigest() in revoked.certificates:
                 raise Refusal(Status.UNAUTHENTICATED, f"this certificate of {identity.name} was revoked")
-
-    def _granted(self, identity: Identity) -> Identity:
-        table: Permissions = self._permissions.value if self._permissions is not None else EVERYTHING
         if identity.anyone:
             return identity
         if identity.site is None:
@@ -376,18 +356,7 @@ class Authenticator:
             raise Refusal(Status.PERMISSION_DENIED, f"site {identity.site} is not in the permissions of this run")
         return identity if grant is identity.grant else replace(identity, grant=grant)
 
-    def _certified(self, transport: Mapping[str, Any]) -> Identity | None:
-        ids = list(transport.get("peer_spiffe_id", ()))
-        match = _SPIFFE.fullmatch(ids[0].decode("utf-8", "replace")) if len(ids) == 1 else None
-        if match is None or (self._domain and match["domain"] != self._domain):
-            return None
-        shown = b"".join(transport.get("x509_pem_cert", ()))
-        if match["site"]:
-            return Identity(site=match["site"], certificate=shown)
-        return Identity(roles=frozenset({match["role"]}), certificate=shown)
-
-    def _told(self, metadata: Any) -> Identity:
-        assert self._tokens is not None
+    def _holder_of_token(self, metadata: Any) -> Identity:
         values = [value for key, value in metadata if key == "authorization"]
         if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith("Bearer "):
             raise Refusal(Status.UNAUTHENTICATED, "a token is needed: authorization: Bearer <token>")

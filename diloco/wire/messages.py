@@ -198,24 +198,24 @@ def _text(low: int, high: int) -> Rule:
     return bound(wanted, lambda value: isinstance(value, str) and low <= len(value) <= high)
 
 
-def _matches(pattern: str, wanted: str) -> Rule:
+def _matches(pattern: str, wanted: str, *, or_empty: bool = False) -> Rule:
+    if or_empty:
+        pattern, wanted = f"({pattern})?", f"{wanted} or nothing"
     whole = re.compile(pattern)
     return bound(wanted, lambda value: isinstance(value, str) and whole.fullmatch(value) is not None)
 
 
-def _or_empty(pattern: str, wanted: str) -> Rule:
-    return _matches(f"({pattern})?", f"{wanted} or nothing")
-
-
 def _pair(wanted: str, holds: Callable[[int, int], bool]) -> Rule:
     """Return the rule for a pair of integers for which ``holds`` is true."""
-
-    def fits(value: object) -> bool:
-        if not isinstance(value, tuple) or len(value) != 2:
-            return False
-        return all(type(number) is int and number <= NUMBER_MAX for number in value) and holds(*value)
-
-    return bound(wanted, fits)
+    return bound(
+        wanted,
+        lambda value: (
+            isinstance(value, tuple)
+            and len(value) == 2
+            and all(type(number) is int and number <= NUMBER_MAX for number in value)
+            and holds(*value)
+        ),
+    )
 
 
 def _is_number(value: object) -> bool:
@@ -258,17 +258,17 @@ _FILE = (
     "a file of a data folder",
 )
 Id = Annotated[str, _matches(*_ID)]
-IdOrEmpty = Annotated[str, _or_empty(*_ID)]
+IdOrEmpty = Annotated[str, _matches(*_ID, or_empty=True)]
 Process = Annotated[str, _matches("[0-9a-f]{8,64}", "8 to 64 hexadecimal digits")]
 PROCESS_DIGITS = 16
 FOLDER_DIGITS = 16
 """A site's process id is so many random digits, then those of its folder; without the latter it names no folder."""
 Sha256 = Annotated[str, _matches(*_SHA256)]
-Sha256OrEmpty = Annotated[str, _or_empty(*_SHA256)]
+Sha256OrEmpty = Annotated[str, _matches(*_SHA256, or_empty=True)]
 Digest = Annotated[str, _matches(*_DIGEST)]
-DigestOrEmpty = Annotated[str, _or_empty(*_DIGEST)]
+DigestOrEmpty = Annotated[str, _matches(*_DIGEST, or_empty=True)]
 Codec = Annotated[str, _matches(*_CODEC)]
-CodecOrEmpty = Annotated[str, _or_empty(*_CODEC)]
+CodecOrEmpty = Annotated[str, _matches(*_CODEC, or_empty=True)]
 Text = Annotated[str, _text(0, TEXT_CHARS_MAX)]
 LayoutJson = Annotated[bytes, _long(0, LAYOUT_BYTES_MAX)]
 ChunkData = Annotated[bytes | memoryview, _long(1, CHUNK_BYTES_MAX)]
@@ -316,28 +316,24 @@ def bounds_of(kind: type) -> Mapping[str, Rule]:
     return {name: _rule_of(name, annotation) for name, annotation in annotations_of(kind).items()}
 
 
-def without_bound(annotation: Any) -> tuple[Any, bool]:
-    """Return the type in ``annotation`` without its bound, and whether None is allowed."""
-    stated, optional = _without_none(annotation)
-    return (stated.__origin__ if hasattr(stated, "__metadata__") else stated), optional
-
-
-def _without_none(annotation: Any) -> tuple[Any, bool]:
+def taken_apart(annotation: Any) -> tuple[Any, Rule | AtMost | None, bool]:
+    """Return the type in ``annotation``, its bound if it states one, and whether None is allowed."""
     several = get_args(annotation)
-    return (several[0], True) if NoneType in several else (annotation, False)
+    optional = NoneType in several
+    stated = several[0] if optional else annotation
+    if hasattr(stated, "__metadata__"):
+        return stated.__origin__, stated.__metadata__[0], optional
+    return stated, None, optional
 
 
 def _rule_of(name: str, annotation: Any) -> Rule:
-    stated, optional = _without_none(annotation)
-    if optional:
-        rule = _rule_of(name, stated)
-        return lambda field, value: None if value is None else rule(field, value)
-    kind, _ = without_bound(stated)
-    for limit in getattr(stated, "__metadata__", ()):
-        return _many(_rule_of(name, get_args(kind)[0]), limit.items_max) if isinstance(limit, AtMost) else limit
-    if not is_dataclass(kind) and not issubclass(kind, Enum):
+    kind, rule, optional = taken_apart(annotation)
+    if isinstance(rule, AtMost):
+        rule = _many(_rule_of(name, get_args(kind)[0]), rule.items_max)
+    elif rule is None and not is_dataclass(kind) and not issubclass(kind, Enum):
         raise TypeError(f"{name} has no bound")
-    return _one_of(kind)
+    required = rule or _one_of(kind)
+    return (lambda field, value: None if value is None else required(field, value)) if optional else required
 
 
 def _one_of(kind: type) -> Rule:
@@ -880,7 +876,7 @@ class Follows:
 class Item:
     """A file ``name`` of the data folder, or (without a name) a unit of the journal; its bytes follow in chunks."""
 
-    name: Annotated[str, _or_empty(*_FILE)]
+    name: Annotated[str, _matches(*_FILE, or_empty=True)]
     segment: Number
     offset: Number
     item_bytes: Offset

@@ -33,14 +33,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc
 
 from diloco.sync.options import require
-from diloco.wire.messages import (
-    CONTROL_BYTES_MAX,
-    MESSAGE_BYTES_MAX,
-    MIB,
-    REPLY_BYTES_MAX,
-    STREAMS_MAX,
-    WINDOW_BYTES,
-)
+from diloco.wire.messages import CONTROL_BYTES_MAX, MESSAGE_BYTES_MAX, MIB, REPLY_BYTES_MAX, STREAMS_MAX, WINDOW_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,35 +50,31 @@ class Watched(Generic[T]):
     def __init__(self, what: str, paths: Sequence[str], read: Callable[[], T]) -> None:
         self.what = what
         self.complaint = ""
-        self._paths = list(map(Path, paths))
+        self.paths = list(map(Path, paths))
         self._read = read
         # The mark is taken before the read, so a change in between causes another read.
-        self._mark = list(map(_mark_of, self._paths))
+        self._mark = list(map(_mark_of, self.paths))
         self.value = read()
 
     @classmethod
-    def where(cls, what: str, path: str, read: Callable[[str], T]) -> Watched[T] | None:
-        """Watch the single file at ``path``; returns None where ``path`` is empty."""
-        return cls(what, [path], lambda: read(path)) if path else None
+    def where(cls, what: str, path: str, read: Callable[[str], T], otherwise: T) -> Watched[T]:
+        """Watch the single file at ``path``; where ``path`` is empty, hold ``otherwise``."""
+        return cls(what, [path] if path else [], lambda: read(path) if path else otherwise)
 
     def refresh(self) -> str | None:
         """Read again if a file has changed since the last check; return a message about it, None without a change."""
-        mark = list(map(_mark_of, self._paths))
+        mark = list(map(_mark_of, self.paths))
         if mark == self._mark:
             return None
         self._mark = mark
         try:
             self.value = self._read()
-        except OSError as error:
-            return self._complain(error.strerror or str(error))
-        except ValueError as error:
-            return self._complain(str(error))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            self.complaint = f"{self.what} cannot be used, what was read before stays in force: {why}"
+            return self.complaint
         self.complaint = ""
         return f"{self.what} was read again"
-
-    def _complain(self, why: str) -> str:
-        self.complaint = f"{self.what} cannot be used, what was read before stays in force: {why}"
-        return self.complaint
 
 
 def _mark_of(path: Path) -> tuple[int, ...]:
@@ -181,14 +170,19 @@ def check_private(field: str, path: str) -> None:
 def check_bind(address: str, options: SecurityOptions) -> None:
     """Raise ``ValueError`` for a reachable listening address without encryption or without authentication.
 
-    Also for an invalid port, which gRPC would take modulo 65536.
+    Also for an invalid port, which gRPC would take modulo 65536, and for a host that does not resolve: a user who has
+    misspelt the name gets that error before one that tells how to switch protection off.
     """
-    port = address.rpartition(":")[2]
+    host, _, port = address.rpartition(":")
     if not address.startswith("unix:") and not (":" in address and port.isdecimal() and int(port) <= PORT_MAX):
         raise ValueError(f"address is {address!r}: host:port wanted, with a port of 0 to {PORT_MAX}")
     if is_loopback(address):
         return
-    _check_resolves(address)
+    try:
+        socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"address is {address!r}: {host} does not resolve here: {why}") from error
     if options.insecure_non_loopback:
         return
     if not options.tls_cert:
@@ -203,47 +197,31 @@ def check_bind(address: str, options: SecurityOptions) -> None:
         )
 
 
-def _check_resolves(address: str) -> None:
-    """Raise ``ValueError`` if the host does not resolve.
+def serving_credentials(options: SecurityOptions) -> tuple[Watched[Any], Any]:
+    """Return the files of the syncer's certificate, key and CA, and credentials in the form that gRPC's server takes.
 
-    A user who has misspelt the name gets this error before one that tells how to switch protection off.
+    Each new handshake uses their latest content.  ``ValueError`` or ``OSError`` for files that do not fit together.
     """
-    host, _, port = address.rpartition(":")
-    try:
-        socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ValueError(f"address is {address!r}: {host} does not resolve here: {why}") from error
 
-
-class ServingCertificate:
-    """The syncer's certificate, key and CA; each new handshake uses their latest content."""
-
-    def __init__(self, options: SecurityOptions) -> None:
-        """Raises ``ValueError`` or ``OSError`` for files that do not fit together."""
-        self._options = options
-        self._served: Any = None
-        names = [options.tls_cert, options.tls_key, *([options.tls_ca] if options.require_client_cert else [])]
-        self.watched: Watched[Any] = Watched("tls_cert, tls_key or tls_ca", names, self._read)
-
-    def credentials(self) -> Any:
-        """Return the credentials in the form that gRPC's server takes."""
-        self._served = self.watched.value
-        return grpc.dynamic_ssl_server_credentials(self._served, self._latest, self._options.require_client_cert)
-
-    def _latest(self) -> Any:
-        """Return the latest configuration, None if unchanged.  gRPC calls it before each handshake."""
-        latest = self.watched.value
-        if latest is self._served:
-            return None
-        self._served = latest
-        return latest
-
-    def _read(self) -> Any:
-        options = self._options
+    def read() -> Any:
         cert, key = read_pair(options.tls_cert, options.tls_key)
         roots = read_authority(options.tls_ca) if options.require_client_cert else None
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=roots)
+
+    names = [options.tls_cert, options.tls_key, *([options.tls_ca] if options.require_client_cert else [])]
+    watched = Watched("tls_cert, tls_key or tls_ca", names, read)
+    served = watched.value
+
+    def latest() -> Any:
+        """Return the latest configuration, None if unchanged.  gRPC calls it before each handshake."""
+        nonlocal served
+        now = watched.value
+        if now is served:
+            return None
+        served = now
+        return now
+
+    return watched, grpc.dynamic_ssl_server_credentials(served, latest, options.require_client_cert)
 
 
 def read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
@@ -359,16 +337,6 @@ class ServerOptions:
     def push_credits(self) -> int:
         """Updates being received at once."""
         return self.pushes_max or 2 * self.sites_max
-
-    @property
-    def pull_credits(self) -> int:
-        """Pull streams at once: eight for each site, so that there is room for observers too."""
-        return 8 * self.sites_max
-
-    @property
-    def watch_credits(self) -> int:
-        """Watch streams open at once."""
-        return self.watches_per_site_max * self.sites_max
 
     @property
     def calls_max(self) -> int:

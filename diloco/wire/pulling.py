@@ -9,10 +9,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from diloco.wire.channel import Guard, Stream
+from diloco.wire.channel import Guard, Line, StallWatch, Stream
 from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, Holes, bytes_at_risk, check_next, checksum
 from diloco.wire.convert import pack_pull, unpack_pull_part
 from diloco.wire.messages import (
@@ -29,13 +30,10 @@ from diloco.wire.messages import (
     Unreachable,
     WireError,
 )
+from diloco.wire.options import ClientOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from diloco.wire.channel import Line, StallWatch
     from diloco.wire.chunks import Span
-    from diloco.wire.options import ClientOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +191,18 @@ class PullSink:
         self._spare = memory
 
 
+@dataclass(eq=False)
 class Patience:
     """The timeout of a pull that waits for a version not yet published; it also measures how long the transfer took.
 
     Any thread may call ``due`` when the version is published: a stream that still waits then has lost its connection.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._lock = threading.Lock()
-        self._waiting: dict[Guard, float] = {}
-        self._due = False
-        self._began_s: float | None = None
+    seconds: float
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _waiting: dict[Guard, float] = field(init=False, default_factory=dict)
+    _due: bool = field(init=False, default=False)
+    _began_s: float | None = field(init=False, default=None)
 
     def begin(self, guard: Guard, stall_s: float) -> None:
         """Let a stream wait: ``seconds`` plus ``stall_s``, and only ``stall_s`` once the version is published."""
@@ -232,6 +230,7 @@ class Patience:
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
 
+@dataclass(eq=False)
 class Pulling:
     """Fills ``sink``, over at most one stream on each line of ``bulk``.
 
@@ -239,59 +238,50 @@ class Pulling:
     it is long; when it is known, all ask at once.
     """
 
-    def __init__(
-        self,
-        bulk: Sequence[Line],
-        ask: PullAsk,
-        sink: PullSink,
-        options: ClientOptions,
-        stalls: StallWatch,
-        received: Callable[[int], None],
-        at_once: int,
-        patience: Patience | None,
-    ) -> None:
-        """``ask.bytes_per_s`` is the rate limit of all streams together.  ``at_once``: how many of ``bulk`` ask without
-        waiting for the first one's header.  ``patience``: wait for a version that is not yet published."""
-        self._bulk = bulk
-        self._at_once = min(at_once, len(bulk))
-        self._patience = patience
-        self._ask = ask
-        self._sink = sink
-        self._options = options
-        self._stalls = stalls
-        self._received = received
-        self._lock = threading.Lock()
-        self._streams: list[Stream[bool]] = []
-        self._failed: WireError | None = None
-        self._spoiled = False
-        self._damaged = 0
-        self._began = sink.bytes_held
+    bulk: Sequence[Line]
+    ask: PullAsk
+    """``ask.bytes_per_s`` is the rate limit of all streams together."""
+    sink: PullSink
+    options: ClientOptions
+    stalls: StallWatch
+    received: Callable[[int], None]
+    """Called with the length of each message."""
+    at_once: int
+    """How many of ``bulk`` ask without waiting for the first one's header."""
+    patience: Patience | None
+    """For a version that may not be published yet."""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _streams: list[Stream[bool]] = field(init=False, default_factory=list)
+    _failed: WireError | None = field(init=False, default=None)
+    _spoiled: bool = field(init=False, default=False)
+    _damaged: int = field(init=False, default=0)
+    _began: int = field(init=False, default=0)
 
     def run(self) -> PulledVersion:
         """Pull until the version is complete.  On ``Refused`` or ``Unreachable`` the sink keeps what was received."""
-        held = self._sink.header
+        held, self._began = self.sink.header, self.sink.bytes_held
         try:
-            if held is not None and self._sink.bytes_held > 0 and held.fragment == self._ask.fragment:
+            if held is not None and self._began > 0 and held.fragment == self.ask.fragment:
                 try:
                     # Even if nothing is missing, ask for the header again: it holds the present fates.
-                    self._join(self._open(held, self._spans(held) or [(held.payload_bytes, 0)]))
+                    self._ask_for_missing(held)
                     return self._rest(held)
                 except Refused as refused:
                     if refused.status is not Status.NOT_FOUND:
                         raise
                     self._failed = None
-            self._sink.clear()
-            return self._anew()
+            self.sink.clear()
+            return self._pull_from_start()
         except (Refused, Unreachable) as error:
-            self._sink.broke_off()
-            self._sink.breaks += isinstance(error, Unreachable)
+            self.sink.broke_off()
+            self.sink.breaks += isinstance(error, Unreachable)
             raise
 
-    def _anew(self) -> PulledVersion:
-        wait_ns = int(self._patience.seconds * 1e9) if self._patience is not None else 0
-        deal = 1 + secrets.randbits(61) if len(self._bulk) > 1 else 0
-        ask = replace(self._ask, wait_ns=wait_ns, deal=deal)  # The syncer applies one rate limit to a whole deal.
-        first, later = self._bulk[: self._at_once], self._bulk[self._at_once :]
+    def _pull_from_start(self) -> PulledVersion:
+        wait_ns = int(self.patience.seconds * 1e9) if self.patience is not None else 0
+        deal = 1 + secrets.randbits(61) if len(self.bulk) > 1 else 0
+        ask = replace(self.ask, wait_ns=wait_ns, deal=deal)  # The syncer applies one rate limit to a whole deal.
+        first, later = self.bulk[: self.at_once], self.bulk[self.at_once :]
         others: list[threading.Thread] = []
 
         def begun(header: PullHeader) -> None:
@@ -302,41 +292,41 @@ class Pulling:
         others_first = self._begin([ask] * (len(first) - 1), first[1:])
         self._stream(first[0], ask, begun)
         self._join([*others_first, *others])
-        return self._rest(self._sink.header)
+        return self._rest(self.sink.header)
 
     def _rest(self, header: PullHeader | None) -> PulledVersion:
         """Ask for the missing bytes until none are missing; ``Unreachable`` when an attempt brings none."""
-        while header is not None and (missing := self._sink.missing()):
+        while header is not None and (missing := self.sink.missing()):
             damaged = self._damaged
-            self._join(self._open(header, self._spans(header)))
-            if self._sink.missing() == missing and self._damaged == damaged:
+            self._ask_for_missing(header)
+            if self.sink.missing() == missing and self._damaged == damaged:
                 break
         try:
-            return self._sink.finish()
+            return self.sink.finish()
         except DamagedChunk as error:
             raise Unreachable(f"Pull: {error}") from error
 
-    def _spans(self, header: PullHeader) -> list[Span]:
-        """Return the spans to ask for next.  A syncer that sends no frames (protocol 2) ignores lengths."""
-        missing = self._sink.missing()
-        if not header.frames:
-            return [(begin, 0) for begin, _ in missing[:1]]
-        breaks, passed = self._sink.breaks, self._sink.bytes_held - self._began
-        most = bytes_at_risk(breaks, passed) // len(self._bulk) if breaks else header.payload_bytes
-        return pieces(missing, len(self._bulk), max(CHUNK_BYTES_MIN, most))
-
-    def _open(self, header: PullHeader, spans: Sequence[Span]) -> list[threading.Thread]:
-        """Open a stream for each of ``spans``, each with its share of the rate limit."""
-        rate = self._ask.bytes_per_s
+    def _ask_for_missing(self, header: PullHeader) -> None:
+        """Ask once for missing bytes, over several streams, each with its share of the rate limit."""
+        missing = self.sink.missing()
+        if not missing:
+            spans = [(header.payload_bytes, header.payload_bytes)]
+        elif not header.frames:  # A syncer that sends no frames (protocol 2) ignores lengths.
+            spans = [(missing[0][0], 0)]
+        else:
+            breaks, passed = self.sink.breaks, self.sink.bytes_held - self._began
+            most = bytes_at_risk(breaks, passed) // len(self.bulk) if breaks else header.payload_bytes
+            spans = pieces(missing, len(self.bulk), max(CHUNK_BYTES_MIN, most))
+        rate = self.ask.bytes_per_s
         if rate and len(spans) > 1:
-            rate = max(1, rate // len(self._bulk))  # At least 1, because 0 means no limit.
-        ask = replace(self._ask, want_version=header.version, bytes_per_s=rate)
+            rate = max(1, rate // len(self.bulk))  # At least 1, because 0 means no limit.
+        ask = replace(self.ask, want_version=header.version, bytes_per_s=rate)
         asks = [replace(ask, offset=begin, length=max(0, end - begin)) for begin, end in spans]
-        return self._begin(asks, self._bulk)
+        self._join(self._begin(asks, self.bulk))
 
     def _begin(self, asks: Sequence[PullAsk], bulk: Sequence[Line]) -> list[threading.Thread]:
         """Open a stream for each of ``asks``, each in its own thread; a single one runs in this thread."""
-        if len(asks) == 1 and bulk is self._bulk:
+        if len(asks) == 1 and bulk is self.bulk:
             self._stream(bulk[0], asks[0])
             return []
         threads = [
@@ -352,15 +342,15 @@ class Pulling:
         for thread in threads:
             thread.join()
         if self._spoiled:
-            self._sink.clear()
+            self.sink.clear()
         if self._failed is not None:
             raise self._failed
 
     def _stream(self, bulk: Line, ask: PullAsk, begun: Callable[[PullHeader], None] = lambda header: None) -> None:
         """Run one of several concurrent streams; on failure it sets ``_failed`` and ends the others."""
-        guard = Guard(self._stalls, self._options.stall_s)
-        if self._patience is not None and ask.wait_ns:
-            self._patience.begin(guard, self._options.stall_s)
+        guard = Guard(self.stalls, self.options.stall_s)
+        if self.patience is not None and ask.wait_ns:
+            self.patience.begin(guard, self.options.stall_s)
         try:
             with Stream(bulk, "Pull", pack_pull(ask), lambda raw: self._take(raw, ask, guard, begun), guard) as stream:
                 with self._lock:
@@ -378,19 +368,19 @@ class Pulling:
 
     def _take(self, raw: bytes, ask: PullAsk, guard: Guard, begun: Callable[[PullHeader], None]) -> bool:
         """Handle one message; return whether to read on."""
-        self._received(len(raw))
+        self.received(len(raw))
         part = unpack_pull_part(raw)
         if isinstance(part, PullHeader):
-            if self._patience is not None and ask.wait_ns:
-                self._patience.came(guard)
+            if self.patience is not None and ask.wait_ns:
+                self.patience.came(guard)
             if part.fragment != ask.fragment or (part.from_version != ask.have_version and not part.whole):
                 raise MalformedMessage(f"fragment {part.fragment} from version {part.from_version} was not asked for")
             with self._lock:
-                if self._sink.header is not None and not self._sink.belongs(part):
+                if self.sink.header is not None and not self.sink.belongs(part):
                     if ask.want_version == 0:
                         return False  # A version was published between two streams' asks: ``_rest`` asks for this span.
                     raise MalformedMessage(f"version {part.version} is not the one that the pull began with")
-                self._sink.begin(part)
+                self.sink.begin(part)
             begun(part)
             return True
         if isinstance(part, Frame) and not part.intact:
@@ -398,7 +388,7 @@ class Pulling:
                 self._damaged += 1
                 if self._damaged > AGAINS_MAX:
                     raise DamagedChunk(f"chunks were damaged on the way {self._damaged} times")
-        self._sink.accept(part)
+        self.sink.accept(part)
         return True
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,11 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE, Guard, StallWatch
 from diloco.wire.convert import parse
-from diloco.wire.door import Connections, Counters, Door, Gate, places
+from diloco.wire.door import Call, Connections, Counters, Door, Gate, places
 from diloco.wire.handlers import SyncHandlers, admin_handler, follow_handler
 from diloco.wire.identity import Authenticator
 from diloco.wire.messages import CONTROL_BYTES_MAX, Refusal, Status
-from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, ServingCertificate, check_bind
+from diloco.wire.options import STANDARD_STREAMS_MAX, SecurityOptions, check_bind, serving_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,88 +41,68 @@ _EACH_MAX = 2
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
-    """The stock health service, with access to all statuses, which List needs."""
+    """The stock health service, with access to all statuses."""
 
-    def statuses(self) -> list[tuple[str, Any]]:
-        """Return every name with its status."""
+    def statuses(self) -> dict[str, Any]:
+        """Return the status of every name: of the server (""), of each service, and of the run by its id."""
         with self._lock:
-            return list(self._server_status.items())
+            return dict(self._server_status)
 
 
-class _StandardServices:
-    """Health (of the server, of each service and of the run by its id) and reflection, behind ``door``."""
+def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> list[Any]:
+    """Return the handlers of health and reflection, behind ``door``, in the form that gRPC's server takes."""
+    reflecting = reflection.ReflectionServicer(
+        (SYNC_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    )
+    streams = Gate("standard stream", STANDARD_STREAMS_MAX, _EACH_MAX, options.pushback_ms)
+    parsed = partial(parse, bytes_max=CONTROL_BYTES_MAX)
 
-    def __init__(self, door: Door, options: ServerOptions) -> None:
-        self._door, self._stall_s = door, options.stall_s
-        self._names = "", SYNC_SERVICE, ADMIN_SERVICE, options.run_id
-        self._health = _Health()
-        listed = SYNC_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME
-        self._reflection = reflection.ReflectionServicer(listed)
-        self._streams = Gate("standard stream", STANDARD_STREAMS_MAX, _EACH_MAX, options.pushback_ms)
+    def check(raw: bytes, identity: Identity) -> bytes:
+        del identity
+        service = parsed(health_pb2.HealthCheckRequest, raw).service
+        status = healthy.statuses().get(service)
+        if status is None:
+            raise Refusal(Status.NOT_FOUND, "service is not one that is known here")
+        return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
 
-    def generic_handlers(self) -> list[Any]:
-        """Return the handlers in the form that gRPC's server takes."""
-        door, asked = self._door, f"/{health.SERVICE_NAME}/"
-        services = {
-            health.SERVICE_NAME: {
-                "Check": door.single(f"{asked}Check", self._check),
-                "List": door.single(f"{asked}List", self._list),
-                "Watch": door.handler(f"{asked}Watch", self._watch),
-            },
-            reflection.SERVICE_NAME: {
-                "ServerReflectionInfo": door.handler(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo", self._reflect)
-            },
-        }
-        return [grpc.method_handlers_generic_handler(service, methods) for service, methods in services.items()]
+    def list_all(raw: bytes, identity: Identity) -> bytes:
+        del identity
+        parsed(health_pb2.HealthListRequest, raw)
+        answers = {name: health_pb2.HealthCheckResponse(status=status) for name, status in healthy.statuses().items()}
+        return bytes(health_pb2.HealthListResponse(statuses=answers).SerializeToString())
 
-    def _check(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        yield self._health.Check(self._asked(requests, context, identity), context).SerializeToString()
-
-    def _list(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        parse(health_pb2.HealthListRequest, self._door.first(requests, context, identity), CONTROL_BYTES_MAX)
-        answers = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._health.statuses()}
-        yield health_pb2.HealthListResponse(statuses=answers).SerializeToString()
-
-    def _watch(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        request = self._asked(requests, context, identity)
-        if request.service not in self._names:
+    def watch(call: Call) -> Iterator[bytes]:
+        request = parsed(health_pb2.HealthCheckRequest, door.first(call))
+        if request.service not in healthy.statuses():
             # The stock handler would remember the requested name for ever.
             raise Refusal(Status.NOT_FOUND, "service is not one that is watched here")
-        with self._streams.enter(identity.caller(context)):
-            for answer in self._health.Watch(request, context):
+        with streams.enter(call.caller):
+            for answer in healthy.Watch(request, call.context):
                 yield answer.SerializeToString()
 
-    def _reflect(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
-        first = self._door.first(requests, context, identity)
-        with (
-            self._streams.enter(identity.caller(context)),
-            Guard(self._door.stalls, self._stall_s, context.cancel) as guard,
-        ):
+    def reflect(call: Call) -> Iterator[bytes]:
+        first = door.first(call)
+        with streams.enter(call.caller), Guard(door.stalls, options.stall_s, call.context.cancel) as guard:
 
             def asked() -> Iterator[Any]:
-                for raw in chain((first,), requests):
+                for raw in chain((first,), call.requests):
                     guard.touch()
-                    yield parse(reflection_pb2.ServerReflectionRequest, raw, CONTROL_BYTES_MAX)
+                    yield parsed(reflection_pb2.ServerReflectionRequest, raw)
 
-            for answer in self._reflection.ServerReflectionInfo(asked(), context):
+            for answer in reflecting.ServerReflectionInfo(asked(), call.context):
                 yield answer.SerializeToString()
 
-    def _asked(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Any:
-        return parse(health_pb2.HealthCheckRequest, self._door.first(requests, context, identity), CONTROL_BYTES_MAX)
-
-    def serving(self, ready: bool) -> None:
-        """Answer SERVING from now on; when not ``ready``, NOT_SERVING for the run and for SyncService.
-
-        The server itself and its admin service stay SERVING, so that no orchestrator kills a process that is waiting.
-        """
-        response = health_pb2.HealthCheckResponse
-        for name in self._names:
-            serves = ready or name in ("", ADMIN_SERVICE)
-            self._health.set(name, response.SERVING if serves else response.NOT_SERVING)
-
-    def stopping(self) -> None:
-        """Answer NOT_SERVING for good."""
-        self._health.enter_graceful_shutdown()
+    path = f"/{health.SERVICE_NAME}/"
+    checks = {
+        "Check": door.unary(f"{path}Check", check),
+        "List": door.unary(f"{path}List", list_all),
+        "Watch": door.handler(f"{path}Watch", watch),
+    }
+    info = door.handler(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo", reflect)
+    return [
+        grpc.method_handlers_generic_handler(health.SERVICE_NAME, checks),
+        grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": info}),
+    ]
 
 
 class RunningServer:
@@ -148,10 +129,15 @@ class RunningServer:
         """
         check_bind(options.address, security)
         authenticator = Authenticator(security)
-        certificate = ServingCertificate(security) if security.tls_cert else None
-        self._watched = [*authenticator.watched, *([certificate.watched] if certificate is not None else [])]
+        self._watched = list(authenticator.watched)
+        credentials: Any = None
+        if security.tls_cert:
+            certificate, credentials = serving_credentials(security)
+            self._watched.append(certificate)
         self._note = note
         counters = Counters()
+        self.counters = counters.totals
+        """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
         self._stopping = threading.Event()
         connections_max = places(options)
         self._connections = Connections(connections_max, counters, lambda why: note("crowded", why))
@@ -160,25 +146,24 @@ class RunningServer:
         arguments = [*options.channel_arguments(), ("grpc.max_allowed_incoming_connections", connections_max)]
         if security.require_client_cert:
             arguments.append(("grpc.max_connection_age_ms", int(options.connection_age_s * 1000)))
-        self._server = grpc.server(
-            self._threads,
-            options=arguments,
-            maximum_concurrent_rpcs=options.calls_max,
-        )
-        sync = SyncHandlers(api, options, self._door, self._stopping)
-        self._standard = _StandardServices(self._door, options)
-        handlers = [sync.generic_handler(), admin_handler(api, self._door), *self._standard.generic_handlers()]
+        self._server = grpc.server(self._threads, options=arguments, maximum_concurrent_rpcs=options.calls_max)
+        self._health = _Health()
+        self._names = "", SYNC_SERVICE, ADMIN_SERVICE, options.run_id
+        handlers = [
+            SyncHandlers(api, options, self._door, self._stopping).generic_handler,
+            admin_handler(api, self._door),
+            *_standard_services(self._health, self._door, options),
+        ]
         if following is not None:
             handlers.append(follow_handler(following, options, self._door, self._stopping))
         self._server.add_generic_rpc_handlers(handlers)
-        credentials = certificate.credentials() if certificate is not None else None
         self.address = _bind(self._server, options.address, credentials)
         self._thread = threading.Thread(target=self._look, name="identity-files", daemon=True)
 
     def start(self, *, ready: bool) -> None:
         """Answer from now on.  The health service reports ``ready`` for the run until method ``ready`` is called."""
+        self.ready(ready)
         self._server.start()
-        self._standard.serving(ready)
         if self._watched:
             self._thread.start()
         if not self.address.startswith("unix:"):
@@ -188,24 +173,27 @@ class RunningServer:
         while not self._stopping.wait(_LOOK_S):
             said = [text for each in self._watched if (text := each.refresh()) is not None]
             # Checked each time, not only after a change: a call may have been admitted on the content before it.
-            for text in [*said, *self._door.put_out()]:
+            for text in [*said, *self._door.end_revoked()]:
                 self._note("identity", text)
-
-    def counters(self) -> dict[str, int]:
-        """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
-        return self._door.counters.totals()
 
     def complaints(self) -> list[str]:
         """Return the problems of the identity and certificate files; empty when all of them are in force."""
         return [each.complaint for each in self._watched if each.complaint]
 
     def ready(self, ready: bool) -> None:
-        """Set whether updates are accepted at present, for the health service only; all calls are still answered."""
-        self._standard.serving(ready)
+        """Set whether updates are accepted at present, for the health service only; all calls are still answered.
+
+        When not ``ready``, the run and SyncService are NOT_SERVING.  The server itself and its admin service stay
+        SERVING, so that no orchestrator kills a process that is waiting.
+        """
+        response = health_pb2.HealthCheckResponse
+        for name in self._names:
+            serves = ready or name in ("", ADMIN_SERVICE)
+            self._health.set(name, response.SERVING if serves else response.NOT_SERVING)
 
     def stop(self, grace_s: float) -> None:
         """Accept no new calls, end every Watch at once, and give other calls ``grace_s`` seconds to finish."""
-        self._standard.stopping()
+        self._health.enter_graceful_shutdown()
         self._stopping.set()
         self._server.stop(grace_s).wait(grace_s + 5.0)
         self._threads.shutdown(wait=False)

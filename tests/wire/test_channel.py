@@ -169,7 +169,11 @@ def test_a_channel_is_made_anew_when_its_files_or_its_address_have_changed_and_t
 
     stays()
     authority.site("site/a")
-    for change in (line.lost, line.renew, lambda: line.lead_to("127.0.0.1:2")):
+    for change in (
+        line.lost,
+        lambda: line.lead_to(None),
+        lambda: line.lead_to("127.0.0.1:2"),
+    ):
         change()
         channels.append(line.channel)
     stays()

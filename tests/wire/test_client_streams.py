@@ -316,7 +316,7 @@ def test_a_stream_for_which_no_chunk_was_left_carries_none() -> None:
     guards = [Guard(STALLS, 1.0) for _ in range(3)]
     one, early, late = (push.beside(guard) for guard in guards)
     for beside in (one, early, late):
-        push.join_in()
+        push.streams += 1
         next(beside)
     assert isinstance(unpack_push(next(one)), Frame)
     assert not push.carries(guards[1])
@@ -367,7 +367,7 @@ def test_what_is_wanted_again_goes_on_the_stream_that_commits() -> None:
     requests, beside = push.requests(), push.beside(Guard(STALLS, 1.0))
     next(requests)
     push.admit(PushAdmitted(0, True))
-    push.join_in()
+    push.streams += 1
     next(beside)
     for _ in range(4):
         next(requests)

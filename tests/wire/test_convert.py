@@ -143,7 +143,7 @@ def words(unpack: Callable[[bytes], object], raw: bytes) -> str:
     return ""
 
 
-def test_protobuf_reads_the_hand_written_chunk_as_its_own() -> None:
+def test_a_chunk_is_sent_as_the_contract_says() -> None:
     data = bytes(range(256)) * (CHUNK_BYTES_MAX // 256)
     lengths = (1, 127, 128, 16_383, 16_384, CHUNK_BYTES_MAX)
     offsets = (0, 1, 127, 128, 2**21, PAYLOAD_BYTES_MAX)
