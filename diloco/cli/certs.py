@@ -7,7 +7,6 @@ it changes.  All security depends on ``ca.key``: issuing needs it, a running pro
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -22,6 +21,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.durable import write_file
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 DOES = """Make certificates for mutual TLS, from an authority of your own.
@@ -42,7 +42,7 @@ DAYS_MAX = 825
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco certs", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser("certs", DOES)
     parser.add_argument("what", choices=["init", "issue", "show", "revoke"])
     parser.add_argument("target", metavar="DIR|FILE")
     parser.add_argument("--trust-domain", metavar="X", help="init: the name in front of every id (default: diloco)")

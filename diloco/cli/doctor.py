@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -278,9 +277,7 @@ accelerator, torch, number of threads) round alike: between others a difference 
 
 def canary(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="diloco canary", description=CANARY, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("canary", CANARY)
     parser.add_argument("target", metavar="CHECKPOINT|SITE_FOLDER", type=Path)
     parser.add_argument("--steps", type=int, default=4, help="inner steps to do again (default 4)")
     parser.add_argument("--expect", metavar="DIGEST", help="compare with this instead of a second run here")

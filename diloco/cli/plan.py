@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from dataclasses import MISSING, Field, fields, replace
@@ -55,7 +54,7 @@ class _Parser(OneLineParser):
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = _Parser(prog="diloco plan", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser("plan", DOES)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="how bytes grow with the sites, as a picture")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import time
@@ -19,6 +18,7 @@ from diloco.models.sources import data_of, is_data, past_of
 from diloco.runs.process import disk_from_environment
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from diloco.models.read import Evidence
@@ -39,7 +39,7 @@ diloco journal verify RUN_DIR   everything that the syncer keeps, looked at and 
 
 def journal(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco journal", description=JOURNAL)
+    parser = OneLineParser("journal", JOURNAL)
     parser.add_argument("what", choices=["show", "verify"])
     parser.add_argument("target", metavar="RUN_DIR|FILE")
     given = parser.parse_args(arguments)
@@ -117,9 +117,7 @@ LISTED_MAX = 20
 
 def replay(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="diloco replay", description=REPLAY, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("replay", REPLAY)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, its name below runs/, or its data folder")
     told = "site=NAME:versions=FIRST..LAST (into which they were merged) or :sequences=..., and :fragment=N for one"
     parser.add_argument("--without", action="append", default=[], metavar="UPDATES", help=f"leave out {told}")
@@ -244,9 +242,7 @@ ANSWER_S = 2.0
 
 def restore(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="diloco restore", description=RESTORE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("restore", RESTORE)
     parser.add_argument("run", metavar="RUN_DIR", help="the run's folder, its name below runs/, or its data folder")
     parser.add_argument(
         "--from",

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
-from diloco.config.arguments import composed, goes_on, limit_threads, printed_if_asked, settings_parser
+from diloco.config.arguments import goes_on, limit_threads, load_config, print_if_asked, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import towards
 from diloco.config.run_dir import held, run_dir_of
@@ -56,14 +56,14 @@ def main(arguments: Sequence[str]) -> ExitCode:
     place = place_from_environment()
     if place is not None and given.config is None:
         raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco site --config FILE")
-    config = composed(given)
+    config = load_config(given, prints=False)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)  # Before torch is imported.
     if given.config is None:
         if not given.print_config:  # What is printed may be for another machine.
             check_identity(config)
             _check_own(config)
         config = _of_the_run(config, given)
-    printed_if_asked(config, given)
+    print_if_asked(config, given)
     if place is not None:
         if config.site.nodes > 1:
             raise ConfigError(f"site.nodes is {config.site.nodes}: not under torchrun, which knows its machines itself")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import socket
@@ -404,7 +403,7 @@ def report(arguments: Sequence[str]) -> ExitCode:
     from diloco.observe.report import rebuild
     from diloco.observe.summary import closing_lines
 
-    parser = OneLineParser(prog="diloco report", description=REPORT)
+    parser = OneLineParser("report", REPORT)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
     run_dir = existing_run(parser.parse_args(arguments).run).root
     summary, history = rebuild(run_dir)
@@ -431,7 +430,7 @@ FREQUENT = frozenset({"grace", "outer_step_started", "round_closed", "published"
 
 def runs(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco runs", description=RUNS)
+    parser = OneLineParser("runs", RUNS)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="where they lie; default: runs")
     folder = parser.parse_args(arguments).folder
     places = {path.parent for name in ("config.yaml", "events.jsonl") for path in folder.glob(f"*/{name}")}
@@ -466,7 +465,7 @@ def _stands(run_dir: RunDir) -> str:
 
 def logs(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco logs", description=LOGS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser("logs", LOGS)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("who", metavar="SITE", nargs="?", help="one site, or syncer; default: all")
     parser.add_argument("--lines", type=int, default=20, metavar="N", help="how many of the past (default 20)")

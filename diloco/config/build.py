@@ -18,7 +18,7 @@ from diloco.config import connecting
 from diloco.config.compose import quorum, shared_config
 from diloco.config.errors import ConfigError, options_of, section
 from diloco.config.model_files import file_fragments, file_shapes, is_of_file, load_values
-from diloco.config.placing import has_several, placement_of, shared_by_part
+from diloco.config.placing import has_several, placement_of
 from diloco.config.regional import is_region
 from diloco.durable import PLAIN_DISK
 from diloco.inner.corpus import DataOptions, prepare_corpus
@@ -38,7 +38,7 @@ from diloco.inner.parallel import device_of
 from diloco.inner.precision import resolve_precision
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.learner.exchange import AgentOptions
-from diloco.outer.fragments import Layout, gather, named_parameters_once, part_of, plan_layout
+from diloco.outer.fragments import Layout, described, gather, named_parameters_once, part_of, plan_layout
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction, Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
@@ -340,7 +340,11 @@ def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) ->
 
     The lineage (0 here) does not come from the configuration: each end sends the lineage that it remembers.
     """
-    shared = shared_config(config) | shared_by_part(config, whole or whole_layout(config))
+    shared = shared_config(config)
+    if has_several(config):
+        whole = whole or whole_layout(config)
+        placed = f"{described(placement_of(config, whole))} of layout {whole.fingerprint[:12]}"
+        shared |= {"cluster.syncer.index": str(config.cluster.syncer.index), "placement": placed}
     return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import build
 from diloco.config.build import agreement, health_options, held_of, outer_options, rule, up_codecs
-from diloco.config.compose import earlier_digest, is_name, shared_digest
+from diloco.config.compose import is_name, shared_digest
 from diloco.config.errors import ConfigError, options_of, section
 from diloco.config.placing import backup_of, has_several, syncer_name
 from diloco.config.run_dir import RunDir
@@ -52,7 +52,7 @@ def plan(config: RunConfig, layout: Layout) -> RunPlan:
         health=health_options(config),
         rule=rule(config, layout),
         held=held_of(config),
-        earlier_digest=earlier_digest(config),
+        earlier_digest=shared_digest(config, earlier=True),
     )
 
 

@@ -149,7 +149,12 @@ def to_yaml(config: RunConfig) -> str:
         """Quotes text that OmegaConf would read as a number: PyYAML reads 1e3 as text."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> object:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if _is_number(value) else None)
+        try:
+            float(value)
+            style = "'"
+        except ValueError:
+            style = None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
     return str(yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))
@@ -301,21 +306,15 @@ def require_same(config: RunConfig, path: Path) -> None:
             raise VerbError(ExitCode.MISMATCH, f"{differ}: {go_on}take another run.name{begin}")
 
 
-def shared_digest(config: RunConfig) -> str:
+def shared_digest(config: RunConfig, *, earlier: bool = False) -> str:
     """Return the SHA-256 hex of :func:`shared_config`: equal where two configurations mean the same run.
 
     Settings in ``MAY_CHANGE`` count with their defaults, so a run at these defaults has the digest of earlier releases.
+    ``earlier``: return the digest of releases that did not allow any shared setting to change.
     """
-    usual = as_text(RunConfig())
-    return _digest(shared_config(config) | {key: usual[key] for key in MAY_CHANGE})
-
-
-def earlier_digest(config: RunConfig) -> str:
-    """Return the ``shared_digest`` of releases that did not allow any shared setting to change."""
-    return _digest(shared_config(config))
-
-
-def _digest(shared: Mapping[str, str]) -> str:
+    shared, usual = shared_config(config), as_text(RunConfig())
+    if not earlier:
+        shared |= {key: usual[key] for key in MAY_CHANGE}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
@@ -493,14 +492,6 @@ def _value(key: str, text: str) -> object:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{key} is {text!r}: {wanted(key)}") from error
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _text(value: object) -> str:

@@ -23,7 +23,7 @@ BETWEEN = "/"
 syncer and its standby."""
 SYNCERS = "syncers"
 BY_PART = frozenset({"cluster.syncer.index", "placement"})
-"""The keys that ``shared_by_part`` adds to the shared settings."""
+"""What a site and one of several syncers must also agree on: ``build.agreement`` adds it to the shared settings."""
 
 
 def has_several(config: RunConfig) -> bool:
@@ -62,16 +62,6 @@ def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...
         return place(numels, config.outer.syncer_mbps or [1.0] * config.outer.num_syncers)
     except ValueError as error:
         raise ConfigError(f"outer.syncer_mbps is {config.outer.syncer_mbps}: {error}") from error
-
-
-def shared_by_part(config: RunConfig, whole: Layout) -> dict[str, str]:
-    """Return what a site and one of several syncers must also agree on: the syncer's index, and the placement."""
-    from diloco.outer.fragments import described
-
-    if not has_several(config):
-        return {}
-    placed = f"{described(placement_of(config, whole))} of layout {whole.fingerprint[:12]}"
-    return {"cluster.syncer.index": str(config.cluster.syncer.index), "placement": placed}
 
 
 def at(config: RunConfig, index: int) -> RunConfig:
