@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from diloco.cli.status import standby_line, syncer_address
+from diloco.cli.status import asking, standby_line, syncer_address
 from diloco.cli.syncer import FROM_SETTINGS, again, said, serve, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError
@@ -21,12 +21,11 @@ from diloco.runs.process import Stopping, disk_from_environment, limit_arenas
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from diloco.config.run_dir import RunDir
     from diloco.config.schema import RunConfig
     from diloco.syncer.standby import StandingBy, Warm
-    from diloco.wire.client import AdminClient
 
 DOES = """Follow a syncer as its standby, and take over from it.
 
@@ -76,15 +75,14 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if len(targets) != (what != "follow"):
         wanted = "no HOST:PORT, but settings" if what == "follow" else "one HOST:PORT"
         raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
-    return _follow(given) if what == "follow" else _say(what, targets[0], given)
+    return _follow(given) if what == "follow" else _say(what, syncer_address(targets[0]), given)
 
 
 # --- an operator's commands -----------------------------------------------------------------------------------------
 
 
-def _say(what: str, target: str, given: argparse.Namespace) -> ExitCode:
-    address = syncer_address(target)
-    with _asking(address, given.settings) as client:
+def _say(what: str, address: str, given: argparse.Namespace) -> ExitCode:
+    with asking(address, given.settings, "does not do it", address) as client:
         if what == "promote":
             client.promote(lossy=given.lossy)
             print(f"{address} takes over")
@@ -92,41 +90,13 @@ def _say(what: str, target: str, given: argparse.Namespace) -> ExitCode:
             client.detach()
             print(f"{address} goes on without a standby, until one has caught up")
             print("one that is away now lacks what comes: from here on it may be promoted with --lossy only")
+        elif given.json:
+            print(json.dumps(client.status(), sort_keys=True))
+        elif (status := client.status()).get("role") == "standby":
+            print(standby_line(status))
         else:
-            _show(address, client.status(), as_json=given.json)
+            raise VerbError(ExitCode.FAILED, f"{address} is no standby, but the syncer: `diloco status {address}`")
     return ExitCode.OK
-
-
-def _show(address: str, status: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(status, sort_keys=True))
-    elif status.get("role") == "standby":
-        print(standby_line(status))
-    else:
-        raise VerbError(ExitCode.FAILED, f"{address} is no standby, but the syncer: `diloco status {address}`")
-
-
-@contextmanager
-def _asking(address: str, settings: Sequence[str]) -> Iterator[AdminClient]:
-    from diloco.config import compose as configs
-    from diloco.config import connecting
-    from diloco.config.connecting import unanswered
-    from diloco.wire.client import AdminClient
-    from diloco.wire.messages import Refused, Unreachable
-
-    security = connecting.site_security(configs.compose(settings))
-    try:
-        client = AdminClient(address, security)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{address}: {error}") from error
-    with client:
-        try:
-            yield client
-        except Unreachable as error:
-            why = unanswered(address, security, error.why)
-            raise VerbError(ExitCode.UNREACHABLE, f"{address} does not answer: {why}") from error
-        except Refused as error:
-            raise VerbError(ExitCode.FAILED, f"{address} does not do it: {error.text}") from error
 
 
 # --- following ------------------------------------------------------------------------------------------------------
