@@ -7,17 +7,17 @@ it changes.  All security depends on ``ca.key``: issuing needs it, a running pro
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.arguments import OneLineParser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
 from diloco.durable import write_file
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _init(given: argparse.Namespace) -> ExitCode:
     folder = Path(given.target)
     files = [folder / name for name in OWN_FILES]
     _check_free(files, given.force)
-    authority = make_authority(given.trust_domain or "diloco", _now())
+    authority = make_authority(given.trust_domain or "diloco", datetime.now(UTC))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_file(files[1], authority.key, 0o600)
     write_file(files[0], authority.certificate, 0o644)
@@ -96,13 +96,12 @@ def _issue(given: argparse.Namespace) -> ExitCode:
         raise ConfigError(f"--host is {given.host[0]!r}: only a syncer or a standby serves")
     folder = Path(given.target)
     authority = certificates.Pair(_read(folder / "ca.pem"), _read(folder / "ca.key"))
-    try:
+    with failing(ValueError):
         check_private("ca.key", str(folder / "ca.key"))
-    except ValueError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
-    cert, key = folder / f"{_file(who)}.pem", folder / f"{_file(who)}.key"
+    name = who.replace("site/", "sites/", 1)
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     _check_free([cert, key], given.force)
-    pair = certificates.issue(authority, who, given.host, days, _now())
+    pair = certificates.issue(authority, who, given.host, days, datetime.now(UTC))
     facts = certificates.describe(pair.certificate)
     cert.parent.mkdir(mode=0o700, exist_ok=True)
     # Record the certificate before it exists, so that it can always be revoked.
@@ -115,20 +114,14 @@ def _issue(given: argparse.Namespace) -> ExitCode:
     write_file(key, pair.key, 0o600)
     write_file(cert, pair.certificate, 0o644)
     print(f"{cert} is {facts.ids[0]}, good until {facts.ends:%Y-%m-%d}; the settings that use it:")
-    print(" ".join(_settings(folder, who, cert, key)))
-    return ExitCode.OK
-
-
-def _settings(folder: Path, who: str, cert: Path, key: Path) -> list[str]:
-    """Return the settings that use the certificate, as command-line words."""
+    above = "cluster.syncer" if who == "syncer" else "site"
+    words = [f"{above}.tls_cert={cert}", f"{above}.tls_key={key}", f"{above}.tls_ca={folder}/ca.pem"]
     if who == "syncer":
-        above = "cluster.syncer"
-        more = [f"{above}.require_client_cert=true", f"{above}.revoked_file={folder}/revoked.json"]
-    else:
-        above = "site"
-        more = [f"site.id={who.removeprefix('site/')}"] if who.startswith("site/") else []
-    files = [f"{above}.tls_cert={cert}", f"{above}.tls_key={key}", f"{above}.tls_ca={folder}/ca.pem"]
-    return [*files, *more]
+        words += [f"{above}.require_client_cert=true", f"{above}.revoked_file={folder}/revoked.json"]
+    elif who.startswith("site/"):
+        words.append(f"site.id={who.removeprefix('site/')}")
+    print(" ".join(words))
+    return ExitCode.OK
 
 
 def _show(given: argparse.Namespace) -> ExitCode:
@@ -136,7 +129,7 @@ def _show(given: argparse.Namespace) -> ExitCode:
 
     _only(given)
     facts = describe(_read(Path(given.target)))
-    left = facts.ends - _now()
+    left = facts.ends - datetime.now(UTC)
     state = f"ends in {left.days} days" if left.days >= 0 else f"ended {-left.days} days ago"
     rows = {
         "subject": facts.subject,
@@ -154,10 +147,16 @@ def _show(given: argparse.Namespace) -> ExitCode:
 
 
 def _revoke(given: argparse.Namespace) -> ExitCode:
+    from diloco.wire.identity import read_revoked
+
     who = _who(given)
     _only(given, "site", *ROLES)
     folder = Path(given.target)
-    gone, ids = _revoked(folder / "revoked.json")
+    raw = _read(folder / "revoked.json")
+    with failing(ValueError):
+        read_revoked(str(folder / "revoked.json"))
+    table = json.loads(raw)
+    gone, ids = table.get("certificates", []), table.get("ids", [])
     issued = _issued(folder / "issued.jsonl")
     theirs = [each for each in issued if each.who == who]
     fresh = [each.fingerprint for each in theirs if each.fingerprint not in gone]
@@ -170,7 +169,7 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
             "make a new authority in another folder, and issue every process a new certificate"
         )
     # An expired certificate is refused anyway; leaving it out keeps the list from growing without bound.
-    ended = {each.fingerprint for each in issued if each.ends < _now()}
+    ended = {each.fingerprint for each in issued if each.ends < datetime.now(UTC)}
     _write_revoked(folder, [fingerprint for fingerprint in [*gone, *fresh] if fingerprint not in ended], ids)
     print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file lets them in no more")
     if who == "standby":
@@ -182,7 +181,7 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
 class _Issued:
     who: str
     fingerprint: str
-    ends: datetime.datetime
+    ends: datetime
 
 
 def _issued(file: Path) -> list[_Issued]:
@@ -192,25 +191,12 @@ def _issued(file: Path) -> list[_Issued]:
         try:
             table = json.loads(line) if line.strip() else None
             if table is not None:
-                ends = datetime.datetime.fromisoformat(table["ends"])
-                found.append(_Issued(str(table["who"]), str(table["fingerprint"]), ends.astimezone(datetime.UTC)))
+                ends = datetime.fromisoformat(table["ends"])
+                found.append(_Issued(str(table["who"]), str(table["fingerprint"]), ends.astimezone(UTC)))
         except (ValueError, KeyError, TypeError):
             told = "if a process still has that certificate, list its fingerprint in revoked.json by hand"
             print(f"{file}: line {number} is torn and left out; {told}", file=sys.stderr)
     return found
-
-
-def _revoked(file: Path) -> tuple[list[str], list[str]]:
-    """Return the revoked certificates' fingerprints and the revoked ids, unchanged from the file."""
-    from diloco.wire.identity import read_revoked
-
-    raw = _read(file)
-    try:
-        read_revoked(str(file))
-    except ValueError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
-    table = json.loads(raw)
-    return table.get("certificates", []), table.get("ids", [])
 
 
 # --- small things ---------------------------------------------------------------------------------------------------
@@ -224,10 +210,6 @@ def _who(given: argparse.Namespace) -> str:
     if given.site is not None and not configs.is_name(given.site):
         raise ConfigError(f"--site is {given.site!r}: letters, digits, '.', '_' and '-', at most 64")
     return said[0]
-
-
-def _file(who: str) -> str:
-    return f"sites/{who.removeprefix('site/')}" if who.startswith("site/") else who
 
 
 def _only(given: argparse.Namespace, *allowed: str) -> None:
@@ -254,7 +236,3 @@ def _read(file: Path) -> bytes:
 def _write_revoked(folder: Path, fingerprints: Sequence[str], ids: Sequence[str]) -> None:
     table = {"certificates": list(fingerprints), "ids": list(ids)}
     write_file(folder / "revoked.json", json.dumps(table, indent=1).encode())
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.cli.status import asking, standby_line, syncer_address
-from diloco.cli.syncer import FROM_SETTINGS, again, said, serve, write_config
+from diloco.cli.syncer import again, said, serve, starting, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
 from diloco.config.placing import syncer_dir
 from diloco.observe.console import identity_lines, lines_to, syncer_log
 from diloco.observe.eventlog import EventLog
@@ -135,11 +135,9 @@ def _follow(given: argparse.Namespace) -> ExitCode:
 
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     """Follow until it is promoted, or until the run is over or a stop is requested; print the latter two."""
-    from diloco.durable import LockedError
     from diloco.observe.metrics import StandbyMetrics, page_at
     from diloco.syncer.server import check_site
     from diloco.syncer.standby import StandbyError
-    from diloco.syncer.store import StoreError
 
     log = EventLog(
         run_dir.events,
@@ -150,6 +148,8 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     metrics = StandbyMetrics(config, standing.status)
     try:
         with (
+            starting("give the standby a folder of its own"),
+            failing(StandbyError),
             Stopping("the standby stops; the syncer says what it waits for") as stopping,
             page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families, log.emit) as page,
         ):
@@ -173,16 +173,6 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
             return ExitCode.OK
         print(f"standby {name} has stopped; the same command goes on")
         return ExitCode.DRAINED
-    except StoreError as error:
-        raise VerbError(ExitCode.MISMATCH, str(error)) from error
-    except LockedError as error:
-        raise VerbError(ExitCode.FAILED, f"{error}: give the standby a folder of its own") from error
-    except StandbyError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
-    except ValueError as error:
-        if not str(error).startswith(FROM_SETTINGS):
-            raise
-        raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
     finally:
         standing.stop()
         log.close()

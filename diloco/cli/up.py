@@ -31,7 +31,7 @@ from diloco.runs.up import EVAL, OneSyncer, Outcome, Up, UpOptions, check_syncer
 from diloco.wan.process import RelayProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from diloco.config.schema import DataSection, RunConfig
 
@@ -194,12 +194,11 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
 
 def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
     """Return in words the settings that differ from the run's folder, except those that only say how to go on."""
-    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir, named)[0]))
-    keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
+    changed = configs.differences(configs.read(run_dir.config), _as_in(config, run_dir, named)[0])
     return [
-        f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
-        for key in keys
-        if before.get(key) != now.get(key)
+        f"{key} is {now or 'not set'} now and was {was or 'not set'}"
+        for key, (was, now) in changed.items()
+        if key not in ("run.name", "run.resume", "run.log_every", "run.dir")
     ]
 
 
@@ -212,17 +211,6 @@ def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, 
     leased = there.data.leased if config.data.leased is None else config.data.leased
     config = replace(config, data=replace(config.data, leased=leased))
     return (config, []) if named is None else configs.keep_run_settings(config, run_dir.config, named)
-
-
-def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:
-    """Return the leaves of ``values`` by dotted name, as text."""
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= _settings(value, f"{above}{name}.")
-        else:
-            found[above + name] = "null" if value is None else str(value)
-    return found
 
 
 def _in_words(differences: Sequence[str]) -> str:

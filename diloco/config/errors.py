@@ -64,6 +64,15 @@ def section(name: str, **called: str) -> Iterator[None]:
         raise ConfigError(f"{name}.{text}") from error
 
 
+@contextmanager
+def failing(*kinds: type[Exception], code: ExitCode = ExitCode.FAILED) -> Iterator[None]:
+    """End the verb with ``code`` for an error of one of ``kinds``, whose text is the line on stderr."""
+    try:
+        yield
+    except kinds as error:
+        raise VerbError(code, str(error)) from error
+
+
 def options_of(kind: type[Options], settings: object, name: str, /, **others: Any) -> Options:
     """Return options of class ``kind``: ``others``, and for each other field the setting of that name, if there is one.
 
