@@ -50,11 +50,15 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if not 0 <= given.seconds <= SECONDS_MAX:
         raise VerbError(ExitCode.USAGE, f"--seconds is {given.seconds:g}: from 0 to {SECONDS_MAX}")
     server, settings = _own_words(given.settings)
-    config = _config(given.config, settings)
+
+    from diloco.config import build_syncer
+    from diloco.config import compose as configs
+
+    config = configs.compose(settings) if given.config is None else configs.read(given.config, settings)
+    build_syncer.check(config)
     if server is None and given.config is not None:
         server = config.site.syncer
-    known = given.config is not None
-    examination = Examination(config, None if known else settings, given.seconds, said=None if given.json else _say)
+    examination = Examination(config, settings if given.config is None else None, given.seconds, quiet=given.json)
     code = examination.run(server)
     counts = {level.value: sum(each.level is level for each in examination.findings) for level in Level}
     if given.json:
@@ -63,10 +67,6 @@ def main(arguments: Sequence[str]) -> ExitCode:
     else:
         print(", ".join(f"{count} {name}" for name, count in counts.items()), flush=True)
     return code
-
-
-def _say(finding: Finding) -> None:
-    print(finding.line(), flush=True)
 
 
 def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -84,34 +84,17 @@ def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
     return server, spelled
 
 
-def _config(file: object, settings: list[str]) -> RunConfig:
-    from pathlib import Path
-
-    from diloco.config import build_syncer
-    from diloco.config import compose as configs
-
-    config = configs.read(file, settings) if isinstance(file, Path) else configs.compose(settings)
-    build_syncer.check(config)
-    return config
-
-
 class Examination:
-    """Runs all checks in order; calls ``said`` with each finding as it is made.
+    """Runs all checks in order; prints each finding as it is made, unless it is ``quiet``.
 
     ``config`` is that of ``settings``, which the run's own complete; ``settings`` are None where ``config`` is whole.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        settings: Sequence[str] | None,
-        seconds: float,
-        said: Callable[[Finding], None] | None,
-    ) -> None:
+    def __init__(self, config: RunConfig, settings: Sequence[str] | None, seconds: float, *, quiet: bool) -> None:
         self._config = config
         self._settings = settings
         self._seconds = seconds
-        self._said = said
+        self._quiet = quiet
         self.findings: list[Finding] = []
 
     def run(self, server: str | None) -> ExitCode:
@@ -140,8 +123,8 @@ class Examination:
     def _add(self, findings: list[Finding], address: str = "") -> None:
         for finding in findings:
             self.findings.append(replace(finding, address=address))
-            if self._said is not None:
-                self._said(finding)
+            if not self._quiet:
+                print(finding.line(), flush=True)
 
     def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Run ``_links_to`` for each of several syncers, with that syncer's index; every syncer must be reached."""
@@ -193,7 +176,7 @@ class Examination:
         self._check("files", lambda: own_files(security, self._config.site.id))
         reached, link = False, None
         for address in addresses:
-            if len(addresses) > 1 and self._said is not None:
+            if len(addresses) > 1 and not self._quiet:
                 print(f"--    {address}", flush=True)
             heard, visited = self._address(address, security)
             reached = reached or heard
@@ -297,7 +280,13 @@ def canary(arguments: Sequence[str]) -> ExitCode:
         found, wanted, where = _compared(given.target, given.steps, given.expect)
     same = found == wanted
     told = {"same": same, "digest": found, "other": wanted, "steps": given.steps, **where}
-    print(json.dumps(told) if given.json else _lines(told, given.expect is not None), flush=True)
+    if given.json:
+        print(json.dumps(told), flush=True)
+    else:
+        of_what = f"{given.steps} steps from step {where['step']} on {where['device']}, torch {where['torch']}"
+        other = "again" if given.expect is None else "expected"
+        verdict = "same" if same else "DIFFERENT: this machine, or the other one, does not compute what it should"
+        print(f"{where['checkpoint']}: {of_what}\n{'digest':<8} {found}\n{other:<8} {wanted}\n{verdict}", flush=True)
     return ExitCode.OK if same else ExitCode.FAILED
 
 
@@ -319,12 +308,3 @@ def _compared(target: Path, steps: int, expect: str | None) -> tuple[str, str, d
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
     kind = {"device": device, "torch": torch.__version__}
     return first, other, {"checkpoint": str(place.checkpoint), "step": step, **kind}
-
-
-def _lines(told: dict[str, object], expected: bool) -> str:
-    verdict = "same" if told["same"] else "DIFFERENT: this machine, or the other one, does not compute what it should"
-    other = "expected" if expected else "again"
-    return (
-        f"{told['checkpoint']}: {told['steps']} steps from step {told['step']} on {told['device']}, "
-        f"torch {told['torch']}\n{'digest':<8} {told['digest']}\n{other:<8} {told['other']}\n{verdict}"
-    )

@@ -189,7 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         # A full disk, a folder or file without permission: a problem of the machine, not a defect here.
         logging.getLogger(__name__).debug("ended by", exc_info=True)
-        return _said(verb, _in_words(error), ExitCode.FAILED)
+        text = f"{error.filename}: {error.strerror}" if error.strerror and error.filename else str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f"{error.filename}: " if error.filename else ""
+            text = f"{where}the disk is full: make room there, and the same command goes on"
+        return _said(verb, text, ExitCode.FAILED)
 
 
 def _verb(given: list[str]) -> Verb | None:
@@ -222,15 +226,6 @@ def _verb(given: list[str]) -> Verb | None:
     hint = next((here for words, here in OF_OTHERS if known.verb in words.split()), hint)
     print(f"diloco: unknown verb {known.verb}: {hint}", file=sys.stderr)
     return None
-
-
-def _in_words(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}the disk is full: make room there, and the same command goes on"
-    if error.strerror is None or error.filename is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}"
 
 
 def _said(verb: Verb, text: str, code: ExitCode) -> int:

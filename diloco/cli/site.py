@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
@@ -171,9 +172,6 @@ def run_machine(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
     ranks = Ranks(config.site.nproc, own / folder.config.name, own / "torchrun.log")
     with Stopping(f"{config.site.id} sends what is unsent and leaves, on all its machines") as stopping:
         stopping.ask(lambda: None)
-
-        def say(text: str) -> None:
-            print(text, file=sys.stderr, flush=True)
-
+        say = partial(print, file=sys.stderr, flush=True)
         machine = (First if first else Another)(config, folder, ranks, lambda: stopping.asked, say)
         return machine.run()

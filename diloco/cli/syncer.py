@@ -191,14 +191,12 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     from diloco.syncer.server import UpstreamRefusedError
     from diloco.syncer.snapshots import MemoryDamaged
 
-    asked = False
-    wanted: list[bool] = []
-    # The signal handler runs in this thread, and must not wait there for the decision loop.
-    stopping.ask(lambda: wanted.append(True))
+    drained = False
+    stopping.ask(lambda: None)  # The signal handler runs in this thread, and must not wait there for the decision loop.
     try:
         while (ending := syncer.wait(WAIT_S)) is None and not stopping.handing_over:
-            if wanted and not asked:
-                asked = syncer.drain()
+            if stopping.asked and not drained:
+                drained = syncer.drain()
         if ending is not None:
             syncer.linger()
     except (MemoryDamaged, LeaseLostError, UpstreamRefusedError) as error:
