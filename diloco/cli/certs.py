@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.arguments import OneLineParser
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, failing, require
 from diloco.durable import write_file
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def _issue(given: argparse.Namespace) -> ExitCode:
     who = _who(given)
     _only(given, "site", *ROLES, "host", "days", "force")
     days = certificates.LEAF_DAYS if given.days is None else given.days
-    if not 1 <= days <= DAYS_MAX:
-        raise ConfigError(f"--days is {days}: 1 to {DAYS_MAX}")
+    require(1 <= days <= DAYS_MAX, "--days", days, f"1 to {DAYS_MAX}")
     if who == "syncer" and not given.host:
         raise ConfigError("--syncer needs --host NAME, the name or address that sites dial, once for each")
     if given.host and who not in ("syncer", "standby"):
@@ -207,8 +206,7 @@ def _who(given: argparse.Namespace) -> str:
     said += [role for role in ROLES if getattr(given, role)]
     if len(said) != 1:
         raise ConfigError(f"say for whom: one of --site ID, {', '.join(f'--{role}' for role in ROLES)}")
-    if given.site is not None and not configs.is_name(given.site):
-        raise ConfigError(f"--site is {given.site!r}: letters, digits, '.', '_' and '-', at most 64")
+    require(given.site is None or configs.is_name(given.site), "--site", given.site, A_NAME)
     return said[0]
 
 

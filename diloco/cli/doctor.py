@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.doctor.findings import Finding, Level, bounded, fail
 
@@ -267,12 +267,10 @@ def canary(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--nice", type=int, default=0, help="give other processes so much precedence, 0 to 19")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
-    if given.steps < 1:
-        raise ConfigError(f"--steps is {given.steps}: at least 1")
+    require(given.steps >= 1, "--steps", given.steps, "at least 1")
     if given.expect is not None and not re.fullmatch(r"[0-9a-f]{64}", given.expect):
         raise ConfigError(f"--expect is {given.expect[:80]!r}: 64 hexadecimal digits, as a canary prints them")
-    if not 0 <= given.nice <= 19:
-        raise ConfigError(f"--nice is {given.nice}: from 0 to 19")
+    require(0 <= given.nice <= 19, "--nice", given.nice, "from 0 to 19")
     from diloco.runs.site_rank import in_words
 
     os.nice(given.nice)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.codec import kernel_library
 from diloco.config.arguments import limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode
+from diloco.config.errors import ConfigError, ExitCode, require
 from diloco.durable import write_file
 from diloco.lab import experiment as labs
 from diloco.lab.cell import make_warm, run_cell
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     given = parser.parse_args([each for each in arguments if not each.startswith(LAB)])
     if not named:
         raise ConfigError("+lab is not given: which laboratory, such as +lab=smoke")
-    if given.jobs < 1:
-        raise ConfigError(f"--jobs is {given.jobs}: at least 1")
+    require(given.jobs >= 1, "--jobs", given.jobs, "at least 1")
     lab = labs.read(named[-1])
     try:
         seeds = lab.seeds if given.seeds is None else tuple(int(each) for each in given.seeds.split(","))

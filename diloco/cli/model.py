@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.arguments import SYNCER, is_address, limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, in_whole_order, placement_of, syncer_dirs
 from diloco.config.run_dir import RunDir, existing_run
 from diloco.models.sources import Kind, kind_of
@@ -58,8 +58,7 @@ def export(arguments: Sequence[str]) -> ExitCode:
         raise VerbError(ExitCode.USAGE, "give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
     if given.to is None:
         raise VerbError(ExitCode.USAGE, "--to is missing: the folder that is to be made")
-    if given.to.exists():
-        raise ConfigError(f"--to is {str(given.to)!r}: it exists already, and a model gets a folder of its own")
+    require(not given.to.exists(), "--to", str(given.to), "it exists already, and a model gets a folder of its own")
     shard_bytes = size_of(given.shard_size)
     taken = taken_from(given, sources, settings, threads=1)
 
@@ -82,8 +81,7 @@ def size_of(text: str) -> int:
     """Parse a size such as ``500MB`` into bytes; ConfigError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]B)", text)
     size = int(float(found[1]) * SIZE_UNITS[found[2]]) if found else 0
-    if size < 1:
-        raise ConfigError(f"--shard-size is {text!r}: a size, as in 500MB or 5GB")
+    require(size >= 1, "--shard-size", text, "a size, as in 500MB or 5GB")
     return size
 
 
@@ -189,8 +187,7 @@ def version_of(given: argparse.Namespace) -> int | None:
     text = given.version
     if text == "newest":
         return None
-    if not text.isascii() or not text.isdecimal():
-        raise ConfigError(f"--version is {text!r}: a number from 0 on, or newest")
+    require(text.isascii() and text.isdecimal(), "--version", text, "a number from 0 on, or newest")
     if given.syncer:
         raise ConfigError(f"--version is {text}: a syncer hands out its newest alone; a run's folder has others")
     return int(text)
@@ -430,13 +427,13 @@ def _score_tasks(given: argparse.Namespace, folders: Sequence[str], settings: Se
     if given.follow:
         raise VerbError(ExitCode.USAGE, "--tasks are scored once: no --follow")
     names = tuple(name.strip() for name in given.tasks.split(","))
-    if not all(names) or len(set(names)) < len(names):
-        raise ConfigError(f"--tasks is {given.tasks!r}: names of different tasks, with commas between them")
-    if given.include_path is not None and not given.include_path.is_dir():
-        raise ConfigError(f"--include-path is {str(given.include_path)!r}: a folder that is there")
+    differ = all(names) and len(set(names)) == len(names)
+    require(differ, "--tasks", given.tasks, "names of different tasks, with commas between them")
+    folder = given.include_path
+    require(folder is None or folder.is_dir(), "--include-path", str(folder), "a folder that is there")
     for option, least in (("fewshot", 0), ("limit", 1)):
-        if (value := getattr(given, option)) is not None and value < least:
-            raise ConfigError(f"--{option} is {value}: at least {least}")
+        value = getattr(given, option)
+        require(value is None or value >= least, f"--{option}", value, f"at least {least}")
     if folders and given.syncer:
         raise VerbError(ExitCode.USAGE, f"--tasks are scored of {folders[0]} or of what --syncer publishes: give one")
     try:

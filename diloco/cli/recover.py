@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config.arguments import OneLineParser, limit_threads
-from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, require
 from diloco.config.placing import backup_of, number_of
 from diloco.config.run_dir import existing_run
 from diloco.models.sources import data_of, is_data, past_of
@@ -123,8 +123,7 @@ def replay(arguments: Sequence[str]) -> ExitCode:
         selections = [parse_selection(text) for text in given.without]
     except ValueError as error:
         raise ConfigError(f"--without {error}") from error
-    if given.to is not None and given.to < 0:
-        raise ConfigError(f"--to is {given.to}: a version, from 0 on")
+    require(given.to is None or given.to >= 0, "--to", given.to, "a version, from 0 on")
     if given.out is not None and given.out.exists():
         raise ConfigError(f"--out is {str(given.out)!r}: it exists already, and an image gets a folder of its own")
     past = past_of(given.run)

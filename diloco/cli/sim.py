@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.config.arguments import load_config, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, options_of
+from diloco.config.errors import ConfigError, ExitCode, options_of, require
 from diloco.config.keys import nearest
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
             raise ConfigError("--above, --regions and --like: a run of one level is compared")
         given.config = given.like / "config.yaml"
     config = load_config(given)
-    if not 1 <= given.seeds <= SEEDS_MAX:
-        raise ConfigError(f"--seeds is {given.seeds}: must be from 1 to {SEEDS_MAX}")
+    require(1 <= given.seeds <= SEEDS_MAX, "--seeds", given.seeds, f"must be from 1 to {SEEDS_MAX}")
     from diloco.config import build_syncer
     from diloco.config.run_dir import RunDir
     from diloco.lab.compare import as_made, read_made, simulated

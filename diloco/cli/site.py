@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.arguments import goes_on, limit_threads, load_config, print_if_asked, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import towards
 from diloco.config.run_dir import held, run_dir_of
 from diloco.open_files import raise_limit
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
         config = _of_the_run(config, given)
     print_if_asked(config, given)
     if place is not None:
-        if config.site.nodes > 1:
-            raise ConfigError(f"site.nodes is {config.site.nodes}: not under torchrun, which knows its machines itself")
+        nodes = config.site.nodes
+        require(nodes <= 1, "site.nodes", nodes, "not under torchrun, which knows its machines itself")
         config.site.nproc = place.world
     check(config)
     folder = run_dir_of(config).site(config.site.id)
@@ -126,13 +126,11 @@ def check(config: RunConfig) -> None:
 
 def check_identity(config: RunConfig) -> None:
     """Raise ConfigError unless the site has a name fit for the wire and for a folder, and its machines make sense."""
-    if not configs.is_name(config.site.id):
-        raise ConfigError(f"site.id is {config.site.id!r}: letters, digits, '.', '_' and '-', at most 64")
-    if config.site.nproc < 1:
-        raise ConfigError(f"site.nproc is {config.site.nproc}: at least 1")
+    site = config.site
+    require(configs.is_name(site.id), "site.id", site.id, A_NAME)
+    require(site.nproc >= 1, "site.nproc", site.nproc, "at least 1")
     check_machines(config)
-    if config.site.rank_restarts < 0:
-        raise ConfigError(f"site.rank_restarts is {config.site.rank_restarts}: 0 (never) or more")
+    require(site.rank_restarts >= 0, "site.rank_restarts", site.rank_restarts, "0 (never) or more")
 
 
 def _check_own(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
 from diloco.config.compose import read
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
 from diloco.config.run_dir import RunDir, existing_run
 from diloco.observe.console import SiteLines
@@ -438,8 +438,7 @@ def logs(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("who", metavar="SITE", nargs="?", help="one site, or syncer; default: all")
     parser.add_argument("--lines", type=int, default=20, metavar="N", help="how many of the past (default 20)")
     given = parser.parse_args(arguments)
-    if given.lines < 0:
-        raise ConfigError(f"--lines is {given.lines}: 0 or more")
+    require(given.lines >= 0, "--lines", given.lines, "0 or more")
     run_dir = existing_run(given.run)
     every = read(run_dir.config).run.log_every if run_dir.config.is_file() else 1
     out, says = io.StringIO(), dict[str, SiteLines]()

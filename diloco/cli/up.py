@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads, load_config, named_keys, settings_parser
 from diloco.config.compose import enough_sites
-from diloco.config.errors import ConfigError, ExitCode, VerbError, advice, whole_steps
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, advice, require, whole_steps
 from diloco.config.placing import BETWEEN, is_syncer, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.config.schema import SiteSection
@@ -84,23 +84,20 @@ def check(config: RunConfig) -> None:
         if site.nodes != 1:
             raise ConfigError(f"cluster.sites.{name}.nodes is {site.nodes}: diloco up has one machine; leave it out")
         if not configs.is_name(name):
-            raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
+            raise ConfigError(f"cluster.sites has {name!r}: {A_NAME}")
         if name in RESERVED or is_syncer(name):
             raise ConfigError(f"cluster.sites has {name!r}: that is the name of another process of the run")
     for key in ("id", "syncer", "index", "num_sites", "nodes"):
         value = getattr(config.site, key)
         if value != getattr(SiteSection(), key):
             raise ConfigError(f"site.{key} is {value!r}: diloco up gives each of cluster.sites its own; leave it out")
-    if config.cluster.syncer.folder:
-        folder = config.cluster.syncer.folder
-        raise ConfigError(f"cluster.syncer.folder is {folder!r}: diloco up keeps all in the run's folder; leave it out")
-    if config.cluster.replication.mode == "sync":
-        words = (
-            "diloco up starts no standby, and nothing is acknowledged without; start syncer, standby and sites by hand"
-        )
-        raise ConfigError(f"cluster.replication.mode is 'sync': {words}")
-    if (endpoint := config.upstream.endpoint) is not None:
-        raise ConfigError(f"upstream.endpoint is {endpoint!r}: diloco up is a whole run; diloco syncer makes a region")
+    folder, mode, endpoint = config.cluster.syncer.folder, config.cluster.replication.mode, config.upstream.endpoint
+    in_the_run = "diloco up keeps all in the run's folder; leave it out"
+    require(not folder, "cluster.syncer.folder", folder, in_the_run)
+    alone = "diloco up starts no standby, and nothing is acknowledged without; start syncer, standby and sites by hand"
+    require(mode != "sync", "cluster.replication.mode", mode, alone)
+    whole = "diloco up is a whole run; diloco syncer makes a region"
+    require(endpoint is None, "upstream.endpoint", endpoint, whole)
 
 
 RESERVED = (SYNCER, EVAL, "up")

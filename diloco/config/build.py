@@ -16,7 +16,7 @@ import torch
 from diloco.codec.registry import make_codec, usual_feedback
 from diloco.config import connecting
 from diloco.config.compose import quorum, shared_config
-from diloco.config.errors import ConfigError, options_of, section
+from diloco.config.errors import ConfigError, options_of, require, section
 from diloco.config.model_files import file_fragments, file_shapes, is_of_file, load_values
 from diloco.config.placing import has_several, placement_of
 from diloco.config.regional import is_region
@@ -100,17 +100,13 @@ def check(config: RunConfig) -> None:
     connecting.link_options(config, "")
     for name, site in config.cluster.sites.items():
         connecting.link_options(config, name)
-        if not 1 <= site.slowdown <= SLOWDOWN_MAX:
-            wanted = f"from 1 (full speed) to {SLOWDOWN_MAX:g}"
-            raise ConfigError(f"cluster.sites.{name}.slowdown is {site.slowdown}: {wanted}")
-        if site.nproc < 1:
-            raise ConfigError(f"cluster.sites.{name}.nproc is {site.nproc}: at least 1")
-    if not config.site.canary_every_s >= 0:
-        raise ConfigError(f"site.canary_every_s is {config.site.canary_every_s!r}: 0 (never) or more")
-    if config.site.canary_steps < 1:
-        raise ConfigError(f"site.canary_steps is {config.site.canary_steps!r}: at least 1")
-    if config.data.validation_sequences < 1:
-        raise ConfigError(f"data.validation_sequences is {config.data.validation_sequences!r}: at least 1")
+        wanted = f"from 1 (full speed) to {SLOWDOWN_MAX:g}"
+        require(1 <= site.slowdown <= SLOWDOWN_MAX, f"cluster.sites.{name}.slowdown", site.slowdown, wanted)
+        require(site.nproc >= 1, f"cluster.sites.{name}.nproc", site.nproc, "at least 1")
+    every_s, steps, sequences = config.site.canary_every_s, config.site.canary_steps, config.data.validation_sequences
+    require(every_s >= 0, "site.canary_every_s", every_s, "0 (never) or more")
+    require(steps >= 1, "site.canary_steps", steps, "at least 1")
+    require(sequences >= 1, "data.validation_sequences", sequences, "at least 1")
 
 
 # --- options of the lower layers ----------------------------------------------------------------------------------
@@ -124,11 +120,10 @@ def model_options(config: RunConfig) -> ModelOptions:
             "model.kind is 'file': what is in run.init_from is trained by the loops that join by diloco.join, and this "
             "command knows its values only"
         )
-    assert config.inner.sequence_length is not None
+    length = config.inner.sequence_length
+    assert length is not None
     assert model.context is not None, "config.settle fills in what is null"
-    if not 1 <= config.inner.sequence_length <= model.context:
-        length = config.inner.sequence_length
-        raise ConfigError(f"inner.sequence_length is {length}: from 1 to model.context={model.context}")
+    require(1 <= length <= model.context, "inner.sequence_length", length, f"from 1 to model.context={model.context}")
     return options_of(ModelOptions, model, "model")
 
 
@@ -139,11 +134,10 @@ def inner_options(config: RunConfig) -> InnerOptions:
 
 def trainer_options(config: RunConfig) -> TrainerOptions:
     """Return the options of the training loop."""
-    inner, peak = config.inner, config.site.peak_tflops
-    if inner.checkpoint_every_steps < 0:
-        raise ConfigError(f"inner.checkpoint_every_steps is {inner.checkpoint_every_steps}: 0 (none) or more")
-    if config.site.slowdown < 1:
-        raise ConfigError(f"site.slowdown is {config.site.slowdown}: 1 (full speed) or more")
+    inner, peak, slowdown = config.inner, config.site.peak_tflops, config.site.slowdown
+    every = inner.checkpoint_every_steps
+    require(every >= 0, "inner.checkpoint_every_steps", every, "0 (none) or more")
+    require(slowdown >= 1, "site.slowdown", slowdown, "1 (full speed) or more")
     if peak is not None and not 0 < peak < math.inf:
         raise ConfigError(f"site.peak_tflops is {peak}: positive and finite, or null where it is not known")
     return options_of(
@@ -151,9 +145,9 @@ def trainer_options(config: RunConfig) -> TrainerOptions:
         inner,
         "inner",
         seed=config.run.seed,
-        checkpoint_steps=inner.checkpoint_every_steps,
+        checkpoint_steps=every,
         peak_tflops=peak or 0.0,
-        slowdown=config.site.slowdown,
+        slowdown=slowdown,
     )
 
 
@@ -163,9 +157,8 @@ def outer_options(config: RunConfig) -> OuterOptions:
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
     all_train_on = outer.adopt in ADOPT_KEEPS_UNSENT and not outer.lock_step
     least = quorum(outer.quorum)
-    if isinstance(least, int) and least > outer.sites_max:
-        text = f"at most outer.sites_max={outer.sites_max}, since no more sites are in the run at once"
-        raise ConfigError(f"outer.quorum is {least}: {text}")
+    wanted = f"at most outer.sites_max={outer.sites_max}, since no more sites are in the run at once"
+    require(isinstance(least, str) or least <= outer.sites_max, "outer.quorum", least, wanted)
     return options_of(
         OuterOptions,
         outer,
@@ -190,12 +183,11 @@ def unit_sequences(config: RunConfig) -> int:
     Of several syncers, only the first leases text.
     """
     data = config.data
-    if not 1 <= data.unit_sequences <= UNIT_SEQUENCES_MAX:
-        raise ConfigError(f"data.unit_sequences is {data.unit_sequences}: 1 to {UNIT_SEQUENCES_MAX}")
-    if not 1 <= data.units_ahead <= UNITS_AHEAD_MAX:
-        raise ConfigError(f"data.units_ahead is {data.units_ahead}: 1 to {UNITS_AHEAD_MAX}")
+    unit, ahead = data.unit_sequences, data.units_ahead
+    require(1 <= unit <= UNIT_SEQUENCES_MAX, "data.unit_sequences", unit, f"1 to {UNIT_SEQUENCES_MAX}")
+    require(1 <= ahead <= UNITS_AHEAD_MAX, "data.units_ahead", ahead, f"1 to {UNITS_AHEAD_MAX}")
     leases = data.leased and (not has_several(config) or config.cluster.syncer.index == 0)
-    return data.unit_sequences if leases else 0
+    return unit if leases else 0
 
 
 def health_options(config: RunConfig) -> HealthOptions:
@@ -243,9 +235,8 @@ def rule(config: RunConfig, layout: Layout) -> OuterRule:
     merge = options_of(MergeOptions, outer, "outer", kind=outer.merge)
     with section("outer"):
         gate = Gate(alpha=outer.gate_alpha, cutoff=outer.gate_cutoff, power=outer.gate_power)
-        if 0 < gate.cutoff <= outer.staleness_max:
-            wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
-            raise ConfigError(f"outer.gate_cutoff is {gate.cutoff}: {wanted}")
+        wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
+        require(not 0 < gate.cutoff <= outer.staleness_max, "outer.gate_cutoff", gate.cutoff, wanted)
         numbers = {name: getattr(outer, f"correction_{name}") for name in CORRECTION_NUMBERS}
         correction = Correction(kind=outer.correction, **numbers)
         return outer_rule(optimizer, merge, layout, outer.merge_plain, gate, correction)
@@ -272,12 +263,11 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
         with section("codec", codec=way):
             make_codec(getattr(config.codec, way))
     alpha = config.outer.adopt_alpha
-    if alpha is not None and not 0 <= alpha <= 1:
-        raise ConfigError(f"outer.adopt_alpha is {alpha}: from 0 to 1")
+    require(alpha is None or 0 <= alpha <= 1, "outer.adopt_alpha", alpha, "from 0 to 1")
     if alpha is None and config.outer.adopt == "blend":
         raise ConfigError("outer.adopt_alpha is null: from 0 to 1, with outer.adopt=blend")
-    if config.outer.measure_from not in MEASURE_FROM:
-        raise ConfigError(f"outer.measure_from is {config.outer.measure_from!r}: one of {', '.join(MEASURE_FROM)}")
+    measure_from = config.outer.measure_from
+    require(measure_from in MEASURE_FROM, "outer.measure_from", measure_from, f"one of {', '.join(MEASURE_FROM)}")
     return options_of(
         AgentOptions,
         config.site,
@@ -288,7 +278,7 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
         adapt=adapt_options(config, layout_of(config, whole)),
         adopt_alpha=0.0 if alpha is None else alpha,
         ahead=ahead(config),
-        measure_from=config.outer.measure_from,
+        measure_from=measure_from,
     )
 
 
@@ -474,9 +464,8 @@ def units_ahead(config: RunConfig) -> int:
     """Return how many units a site leases ahead: at least those of two steps, or it would run out in every step."""
     inner, unit = config.inner, config.data.unit_sequences
     two = 2 * -(-inner.batch_sequences * inner.accumulation * config.site.nproc * config.site.nodes // unit)
-    if config.data.leased and two > UNITS_AHEAD_MAX:
-        ahead = f"two steps of this site draw {two} units, more than {UNITS_AHEAD_MAX}: larger ones are wanted"
-        raise ConfigError(f"data.unit_sequences is {unit}: {ahead}")
+    wanted = f"two steps of this site draw {two} units, more than {UNITS_AHEAD_MAX}: larger ones are wanted"
+    require(not config.data.leased or two <= UNITS_AHEAD_MAX, "data.unit_sequences", unit, wanted)
     return max(config.data.units_ahead, two)
 
 
@@ -542,8 +531,7 @@ def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) ->
 def _overlap(config: RunConfig) -> tuple[int, int]:
     """Return the fewest and the most inner steps that may pass until a version is adopted."""
     least, most, period = config.site.overlap_steps, config.site.overlap_steps_max, config.outer.inner_steps
-    if not 0 <= least < period:
-        raise ConfigError(f"site.overlap_steps is {least}: from 0 to less than outer.inner_steps={period}")
+    require(0 <= least < period, "site.overlap_steps", least, f"from 0 to less than outer.inner_steps={period}")
     if least and config.outer.lock_step:
         raise ConfigError(
             f"site.overlap_steps is {least}: under outer.lock_step no step passes before a version is here"
@@ -554,9 +542,8 @@ def _overlap(config: RunConfig) -> tuple[int, int]:
         )
     if most is None:
         most = max(least, period // DEFAULT_PART)
-    if not least <= most < period:
-        wanted = f"from site.overlap_steps={least} to less than outer.inner_steps={period}"
-        raise ConfigError(f"site.overlap_steps_max is {most}: {wanted}")
+    wanted = f"from site.overlap_steps={least} to less than outer.inner_steps={period}"
+    require(least <= most < period, "site.overlap_steps_max", most, wanted)
     return least, most if config.site.adapt else least
 
 
@@ -568,15 +555,13 @@ def feedback(config: RunConfig) -> float:
     told, up = config.codec.feedback, config.codec.up
     if told is None:
         return 0.0 if config.outer.adopt in ADOPT_KEEPS_UNSENT else usual_feedback(up)
-    if not 0 <= told <= 1:
-        raise ConfigError(f"codec.feedback is {told!r}: from 0 to 1")
+    require(0 <= told <= 1, "codec.feedback", told, "from 0 to 1")
     if told and config.outer.adopt in ADOPT_KEEPS_UNSENT:
         raise ConfigError(
             f"codec.feedback is {told!r}: with outer.adopt={config.outer.adopt} what codec.up rounds off stays in the "
             "site's values and goes out with the next update; leave it null, or adopt by overwrite or blend"
         )
-    if told and make_codec(up).lossless:
-        raise ConfigError(f"codec.feedback is {told!r}: codec.up={up} rounds nothing off")
+    require(not told or not make_codec(up).lossless, "codec.feedback", told, f"codec.up={up} rounds nothing off")
     return told
 
 

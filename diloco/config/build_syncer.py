@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from diloco.config import build
 from diloco.config.build import agreement, health_options, held_of, outer_options, rule, up_codecs
 from diloco.config.compose import is_name, shared_digest
-from diloco.config.errors import ConfigError, options_of, section
+from diloco.config.errors import A_NAME, ConfigError, options_of, require, section
 from diloco.config.placing import backup_of, has_several, syncer_name
 from diloco.config.run_dir import RunDir
 from diloco.durable import PLAIN_DISK
@@ -80,10 +80,9 @@ NOT_A_STANDBY = "syncer"
 def replication_options(config: RunConfig) -> ReplicationOptions:
     """Return the options that say what waits for a standby, and how long."""
     replication = config.cluster.replication
-    if not replication.timeout_s >= TIMEOUT_S_MIN:
-        timeout_s = replication.timeout_s
-        raise ConfigError(f"cluster.replication.timeout_s is {timeout_s!r}: at least {TIMEOUT_S_MIN:g}")
-    alive_s = min(ALIVE_S, replication.timeout_s / 4)
+    timeout_s = replication.timeout_s
+    require(timeout_s >= TIMEOUT_S_MIN, "cluster.replication.timeout_s", timeout_s, f"at least {TIMEOUT_S_MIN:g}")
+    alive_s = min(ALIVE_S, timeout_s / 4)
     return options_of(ReplicationOptions, replication, "cluster.replication", alive_s=alive_s)
 
 
@@ -93,8 +92,7 @@ def lease(config: RunConfig, disk: Disk = PLAIN_DISK) -> Lease | None:
     run_id = config.run.name or ""
     if has_several(config):  # Each syncer has its own lease.
         run_id += f".{syncer_name(config.cluster.syncer.index)}"
-    if options.kind not in LEASES:
-        raise ConfigError(f"cluster.lease.kind is {options.kind!r}: one of {', '.join(LEASES)}")
+    require(options.kind in LEASES, "cluster.lease.kind", options.kind, f"one of {', '.join(LEASES)}")
     for name, kind in (("path", "file"), ("endpoints", "etcd"), *((each, "etcd") for each in OF_ETCD)):
         value = getattr(options, name)
         if value and options.kind != kind:
@@ -103,16 +101,16 @@ def lease(config: RunConfig, disk: Disk = PLAIN_DISK) -> Lease | None:
             raise ConfigError(f"cluster.lease.{name} is {value!r}: kind={kind} needs it")
     if options.kind == "none":
         return None
-    if not TTL_S_MIN <= options.ttl_s <= TTL_S_MAX:
-        raise ConfigError(f"cluster.lease.ttl_s is {options.ttl_s!r}: {TTL_S_MIN:g} to {TTL_S_MAX:g}")
+    ttl_s = options.ttl_s
+    require(TTL_S_MIN <= ttl_s <= TTL_S_MAX, "cluster.lease.ttl_s", ttl_s, f"{TTL_S_MIN:g} to {TTL_S_MAX:g}")
     if options.kind == "file":
         path = Path(options.path)
         if not path.is_absolute():
             raise ConfigError(f"cluster.lease.path is {options.path!r}: an absolute path, of the same file everywhere")
-        return FileLease(path, run_id, options.ttl_s, disk)
+        return FileLease(path, run_id, ttl_s, disk)
     access = options_of(EtcdAccess, options, "cluster.lease")
     with section("cluster.lease"):
-        return EtcdLease(options.endpoints, run_id, options.ttl_s, access)
+        return EtcdLease(options.endpoints, run_id, ttl_s, access)
 
 
 def standby_primary(config: RunConfig) -> str:
@@ -123,7 +121,6 @@ def standby_primary(config: RunConfig) -> str:
     except ValueError:
         wanted = "host:port of the syncer that it follows"
         raise ConfigError(f"cluster.standby.primary is {standby.primary!r}: {wanted}") from None
-    if not is_name(standby.name) or standby.name == NOT_A_STANDBY:
-        wanted = f"letters, digits, '.', '_' and '-', at most 64, and not {NOT_A_STANDBY!r}"
-        raise ConfigError(f"cluster.standby.name is {standby.name!r}: {wanted}")
+    usable = is_name(standby.name) and standby.name != NOT_A_STANDBY
+    require(usable, "cluster.standby.name", standby.name, f"{A_NAME}, and not {NOT_A_STANDBY!r}")
     return primary

@@ -43,8 +43,18 @@ class RankLost(VerbError):
     """A rank of this site died or did not answer; the supervisor may restart the ranks for this error."""
 
 
+A_NAME = "letters, digits, '.', '_' and '-', at most 64"
+"""What ``compose.is_name`` accepts."""
+
+
 class ConfigError(ValueError):
     """A setting is unknown or invalid; the text names it and its value, if it has one."""
+
+
+def require(holds: bool, name: str, value: object, wanted: str) -> None:
+    """Unless it ``holds``, raise ConfigError with the ``name`` of a setting, its ``value`` and what is ``wanted``."""
+    if not holds:
+        raise ConfigError(f"{name} is {value!r}: {wanted}")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from diloco.config.errors import ConfigError
+from diloco.config.errors import ConfigError, require
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
 from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
@@ -106,8 +106,7 @@ WRITTEN_BY = "diloco.save_version0(model, FILE) makes one"
 
 def is_of_file(config: RunConfig) -> bool:
     """Return whether the model is that of a file; ConfigError for an unknown kind."""
-    if config.model.kind not in KINDS:
-        raise ConfigError(f"model.kind is {config.model.kind!r}: one of {', '.join(KINDS)}")
+    require(config.model.kind in KINDS, "model.kind", config.model.kind, f"one of {', '.join(KINDS)}")
     return config.model.kind == "file"
 
 

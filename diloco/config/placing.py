@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diloco.config.errors import ConfigError
+from diloco.config.errors import ConfigError, require
 from diloco.config.run_dir import RunDir, run_dir_of
 
 if TYPE_CHECKING:
@@ -29,21 +29,14 @@ BY_PART = frozenset({"cluster.syncer.index", "placement"})
 def has_several(config: RunConfig) -> bool:
     """Return whether the run has more than one syncer; ConfigError for inconsistent settings."""
     outer, index = config.outer, config.cluster.syncer.index
-    if outer.num_syncers < 1:
-        raise ConfigError(f"outer.num_syncers is {outer.num_syncers}: at least 1")
-    if outer.num_syncers > outer.num_fragments:
-        raise ConfigError(
-            f"outer.num_syncers is {outer.num_syncers}: at most outer.num_fragments={outer.num_fragments}, since each "
-            "syncer holds whole fragments"
-        )
-    if outer.syncer_mbps and len(outer.syncer_mbps) != outer.num_syncers:
-        raise ConfigError(f"outer.syncer_mbps is {outer.syncer_mbps}: one for each of num_syncers={outer.num_syncers}")
-    if not 0 <= index < outer.num_syncers:
-        raise ConfigError(
-            f"cluster.syncer.index is {index}: from 0 to {outer.num_syncers - 1}, with "
-            f"outer.num_syncers={outer.num_syncers}"
-        )
-    return outer.num_syncers > 1
+    number, rates = outer.num_syncers, outer.syncer_mbps
+    require(number >= 1, "outer.num_syncers", number, "at least 1")
+    wanted = f"at most outer.num_fragments={outer.num_fragments}, since each syncer holds whole fragments"
+    require(number <= outer.num_fragments, "outer.num_syncers", number, wanted)
+    require(len(rates) in (0, number), "outer.syncer_mbps", rates, f"one for each of num_syncers={number}")
+    wanted = f"from 0 to {number - 1}, with outer.num_syncers={number}"
+    require(0 <= index < number, "cluster.syncer.index", index, wanted)
+    return number > 1
 
 
 def number_of(config: RunConfig) -> int | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.registry import usual_feedback
 from diloco.config import compose as configs
 from diloco.config import connecting
-from diloco.config.errors import ConfigError, ExitCode, VerbError, options_of, section
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, options_of, require, section
 from diloco.config.placing import BY_PART, address_of_each
 from diloco.config.syncer_settings import OF_THE_MODEL
 from diloco.durable import PLAIN_DISK, write_file
@@ -48,8 +48,7 @@ def is_region(config: RunConfig) -> bool:
         if upstream.site_id is not None:
             raise ConfigError(f"upstream.site_id is {upstream.site_id!r}, and upstream.endpoint is null: give both")
         return False
-    if upstream.site_id is None or not configs.is_name(upstream.site_id):
-        raise ConfigError(f"upstream.site_id is {upstream.site_id!r}: letters, digits, '.', '_' and '-', at most 64")
+    require(configs.is_name(upstream.site_id or ""), "upstream.site_id", upstream.site_id, A_NAME)
     address_of_each(config, "upstream.endpoint", upstream.endpoint)
     upward_options(config, Path(), "fp32", 1)
     outer = config.outer
@@ -59,16 +58,15 @@ def is_region(config: RunConfig) -> bool:
         (outer.kind in AVERAGED, "outer.kind", outer.kind),
     )
     for is_so, name, value in impossible:
-        if is_so:
-            raise ConfigError(f"{name} is {value!r}: not built for a region, that is with upstream.endpoint")
+        require(not is_so, name, value, "not built for a region, that is with upstream.endpoint")
     return True
 
 
 def upward_options(config: RunConfig, folder: Path, up_codec: str, in_flight_max: int) -> UpwardOptions:
     """Return the options with which the region talks to the syncer above."""
     upstream = config.upstream
-    if upstream.counted_from not in COUNTED_FROM:
-        raise ConfigError(f"upstream.counted_from is {upstream.counted_from!r}: one of {', '.join(COUNTED_FROM)}")
+    counted_from = upstream.counted_from
+    require(counted_from in COUNTED_FROM, "upstream.counted_from", counted_from, f"one of {', '.join(COUNTED_FROM)}")
     return options_of(
         UpwardOptions,
         upstream,
@@ -76,7 +74,7 @@ def upward_options(config: RunConfig, folder: Path, up_codec: str, in_flight_max
         folder=str(folder),
         site=upstream.site_id or "",
         in_flight_max=in_flight_max,
-        from_blend=upstream.counted_from == "blend",
+        from_blend=counted_from == "blend",
         up_codec=up_codec,
         finish_timeout_s=config.site.finish_timeout_s,
     )
