@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,18 +156,17 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
     table = json.loads(raw)
     gone, ids = table.get("certificates", []), table.get("ids", [])
     issued = _issued(folder / "issued.jsonl")
-    theirs = [each for each in issued if each.who == who]
-    fresh = [each.fingerprint for each in theirs if each.fingerprint not in gone]
+    fresh = [fingerprint for whose, fingerprint, _ in issued if whose == who and fingerprint not in gone]
     if not fresh:
         raise VerbError(ExitCode.FAILED, f"{folder}/issued.jsonl names no certificate of {who} that is not revoked")
-    last = max(each.ends for each in theirs)
+    last = max(ends for whose, _, ends in issued if whose == who)
     if who == "syncer":
         raise ConfigError(
             f"--syncer: sites do not check whether a syncer was revoked, and trust it until {last:%Y-%m-%d}: "
             "make a new authority in another folder, and issue every process a new certificate"
         )
     # An expired certificate is refused anyway; leaving it out keeps the list from growing without bound.
-    ended = {each.fingerprint for each in issued if each.ends < datetime.now(UTC)}
+    ended = {fingerprint for _, fingerprint, ends in issued if ends < datetime.now(UTC)}
     _write_revoked(folder, [fingerprint for fingerprint in [*gone, *fresh] if fingerprint not in ended], ids)
     print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file lets them in no more")
     if who == "standby":
@@ -176,22 +174,18 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-@dataclass(frozen=True, slots=True)
-class _Issued:
-    who: str
-    fingerprint: str
-    ends: datetime
+def _issued(file: Path) -> list[tuple[str, str, datetime]]:
+    """Return for whom each certificate was issued, its fingerprint and its end.
 
-
-def _issued(file: Path) -> list[_Issued]:
-    """Return the issued certificates.  A line torn by a crash is reported and skipped: its content is lost."""
-    found: list[_Issued] = []
+    A line torn by a crash is reported and skipped: its content is lost.
+    """
+    found: list[tuple[str, str, datetime]] = []
     for number, line in enumerate(_read(file).splitlines(), 1):
         try:
             table = json.loads(line) if line.strip() else None
             if table is not None:
-                ends = datetime.fromisoformat(table["ends"])
-                found.append(_Issued(str(table["who"]), str(table["fingerprint"]), ends.astimezone(UTC)))
+                ends = datetime.fromisoformat(table["ends"]).astimezone(UTC)
+                found.append((str(table["who"]), str(table["fingerprint"]), ends))
         except (ValueError, KeyError, TypeError):
             told = "if a process still has that certificate, list its fingerprint in revoked.json by hand"
             print(f"{file}: line {number} is torn and left out; {told}", file=sys.stderr)

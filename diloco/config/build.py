@@ -210,21 +210,17 @@ def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
     outer = config.outer
     if outer.adopt != "eager" or outer.adopt_alpha is not None:
         return None
+    why = ""
     if outer.kind not in ADDITIVE:
-        raise ConfigError(
-            f"outer.adopt_alpha is null: from 0 to 1, with outer.kind={outer.kind}, whose steps are no sum of the "
-            f"sites' parts as those of {', '.join(ADDITIVE)} are"
-        )
-    if outer.merge_by != "site":
-        raise ConfigError(
-            f"outer.adopt_alpha is null: from 0 to 1, with outer.merge_by={outer.merge_by}, because a site is told how "
-            "many sites a version holds, and not how many updates"
-        )
-    if outer.share_weighted:
-        raise ConfigError(
-            "outer.adopt_alpha is null: from 0 to 1, with outer.share_weighted=true, because a site is not told which "
-            "share of a step a version is"
-        )
+        kinds = ", ".join(ADDITIVE)
+        why = f"outer.kind={outer.kind}, whose steps are no sum of the sites' parts as those of {kinds} are"
+    elif outer.merge_by != "site":
+        told = "because a site is told how many sites a version holds, and not how many updates"
+        why = f"outer.merge_by={outer.merge_by}, {told}"
+    elif outer.share_weighted:
+        why = "outer.share_weighted=true, because a site is not told which share of a step a version is"
+    if why:
+        raise ConfigError(f"outer.adopt_alpha is null: from 0 to 1, with {why}")
     return options_of(OuterOptimizerOptions, outer, "outer")
 
 

@@ -51,14 +51,11 @@ def is_region(config: RunConfig) -> bool:
     require(configs.is_name(upstream.site_id or ""), "upstream.site_id", upstream.site_id, A_NAME)
     address_of_each(config, "upstream.endpoint", upstream.endpoint)
     upward_options(config, Path(), "fp32", 1)
-    outer = config.outer
-    impossible = (
-        (outer.lock_step, "outer.lock_step", outer.lock_step),
-        (config.data.leased, "data.leased", config.data.leased),
-        (outer.kind in AVERAGED, "outer.kind", outer.kind),
-    )
-    for is_so, name, value in impossible:
-        require(not is_so, name, value, "not built for a region, that is with upstream.endpoint")
+    outer, leased = config.outer, config.data.leased
+    wanted = "not built for a region, that is with upstream.endpoint"
+    require(not outer.lock_step, "outer.lock_step", outer.lock_step, wanted)
+    require(not leased, "data.leased", leased, wanted)
+    require(outer.kind not in AVERAGED, "outer.kind", outer.kind, wanted)
     return True
 
 
