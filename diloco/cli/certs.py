@@ -7,21 +7,20 @@ it changes.  All security depends on ``ca.key``: issuing needs it, a running pro
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import sys
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.arguments import OneLineParser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, failing, require
 from diloco.durable import write_file
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 DOES = """Make certificates for mutual TLS, from an authority of your own.
@@ -42,7 +41,7 @@ DAYS_MAX = 825
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco certs", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser("certs", DOES)
     parser.add_argument("what", choices=["init", "issue", "show", "revoke"])
     parser.add_argument("target", metavar="DIR|FILE")
     parser.add_argument("--trust-domain", metavar="X", help="init: the name in front of every id (default: diloco)")
@@ -71,7 +70,7 @@ def _init(given: argparse.Namespace) -> ExitCode:
     folder = Path(given.target)
     files = [folder / name for name in OWN_FILES]
     _check_free(files, given.force)
-    authority = make_authority(given.trust_domain or "diloco", _now())
+    authority = make_authority(given.trust_domain or "diloco", datetime.now(UTC))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_file(files[1], authority.key, 0o600)
     write_file(files[0], authority.certificate, 0o644)
@@ -88,21 +87,19 @@ def _issue(given: argparse.Namespace) -> ExitCode:
     who = _who(given)
     _only(given, "site", *ROLES, "host", "days", "force")
     days = certificates.LEAF_DAYS if given.days is None else given.days
-    if not 1 <= days <= DAYS_MAX:
-        raise ConfigError(f"--days is {days}: 1 to {DAYS_MAX}")
+    require(1 <= days <= DAYS_MAX, "--days", days, f"1 to {DAYS_MAX}")
     if who == "syncer" and not given.host:
         raise ConfigError("--syncer needs --host NAME, the name or address that sites dial, once for each")
     if given.host and who not in ("syncer", "standby"):
         raise ConfigError(f"--host is {given.host[0]!r}: only a syncer or a standby serves")
     folder = Path(given.target)
     authority = certificates.Pair(_read(folder / "ca.pem"), _read(folder / "ca.key"))
-    try:
+    with failing(ValueError):
         check_private("ca.key", str(folder / "ca.key"))
-    except ValueError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
-    cert, key = folder / f"{_file(who)}.pem", folder / f"{_file(who)}.key"
+    name = who.replace("site/", "sites/", 1)
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     _check_free([cert, key], given.force)
-    pair = certificates.issue(authority, who, given.host, days, _now())
+    pair = certificates.issue(authority, who, given.host, days, datetime.now(UTC))
     facts = certificates.describe(pair.certificate)
     cert.parent.mkdir(mode=0o700, exist_ok=True)
     # Record the certificate before it exists, so that it can always be revoked.
@@ -115,20 +112,14 @@ def _issue(given: argparse.Namespace) -> ExitCode:
     write_file(key, pair.key, 0o600)
     write_file(cert, pair.certificate, 0o644)
     print(f"{cert} is {facts.ids[0]}, good until {facts.ends:%Y-%m-%d}; the settings that use it:")
-    print(" ".join(_settings(folder, who, cert, key)))
-    return ExitCode.OK
-
-
-def _settings(folder: Path, who: str, cert: Path, key: Path) -> list[str]:
-    """Return the settings that use the certificate, as command-line words."""
+    above = "cluster.syncer" if who == "syncer" else "site"
+    words = [f"{above}.tls_cert={cert}", f"{above}.tls_key={key}", f"{above}.tls_ca={folder}/ca.pem"]
     if who == "syncer":
-        above = "cluster.syncer"
-        more = [f"{above}.require_client_cert=true", f"{above}.revoked_file={folder}/revoked.json"]
-    else:
-        above = "site"
-        more = [f"site.id={who.removeprefix('site/')}"] if who.startswith("site/") else []
-    files = [f"{above}.tls_cert={cert}", f"{above}.tls_key={key}", f"{above}.tls_ca={folder}/ca.pem"]
-    return [*files, *more]
+        words += [f"{above}.require_client_cert=true", f"{above}.revoked_file={folder}/revoked.json"]
+    elif who.startswith("site/"):
+        words.append(f"site.id={who.removeprefix('site/')}")
+    print(" ".join(words))
+    return ExitCode.OK
 
 
 def _show(given: argparse.Namespace) -> ExitCode:
@@ -136,7 +127,7 @@ def _show(given: argparse.Namespace) -> ExitCode:
 
     _only(given)
     facts = describe(_read(Path(given.target)))
-    left = facts.ends - _now()
+    left = facts.ends - datetime.now(UTC)
     state = f"ends in {left.days} days" if left.days >= 0 else f"ended {-left.days} days ago"
     rows = {
         "subject": facts.subject,
@@ -154,23 +145,28 @@ def _show(given: argparse.Namespace) -> ExitCode:
 
 
 def _revoke(given: argparse.Namespace) -> ExitCode:
+    from diloco.wire.identity import read_revoked
+
     who = _who(given)
     _only(given, "site", *ROLES)
     folder = Path(given.target)
-    gone, ids = _revoked(folder / "revoked.json")
+    raw = _read(folder / "revoked.json")
+    with failing(ValueError):
+        read_revoked(str(folder / "revoked.json"))
+    table = json.loads(raw)
+    gone, ids = table.get("certificates", []), table.get("ids", [])
     issued = _issued(folder / "issued.jsonl")
-    theirs = [each for each in issued if each.who == who]
-    fresh = [each.fingerprint for each in theirs if each.fingerprint not in gone]
+    fresh = [fingerprint for whose, fingerprint, _ in issued if whose == who and fingerprint not in gone]
     if not fresh:
         raise VerbError(ExitCode.FAILED, f"{folder}/issued.jsonl names no certificate of {who} that is not revoked")
-    last = max(each.ends for each in theirs)
+    last = max(ends for whose, _, ends in issued if whose == who)
     if who == "syncer":
         raise ConfigError(
             f"--syncer: sites do not check whether a syncer was revoked, and trust it until {last:%Y-%m-%d}: "
             "make a new authority in another folder, and issue every process a new certificate"
         )
     # An expired certificate is refused anyway; leaving it out keeps the list from growing without bound.
-    ended = {each.fingerprint for each in issued if each.ends < _now()}
+    ended = {fingerprint for _, fingerprint, ends in issued if ends < datetime.now(UTC)}
     _write_revoked(folder, [fingerprint for fingerprint in [*gone, *fresh] if fingerprint not in ended], ids)
     print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file lets them in no more")
     if who == "standby":
@@ -178,39 +174,22 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-@dataclass(frozen=True, slots=True)
-class _Issued:
-    who: str
-    fingerprint: str
-    ends: datetime.datetime
+def _issued(file: Path) -> list[tuple[str, str, datetime]]:
+    """Return for whom each certificate was issued, its fingerprint and its end.
 
-
-def _issued(file: Path) -> list[_Issued]:
-    """Return the issued certificates.  A line torn by a crash is reported and skipped: its content is lost."""
-    found: list[_Issued] = []
+    A line torn by a crash is reported and skipped: its content is lost.
+    """
+    found: list[tuple[str, str, datetime]] = []
     for number, line in enumerate(_read(file).splitlines(), 1):
         try:
             table = json.loads(line) if line.strip() else None
             if table is not None:
-                ends = datetime.datetime.fromisoformat(table["ends"])
-                found.append(_Issued(str(table["who"]), str(table["fingerprint"]), ends.astimezone(datetime.UTC)))
+                ends = datetime.fromisoformat(table["ends"]).astimezone(UTC)
+                found.append((str(table["who"]), str(table["fingerprint"]), ends))
         except (ValueError, KeyError, TypeError):
             told = "if a process still has that certificate, list its fingerprint in revoked.json by hand"
             print(f"{file}: line {number} is torn and left out; {told}", file=sys.stderr)
     return found
-
-
-def _revoked(file: Path) -> tuple[list[str], list[str]]:
-    """Return the revoked certificates' fingerprints and the revoked ids, unchanged from the file."""
-    from diloco.wire.identity import read_revoked
-
-    raw = _read(file)
-    try:
-        read_revoked(str(file))
-    except ValueError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
-    table = json.loads(raw)
-    return table.get("certificates", []), table.get("ids", [])
 
 
 # --- small things ---------------------------------------------------------------------------------------------------
@@ -221,13 +200,8 @@ def _who(given: argparse.Namespace) -> str:
     said += [role for role in ROLES if getattr(given, role)]
     if len(said) != 1:
         raise ConfigError(f"say for whom: one of --site ID, {', '.join(f'--{role}' for role in ROLES)}")
-    if given.site is not None and not configs.is_name(given.site):
-        raise ConfigError(f"--site is {given.site!r}: letters, digits, '.', '_' and '-', at most 64")
+    require(given.site is None or configs.is_name(given.site), "--site", given.site, A_NAME)
     return said[0]
-
-
-def _file(who: str) -> str:
-    return f"sites/{who.removeprefix('site/')}" if who.startswith("site/") else who
 
 
 def _only(given: argparse.Namespace, *allowed: str) -> None:
@@ -254,7 +228,3 @@ def _read(file: Path) -> bytes:
 def _write_revoked(folder: Path, fingerprints: Sequence[str], ids: Sequence[str]) -> None:
     table = {"certificates": list(fingerprints), "ids": list(ids)}
     write_file(folder / "revoked.json", json.dumps(table, indent=1).encode())
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)

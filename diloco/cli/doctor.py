@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config.arguments import OneLineParser, is_address, limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, towards
 from diloco.doctor.findings import Finding, Level, bounded, fail
 
@@ -51,11 +50,15 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if not 0 <= given.seconds <= SECONDS_MAX:
         raise VerbError(ExitCode.USAGE, f"--seconds is {given.seconds:g}: from 0 to {SECONDS_MAX}")
     server, settings = _own_words(given.settings)
-    config = _config(given.config, settings)
+
+    from diloco.config import build_syncer
+    from diloco.config import compose as configs
+
+    config = configs.compose(settings) if given.config is None else configs.read(given.config, settings)
+    build_syncer.check(config)
     if server is None and given.config is not None:
         server = config.site.syncer
-    known = given.config is not None
-    examination = Examination(config, None if known else settings, given.seconds, said=None if given.json else _say)
+    examination = Examination(config, settings if given.config is None else None, given.seconds, quiet=given.json)
     code = examination.run(server)
     counts = {level.value: sum(each.level is level for each in examination.findings) for level in Level}
     if given.json:
@@ -64,10 +67,6 @@ def main(arguments: Sequence[str]) -> ExitCode:
     else:
         print(", ".join(f"{count} {name}" for name, count in counts.items()), flush=True)
     return code
-
-
-def _say(finding: Finding) -> None:
-    print(finding.line(), flush=True)
 
 
 def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -85,34 +84,17 @@ def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
     return server, spelled
 
 
-def _config(file: object, settings: list[str]) -> RunConfig:
-    from pathlib import Path
-
-    from diloco.config import build_syncer
-    from diloco.config import compose as configs
-
-    config = configs.read(file, settings) if isinstance(file, Path) else configs.compose(settings)
-    build_syncer.check(config)
-    return config
-
-
 class Examination:
-    """Runs all checks in order; calls ``said`` with each finding as it is made.
+    """Runs all checks in order; prints each finding as it is made, unless it is ``quiet``.
 
     ``config`` is that of ``settings``, which the run's own complete; ``settings`` are None where ``config`` is whole.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        settings: Sequence[str] | None,
-        seconds: float,
-        said: Callable[[Finding], None] | None,
-    ) -> None:
+    def __init__(self, config: RunConfig, settings: Sequence[str] | None, seconds: float, *, quiet: bool) -> None:
         self._config = config
         self._settings = settings
         self._seconds = seconds
-        self._said = said
+        self._quiet = quiet
         self.findings: list[Finding] = []
 
     def run(self, server: str | None) -> ExitCode:
@@ -141,8 +123,8 @@ class Examination:
     def _add(self, findings: list[Finding], address: str = "") -> None:
         for finding in findings:
             self.findings.append(replace(finding, address=address))
-            if self._said is not None:
-                self._said(finding)
+            if not self._quiet:
+                print(finding.line(), flush=True)
 
     def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Run ``_links_to`` for each of several syncers, with that syncer's index; every syncer must be reached."""
@@ -194,7 +176,7 @@ class Examination:
         self._check("files", lambda: own_files(security, self._config.site.id))
         reached, link = False, None
         for address in addresses:
-            if len(addresses) > 1 and self._said is not None:
+            if len(addresses) > 1 and not self._quiet:
                 print(f"--    {address}", flush=True)
             heard, visited = self._address(address, security)
             reached = reached or heard
@@ -278,21 +260,17 @@ accelerator, torch, number of threads) round alike: between others a difference 
 
 def canary(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="diloco canary", description=CANARY, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("canary", CANARY)
     parser.add_argument("target", metavar="CHECKPOINT|SITE_FOLDER", type=Path)
     parser.add_argument("--steps", type=int, default=4, help="inner steps to do again (default 4)")
     parser.add_argument("--expect", metavar="DIGEST", help="compare with this instead of a second run here")
     parser.add_argument("--nice", type=int, default=0, help="give other processes so much precedence, 0 to 19")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
-    if given.steps < 1:
-        raise ConfigError(f"--steps is {given.steps}: at least 1")
+    require(given.steps >= 1, "--steps", given.steps, "at least 1")
     if given.expect is not None and not re.fullmatch(r"[0-9a-f]{64}", given.expect):
         raise ConfigError(f"--expect is {given.expect[:80]!r}: 64 hexadecimal digits, as a canary prints them")
-    if not 0 <= given.nice <= 19:
-        raise ConfigError(f"--nice is {given.nice}: from 0 to 19")
+    require(0 <= given.nice <= 19, "--nice", given.nice, "from 0 to 19")
     from diloco.runs.site_rank import in_words
 
     os.nice(given.nice)
@@ -300,7 +278,13 @@ def canary(arguments: Sequence[str]) -> ExitCode:
         found, wanted, where = _compared(given.target, given.steps, given.expect)
     same = found == wanted
     told = {"same": same, "digest": found, "other": wanted, "steps": given.steps, **where}
-    print(json.dumps(told) if given.json else _lines(told, given.expect is not None), flush=True)
+    if given.json:
+        print(json.dumps(told), flush=True)
+    else:
+        of_what = f"{given.steps} steps from step {where['step']} on {where['device']}, torch {where['torch']}"
+        other = "again" if given.expect is None else "expected"
+        verdict = "same" if same else "DIFFERENT: this machine, or the other one, does not compute what it should"
+        print(f"{where['checkpoint']}: {of_what}\n{'digest':<8} {found}\n{other:<8} {wanted}\n{verdict}", flush=True)
     return ExitCode.OK if same else ExitCode.FAILED
 
 
@@ -322,12 +306,3 @@ def _compared(target: Path, steps: int, expect: str | None) -> tuple[str, str, d
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
     kind = {"device": device, "torch": torch.__version__}
     return first, other, {"checkpoint": str(place.checkpoint), "step": step, **kind}
-
-
-def _lines(told: dict[str, object], expected: bool) -> str:
-    verdict = "same" if told["same"] else "DIFFERENT: this machine, or the other one, does not compute what it should"
-    other = "expected" if expected else "again"
-    return (
-        f"{told['checkpoint']}: {told['steps']} steps from step {told['step']} on {told['device']}, "
-        f"torch {told['torch']}\n{'digest':<8} {told['digest']}\n{other:<8} {told['other']}\n{verdict}"
-    )

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.codec import kernel_library
 from diloco.config.arguments import limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode
+from diloco.config.errors import ConfigError, ExitCode, require
 from diloco.durable import write_file
 from diloco.lab import experiment as labs
 from diloco.lab.cell import make_warm, run_cell
@@ -24,9 +25,11 @@ from diloco.runs.process import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from diloco.lab.experiment import Cell, Found, Laboratory, Row, RowResult
+    from diloco.lab.experiment import Cell, Found, Laboratory, RowResult
 
 LAB = "+lab="
+FIGURES = ("seconds", "bytes_up", "goodput", "sites_per_version")
+"""What is printed of each of a row's cells."""
 DOES = """Train each row of a lab file with each seed, under virtual time, and compare them: loss at equal tokens,
 time and bytes.  Rows that were trained before are read from the folder, so the same command resumes.
 
@@ -49,10 +52,12 @@ def main(arguments: Sequence[str]) -> ExitCode:
     given = parser.parse_args([each for each in arguments if not each.startswith(LAB)])
     if not named:
         raise ConfigError("+lab is not given: which laboratory, such as +lab=smoke")
-    if given.jobs < 1:
-        raise ConfigError(f"--jobs is {given.jobs}: at least 1")
+    require(given.jobs >= 1, "--jobs", given.jobs, "at least 1")
     lab = labs.read(named[-1])
-    seeds = lab.seeds if given.seeds is None else _seeds(given.seeds)
+    try:
+        seeds = lab.seeds if given.seeds is None else tuple(int(each) for each in given.seeds.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds is {given.seeds!r}: whole numbers, such as 0,1,2") from None
     cells = labs.cells(lab, given.settings, seeds, [name for name in given.rows.split(",") if name])
     folder = given.out or Path("runs") / "lab"
     (folder / lab.name).mkdir(parents=True, exist_ok=True)
@@ -90,13 +95,6 @@ def _check(cells: Sequence[Cell]) -> None:
             raise ConfigError(f"row {cell.name}: {error}") from error
 
 
-def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(each) for each in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--seeds is {text!r}: whole numbers, such as 0,1,2") from None
-
-
 def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:
     """Yield each cell with its result, as they finish; trains every seed's warm start first."""
     if not cells:
@@ -121,58 +119,45 @@ def _begin_worker(parent: int, kernels: str) -> None:
     kernel_library.force(kernels)
 
 
-class _bar:  # noqa: N801
-    """A progress bar over all cells, on standard error."""
+@contextmanager
+def _bar(total: int, before: int, *, quiet: bool) -> Iterator[Callable[[Cell, Found], None]]:
+    """Show a progress bar over all cells on standard error; yield what advances it, by a line without a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int, before: int, *, quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        task = bars.add_task("cells", total=total, completed=before)
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True, quiet=quiet)
-        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._console = console
-        self._task = self._bars.add_task("cells", total=total, completed=before)
+        def advance(cell: Cell, found: Found) -> None:
+            bars.advance(task)
+            if not console.is_terminal:
+                console.print(f"{cell.name}, seed {cell.seed}: {found.loss:.4f} in {found.took_s:.0f} s")
 
-    def __enter__(self) -> Callable[[Cell, Found], None]:
-        self._bars.start()
-        return self._advance
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def _advance(self, cell: Cell, found: Found) -> None:
-        self._bars.advance(self._task)
-        if not self._console.is_terminal:
-            self._console.print(f"{cell.name}, seed {cell.seed}: {found.loss:.4f} in {found.took_s:.0f} s")
-
-
-def _under(row: Row, line: RowResult) -> dict[str, object]:
-    """Return, for a rule under a pattern, how much higher its mean loss is than under the first pattern, "together"."""
-    if not row.rule:
-        return {}
-    off = 0.0 if not row.against else fmean(line.off.values()) if line.off else None
-    return {"rule": row.rule, "pattern": row.pattern, "loss_vs_together": off}
+        yield advance
 
 
 def _report(lab: Laboratory, lines: Sequence[RowResult], folder: Path, took_s: float, *, as_json: bool) -> None:
     from diloco.lab.experiment import html, table
 
-    rows: list[dict[str, Any]] = [
-        {"row": line.name, "loss": line.loss, "losses": line.losses, "against": line.against, "off": line.off,
-         "seconds": [each.seconds for each in line.found], "bytes_up": [each.bytes_up for each in line.found],
-         "goodput": [each.goodput for each in line.found],
-         "sites_per_version": [each.sites_per_version for each in line.found], **_under(lab.rows[line.name], line)}
-        for line in lines
-    ]  # fmt: skip
-    told: dict[str, object] = {"lab": lab.name, "seconds": round(took_s, 1), "rows": rows}
-    off = [row["loss_vs_together"] for row in rows if row.get("rule") == "default"]
-    if off and None not in off:
-        told["worst_default"] = max(off)
-    write_file(folder / "table.json", json.dumps(told, indent=1).encode())
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        row, found = lab.rows[line.name], line.found
+        told = {"row": line.name, "loss": line.loss, "losses": line.losses, "against": line.against, "off": line.off}
+        told |= {name: [getattr(each, name) for each in found] for name in FIGURES}
+        if row.rule:  # Under a pattern: how much higher the mean loss is than under the first pattern, "together".
+            off = 0.0 if not row.against else fmean(line.off.values()) if line.off else None
+            told |= {"rule": row.rule, "pattern": row.pattern, "loss_vs_together": off}
+        rows.append(told)
+    result: dict[str, object] = {"lab": lab.name, "seconds": round(took_s, 1), "rows": rows}
+    offs = [row["loss_vs_together"] for row in rows if row.get("rule") == "default"]
+    if offs and None not in offs:
+        result["worst_default"] = max(offs)
+    write_file(folder / "table.json", json.dumps(result, indent=1).encode())
     write_file(folder / "report.html", html(lab, lines).encode())
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(result))
         return
     print(table(lines))
     print(f"{folder}/report.html")

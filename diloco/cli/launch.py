@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
         raise VerbError(ExitCode.FAILED, why)
     launch = prepared(kind, config)
     if given.dry_run and given.to is None:
-        _print(launch.files)
+        for file in launch.files:
+            print(f"# --- {file.name} ---\n{file.text}")
         return ExitCode.OK
     folder = given.to or run_dir_of(config).root / "launch" / kind
     write(folder, launch.files)
@@ -107,29 +108,19 @@ def write(folder: Path, files: Sequence[File]) -> None:
         write_file(folder / file.name, file.text.encode())
 
 
-def _print(files: Sequence[File]) -> None:
-    for file in files:
-        print(f"# --- {file.name} ---")
-        print(file.text)
-
-
 def _call(found: Sequence[Sequence[str]], folder: Path, *, asks: bool) -> ExitCode:
     """Show the commands, ask, and run them; stop at the first that fails."""
     print(f"in {folder}:")
     for words in found:
         print(f"  {shlex.join(words)}", flush=True)
-    if asks and not _agreed():
-        print("nothing was called")
-        return ExitCode.OK
+    if asks:
+        if not sys.stdin.isatty():
+            raise VerbError(ExitCode.USAGE, "there is no terminal to ask at: --yes does it")
+        if input("do it? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was called")
+            return ExitCode.OK
     for words in found:
         code = subprocess.run(words, cwd=folder, check=False).returncode
         if code != 0:
             raise VerbError(ExitCode.FAILED, f"{shlex.join(words)} ended with code {code}; nothing after it was called")
     return ExitCode.OK
-
-
-def _agreed() -> bool:
-    """Ask the user at the terminal and return whether the answer is yes; VerbError without a terminal."""
-    if not sys.stdin.isatty():
-        raise VerbError(ExitCode.USAGE, "there is no terminal to ask at: --yes does it")
-    return input("do it? [y/N] ").strip().lower() in ("y", "yes")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """``call`` is ``MODULE:FUNCTION``, a function of the arguments that returns an ``ExitCode``."""
+    """``call`` is ``MODULE:FUNCTION`` below ``diloco``, a function of the arguments that returns an ``ExitCode``."""
 
     name: str
     call: str
@@ -38,65 +38,51 @@ class Verb:
 GROUPS: Mapping[str, tuple[Verb, ...]] = MappingProxyType(
     {
         "start here": (
-            Verb(
-                "up", "diloco.cli.up:main", "run everything on this machine: syncer, sites, emulated links, a live view"
-            ),
-            Verb("syncer", "diloco.cli.syncer:main", "start the service that merges updates and publishes versions"),
-            Verb("site", "diloco.cli.site:main", "train at one site, and exchange updates with the syncer"),
-            Verb("status", "diloco.cli.status:main", "show how a running syncer and its sites stand"),
-            Verb(
-                "doctor",
-                "diloco.cli.doctor:main",
-                "check this machine and the path to a syncer, and say what to change",
-            ),
+            Verb("up", "cli.up:main", "run everything on this machine: syncer, sites, emulated links, a live view"),
+            Verb("syncer", "cli.syncer:main", "start the service that merges updates and publishes versions"),
+            Verb("site", "cli.site:main", "train at one site, and exchange updates with the syncer"),
+            Verb("status", "cli.status:main", "show how a running syncer and its sites stand"),
+            Verb("doctor", "cli.doctor:main", "check this machine and the path to a syncer, and say what to change"),
         ),
         "models": (
-            Verb("train", "diloco.cli.train:main", "train on all the text without a syncer: the baseline"),
-            Verb("eval", "diloco.cli.model:main", "evaluate a model on the validation text, or in benchmark tasks"),
-            Verb("export", "diloco.cli.model:export", "write a model as a Hugging Face folder"),
-            Verb("generate", "diloco.cli.model:generate", "continue a text with a model"),
+            Verb("train", "cli.train:main", "train on all the text without a syncer: the baseline"),
+            Verb("eval", "cli.model:main", "evaluate a model on the validation text, or in benchmark tasks"),
+            Verb("export", "cli.model:export", "write a model as a Hugging Face folder"),
+            Verb("generate", "cli.model:generate", "continue a text with a model"),
         ),
         "look at a run": (
-            Verb("runs", "diloco.cli.status:runs", "list the runs in runs/ or another folder"),
-            Verb("logs", "diloco.cli.status:logs", "follow the logs of a run"),
-            Verb("report", "diloco.cli.status:report", "write report.html of a run, and print its summary"),
+            Verb("runs", "cli.status:runs", "list the runs in runs/ or another folder"),
+            Verb("logs", "cli.status:logs", "follow the logs of a run"),
+            Verb("report", "cli.status:report", "write report.html of a run, and print its summary"),
+            Verb("journal", "cli.recover:journal", "print the syncer's journal, or verify everything that it keeps"),
             Verb(
-                "journal",
-                "diloco.cli.recover:journal",
-                "print the syncer's journal, or verify everything that it keeps",
-            ),
-            Verb(
-                "canary",
-                "diloco.cli.doctor:canary",
-                "check a machine for silent data corruption, by repeating a site's steps",
+                "canary", "cli.doctor:canary", "check a machine for silent data corruption, by repeating a site's steps"
             ),
         ),
         "operate a run": (
             Verb(
                 "launch",
-                "diloco.cli.launch:main",
+                "cli.launch:main",
                 "write the files for Docker, Slurm, Kubernetes or SkyPilot, and submit them",
             ),
-            Verb("certs", "diloco.cli.certs:main", "make certificates for mutual TLS, and revoke them"),
-            Verb("admit", "diloco.cli.admin:admit", "let a held update be merged"),
-            Verb("refuse", "diloco.cli.admin:refuse", "refuse an update that is held or waits"),
-            Verb("evict", "diloco.cli.admin:evict", "remove a site from a running run"),
-            Verb("readmit", "diloco.cli.admin:readmit", "let an evicted site join again"),
-            Verb("drain", "diloco.cli.admin:drain", "end a run in order after one last round; it can be resumed"),
+            Verb("certs", "cli.certs:main", "make certificates for mutual TLS, and revoke them"),
+            Verb("admit", "cli.admin:admit", "let a held update be merged"),
+            Verb("refuse", "cli.admin:refuse", "refuse an update that is held or waits"),
+            Verb("evict", "cli.admin:evict", "remove a site from a running run"),
+            Verb("readmit", "cli.admin:readmit", "let an evicted site join again"),
+            Verb("drain", "cli.admin:drain", "end a run in order after one last round; it can be resumed"),
         ),
         "recover": (
-            Verb("standby", "diloco.cli.standby:main", "follow a syncer, and take over from it"),
-            Verb(
-                "restore", "diloco.cli.recover:restore", "restore a stopped run from a replay, a backup or a warm site"
-            ),
-            Verb("replay", "diloco.cli.recover:replay", "compute a run's versions again, with or without some updates"),
+            Verb("standby", "cli.standby:main", "follow a syncer, and take over from it"),
+            Verb("restore", "cli.recover:restore", "restore a stopped run from a replay, a backup or a warm site"),
+            Verb("replay", "cli.recover:replay", "compute a run's versions again, with or without some updates"),
         ),
         "plan and compare": (
-            Verb("config", "diloco.config.arguments:config", "list all settings, or those that match a word"),
-            Verb("completion", "diloco.cli.main:completion", "print the shell code for Tab completion"),
-            Verb("plan", "diloco.cli.plan:main", "estimate links, memory, money and time of a run before it exists"),
-            Verb("sim", "diloco.cli.sim:main", "simulate a run without tensors: which site trains, waits or is away"),
-            Verb("lab", "diloco.cli.lab:main", "compare outer rules on a small model, at equal tokens"),
+            Verb("config", "config.arguments:config", "list all settings, or those that match a word"),
+            Verb("completion", "cli.main:completion", "print the shell code for Tab completion"),
+            Verb("plan", "cli.plan:main", "estimate links, memory, money and time of a run before it exists"),
+            Verb("sim", "cli.sim:main", "simulate a run without tensors: which site trains, waits or is away"),
+            Verb("lab", "cli.lab:main", "compare outer rules on a small model, at equal tokens"),
         ),
     }
 )
@@ -175,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         module, _, function = verb.call.partition(":")
-        return int(getattr(import_module(module), function)(given[1:]))
+        return int(getattr(import_module(f"diloco.{module}"), function)(given[1:]))
     except VerbError as error:
         return _said(verb, str(error), error.code)
     except ConfigError as error:
@@ -189,7 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         # A full disk, a folder or file without permission: a problem of the machine, not a defect here.
         logging.getLogger(__name__).debug("ended by", exc_info=True)
-        return _said(verb, _in_words(error), ExitCode.FAILED)
+        text = f"{error.filename}: {error.strerror}" if error.strerror and error.filename else str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f"{error.filename}: " if error.filename else ""
+            text = f"{where}the disk is full: make room there, and the same command goes on"
+        return _said(verb, text, ExitCode.FAILED)
 
 
 def _verb(given: list[str]) -> Verb | None:
@@ -222,15 +212,6 @@ def _verb(given: list[str]) -> Verb | None:
     hint = next((here for words, here in OF_OTHERS if known.verb in words.split()), hint)
     print(f"diloco: unknown verb {known.verb}: {hint}", file=sys.stderr)
     return None
-
-
-def _in_words(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}the disk is full: make room there, and the same command goes on"
-    if error.strerror is None or error.filename is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}"
 
 
 def _said(verb: Verb, text: str, code: ExitCode) -> int:

@@ -7,14 +7,14 @@ import re
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
 from diloco.config.arguments import SYNCER, is_address, limit_threads, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, in_whole_order, placement_of, syncer_dirs
 from diloco.config.run_dir import RunDir, existing_run
 from diloco.models.sources import Kind, kind_of
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from diloco.config.schema import RunConfig
-    from diloco.inner.evaluate import SamplingOptions
     from diloco.inner.model import Transformer
     from diloco.inner.tokenizer import Tokenizer
     from diloco.models.evaluate import Evaluator, Observed
@@ -50,33 +49,19 @@ def export(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("export", EXPORT, shown=False)
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write it there; the folder must not exist")
-    add_source(parser)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the values; default: fp32")
     parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest file, as in 500MB; default: 5GB")
-    given = with_syncer(parser.parse_args(arguments))
+    given = parsed(parser, arguments)
     sources = [text for text in given.settings if "=" not in text]
     settings = [text for text in given.settings if "=" in text]
     if len(sources) != (0 if given.syncer else 1):
         raise VerbError(ExitCode.USAGE, "give one run folder, checkpoint, folder of a model, or a syncer's HOST:PORT")
     if given.to is None:
         raise VerbError(ExitCode.USAGE, "--to is missing: the folder that is to be made")
-    if given.to.exists():
-        raise ConfigError(f"--to is {str(given.to)!r}: it exists already, and a model gets a folder of its own")
+    require(not given.to.exists(), "--to", str(given.to), "it exists already, and a model gets a folder of its own")
     shard_bytes = size_of(given.shard_size)
-    _write(taken_from(given, sources, settings, threads=1), given, shard_bytes)
-    return ExitCode.OK
+    taken = taken_from(given, sources, settings, threads=1)
 
-
-def size_of(text: str) -> int:
-    """Parse a size such as ``500MB`` into bytes; ConfigError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]B)", text)
-    size = int(float(found[1]) * SIZE_UNITS[found[2]]) if found else 0
-    if size < 1:
-        raise ConfigError(f"--shard-size is {text!r}: a size, as in 500MB or 5GB")
-    return size
-
-
-def _write(taken: Taken, given: argparse.Namespace, shard_bytes: int) -> None:
     from diloco.config import build
     from diloco.config.model_files import DTYPES, write_folder
 
@@ -89,6 +74,15 @@ def _write(taken: Taken, given: argparse.Namespace, shard_bytes: int) -> None:
     except ValueError as error:
         raise ConfigError(f"{taken.called}: of another model: {error}") from error
     print(f"{given.to}: {taken.called}, {size:,} bytes of {given.dtype}")
+    return ExitCode.OK
+
+
+def size_of(text: str) -> int:
+    """Parse a size such as ``500MB`` into bytes; ConfigError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]B)", text)
+    size = int(float(found[1]) * SIZE_UNITS[found[2]]) if found else 0
+    require(size >= 1, "--shard-size", text, "a size, as in 500MB or 5GB")
+    return size
 
 
 # --- ``diloco generate`` ---------------------------------------------------------------------------------------------
@@ -109,15 +103,34 @@ LETTER_TOKENS_MAX = 4
 def generate(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("generate", GENERATE, shown=False)
-    add_source(parser)
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="how many to make; default: 100")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest; default: 0.8")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0: from all")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw; default: 0")
-    given = with_syncer(parser.parse_args(arguments))
+    given = parsed(parser, arguments)
     sources, prompt, settings = _parted(given)
-    options = _options(given)
-    _speak(taken_from(given, sources, settings, threads=0), prompt, options)
+
+    from diloco.inner.evaluate import SamplingOptions, generate
+
+    try:
+        options = SamplingOptions(
+            tokens=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed
+        )
+    except ValueError as error:
+        raise ConfigError(f"--{str(error).replace('top_k', 'top-k')}") from error
+    taken = taken_from(given, sources, settings, threads=0)
+    tokenizer, model = configs.tokenizer_of(taken.config), taken.model()
+    begin = [int(token) for token in tokenizer.encode_batch([prompt])[0]]
+    if not prompt and tokenizer.end_of_file is not None:
+        begin = [tokenizer.end_of_file]  # After it a new text begins.
+    sys.stdout.write(prompt)
+    try:
+        for text in texts(generate(model, begin, options, tokenizer.end_of_file), tokenizer):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print()
     return ExitCode.OK
 
 
@@ -136,36 +149,6 @@ def _parted(given: argparse.Namespace) -> tuple[list[str], str, list[str]]:
         )
         raise VerbError(ExitCode.USAGE, f'give {what}, in quotes and last, as in diloco generate runs/latest "def f("')
     return sources, prompt, settings
-
-
-def _options(given: argparse.Namespace) -> SamplingOptions:
-    from diloco.inner.evaluate import SamplingOptions
-
-    try:
-        return SamplingOptions(tokens=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed)
-    except ValueError as error:
-        raise ConfigError(f"--{str(error).replace('top_k', 'top-k')}") from error
-
-
-def _speak(taken: Taken, prompt: str, options: SamplingOptions) -> None:
-    from diloco.inner.evaluate import generate
-
-    tokenizer, model = configs.tokenizer_of(taken.config), taken.model()
-    sys.stdout.write(prompt)
-    try:
-        for text in texts(generate(model, _begun(prompt, tokenizer), options, tokenizer.end_of_file), tokenizer):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    print()
-
-
-def _begun(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt's tokens; for an empty prompt the end-of-file token, after which a new text begins."""
-    if prompt or tokenizer.end_of_file is None:
-        return [int(token) for token in tokenizer.encode_batch([prompt])[0]]
-    return [tokenizer.end_of_file]
 
 
 def texts(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
@@ -189,38 +172,35 @@ def texts(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 # --- The options of verbs that read a model --------------------------------------------------------------------------
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add ``--syncer`` and ``--version`` to ``parser``."""
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a verb's arguments; a first one HOST:PORT, or ``site.syncer=``, is the ``syncer`` that has the model."""
     parser.add_argument("--syncer", metavar="HOST:PORT", help="as HOST:PORT alone: what it publishes now")
     parser.add_argument("--version", metavar="N", default="newest", help="of every fragment; default: the newest")
-
-
-def with_syncer(given: argparse.Namespace) -> argparse.Namespace:
-    """Return ``given`` with a first argument HOST:PORT, or ``site.syncer=``, as its ``syncer``."""
+    given = parser.parse_args(arguments)
     if given.syncer is None and given.settings and is_address(first := given.settings[0].removeprefix(SYNCER)):
         given.syncer, given.settings = first, given.settings[1:]
     return given
 
 
-def version_of(text: str) -> int | None:
+def version_of(given: argparse.Namespace) -> int | None:
     """Return the version that ``--version`` names, None for the newest; ConfigError for anything else."""
+    text = given.version
     if text == "newest":
         return None
-    if not text.isascii() or not text.isdecimal():
-        raise ConfigError(f"--version is {text!r}: a number from 0 on, or newest")
+    require(text.isascii() and text.isdecimal(), "--version", text, "a number from 0 on, or newest")
+    if given.syncer:
+        raise ConfigError(f"--version is {text}: a syncer hands out its newest alone; a run's folder has others")
     return int(text)
 
 
 def taken_from(given: argparse.Namespace, sources: Sequence[str], settings: Sequence[str], threads: int) -> Taken:
     """Return the model at ``sources[0]``, or at ``--syncer``; limits this process to ``threads`` from here on."""
-    version = version_of(given.version)
+    version = version_of(given)
     limit_threads(threads)
     if not given.syncer:
         from diloco.models.read import take
 
         return take(sources[0], settings, given.config, version)
-    if version is not None:
-        raise ConfigError(f"--version is {version}: a syncer hands out its newest alone; a run's folder has others")
     from diloco.config.syncer_settings import of_client
 
     config = configs.read(given.config, settings) if given.config else of_client(given.syncer, settings)
@@ -248,25 +228,27 @@ GIVE_UP_S = 60.0
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("eval", DOES, shown=False)
-    add_source(parser)
     parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
     parser.add_argument("--json", action="store_true", help="say each evaluation as one JSON object")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: time between two")
-    add_tasks(parser)
-    given = with_syncer(parser.parse_args(arguments))
+    parser.add_argument("--tasks", metavar="NAME,...", help="score it in these tasks instead")
+    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="with --tasks: where others are described")
+    parser.add_argument("--fewshot", type=int, metavar="N", help="with --tasks: examples before each question")
+    parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: the first N questions of each")
+    given = parsed(parser, arguments)
     folders = [text for text in given.settings if "=" not in text]
     settings = [text for text in given.settings if "=" in text]
     if len(folders) > 1 or not (folders or given.syncer):
         raise VerbError(ExitCode.USAGE, "give one run folder, or the syncer's HOST:PORT")
-    if (asked := asked_of(given)) is not None:
-        score_tasks(given, asked, folders, settings)
+    for option in ("include_path", "fewshot", "limit"):
+        if given.tasks is None and (value := getattr(given, option)) is not None:
+            raise VerbError(ExitCode.USAGE, f"--{option.replace('_', '-')} is {value}: it is for --tasks")
+    if given.tasks is not None:
+        _score_tasks(given, folders, settings)
         return ExitCode.OK
     if folders and (kind_of(folders[0])[0] is not Kind.RUN or given.version != "newest"):
         return _of_file(given, folders, settings)
-    if version_of(given.version) is not None:
-        raise ConfigError(
-            f"--version is {given.version}: a syncer hands out its newest alone; a run's folder has others"
-        )
+    version_of(given)
     run_dir = existing_run(folders[0]) if folders else None
     file = given.config or (run_dir.config if run_dir else None)
     if file is None:
@@ -323,8 +305,7 @@ class _Evaluation:
         from diloco.config import build, build_syncer
         from diloco.models.evaluate import Evaluator
 
-        self._stop: list[bool] = []
-        stopping = stack.enter_context(Stopping("a last evaluation if the run has ended, then eval stops"))
+        self._stopping = stack.enter_context(Stopping("a last evaluation if the run has ended, then eval stops"))
         if config.site.threads:
             torch.set_num_threads(config.site.threads)
         self._config, self._run_dir, self._stack, self._as_json = config, run_dir, stack, as_json
@@ -337,7 +318,7 @@ class _Evaluation:
         self._model: Transformer = build.build_model(config).to(build.device(config))
         self._run_tokens = 0
         self._told: list[int] = []
-        stopping.ask(lambda: self._stop.append(True))
+        self._stopping.ask(lambda: None)
 
     def run(self, address: str, follow: bool, every_s: float) -> ExitCode:
         """Evaluate once, or until the run has ended."""
@@ -353,7 +334,7 @@ class _Evaluation:
         heard_at, next_at = time.monotonic(), time.monotonic()
         connected: Observed | None = None
         while not self._try_final():
-            if self._stop:
+            if self._stopping.asked:
                 return ExitCode.DRAINED
             if time.monotonic() < next_at:
                 time.sleep(POLL_S)
@@ -437,47 +418,22 @@ class _Evaluation:
 # --- ``diloco eval --tasks`` -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The ``tasks`` to score, also those in the folder ``include``; ``fewshot`` examples in a prompt where a task
-    leaves that open, None: the task's default; the first ``limit`` documents of each, None: all."""
+def _score_tasks(given: argparse.Namespace, folders: Sequence[str], settings: Sequence[str]) -> None:
+    """Score the model in ``folders``, or what a syncer publishes, in the tasks that ``given`` names; print the scores.
 
-    tasks: tuple[str, ...]
-    include: Path | None = None
-    fewshot: int | None = None
-    limit: int | None = None
-
-
-def add_tasks(parser: argparse.ArgumentParser) -> None:
-    """Add ``--tasks`` and its options to ``parser``."""
-    parser.add_argument("--tasks", metavar="NAME,...", help="score it in these tasks instead")
-    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="with --tasks: where others are described")
-    parser.add_argument("--fewshot", type=int, metavar="N", help="with --tasks: examples before each question")
-    parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: the first N questions of each")
-
-
-def asked_of(given: argparse.Namespace) -> Asked | None:
-    """Return the tasks that are asked for; None without ``--tasks``."""
-    if given.tasks is None:
-        for option in ("include_path", "fewshot", "limit"):
-            if (value := getattr(given, option)) is not None:
-                raise VerbError(ExitCode.USAGE, f"--{option.replace('_', '-')} is {value}: it is for --tasks")
-        return None
+    The harness chooses the examples in a prompt where ``--fewshot`` is left out, and takes every document of a task
+    where ``--limit`` is.
+    """
     if given.follow:
         raise VerbError(ExitCode.USAGE, "--tasks are scored once: no --follow")
     names = tuple(name.strip() for name in given.tasks.split(","))
-    if not all(names) or len(set(names)) < len(names):
-        raise ConfigError(f"--tasks is {given.tasks!r}: names of different tasks, with commas between them")
-    if given.include_path is not None and not given.include_path.is_dir():
-        raise ConfigError(f"--include-path is {str(given.include_path)!r}: a folder that is there")
+    differ = all(names) and len(set(names)) == len(names)
+    require(differ, "--tasks", given.tasks, "names of different tasks, with commas between them")
+    folder = given.include_path
+    require(folder is None or folder.is_dir(), "--include-path", str(folder), "a folder that is there")
     for option, least in (("fewshot", 0), ("limit", 1)):
-        if (value := getattr(given, option)) is not None and value < least:
-            raise ConfigError(f"--{option} is {value}: at least {least}")
-    return Asked(names, given.include_path, given.fewshot, given.limit)
-
-
-def score_tasks(given: argparse.Namespace, asked: Asked, folders: Sequence[str], settings: Sequence[str]) -> None:
-    """Score the models in ``folders``, or what a syncer publishes, and print the scores."""
+        value = getattr(given, option)
+        require(value is None or value >= least, f"--{option}", value, f"at least {least}")
     if folders and given.syncer:
         raise VerbError(ExitCode.USAGE, f"--tasks are scored of {folders[0]} or of what --syncer publishes: give one")
     try:
@@ -486,7 +442,7 @@ def score_tasks(given: argparse.Namespace, asked: Asked, folders: Sequence[str],
         text = f"--tasks needs lm-evaluation-harness ({error}): pip install 'diloco[harness]'"
         raise VerbError(ExitCode.FAILED, text) from error
     taken = taken_from(given, folders, settings, threads=0)
-    found = lm_eval.score(taken, asked.tasks, asked.include, asked.fewshot, asked.limit)
+    found = lm_eval.score(taken, names, given.include_path, given.fewshot, given.limit)
     if given.json:
         print(json.dumps({"of": taken.called, "versions": list(taken.versions), **found}), flush=True)
         return

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
 from diloco.config.arguments import OneLineParser
 from diloco.config.errors import ConfigError, ExitCode
@@ -45,9 +44,16 @@ class _Parser(OneLineParser):
         told = meanings(estimate)
         lines = [f"  experiment=   {' | '.join(PRESETS)}", ""]
         for item in fields(Question):
-            default = "" if item.default in (MISSING, ()) else f" [{_default(item)}]"
+            default, text = item.default, ""  # As a user would type it.
+            if isinstance(default, tuple):
+                text = ",".join(f"{each:g}" for each in default)
+            elif isinstance(default, float):
+                text = f"{default:g}"
+            elif default is not MISSING:
+                text = default_text(item)
+            name = f"{item.name} [{text}]" if text else item.name
             meaning = " ".join(told.get((Question.__name__, item.name), "").split())
-            lines.append(f"  {item.name + default:<34} {meaning}")
+            lines.append(f"  {name:<34} {meaning}")
         return "\n".join(
             [super().format_help(), "What can be set (in brackets: unless an experiment says other):", *lines, ""]
         )
@@ -55,7 +61,7 @@ class _Parser(OneLineParser):
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = _Parser(prog="diloco plan", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser("plan", DOES)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="how bytes grow with the sites, as a picture")
@@ -132,11 +138,3 @@ def _value(key: str, text: str, kind: object) -> object:
     except (ValueError, OverflowError):
         pass
     raise ConfigError(f"{key} is {text!r}: {WANTED[kind]}")
-
-
-def _default(item: Field[Any]) -> str:
-    """Return the default as a user would type it."""
-    value = item.default
-    if isinstance(value, tuple):
-        return ",".join(f"{each:g}" for each in value)
-    return f"{value:g}" if isinstance(value, float) else default_text(item)

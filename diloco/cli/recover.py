@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import time
@@ -12,20 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.config.arguments import OneLineParser, limit_threads
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, require
 from diloco.config.placing import backup_of, number_of
 from diloco.config.run_dir import existing_run
 from diloco.models.sources import data_of, is_data, past_of
 from diloco.runs.process import disk_from_environment
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from diloco.models.read import Evidence
     from diloco.models.sources import Past
     from diloco.sync.rounds import Selection
-    from diloco.syncer.backups import BackupError, BackupFacts, Vault
-    from diloco.syncer.replaying import ReplayerWithout, Rules
+    from diloco.syncer.backups import Vault
+    from diloco.syncer.replaying import ReplayerWithout
     from diloco.syncer.restoring import Known, Restored
     from diloco.syncer.store import RunCard
 
@@ -39,7 +39,7 @@ diloco journal verify RUN_DIR   everything that the syncer keeps, looked at and 
 
 def journal(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco journal", description=JOURNAL)
+    parser = OneLineParser("journal", JOURNAL)
     parser.add_argument("what", choices=["show", "verify"])
     parser.add_argument("target", metavar="RUN_DIR|FILE")
     given = parser.parse_args(arguments)
@@ -50,11 +50,15 @@ def _show(target: str) -> ExitCode:
     from diloco.sync.journal import JournalError, describe
     from diloco.syncer.journal_files import read_file
 
-    for path in segments(target):
-        try:
+    found = [Path(target)]
+    if not found[0].is_file():
+        folder = data_folder(target) / "journal"
+        found = sorted(folder.glob("journal-*.log"))
+        if not found:
+            raise ConfigError(f"{target!r} holds no journal: no journal-*.log in {folder}")
+    for path in found:
+        with failing(JournalError, OSError):
             read = read_file(path)
-        except (JournalError, OSError) as error:
-            raise VerbError(ExitCode.FAILED, str(error)) from error
         print(f"# {path.name}: {len(read.records)} records")
         for record in read.records:
             print(describe(record))
@@ -70,10 +74,8 @@ def _verify(target: str) -> ExitCode:
     from diloco.syncer.store import verify
 
     folder = data_folder(target)
-    try:
+    with failing(JournalError, SnapshotError, SpoolError, OSError):
         found = verify(folder)
-    except (JournalError, SnapshotError, SpoolError, OSError) as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
     print(
         f"whole: {found.records} records in {found.segments} segments, {found.snapshots} snapshots, "
         f"{found.payloads} payloads in {folder}"
@@ -87,18 +89,6 @@ def data_folder(target: str) -> Path:
     """Return the syncer's data folder of ``target``, which is a run folder or already a data folder."""
     path = Path(target)
     return path if is_data(path) else data_of(existing_run(target))
-
-
-def segments(target: str) -> list[Path]:
-    """Return the journal's files for ``target``, oldest first."""
-    path = Path(target)
-    if path.is_file():
-        return [path]
-    folder = data_folder(target) / "journal"
-    found = sorted(folder.glob("journal-*.log"))
-    if not found:
-        raise ConfigError(f"{target!r} holds no journal: no journal-*.log in {folder}")
-    return found
 
 
 # --- ``diloco replay`` -----------------------------------------------------------------------------------------------
@@ -117,9 +107,7 @@ LISTED_MAX = 20
 
 def replay(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="diloco replay", description=REPLAY, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("replay", REPLAY)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, its name below runs/, or its data folder")
     told = "site=NAME:versions=FIRST..LAST (into which they were merged) or :sequences=..., and :fragment=N for one"
     parser.add_argument("--without", action="append", default=[], metavar="UPDATES", help=f"leave out {told}")
@@ -129,60 +117,37 @@ def replay(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--verify", action="store_true", help="from the oldest snapshot, and compare every other one")
     parser.add_argument("--json", action="store_true", help="say it as one JSON object")
     given = parser.parse_args(arguments)
-    selections = _selections(given.without)
-    if given.to is not None and given.to < 0:
-        raise ConfigError(f"--to is {given.to}: a version, from 0 on")
+    from diloco.sync.rounds import parse_selection
+
+    try:
+        selections = [parse_selection(text) for text in given.without]
+    except ValueError as error:
+        raise ConfigError(f"--without {error}") from error
+    require(given.to is None or given.to >= 0, "--to", given.to, "a version, from 0 on")
     if given.out is not None and given.out.exists():
         raise ConfigError(f"--out is {str(given.out)!r}: it exists already, and an image gets a folder of its own")
     past = past_of(given.run)
     limit_threads(1)
-    facts = _replay(past, past.rules(), selections, given)
+    facts = _replay(past, selections, given)
     if given.json:
         print(json.dumps(facts))
     return ExitCode.OK
 
 
-def _selections(texts: Sequence[str]) -> list[Selection]:
-    from diloco.sync.rounds import parse_selection
-
-    try:
-        return [parse_selection(text) for text in texts]
-    except ValueError as error:
-        raise ConfigError(f"--without {error}") from error
-
-
-def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: argparse.Namespace) -> dict[str, object]:
+def _replay(past: Past, selections: Sequence[Selection], given: argparse.Namespace) -> dict[str, object]:
     """Replay; print the result as text unless JSON is wanted, and return the values for JSON."""
     from diloco.config import build
     from diloco.syncer.restoring import Kept, KeptError
     from diloco.syncer.snapshots import Image, ImageError, full_parameters, write_image
 
     notes: list[str] = []
-    try:
+    with failing(KeptError):
         kept = Kept(past.data, notes.append)
-        rebuilt = kept.replay(rules, selections, given.to, and_later=given.and_later, verify=given.verify)
-    except KeptError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
-    facts = _facts(past, rebuilt, [str(chosen) for chosen in selections], notes)
-    if given.out is not None:
-        parameters = full_parameters(build.layout_of(past.config), [values.evaluated for values in rebuilt.values])
-        try:
-            write_image(given.out, Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, facts), parameters)
-        except ImageError as error:
-            raise VerbError(ExitCode.FAILED, str(error)) from error
-        facts["out"] = str(given.out)
-    if not given.json:
-        print("\n".join([*(f"note: {note}" for note in notes), *_lines(rebuilt)]))
-        if given.out is not None:
-            print(f"kept in {given.out}: diloco restore {given.run} --from {given.out} takes the run up from there")
-    return facts
-
-
-def _facts(past: Past, rebuilt: ReplayerWithout, selections: list[str], notes: list[str]) -> dict[str, object]:
-    return {
+        rebuilt = kept.replay(past.rules(), selections, given.to, and_later=given.and_later, verify=given.verify)
+    facts: dict[str, object] = {
         "run": past.config.run.name,
         "lineage": rebuilt.machine.state.lineage,
-        "without": selections,
+        "without": [str(chosen) for chosen in selections],
         "from_versions": rebuilt.began_at,
         "versions": [values.version for values in rebuilt.values],
         "digests": [values.digest for values in rebuilt.values],
@@ -195,6 +160,16 @@ def _facts(past: Past, rebuilt: ReplayerWithout, selections: list[str], notes: l
         "waiting_on_old_base": rebuilt.old_base_waiting,
         "notes": notes,
     }
+    if given.out is not None:
+        parameters = full_parameters(build.layout_of(past.config), [values.evaluated for values in rebuilt.values])
+        with failing(ImageError):
+            write_image(given.out, Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, facts), parameters)
+        facts["out"] = str(given.out)
+    if not given.json:
+        print("\n".join([*(f"note: {note}" for note in notes), *_lines(rebuilt)]))
+        if given.out is not None:
+            print(f"kept in {given.out}: diloco restore {given.run} --from {given.out} takes the run up from there")
+    return facts
 
 
 def _lines(rebuilt: ReplayerWithout) -> list[str]:
@@ -244,9 +219,7 @@ ANSWER_S = 2.0
 
 def restore(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="diloco restore", description=RESTORE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("restore", RESTORE)
     parser.add_argument("run", metavar="RUN_DIR", help="the run's folder, its name below runs/, or its data folder")
     parser.add_argument(
         "--from",
@@ -289,19 +262,17 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
     from diloco.syncer.store import StoreError
 
     card = build_syncer.plan(past.config, build.layout_of(past.config)).card
-    try:
-        with ExitStack() as stack:
+    with ExitStack() as stack, failing(RestoreError, StoreError, ImageError, BackupError, ColdError):
+        try:
             stack.enter_context(locked(past.data))
-            _take_others(past, stack)
-            if given.from_site is not None:
-                return _from_site(past, card, given)
-            if (Path(given.source) / "image.json").is_file():
-                return _from_image(past, card, given)
-            return _from_backup(past, card, given)
-    except LockedError as error:
-        raise VerbError(ExitCode.FAILED, f"{error}: stop this run's syncer first") from error
-    except (RestoreError, StoreError, ImageError, BackupError, ColdError) as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
+        except LockedError as error:
+            raise VerbError(ExitCode.FAILED, f"{error}: stop this run's syncer first") from error
+        _take_others(past, stack)
+        if given.from_site is not None:
+            return _from_site(past, card, given)
+        if (Path(given.source) / "image.json").is_file():
+            return _from_image(past, card, given)
+        return _from_backup(past, card, given)
 
 
 def _take_others(past: Past, stack: ExitStack) -> None:
@@ -327,6 +298,7 @@ def _take_others(past: Past, stack: ExitStack) -> None:
 
 
 def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.durable import PLAIN_DISK, Step
     from diloco.syncer.restoring import restore_in_place
     from diloco.syncer.snapshots import read_image
 
@@ -338,19 +310,12 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
     without = image.facts.get("without") or []
     said = [f"without {text}" for text in without] if isinstance(without, list) else []
     said.append("momentum as it was then" if momentum else "no momentum: there was none")
-    return restored, [*said, *_unfinished(past, restored)]
-
-
-def _unfinished(past: Past, restored: Restored) -> list[str]:
-    """Move the final model of a run that had finished aside, because the run goes on; return notes to print."""
-    from diloco.durable import PLAIN_DISK, Step
-
     final, before = past.data / "final", past.data / f"final-before-{restored.lineage}"
-    if not final.is_dir():
-        return []
-    PLAIN_DISK.rename(final, before, Step.FILE)
-    PLAIN_DISK.sync_folder(past.data, Step.FILE)
-    return [f"the run had finished and goes on; the final model that it had is in {before}"]
+    if final.is_dir():
+        PLAIN_DISK.rename(final, before, Step.FILE)
+        PLAIN_DISK.sync_folder(past.data, Step.FILE)
+        said.append(f"the run had finished and goes on; the final model that it had is in {before}")
+    return restored, said
 
 
 def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
@@ -465,12 +430,16 @@ def _list(past: Past, given: argparse.Namespace) -> ExitCode:
     if not url:
         raise ConfigError("cluster.syncer.backup is '': the run makes no backups; --from names another place")
     run_id = past.config.run.name or ""
-    try:
+    with failing(BackupError):
         found = Vault(url).backups(run_id)
-    except BackupError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
     if given.json:
-        print(json.dumps({name: _plain(facts) for name, facts in found.items()}))
+        plain = {
+            name: {"damaged": str(facts)}
+            if isinstance(facts, BackupError)
+            else {**asdict(facts), "files": len(facts.files)}
+            for name, facts in found.items()
+        }
+        print(json.dumps(plain))
         return ExitCode.OK
     for name, facts in found.items():
         if isinstance(facts, BackupError):
@@ -481,11 +450,6 @@ def _list(past: Past, given: argparse.Namespace) -> ExitCode:
         print(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes, made {facts.at}")
     print(f"{len(found)} backups of {run_id} in {url}; the last one is taken unless --from {url}/{run_id}/NAME says")
     return ExitCode.OK
-
-
-def _plain(facts: BackupFacts | BackupError) -> dict[str, object]:
-    """Return one backup of the list as plain values."""
-    return {"damaged": str(facts)} if isinstance(facts, Exception) else {**asdict(facts), "files": len(facts.files)}
 
 
 def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[str]) -> None:

@@ -6,18 +6,16 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.config.arguments import load_config, settings_parser
-from diloco.config.errors import ConfigError, ExitCode
+from diloco.config.errors import ConfigError, ExitCode, options_of, require
 from diloco.config.keys import nearest
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from diloco.lab.compare import Column, MadeRun
-    from diloco.plan.studies import Study
     from diloco.sim.fleet_plan import FleetPlan, FleetResult
 
 SCENARIO = "+scenario="
@@ -97,17 +95,12 @@ def _study(name: str, given: argparse.Namespace) -> ExitCode:
         if not given.json:
             print(f"{cell.row:<24}{cell.column:<16}{cell.published:>12g}{cell.found:>12g}{cell.off:>8g}", flush=True)
     worst = max(cell.off for cell in cells)
-    _say(study, worst, [asdict(cell) for cell in cells], time.monotonic() - began_s, given)
-    return ExitCode.OK
-
-
-def _say(
-    study: Study, worst: float, rows: Sequence[Mapping[str, object]], seconds: float, given: argparse.Namespace
-) -> None:
     if given.json:
-        print(json.dumps({"scenario": study.name, study.worst: worst, "seconds": round(seconds, 1), "cells": rows}))
+        seconds, rows = round(time.monotonic() - began_s, 1), [asdict(cell) for cell in cells]
+        print(json.dumps({"scenario": study.name, study.worst: worst, "seconds": seconds, "cells": rows}))
     else:
         print(f"at most {worst:g} {study.unit} off")
+    return ExitCode.OK
 
 
 def _fleet(given: argparse.Namespace) -> ExitCode:
@@ -122,28 +115,15 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
             raise ConfigError("--above, --regions and --like: a run of one level is compared")
         given.config = given.like / "config.yaml"
     config = load_config(given)
-    if not 1 <= given.seeds <= SEEDS_MAX:
-        raise ConfigError(f"--seeds is {given.seeds}: must be from 1 to {SEEDS_MAX}")
+    require(1 <= given.seeds <= SEEDS_MAX, "--seeds", given.seeds, f"must be from 1 to {SEEDS_MAX}")
     from diloco.config import build_syncer
     from diloco.config.run_dir import RunDir
     from diloco.lab.compare import as_made, read_made, simulated
     from diloco.lab.fleet import Told, above_of, fleet_of, not_simulated, tree_of, with_sites
     from diloco.sim.fleet import EndlessError, simulate
 
-    told = Told(
-        step_s=given.step_s,
-        seconds=None if given.hours is None else 3600 * given.hours,
-        interruptions_per_day=given.interruptions_per_day,
-        away_s=given.away_s,
-        merge_s=given.merge_s,
-        regions=given.region,
-        region_interruptions_per_day=given.region_interruptions_per_day,
-        chips=given.chips,
-        interruptions_per_chip_year=given.interruptions_per_chip_year,
-        maintenance_every_h=given.maintenance_every_h,
-        maintenance_s=given.maintenance_s,
-        step_jitter=given.step_jitter,
-    )
+    seconds = None if given.hours is None else 3600 * given.hours
+    told = options_of(Told, given, "sim", seconds=seconds, regions=given.region)
     if given.like is not None:
         config.scenario = None  # The faults that happened are known from the run.
     if given.sites is not None:
@@ -170,26 +150,20 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
     each = {plan.seed: found, **others}
     figures["goodput_by_seed"] = {str(seed): round(one.goodput, 5) for seed, one in each.items()}
     if made is not None:
-        figures["like"] = likeness(made, simulated(found, names), found.versions)
+        figures["like"] = {
+            "versions": {"run": sum(made.versions), "simulation": sum(found.versions)},
+            "sites": {
+                name: {"run": asdict(made.columns[name]), "simulation": asdict(column)}
+                for name, column in simulated(found, names).items()
+            },
+        }
     print(json.dumps(figures) if given.json else "\n".join(lines(figures)))
     return ExitCode.OK
 
 
-def likeness(made: MadeRun, found: Mapping[str, Column], versions: Sequence[int]) -> dict[str, object]:
-    """Return both columns as plain values."""
-    return {
-        "versions": {"run": sum(made.versions), "simulation": sum(versions)},
-        "sites": {
-            name: {"run": asdict(made.columns[name]), "simulation": asdict(column)} for name, column in found.items()
-        },
-    }
-
-
-def compared(told: Mapping[str, object]) -> list[str]:
+def compared(told: Mapping[str, Any]) -> list[str]:
     """Return the comparison as lines of text."""
     versions, sites = told["versions"], told["sites"]
-    assert isinstance(versions, dict)
-    assert isinstance(sites, dict)
     head = f"{'':<14}{'':<12}{'steps':>9}{'merged':>9}{'MB up':>10}{'MB down':>10}{'idle':>8}"
     table = [
         f"{name if which == 'run' else '':<14}{which:<12}{site['steps']:>9,}{site['updates_merged']:>9,}"
@@ -202,10 +176,10 @@ def compared(told: Mapping[str, object]) -> list[str]:
 
 def summary(
     names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float, regions: Sequence[str] = ()
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return a fleet's result as plain values; shares are of the time that passed.  ``names`` are of its sites, or of
     those of each of ``regions``."""
-    figures: dict[str, object] = {
+    figures: dict[str, Any] = {
         "goodput": round(found.goodput, 5),
         "versions": list(found.versions),
         "sites_per_version": round(found.sites_per_version, 3),
@@ -257,12 +231,9 @@ def _version_0_s(plan: FleetPlan, place: int) -> float:
     return 2 * site.rtt_s + (sum(plan.whole_bytes) * 8e-6 / site.down_mbps if site.down_mbps else 0.0)
 
 
-def lines(told: dict[str, object]) -> list[str]:
+def lines(told: Mapping[str, Any]) -> list[str]:
     """Return the summary as lines of text."""
-    sites = told["sites"]
-    assert isinstance(sites, dict)
-    regions = told.get("regions", {})
-    assert isinstance(regions, dict)
+    sites, regions = told["sites"], told.get("regions", {})
     wide = max(14, *(len(name) + 2 for name in sites))
     head = f"{'':<{wide}}{'trained':>9}{'waited':>9}{'away':>9}{'steps':>12}{'merged':>9}{'MB up':>12}{'MB down':>12}"
     table = [
@@ -278,10 +249,8 @@ def lines(told: dict[str, object]) -> list[str]:
         f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
         for name, site in regions.items()
     ]
-    versions = told["versions"]
-    assert isinstance(versions, list)
     ends = (
-        f"goodput {told['goodput']:.1%}; {sum(versions):,} versions, of {told['sites_per_version']} "
+        f"goodput {told['goodput']:.1%}; {sum(told['versions']):,} versions, of {told['sites_per_version']} "
         f"{'regions' if regions else 'sites'} each; {told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
     late = [
@@ -296,9 +265,7 @@ def lines(told: dict[str, object]) -> list[str]:
     ]
     ends += "".join(f"\n{each}" for each in late)
     like, left_out = told.get("like"), told["not_simulated"]
-    assert isinstance(left_out, list)
     by_seed = told["goodput_by_seed"]
-    assert isinstance(by_seed, dict)
     if len(by_seed) > 1:
         shares = list(by_seed.values())
         ends += (
@@ -306,4 +273,4 @@ def lines(told: dict[str, object]) -> list[str]:
             f"{min(shares):.1%} to {max(shares):.1%}; the table is of the first"
         )
     ends += f"\nnot simulated: {', '.join(left_out)}" if left_out else ""
-    return [head, *table, ends, *(["", *compared(like)] if isinstance(like, dict) else [])]
+    return [head, *table, ends, *(["", *compared(like)] if like else [])]

@@ -6,11 +6,12 @@ import math
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.config import compose as configs
-from diloco.config.arguments import composed, goes_on, limit_threads, printed_if_asked, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.arguments import goes_on, limit_threads, load_config, print_if_asked, settings_parser
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import towards
 from diloco.config.run_dir import held, run_dir_of
 from diloco.open_files import raise_limit
@@ -56,17 +57,17 @@ def main(arguments: Sequence[str]) -> ExitCode:
     place = place_from_environment()
     if place is not None and given.config is None:
         raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco site --config FILE")
-    config = composed(given)
+    config = load_config(given, prints=False)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)  # Before torch is imported.
     if given.config is None:
         if not given.print_config:  # What is printed may be for another machine.
             check_identity(config)
             _check_own(config)
         config = _of_the_run(config, given)
-    printed_if_asked(config, given)
+    print_if_asked(config, given)
     if place is not None:
-        if config.site.nodes > 1:
-            raise ConfigError(f"site.nodes is {config.site.nodes}: not under torchrun, which knows its machines itself")
+        nodes = config.site.nodes
+        require(nodes <= 1, "site.nodes", nodes, "not under torchrun, which knows its machines itself")
         config.site.nproc = place.world
     check(config)
     folder = run_dir_of(config).site(config.site.id)
@@ -125,13 +126,11 @@ def check(config: RunConfig) -> None:
 
 def check_identity(config: RunConfig) -> None:
     """Raise ConfigError unless the site has a name fit for the wire and for a folder, and its machines make sense."""
-    if not configs.is_name(config.site.id):
-        raise ConfigError(f"site.id is {config.site.id!r}: letters, digits, '.', '_' and '-', at most 64")
-    if config.site.nproc < 1:
-        raise ConfigError(f"site.nproc is {config.site.nproc}: at least 1")
+    site = config.site
+    require(configs.is_name(site.id), "site.id", site.id, A_NAME)
+    require(site.nproc >= 1, "site.nproc", site.nproc, "at least 1")
     check_machines(config)
-    if config.site.rank_restarts < 0:
-        raise ConfigError(f"site.rank_restarts is {config.site.rank_restarts}: 0 (never) or more")
+    require(site.rank_restarts >= 0, "site.rank_restarts", site.rank_restarts, "0 (never) or more")
 
 
 def _check_own(config: RunConfig) -> None:
@@ -171,9 +170,6 @@ def run_machine(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
     ranks = Ranks(config.site.nproc, own / folder.config.name, own / "torchrun.log")
     with Stopping(f"{config.site.id} sends what is unsent and leaves, on all its machines") as stopping:
         stopping.ask(lambda: None)
-
-        def say(text: str) -> None:
-            print(text, file=sys.stderr, flush=True)
-
+        say = partial(print, file=sys.stderr, flush=True)
         machine = (First if first else Another)(config, folder, ranks, lambda: stopping.asked, say)
         return machine.run()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from diloco.cli.status import standby_line, syncer_address
-from diloco.cli.syncer import FROM_SETTINGS, again, said, serve, write_config
+from diloco.cli.status import asking, standby_line, syncer_address
+from diloco.cli.syncer import again, said, serve, starting, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
 from diloco.config.placing import syncer_dir
 from diloco.observe.console import identity_lines, lines_to, syncer_log
 from diloco.observe.eventlog import EventLog
@@ -21,12 +21,11 @@ from diloco.runs.process import Stopping, disk_from_environment, limit_arenas
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from diloco.config.run_dir import RunDir
     from diloco.config.schema import RunConfig
     from diloco.syncer.standby import StandingBy, Warm
-    from diloco.wire.client import AdminClient
 
 DOES = """Follow a syncer as its standby, and take over from it.
 
@@ -76,15 +75,14 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if len(targets) != (what != "follow"):
         wanted = "no HOST:PORT, but settings" if what == "follow" else "one HOST:PORT"
         raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
-    return _follow(given) if what == "follow" else _say(what, targets[0], given)
+    return _follow(given) if what == "follow" else _say(what, syncer_address(targets[0]), given)
 
 
 # --- an operator's commands -----------------------------------------------------------------------------------------
 
 
-def _say(what: str, target: str, given: argparse.Namespace) -> ExitCode:
-    address = syncer_address(target)
-    with _asking(address, given.settings) as client:
+def _say(what: str, address: str, given: argparse.Namespace) -> ExitCode:
+    with asking(address, given.settings, "does not do it", address) as client:
         if what == "promote":
             client.promote(lossy=given.lossy)
             print(f"{address} takes over")
@@ -92,41 +90,13 @@ def _say(what: str, target: str, given: argparse.Namespace) -> ExitCode:
             client.detach()
             print(f"{address} goes on without a standby, until one has caught up")
             print("one that is away now lacks what comes: from here on it may be promoted with --lossy only")
+        elif given.json:
+            print(json.dumps(client.status(), sort_keys=True))
+        elif (status := client.status()).get("role") == "standby":
+            print(standby_line(status))
         else:
-            _show(address, client.status(), as_json=given.json)
+            raise VerbError(ExitCode.FAILED, f"{address} is no standby, but the syncer: `diloco status {address}`")
     return ExitCode.OK
-
-
-def _show(address: str, status: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(status, sort_keys=True))
-    elif status.get("role") == "standby":
-        print(standby_line(status))
-    else:
-        raise VerbError(ExitCode.FAILED, f"{address} is no standby, but the syncer: `diloco status {address}`")
-
-
-@contextmanager
-def _asking(address: str, settings: Sequence[str]) -> Iterator[AdminClient]:
-    from diloco.config import compose as configs
-    from diloco.config import connecting
-    from diloco.config.connecting import unanswered
-    from diloco.wire.client import AdminClient
-    from diloco.wire.messages import Refused, Unreachable
-
-    security = connecting.site_security(configs.compose(settings))
-    try:
-        client = AdminClient(address, security)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{address}: {error}") from error
-    with client:
-        try:
-            yield client
-        except Unreachable as error:
-            why = unanswered(address, security, error.why)
-            raise VerbError(ExitCode.UNREACHABLE, f"{address} does not answer: {why}") from error
-        except Refused as error:
-            raise VerbError(ExitCode.FAILED, f"{address} does not do it: {error.text}") from error
 
 
 # --- following ------------------------------------------------------------------------------------------------------
@@ -165,11 +135,9 @@ def _follow(given: argparse.Namespace) -> ExitCode:
 
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     """Follow until it is promoted, or until the run is over or a stop is requested; print the latter two."""
-    from diloco.durable import LockedError
     from diloco.observe.metrics import StandbyMetrics, page_at
     from diloco.syncer.server import check_site
     from diloco.syncer.standby import StandbyError
-    from diloco.syncer.store import StoreError
 
     log = EventLog(
         run_dir.events,
@@ -180,6 +148,8 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     metrics = StandbyMetrics(config, standing.status)
     try:
         with (
+            starting("give the standby a folder of its own"),
+            failing(StandbyError),
             Stopping("the standby stops; the syncer says what it waits for") as stopping,
             page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families, log.emit) as page,
         ):
@@ -203,16 +173,6 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
             return ExitCode.OK
         print(f"standby {name} has stopped; the same command goes on")
         return ExitCode.DRAINED
-    except StoreError as error:
-        raise VerbError(ExitCode.MISMATCH, str(error)) from error
-    except LockedError as error:
-        raise VerbError(ExitCode.FAILED, f"{error}: give the standby a folder of its own") from error
-    except StandbyError as error:
-        raise VerbError(ExitCode.FAILED, str(error)) from error
-    except ValueError as error:
-        if not str(error).startswith(FROM_SETTINGS):
-            raise
-        raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
     finally:
         standing.stop()
         log.close()

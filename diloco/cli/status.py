@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import socket
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
 from diloco.config.compose import read
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
 from diloco.config.run_dir import RunDir, existing_run
 from diloco.observe.console import SiteLines
@@ -21,11 +20,12 @@ from diloco.observe.eventlog import read_events, recent_events
 from diloco.observe.text import size, units_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.table import Table
 
     from diloco.observe.eventlog import Event
+    from diloco.wire.client import AdminClient
 
     Status = Mapping[str, Any]
 
@@ -67,33 +67,33 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if not targets:
         raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT (of several each), or one run folder")
     addresses = [address for target in targets for address in syncer_addresses(target)]
-    if len(addresses) > 1:
-        return _several({address: _asker(address, settings) for address in addresses}, given.json, given.watch)
-    asked = _asker(addresses[0], settings)
-    if not given.watch:
-        _print(asked(), given.json)
-        return ExitCode.OK
-    with suppress(KeyboardInterrupt):
-        _watch(asked, given.json)
-    return ExitCode.OK
-
-
-def _several(askers: Mapping[str, Callable[[], Mapping[str, Any]]], as_json: bool, again: bool) -> ExitCode:
-    with suppress(KeyboardInterrupt):
+    with suppress(*([KeyboardInterrupt] if given.watch else [])):
+        if given.watch and not given.json and len(addresses) == 1:
+            _watch(addresses[0], settings)
         while True:
-            found = asked_all(askers)
-            if as_json:
-                print(json.dumps(as_one(found), sort_keys=True), flush=True)
+            if len(addresses) == 1:
+                _print(status_of(addresses[0], settings), given.json)
+                code = ExitCode.OK
             else:
-                print(whole_line(found), flush=True)
-                for address, status in found.items():
-                    print(f"\n{one_line(address, status)}", flush=True)
-                    if "unreachable" not in status:
-                        _print(status, False)
-            if not again:
-                return code_of(found)
+                code = _several(addresses, settings, given.json)
+            if not given.watch:
+                return code
             time.sleep(EVERY_S)
     return ExitCode.OK
+
+
+def _several(addresses: Sequence[str], settings: Sequence[str], as_json: bool) -> ExitCode:
+    """Print the state of the whole and of each syncer; return 3 where one, and so its fragments, does not answer."""
+    found = asked_all(addresses, settings)
+    if as_json:
+        print(json.dumps(as_one(found), sort_keys=True), flush=True)
+    else:
+        print(whole_line(found), flush=True)
+        for address, status in found.items():
+            print(f"\n{one_line(address, status)}", flush=True)
+            if "unreachable" not in status:
+                _print(status, False)
+    return ExitCode.UNREACHABLE if any("unreachable" in each for each in found.values()) else ExitCode.OK
 
 
 def syncer_addresses(target: str) -> list[str]:
@@ -109,56 +109,58 @@ def syncer_addresses(target: str) -> list[str]:
 
 
 def syncer_address(target: str) -> str:
-    """Return the syncer's ``HOST:PORT``, from itself or from a run folder; exit 3 when none runs there."""
+    """Return the syncer's ``HOST:PORT``, from itself or from a run folder; exit 3 when none runs there.
+
+    Of a syncer and its standby, separated by a comma, it is the first that takes a connection; the first, if none does.
+    """
     if is_address(target):
-        return target if "," not in target else _first_that_listens(target)
+        addresses = [each.strip() for each in target.split(",")]
+        for each in addresses if len(addresses) > 1 else ():
+            host, _, port = each.rpartition(":")
+            with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), LISTENS_S):
+                return each
+        return addresses[0]
     run_dir = existing_run(target)
     if not run_dir.address.is_file():
         raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {run_dir.root} is running: {run_dir.address} is not there")
     return run_dir.address.read_text().strip()
 
 
-def _first_that_listens(target: str) -> str:
-    """Return the first of a syncer's and its standby's addresses that takes a connection; the first, if none does."""
-    addresses = [each.strip() for each in target.split(",")]
-    for each in addresses:
-        host, _, port = each.rpartition(":")
-        with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), LISTENS_S):
-            return each
-    return addresses[0]
+@contextmanager
+def asking(address: str, settings: Sequence[str], refuses: str, called: str = "") -> Iterator[AdminClient]:
+    """Yield a client of the syncer at ``address``, or of what is ``called`` so; ``settings`` say how it is reached.
 
-
-def _asker(address: str, settings: list[str]) -> Any:
-    """Return a function that asks the syncer once."""
-    from diloco.config.connecting import unanswered
+    Exit 3 where it does not answer; 1 where it ``refuses``, in these words and with its reason.
+    """
+    from diloco.config import compose as configs
+    from diloco.config import connecting
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import Refused, Unreachable
     from diloco.wire.options import SecurityOptions
 
-    security = SecurityOptions()
-    if settings:
-        from diloco.config import compose as configs
-        from diloco.config import connecting
-
-        security = connecting.site_security(configs.compose(settings))
+    called = called or f"the syncer at {address}"
+    security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
     try:
         client = AdminClient(address, security)
     except (ValueError, OSError) as error:
         raise ConfigError(f"syncer {address}: {error}") from error
-
-    def ask() -> Mapping[str, Any]:
+    with client:
         try:
-            return client.status()
+            yield client
         except Unreachable as error:
-            why = unanswered(address, security, error.why)
-            raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: {why}") from error
+            why = connecting.unanswered(address, security, error.why)
+            raise VerbError(ExitCode.UNREACHABLE, f"{called} does not answer: {why}") from error
         except Refused as error:
-            raise VerbError(ExitCode.FAILED, f"the syncer at {address} does not tell: {error.text}") from error
-
-    return ask
+            raise VerbError(ExitCode.FAILED, f"{called} {refuses}: {error.text}") from error
 
 
-def _print(status: Mapping[str, Any], as_json: bool) -> None:
+def status_of(address: str, settings: Sequence[str]) -> Status:
+    """Ask the syncer once."""
+    with asking(address, settings, "does not tell") as client:
+        return client.status()
+
+
+def _print(status: Status, as_json: bool) -> None:
     if as_json:
         print(json.dumps(status, sort_keys=True), flush=True)
         return
@@ -172,33 +174,25 @@ def _print(status: Mapping[str, Any], as_json: bool) -> None:
         console = Console(width=PLAIN_WIDTH)
     console.print(heading(status), soft_wrap=True, highlight=False)
     console.print(sites_table(status))
-    console.print(units_line(status), soft_wrap=True, highlight=False, end="")
-    console.print(stages_lines(status), soft_wrap=True, highlight=False, end="")
+    console.print(details(status), soft_wrap=True, highlight=False, end="")
 
 
-def _watch(asked: Any, as_json: bool) -> NoReturn:
+def _watch(address: str, settings: Sequence[str]) -> NoReturn:
     from rich.console import Console, Group
     from rich.live import Live
 
-    if as_json:
+    with Live(console=Console(), auto_refresh=False) as live:
         while True:
-            _print(asked(), True)
-            time.sleep(EVERY_S)
-    console = Console()
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            status = asked()
+            status = status_of(address, settings)
             standby = status.get("role") == "standby"
-            shown = (
-                standby_line(status)
-                if standby
-                else Group(heading(status), sites_table(status), units_line(status) + stages_lines(status))
+            live.update(
+                standby_line(status) if standby else Group(heading(status), sites_table(status), details(status)),
+                refresh=True,
             )
-            live.update(shown, refresh=True)
             time.sleep(EVERY_S)
 
 
-def standby_line(status: Mapping[str, Any]) -> str:
+def standby_line(status: Status) -> str:
     """Return one line about a standby."""
     versions = ",".join(map(str, status["versions"])) or "none yet"
     follows = "follows" if status["following"] else f"DOES NOT FOLLOW (heard {status['heard_seconds_ago']:.0f} s ago)"
@@ -211,40 +205,27 @@ def standby_line(status: Mapping[str, Any]) -> str:
     )
 
 
-def heading(status: Mapping[str, Any]) -> str:
+def heading(status: Status) -> str:
     """Return one line about the run."""
     versions = ",".join(str(fragment["version"]) for fragment in status["fragments"])
     ending = f" ({status['ending']})" if status["ending"] else ""
     waiting = sum(len(fragment["arrived"]) for fragment in status["fragments"])
-    return (
-        f"run {status['run_id']}  {status['phase']}{ending}  {status['progress']:.0%} of the run  versions {versions}  "
-        f"{status['run_tokens']:,} tokens merged  {waiting} arrived for the open rounds  epoch {status['epoch']}  "
-        f"up {status['up_seconds']:.0f} s{_kernels(status)}{_lineage(status)}{_backup(status)}{_troubles(status)}"
-    )
+    told = [
+        f"run {status['run_id']}  {status['phase']}{ending}  {status['progress']:.0%} of the run  versions {versions}",
+        f"{status['run_tokens']:,} tokens merged  {waiting} arrived for the open rounds  epoch {status['epoch']}",
+        f"up {status['up_seconds']:.0f} s",
+    ]
+    if "kernels" in status:  # An older syncer does not report them.
+        told.append(f"kernels {status['kernels']}")
+    if (lineage := status.get("lineage", 1)) > 1:  # The number is the time at which the run was restored.
+        told.append(f"restored {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(lineage))} UTC")
+    if (backup := status.get("backup")) is not None:
+        age = "none yet" if backup["age_s"] is None else f"{backup['age_s']:.0f} s old"
+        told.append(f"backup {age}" + (f", FAILING: {backup['failing']}" if backup["failing"] else ""))
+    return "  ".join([*told, *_troubles(status)])
 
 
-def _kernels(status: Mapping[str, Any]) -> str:
-    """Return the syncer's kernels; "" for an older syncer, which does not report them."""
-    return f"  kernels {status['kernels']}" if "kernels" in status else ""
-
-
-def _lineage(status: Mapping[str, Any]) -> str:
-    """Return when the run was restored, if it was: a lineage's number is that time."""
-    lineage = status.get("lineage", 1)
-    return "" if lineage <= 1 else f"  restored {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(lineage))} UTC"
-
-
-def _backup(status: Mapping[str, Any]) -> str:
-    """Return the age of the last good backup, where any are made."""
-    backup = status.get("backup")
-    if backup is None:
-        return ""
-    age_s = backup["age_s"]
-    age = "none yet" if age_s is None else f"{age_s:.0f} s old"
-    return f"  backup {age}" + (f", FAILING: {backup['failing']}" if backup["failing"] else "")
-
-
-def _troubles(status: Mapping[str, Any]) -> str:
+def _troubles(status: Status) -> list[str]:
     """Return what an operator must see at once, as far as the syncer reports it: earlier releases report less."""
     told = list(status.get("identity_complaints", []))
     told += [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
@@ -258,10 +239,10 @@ def _troubles(status: Mapping[str, Any]) -> str:
         for held in site.get("held", []):
             which = f"{name} {held['fragment']} {held['sequence']}"
             told.append(f"HELD for {held['seconds']:.0f} s: {which}: {held['why']} (diloco admit, diloco refuse)")
-    return "".join(f"  {text}" for text in told)
+    return told
 
 
-def sites_table(status: Mapping[str, Any]) -> Table:
+def sites_table(status: Status) -> Table:
     """Return a table with one row a site."""
     from rich.table import Table
 
@@ -288,15 +269,14 @@ def sites_table(status: Mapping[str, Any]) -> Table:
     return table
 
 
-def units_line(status: Mapping[str, Any]) -> str:
-    """Return a line on where the units of the data are; "" where none are leased, or the syncer reports none."""
+def details(status: Status) -> str:
+    """Return a line on where the units of the data are, and one on the costs of each fragment's latest round.
+
+    "" where no units are leased, or the syncer reports none, and no fragment has had a round.
+    """
     units = status.get("units")
-    return f"{units_text(units)}\n" if units else ""
-
-
-def stages_lines(status: Mapping[str, Any]) -> str:
-    """Return the costs of each fragment's latest round, a line each; none for a fragment without a round."""
-    lines = [
+    lines = [units_text(units)] if units else []
+    lines += [
         f"round {fragment['version']} of fragment {index}: "
         + ", ".join(f"{name.removesuffix('_s')} {1000 * seconds:,.1f} ms" for name, seconds in costs.items())
         for index, fragment in enumerate(status["fragments"])
@@ -324,12 +304,12 @@ def _number(value: object) -> str:
 # --- ``diloco status`` of a run with several syncers -----------------------------------------------------------------
 
 
-def asked_all(askers: Mapping[str, Callable[[], Status]]) -> dict[str, Status]:
+def asked_all(addresses: Sequence[str], settings: Sequence[str]) -> dict[str, Status]:
     """Return each syncer's status by its address; ``{"unreachable": why}`` for one that does not answer."""
     found: dict[str, Status] = {}
-    for address, ask in askers.items():
+    for address in addresses:
         try:
-            found[address] = ask()
+            found[address] = status_of(address, settings)
         except VerbError as error:
             if error.code is not ExitCode.UNREACHABLE:
                 raise
@@ -337,14 +317,9 @@ def asked_all(askers: Mapping[str, Callable[[], Status]]) -> dict[str, Status]:
     return found
 
 
-def answering(found: Mapping[str, Status]) -> list[Status]:
-    """Return the status of each syncer that answered and leads; a standby does not."""
-    return [each for each in found.values() if "fragments" in each]
-
-
-def as_one(found: Mapping[str, Status]) -> dict[str, object]:
+def as_one(found: Mapping[str, Status]) -> dict[str, Any]:
     """Return the whole run as one object; its tokens and versions are of the fragments whose syncers answered."""
-    known = answering(found)
+    known = [each for each in found.values() if "fragments" in each]  # A standby has none.
     versions = {
         place: fragment["version"]
         for each in known
@@ -368,12 +343,9 @@ def whole_line(found: Mapping[str, Status]) -> str:
     away = f"  DOES NOT ANSWER: {', '.join(silent)}" if silent else ""
     if one["run_id"] is None:
         return f"{len(found)} syncers{away}"
-    known = answering(found)
-    least, most = min(each["progress"] for each in known), max(each["progress"] for each in known)
-    shares = f"{least:.0%}" if f"{least:.0%}" == f"{most:.0%}" else f"{least:.0%} to {most:.0%}"
-    versions = one["versions"]
-    assert isinstance(versions, dict)
-    told = ",".join(f"{place}:{version}" for place, version in versions.items())
+    least, most = (f"{share:.0%}" for share in one["progress"])
+    shares = least if least == most else f"{least} to {most}"
+    told = ",".join(f"{place}:{version}" for place, version in one["versions"].items())
     return (
         f"run {one['run_id']} on {len(found)} syncers  {shares} of the run  versions {told}  "
         f"{one['run_tokens']:,} tokens merged, the mean over these fragments{away}"
@@ -388,11 +360,6 @@ def one_line(address: str, status: Status) -> str:
     return f"syncer {address} holds fragments {held} of the model, and counts them from 0:"
 
 
-def code_of(found: Mapping[str, Status]) -> ExitCode:
-    """Return exit code 3 where a syncer does not answer: its fragments stand still."""
-    return ExitCode.UNREACHABLE if any("unreachable" in each for each in found.values()) else ExitCode.OK
-
-
 # --- ``diloco report RUN_DIR`` ---------------------------------------------------------------------------------------
 
 REPORT = """Write report.html into a run's folder, from its events.jsonl and summary.json, and print the summary.
@@ -404,7 +371,7 @@ def report(arguments: Sequence[str]) -> ExitCode:
     from diloco.observe.report import rebuild
     from diloco.observe.summary import closing_lines
 
-    parser = OneLineParser(prog="diloco report", description=REPORT)
+    parser = OneLineParser("report", REPORT)
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
     run_dir = existing_run(parser.parse_args(arguments).run).root
     summary, history = rebuild(run_dir)
@@ -431,7 +398,7 @@ FREQUENT = frozenset({"grace", "outer_step_started", "round_closed", "published"
 
 def runs(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco runs", description=RUNS)
+    parser = OneLineParser("runs", RUNS)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="where they lie; default: runs")
     folder = parser.parse_args(arguments).folder
     places = {path.parent for name in ("config.yaml", "events.jsonl") for path in folder.glob(f"*/{name}")}
@@ -466,13 +433,12 @@ def _stands(run_dir: RunDir) -> str:
 
 def logs(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco logs", description=LOGS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser("logs", LOGS)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name below runs/")
     parser.add_argument("who", metavar="SITE", nargs="?", help="one site, or syncer; default: all")
     parser.add_argument("--lines", type=int, default=20, metavar="N", help="how many of the past (default 20)")
     given = parser.parse_args(arguments)
-    if given.lines < 0:
-        raise ConfigError(f"--lines is {given.lines}: 0 or more")
+    require(given.lines >= 0, "--lines", given.lines, "0 or more")
     run_dir = existing_run(given.run)
     every = read(run_dir.config).run.log_every if run_dir.config.is_file() else 1
     out, says = io.StringIO(), dict[str, SiteLines]()

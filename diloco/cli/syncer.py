@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.config import compose as configs
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.compose import quorum
-from diloco.config.errors import ConfigError, ExitCode, VerbError, whole_steps
+from diloco.config.errors import ConfigError, ExitCode, VerbError, failing, section, whole_steps
 from diloco.config.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.config.run_dir import RunDir, name_run, run_dir_of
 from diloco.durable import LockedError, write_file
@@ -25,7 +25,7 @@ from diloco.sync.options import how_to_restore
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from diloco.config.schema import RunConfig
     from diloco.observe.eventlog import Event, EventLog
@@ -123,7 +123,6 @@ def serve(
     from diloco.observe.metrics import SyncerMetrics, page_at
     from diloco.syncer.lease import LeaseError, LeaseRefusedError
     from diloco.syncer.server import Syncer
-    from diloco.syncer.store import StoreError
 
     torch.set_num_threads(1)
     keep_what_is_loaded()
@@ -147,22 +146,14 @@ def serve(
     hands_over = "the syncer stops, and the sites train on until another takes its place"
     stopping = stack.enter_context(Stopping("a last round, then the syncer stops", hands_over))
     before = recent_events(run_dir.events, "published")[0]
-    try:
+    with (
+        starting("is this run's syncer running already?"),
+        failing(LeaseError),
+        failing(LeaseRefusedError, code=ExitCode.MISMATCH),
+    ):
         address = syncer.start(warm)
-    except StoreError as error:
-        raise VerbError(ExitCode.MISMATCH, str(error)) from error
-    except LeaseError as error:
-        refused = isinstance(error, LeaseRefusedError)
-        raise VerbError(ExitCode.MISMATCH if refused else ExitCode.FAILED, str(error)) from error
-    except LockedError as error:
-        raise VerbError(ExitCode.FAILED, f"{error}: is this run's syncer running already?") from error
-    except ValueError as error:
-        # The wire names its own fields; any other error is not about these settings.
-        if not str(error).startswith(FROM_SETTINGS):
-            raise
-        raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
     write_file(run_dir.address, address.encode())
-    stack.callback(lambda: _forget(run_dir))
+    stack.callback(run_dir.address.unlink, missing_ok=True)
     _greet(config, run_dir, address, given, again(config, given, promoted=warm is not None))
     if warm is None and (older := old_copy(before, syncer.status())):
         print(f"{_data(config, run_dir)}: {older}", file=sys.stderr, flush=True)
@@ -173,19 +164,39 @@ def serve(
     return _wait(syncer, stopping)
 
 
+@contextmanager
+def starting(is_locked: str) -> Iterator[None]:
+    """Turn what keeps a syncer or a standby from starting into an error of one line.
+
+    ``is_locked`` ends that line where another process holds the folder.
+    """
+    from diloco.syncer.store import StoreError
+
+    try:
+        yield
+    except StoreError as error:
+        raise VerbError(ExitCode.MISMATCH, str(error)) from error
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: {is_locked}") from error
+    except ValueError as error:
+        # The wire names its own fields; any other error is not about these settings.
+        if not str(error).startswith(FROM_SETTINGS):
+            raise
+        with section("cluster.syncer", address="listen"):
+            raise
+
+
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     from diloco.sync.leadership import LeaseLostError
     from diloco.syncer.server import UpstreamRefusedError
     from diloco.syncer.snapshots import MemoryDamaged
 
-    asked = False
-    wanted: list[bool] = []
-    # The signal handler runs in this thread, and must not wait there for the decision loop.
-    stopping.ask(lambda: wanted.append(True))
+    drained = False
+    stopping.ask(lambda: None)  # The signal handler runs in this thread, and must not wait there for the decision loop.
     try:
         while (ending := syncer.wait(WAIT_S)) is None and not stopping.handing_over:
-            if wanted and not asked:
-                asked = syncer.drain()
+            if stopping.asked and not drained:
+                drained = syncer.drain()
         if ending is not None:
             syncer.linger()
     except (MemoryDamaged, LeaseLostError, UpstreamRefusedError) as error:
@@ -217,11 +228,6 @@ def old_copy(events: Sequence[Event], status: Mapping[str, Any]) -> str:
     lineage, version, fragment = max(lacks)
     here = f"version {version} of fragment {fragment} was published, and here it is at {versions[fragment]}"
     return f"an old copy of the syncer's data: {here}. Sites that are ahead of it stop; {how_to_restore(lineage)}"
-
-
-def _forget(run_dir: RunDir) -> None:
-    with suppress(FileNotFoundError):
-        run_dir.address.unlink()
 
 
 def again(config: RunConfig, given: argparse.Namespace, *, promoted: bool = False) -> str:

@@ -115,7 +115,11 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         began = time.monotonic()
         first = evaluator.score(model, together=together) if evaluator and resumed is None else None
         stopping.ask(lambda: None)
-        end = trainer.run(until_tokens=config.run.tokens, after_step=clock.after_step, extra_state=clock.state)
+        end = trainer.run(
+            until_tokens=config.run.tokens,
+            after_step=clock.after_step,
+            extra_state=lambda: ({}, {"seconds": clock.seconds()}),
+        )
         drained = stopping.asked and not clock.reached()
         if evaluator is not None:
             last = evaluator.score(model, whole=True, together=together)
@@ -136,7 +140,8 @@ class _Clock:
         self._config, self._group, self._stopping = config, group, stopping
         self._before_s = 0.0
         self._began = time.monotonic()
-        self._step_s: list[float] = []
+        self.step_s: list[float] = []
+        """The durations of this process's steps, in seconds."""
         self._over = False
         self.trainer: Trainer | None = None
 
@@ -161,7 +166,7 @@ class _Clock:
         """Return whether to stop: when the time is over or a stop was requested, as rank 0 decides."""
         from diloco.inner.trainer import Verdict
 
-        self._step_s.append(info.step_ns / 1e9)
+        self.step_s.append(info.step_ns / 1e9)
         run = self._config.run
         self._over = run.seconds is not None and self.seconds() >= run.seconds
         stop = self._group.broadcast_small([int(self._over or self._stopping.asked)])[0]
@@ -172,24 +177,13 @@ class _Clock:
         tokens = self._config.run.tokens
         return self._over or (tokens is not None and self.trainer is not None and self.trainer.tokens >= tokens)
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a checkpoint must hold: tensors, and plain values."""
-        return {}, {"seconds": self.seconds()}
-
-    def step_seconds(self) -> dict[str, float]:
-        """Return the durations of this process's steps, in seconds: p50, p95 and max."""
-        ordered = sorted(self._step_s) or [0.0]
-        return {
-            "p50": ordered[len(ordered) // 2],
-            "p95": ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)],
-            "max": ordered[-1],
-        }
-
 
 def _summary(
     config: RunConfig, trainer: Trainer, clock: _Clock, first: Score | None, last: Score, wall_s: float
 ) -> dict[str, Any]:
     """Return ``summary.json``: the part of its schema that a run without a syncer has."""
+    ordered = sorted(clock.step_s) or [0.0]
+    p95 = ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]
     return {
         "config": asdict(config),
         "seed": config.run.seed,
@@ -199,7 +193,7 @@ def _summary(
                 "inner_steps": trainer.step,
                 "tokens_processed": trainer.tokens,
                 "train_seconds": clock.seconds(),
-                "step_seconds": clock.step_seconds(),
+                "step_seconds": {"p50": ordered[len(ordered) // 2], "p95": p95, "max": ordered[-1]},
             }
         },
         "wall_seconds": wall_s,

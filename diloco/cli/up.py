@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from diloco.config import compose as configs
 from diloco.config.arguments import limit_threads, load_config, named_keys, settings_parser
 from diloco.config.compose import enough_sites
-from diloco.config.errors import ConfigError, ExitCode, VerbError, advice, whole_steps
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, advice, require, whole_steps
 from diloco.config.placing import BETWEEN, is_syncer, syncer_dirs
 from diloco.config.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.config.schema import SiteSection
@@ -31,7 +31,7 @@ from diloco.runs.up import EVAL, OneSyncer, Outcome, Up, UpOptions, check_syncer
 from diloco.wan.process import RelayProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from diloco.config.schema import DataSection, RunConfig
 
@@ -84,23 +84,20 @@ def check(config: RunConfig) -> None:
         if site.nodes != 1:
             raise ConfigError(f"cluster.sites.{name}.nodes is {site.nodes}: diloco up has one machine; leave it out")
         if not configs.is_name(name):
-            raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
+            raise ConfigError(f"cluster.sites has {name!r}: {A_NAME}")
         if name in RESERVED or is_syncer(name):
             raise ConfigError(f"cluster.sites has {name!r}: that is the name of another process of the run")
     for key in ("id", "syncer", "index", "num_sites", "nodes"):
         value = getattr(config.site, key)
         if value != getattr(SiteSection(), key):
             raise ConfigError(f"site.{key} is {value!r}: diloco up gives each of cluster.sites its own; leave it out")
-    if config.cluster.syncer.folder:
-        folder = config.cluster.syncer.folder
-        raise ConfigError(f"cluster.syncer.folder is {folder!r}: diloco up keeps all in the run's folder; leave it out")
-    if config.cluster.replication.mode == "sync":
-        words = (
-            "diloco up starts no standby, and nothing is acknowledged without; start syncer, standby and sites by hand"
-        )
-        raise ConfigError(f"cluster.replication.mode is 'sync': {words}")
-    if (endpoint := config.upstream.endpoint) is not None:
-        raise ConfigError(f"upstream.endpoint is {endpoint!r}: diloco up is a whole run; diloco syncer makes a region")
+    folder, mode, endpoint = config.cluster.syncer.folder, config.cluster.replication.mode, config.upstream.endpoint
+    in_the_run = "diloco up keeps all in the run's folder; leave it out"
+    require(not folder, "cluster.syncer.folder", folder, in_the_run)
+    alone = "diloco up starts no standby, and nothing is acknowledged without; start syncer, standby and sites by hand"
+    require(mode != "sync", "cluster.replication.mode", mode, alone)
+    whole = "diloco up is a whole run; diloco syncer makes a region"
+    require(endpoint is None, "upstream.endpoint", endpoint, whole)
 
 
 RESERVED = (SYNCER, EVAL, "up")
@@ -194,12 +191,11 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
 
 def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
     """Return in words the settings that differ from the run's folder, except those that only say how to go on."""
-    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir, named)[0]))
-    keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
+    changed = configs.differences(configs.read(run_dir.config), _as_in(config, run_dir, named)[0])
     return [
-        f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
-        for key in keys
-        if before.get(key) != now.get(key)
+        f"{key} is {now or 'not set'} now and was {was or 'not set'}"
+        for key, (was, now) in changed.items()
+        if key not in ("run.name", "run.resume", "run.log_every", "run.dir")
     ]
 
 
@@ -212,17 +208,6 @@ def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, 
     leased = there.data.leased if config.data.leased is None else config.data.leased
     config = replace(config, data=replace(config.data, leased=leased))
     return (config, []) if named is None else configs.keep_run_settings(config, run_dir.config, named)
-
-
-def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:
-    """Return the leaves of ``values`` by dotted name, as text."""
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= _settings(value, f"{above}{name}.")
-        else:
-            found[above + name] = "null" if value is None else str(value)
-    return found
 
 
 def _in_words(differences: Sequence[str]) -> str:

@@ -61,7 +61,12 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports a usage error in one line, as all verbs do."""
+    """A parser for ``diloco VERB``; it reports a usage error in one line, as all verbs do."""
+
+    def __init__(self, verb: str, does: str) -> None:
+        """``does`` is the text of ``--help``, printed line by line."""
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f"diloco {verb}", description=does, formatter_class=raw)
 
     def error(self, message: str) -> NoReturn:
         """End the verb with ``message``."""
@@ -86,7 +91,11 @@ class _WithSettings(OneLineParser):
         super().error(message + likely)
 
     def format_help(self) -> str:
-        self.description = wrapped(self.description or "")
+        # Paragraphs become as wide as the terminal; examples, whose lines begin with two spaces, stay as they are.
+        blocks = (self.description or "").split("\n\n")
+        self.description = "\n\n".join(
+            block if "\n  " in f"\n{block}" else "\n".join(_hanging("", block, 0)) for block in blocks
+        )
         return f"{super().format_help()}\n{settings_help(self.own)}\n"
 
 
@@ -96,9 +105,7 @@ def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = Tr
     ``file`` False leaves out ``--config``; ``shown`` False, for a verb without a configuration of its own, leaves out
     ``--print-config``.
     """
-    parser = _WithSettings(
-        prog=f"diloco {verb}", description=does, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _WithSettings(verb, does)
     parser.own = OWN[verb]
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, as below")
     if file:
@@ -109,23 +116,20 @@ def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = Tr
     return parser
 
 
-def load_config(given: argparse.Namespace) -> RunConfig:
-    """Return the configuration of the command line.  ``--print-config`` prints it and ends the verb."""
-    return printed_if_asked(composed(given), given)
-
-
-def composed(given: argparse.Namespace) -> RunConfig:
-    """Return the configuration of the command line."""
+def load_config(given: argparse.Namespace, *, prints: bool = True) -> RunConfig:
+    """Return the configuration of the command line.  Where it ``prints``, see ``print_if_asked``."""
     file: Path | None = given.config
-    return configs.read(file, given.settings) if file is not None else configs.compose(given.settings)
+    config = configs.read(file, given.settings) if file is not None else configs.compose(given.settings)
+    if prints:
+        print_if_asked(config, given)
+    return config
 
 
-def printed_if_asked(config: RunConfig, given: argparse.Namespace) -> RunConfig:
-    """Return ``config``; ``--print-config`` prints it and ends the verb."""
+def print_if_asked(config: RunConfig, given: argparse.Namespace) -> None:
+    """Print ``config`` and end the verb, where ``--print-config`` asks for it."""
     if given.print_config:
         print(configs.to_yaml(config), end="")
         raise SystemExit(ExitCode.OK)
-    return config
 
 
 def words_and_settings(given: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -224,15 +228,6 @@ def _hanging(begin: str, text: str, indent: int) -> list[str]:
     return lines or [begin.rstrip()]
 
 
-def wrapped(text: str) -> str:
-    """Return ``text`` as wide as the terminal, paragraph by paragraph; lines that begin with two spaces stay."""
-    done = list[str]()
-    for block in text.split("\n\n"):
-        examples = any(line.startswith("  ") for line in block.splitlines())
-        done.append(block if examples else "\n".join(_hanging("", block, 0)))
-    return "\n\n".join(done)
-
-
 def _columns() -> int:
     return min(120, shutil.get_terminal_size((120, 24)).columns)
 
@@ -246,9 +241,7 @@ CONFIG = """All settings with their defaults and what they mean; with a word, th
 
 def config(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="diloco config", description=CONFIG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("config", CONFIG)
     parser.add_argument("word", nargs="?", default="", metavar="WORD", help="what to look for")
     word = str(parser.parse_args(arguments).word).lower()
     found = list(_keys(("",), word))

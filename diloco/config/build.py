@@ -6,8 +6,8 @@ The errors name the section of the value: "inner.lr is -1.0: positive and finite
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,9 @@ import torch
 from diloco.codec.registry import make_codec, usual_feedback
 from diloco.config import connecting
 from diloco.config.compose import quorum, shared_config
-from diloco.config.errors import ConfigError, section
+from diloco.config.errors import ConfigError, options_of, require, section
 from diloco.config.model_files import file_fragments, file_shapes, is_of_file, load_values
-from diloco.config.placing import has_several, placement_of, shared_by_part
+from diloco.config.placing import has_several, placement_of
 from diloco.config.regional import is_region
 from diloco.durable import PLAIN_DISK
 from diloco.inner.corpus import DataOptions, prepare_corpus
@@ -38,7 +38,7 @@ from diloco.inner.parallel import device_of
 from diloco.inner.precision import resolve_precision
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.learner.exchange import AgentOptions
-from diloco.outer.fragments import Layout, gather, named_parameters_once, part_of, plan_layout
+from diloco.outer.fragments import Layout, described, gather, named_parameters_once, part_of, plan_layout
 from diloco.outer.merge import CORRECTION_NUMBERS, Correction, Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterRule, outer_rule
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
@@ -57,7 +57,6 @@ from diloco.wire.messages import STREAMS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from types import TracebackType
 
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -89,7 +88,7 @@ def check(config: RunConfig) -> None:
     if not is_of_file(config):
         check_spreading(config, model_options(config))
     up_codecs(config)
-    compute_options(config)
+    options_of(ComputeOptions, config.inner, "inner")
     inner_options(config)
     trainer_options(config)
     learner_options(config)
@@ -97,21 +96,17 @@ def check(config: RunConfig) -> None:
     agent_options(config, Path())
     connecting.server_options(config)
     connecting.syncer_security(config)
-    data_options(config)
+    options_of(DataOptions, config.data, "data")
     connecting.link_options(config, "")
     for name, site in config.cluster.sites.items():
         connecting.link_options(config, name)
-        if not 1 <= site.slowdown <= SLOWDOWN_MAX:
-            wanted = f"from 1 (full speed) to {SLOWDOWN_MAX:g}"
-            raise ConfigError(f"cluster.sites.{name}.slowdown is {site.slowdown}: {wanted}")
-        if site.nproc < 1:
-            raise ConfigError(f"cluster.sites.{name}.nproc is {site.nproc}: at least 1")
-    if not config.site.canary_every_s >= 0:
-        raise ConfigError(f"site.canary_every_s is {config.site.canary_every_s!r}: 0 (never) or more")
-    if config.site.canary_steps < 1:
-        raise ConfigError(f"site.canary_steps is {config.site.canary_steps!r}: at least 1")
-    if config.data.validation_sequences < 1:
-        raise ConfigError(f"data.validation_sequences is {config.data.validation_sequences!r}: at least 1")
+        wanted = f"from 1 (full speed) to {SLOWDOWN_MAX:g}"
+        require(1 <= site.slowdown <= SLOWDOWN_MAX, f"cluster.sites.{name}.slowdown", site.slowdown, wanted)
+        require(site.nproc >= 1, f"cluster.sites.{name}.nproc", site.nproc, "at least 1")
+    every_s, steps, sequences = config.site.canary_every_s, config.site.canary_steps, config.data.validation_sequences
+    require(every_s >= 0, "site.canary_every_s", every_s, "0 (never) or more")
+    require(steps >= 1, "site.canary_steps", steps, "at least 1")
+    require(sequences >= 1, "data.validation_sequences", sequences, "at least 1")
 
 
 # --- options of the lower layers ----------------------------------------------------------------------------------
@@ -125,64 +120,35 @@ def model_options(config: RunConfig) -> ModelOptions:
             "model.kind is 'file': what is in run.init_from is trained by the loops that join by diloco.join, and this "
             "command knows its values only"
         )
-    assert config.inner.sequence_length is not None
+    length = config.inner.sequence_length
+    assert length is not None
     assert model.context is not None, "config.settle fills in what is null"
-    if not 1 <= config.inner.sequence_length <= model.context:
-        length = config.inner.sequence_length
-        raise ConfigError(f"inner.sequence_length is {length}: from 1 to model.context={model.context}")
-    with section("model"):
-        return ModelOptions(**{name: value for name, value in asdict(model).items() if name != "kind"})
-
-
-def data_options(config: RunConfig) -> DataOptions:
-    """Return the source of the text."""
-    known = {each.name for each in fields(DataOptions)}
-    with section("data"):
-        return DataOptions(**{name: value for name, value in asdict(config.data).items() if name in known})
+    require(1 <= length <= model.context, "inner.sequence_length", length, f"from 1 to model.context={model.context}")
+    return options_of(ModelOptions, model, "model")
 
 
 def inner_options(config: RunConfig) -> InnerOptions:
     """Return the options of one inner step."""
-    inner = config.inner
-    with section("inner"):
-        return InnerOptions(
-            optimizer=inner.optimizer,
-            lr=inner.lr,
-            muon_lr=inner.muon_lr,
-            muon_momentum=inner.muon_momentum,
-            muon_weight_decay=inner.muon_weight_decay,
-            betas=list(inner.betas),
-            eps=inner.eps,
-            weight_decay=inner.weight_decay,
-            clip=inner.clip,
-            batch_sequences=inner.batch_sequences,
-            accumulation=inner.accumulation,
-            warmup_steps=inner.warmup_steps,
-            schedule=inner.schedule,
-            decay_share=inner.decay_share,
-            lr_floor=inner.lr_floor,
-        )
+    return options_of(InnerOptions, config.inner, "inner")
 
 
 def trainer_options(config: RunConfig) -> TrainerOptions:
     """Return the options of the training loop."""
-    inner = config.inner
-    if inner.checkpoint_every_steps < 0:
-        raise ConfigError(f"inner.checkpoint_every_steps is {inner.checkpoint_every_steps}: 0 (none) or more")
-    if config.site.slowdown < 1:
-        raise ConfigError(f"site.slowdown is {config.site.slowdown}: 1 (full speed) or more")
-    with section("inner"):
-        return TrainerOptions(
-            precision=inner.precision,
-            deterministic=inner.deterministic,
-            seed=config.run.seed,
-            checkpoint_steps=inner.checkpoint_every_steps,
-            checkpoints_kept=inner.checkpoints_kept,
-            memory_checkpoint_every_steps=inner.memory_checkpoint_every_steps,
-            nonfinite_max=inner.nonfinite_max,
-            peak_tflops=peak_tflops(config),
-            slowdown=config.site.slowdown,
-        )
+    inner, peak, slowdown = config.inner, config.site.peak_tflops, config.site.slowdown
+    every = inner.checkpoint_every_steps
+    require(every >= 0, "inner.checkpoint_every_steps", every, "0 (none) or more")
+    require(slowdown >= 1, "site.slowdown", slowdown, "1 (full speed) or more")
+    if peak is not None and not 0 < peak < math.inf:
+        raise ConfigError(f"site.peak_tflops is {peak}: positive and finite, or null where it is not known")
+    return options_of(
+        TrainerOptions,
+        inner,
+        "inner",
+        seed=config.run.seed,
+        checkpoint_steps=every,
+        peak_tflops=peak or 0.0,
+        slowdown=slowdown,
+    )
 
 
 def outer_options(config: RunConfig) -> OuterOptions:
@@ -191,34 +157,24 @@ def outer_options(config: RunConfig) -> OuterOptions:
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
     all_train_on = outer.adopt in ADOPT_KEEPS_UNSENT and not outer.lock_step
     least = quorum(outer.quorum)
-    if isinstance(least, int) and least > outer.sites_max:
-        text = f"at most outer.sites_max={outer.sites_max}, since no more sites are in the run at once"
-        raise ConfigError(f"outer.quorum is {least}: {text}")
-    with section("outer"):
-        return OuterOptions(
-            num_fragments=num_fragments,
-            quorum=least,
-            quorum_min=outer.quorum_min,
-            round_updates=outer.round_updates,
-            grace=outer.grace,
-            grace_ns=to_ns("outer.grace_s", outer.grace_s),
-            grace_share_percent=outer.grace_share_percent,
-            grace_period_percent=outer.grace_period_percent if all_train_on else 0,
-            overlap_steps=outer.overlap_steps,
-            weights=outer.weights,
-            merge_by=outer.merge_by,
-            share_weighted=outer.share_weighted and outer.kind != "delayed_nesterov",
-            staleness_max=outer.staleness_max,
-            staleness_power=outer.staleness_power,
-            updates_in_flight_max=outer.updates_in_flight_max,
-            site_timeout_ns=to_ns("outer.site_timeout_s", outer.site_timeout_s, least_s=0.001),
-            final_wait_ns=to_ns("outer.final_wait_s", outer.final_wait_s, least_s=0.001),
-            token_budget=(config.run.tokens or 0) * ends_itself,
-            run_ns=to_ns("run.seconds", (config.run.seconds or 0.0) * ends_itself),
-            sites_max=outer.sites_max,
-            unit_sequences=unit_sequences(config),
-            lease_ns=to_ns("data.unit_lease_s", config.data.unit_lease_s, least_s=0.001),
-        )
+    wanted = f"at most outer.sites_max={outer.sites_max}, since no more sites are in the run at once"
+    require(isinstance(least, str) or least <= outer.sites_max, "outer.quorum", least, wanted)
+    return options_of(
+        OuterOptions,
+        outer,
+        "outer",
+        num_fragments=num_fragments,
+        quorum=least,
+        grace_ns=to_ns("outer.grace_s", outer.grace_s),
+        grace_period_percent=outer.grace_period_percent if all_train_on else 0,
+        share_weighted=outer.share_weighted and outer.kind != "delayed_nesterov",
+        site_timeout_ns=to_ns("outer.site_timeout_s", outer.site_timeout_s, least_s=0.001),
+        final_wait_ns=to_ns("outer.final_wait_s", outer.final_wait_s, least_s=0.001),
+        token_budget=(config.run.tokens or 0) * ends_itself,
+        run_ns=to_ns("run.seconds", (config.run.seconds or 0.0) * ends_itself),
+        unit_sequences=unit_sequences(config),
+        lease_ns=to_ns("data.unit_lease_s", config.data.unit_lease_s, least_s=0.001),
+    )
 
 
 def unit_sequences(config: RunConfig) -> int:
@@ -227,34 +183,23 @@ def unit_sequences(config: RunConfig) -> int:
     Of several syncers, only the first leases text.
     """
     data = config.data
-    if not 1 <= data.unit_sequences <= UNIT_SEQUENCES_MAX:
-        raise ConfigError(f"data.unit_sequences is {data.unit_sequences}: 1 to {UNIT_SEQUENCES_MAX}")
-    if not 1 <= data.units_ahead <= UNITS_AHEAD_MAX:
-        raise ConfigError(f"data.units_ahead is {data.units_ahead}: 1 to {UNITS_AHEAD_MAX}")
+    unit, ahead = data.unit_sequences, data.units_ahead
+    require(1 <= unit <= UNIT_SEQUENCES_MAX, "data.unit_sequences", unit, f"1 to {UNIT_SEQUENCES_MAX}")
+    require(1 <= ahead <= UNITS_AHEAD_MAX, "data.units_ahead", ahead, f"1 to {UNITS_AHEAD_MAX}")
     leases = data.leased and (not has_several(config) or config.cluster.syncer.index == 0)
-    return data.unit_sequences if leases else 0
+    return unit if leases else 0
 
 
 def health_options(config: RunConfig) -> HealthOptions:
     """Return the options for admitting, holding or refusing an outlier update."""
     admission = config.cluster.admission
-    with section("cluster.admission"):
-        return HealthOptions(
-            policy=admission.policy,
-            policies={name: site.admission for name, site in config.cluster.sites.items() if site.admission},
-            norm_ratio_max=admission.norm_ratio_max,
-            cosine_z_max=admission.cosine_z_max,
-            history=admission.history,
-            hold_ns=to_ns("cluster.admission.hold_s", admission.hold_s, least_s=0.001),
-        )
-
-
-def outer_optimizer(config: RunConfig) -> OuterOptimizerOptions:
-    """Return the options of the outer optimizer."""
-    with section("outer"):
-        return OuterOptimizerOptions(
-            **{each.name: getattr(config.outer, each.name) for each in fields(OuterOptimizerOptions)}
-        )
+    return options_of(
+        HealthOptions,
+        admission,
+        "cluster.admission",
+        policies={name: site.admission for name, site in config.cluster.sites.items() if site.admission},
+        hold_ns=to_ns("cluster.admission.hold_s", admission.hold_s, least_s=0.001),
+    )
 
 
 def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
@@ -265,34 +210,29 @@ def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
     outer = config.outer
     if outer.adopt != "eager" or outer.adopt_alpha is not None:
         return None
+    why = ""
     if outer.kind not in ADDITIVE:
-        raise ConfigError(
-            f"outer.adopt_alpha is null: from 0 to 1, with outer.kind={outer.kind}, whose steps are no sum of the "
-            f"sites' parts as those of {', '.join(ADDITIVE)} are"
-        )
-    if outer.merge_by != "site":
-        raise ConfigError(
-            f"outer.adopt_alpha is null: from 0 to 1, with outer.merge_by={outer.merge_by}, because a site is told how "
-            "many sites a version holds, and not how many updates"
-        )
-    if outer.share_weighted:
-        raise ConfigError(
-            "outer.adopt_alpha is null: from 0 to 1, with outer.share_weighted=true, because a site is not told which "
-            "share of a step a version is"
-        )
-    return outer_optimizer(config)
+        kinds = ", ".join(ADDITIVE)
+        why = f"outer.kind={outer.kind}, whose steps are no sum of the sites' parts as those of {kinds} are"
+    elif outer.merge_by != "site":
+        told = "because a site is told how many sites a version holds, and not how many updates"
+        why = f"outer.merge_by={outer.merge_by}, {told}"
+    elif outer.share_weighted:
+        why = "outer.share_weighted=true, because a site is not told which share of a step a version is"
+    if why:
+        raise ConfigError(f"outer.adopt_alpha is null: from 0 to 1, with {why}")
+    return options_of(OuterOptimizerOptions, outer, "outer")
 
 
 def rule(config: RunConfig, layout: Layout) -> OuterRule:
     """Return the rule that merges updates and takes the outer step."""
     outer = config.outer
-    optimizer = outer_optimizer(config)
+    optimizer = options_of(OuterOptimizerOptions, outer, "outer")
+    merge = options_of(MergeOptions, outer, "outer", kind=outer.merge)
     with section("outer"):
         gate = Gate(alpha=outer.gate_alpha, cutoff=outer.gate_cutoff, power=outer.gate_power)
-        if 0 < gate.cutoff <= outer.staleness_max:
-            wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
-            raise ConfigError(f"outer.gate_cutoff is {gate.cutoff}: {wanted}")
-        merge = MergeOptions(kind=outer.merge, norm_ratio_max=outer.norm_ratio_max, trim_share=outer.trim_share)
+        wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
+        require(not 0 < gate.cutoff <= outer.staleness_max, "outer.gate_cutoff", gate.cutoff, wanted)
         numbers = {name: getattr(outer, f"correction_{name}") for name in CORRECTION_NUMBERS}
         correction = Correction(kind=outer.correction, **numbers)
         return outer_rule(optimizer, merge, layout, outer.merge_plain, gate, correction)
@@ -301,49 +241,41 @@ def rule(config: RunConfig, layout: Layout) -> OuterRule:
 def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOptions:
     """Return the options of a site's state machine; ``whole`` as in ``layout_of``."""
     outer = config.outer
-    with section("outer"):
-        rules = LearnerOptions(
-            num_fragments=outer.num_fragments,
-            inner_steps=outer.inner_steps,
-            dynamic_steps=outer.dynamic_steps,
-            dynamic_rounding=outer.dynamic_rounding,
-            adopt=outer.adopt,
-            updates_in_flight_max=outer.updates_in_flight_max,
-            discards_max=outer.discards_max,
-            lock_step=outer.lock_step,
-            unit_sequences=unit_sequences(config),
-            sequence_tokens=config.inner.sequence_length or 0,
-            units_ahead=units_ahead(config),
-        )
+    rules = options_of(
+        LearnerOptions,
+        outer,
+        "outer",
+        unit_sequences=unit_sequences(config),
+        sequence_tokens=config.inner.sequence_length or 0,
+        units_ahead=units_ahead(config),
+    )
     held = held_of(config, whole) if has_several(config) else range(rules.num_fragments)
     return replace(rules, num_fragments=len(held), offsets=tuple(rules.due_at[index] for index in held))
 
 
 def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) -> AgentOptions:
     """Return the options of a site's agent, which keeps its files in ``folder``; ``whole`` as in ``layout_of``."""
-    site = config.site
-    check_codec("codec.up", config.codec.up)
-    check_codec("codec.down", config.codec.down)
+    for way in ("up", "down"):
+        with section("codec", codec=way):
+            make_codec(getattr(config.codec, way))
     alpha = config.outer.adopt_alpha
-    if alpha is not None and not 0 <= alpha <= 1:
-        raise ConfigError(f"outer.adopt_alpha is {alpha}: from 0 to 1")
+    require(alpha is None or 0 <= alpha <= 1, "outer.adopt_alpha", alpha, "from 0 to 1")
     if alpha is None and config.outer.adopt == "blend":
         raise ConfigError("outer.adopt_alpha is null: from 0 to 1, with outer.adopt=blend")
-    if config.outer.measure_from not in MEASURE_FROM:
-        raise ConfigError(f"outer.measure_from is {config.outer.measure_from!r}: one of {', '.join(MEASURE_FROM)}")
-    with section("site"):
-        return AgentOptions(
-            folder=str(folder),
-            up_codec=config.codec.up,
-            feedback=feedback(config),
-            adapt=adapt_options(config, layout_of(config, whole)),
-            adopt_alpha=0.0 if alpha is None else alpha,
-            ahead=ahead(config),
-            measure_from=config.outer.measure_from,
-            join_timeout_s=site.join_timeout_s,
-            takeover=site.takeover,
-            finish_timeout_s=site.finish_timeout_s,
-        )
+    measure_from = config.outer.measure_from
+    require(measure_from in MEASURE_FROM, "outer.measure_from", measure_from, f"one of {', '.join(MEASURE_FROM)}")
+    return options_of(
+        AgentOptions,
+        config.site,
+        "site",
+        folder=str(folder),
+        up_codec=config.codec.up,
+        feedback=feedback(config),
+        adapt=adapt_options(config, layout_of(config, whole)),
+        adopt_alpha=0.0 if alpha is None else alpha,
+        ahead=ahead(config),
+        measure_from=measure_from,
+    )
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
@@ -394,7 +326,11 @@ def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) ->
 
     The lineage (0 here) does not come from the configuration: each end sends the lineage that it remembers.
     """
-    shared = shared_config(config) | shared_by_part(config, whole or whole_layout(config))
+    shared = shared_config(config)
+    if has_several(config):
+        whole = whole or whole_layout(config)
+        placed = f"{described(placement_of(config, whole))} of layout {whole.fingerprint[:12]}"
+        shared |= {"cluster.syncer.index": str(config.cluster.syncer.index), "placement": placed}
     return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared)
 
 
@@ -430,8 +366,9 @@ def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
 
 def corpus(config: RunConfig) -> CorpusManifest:
     """Return the tokenised text; the first call on a machine creates it."""
-    with Preparing() as preparing:
-        return prepare_corpus(data_options(config), Path(config.data.cache), preparing.told)
+    options = options_of(DataOptions, config.data, "data")
+    with preparing() as told:
+        return prepare_corpus(options, Path(config.data.cache), told)
 
 
 def site_share(config: RunConfig) -> tuple[int, int]:
@@ -473,14 +410,25 @@ def build_trainer(
 ) -> tuple[Trainer, Transformer]:
     """Build a trainer on a ``share`` of the text, or on leased ``units`` of it, and its model, which this site's ranks
     hold according to ``site.parallel``."""
-    assert config.inner.sequence_length is not None
+    length, sequences, seed = config.inner.sequence_length, config.inner.batch_sequences, config.run.seed
+    assert length is not None
     options = inner_options(config)
-    with without_memory(config, group):
+    with section("site"):
+        copies, _, _ = _parallel_options(config.site).sizes(group.world)
+    # Ranks that will each hold only a part build the model without memory, and ``spread`` gives it its values.
+    with torch.device("meta") if copies < group.world else nullcontext():
         model = build_model(config)
     held = spread(config, model, group)
     text = corpus(config)  # Outside the section: its errors do not concern inner.
+    own_order = f"{seed}/{config.site.id}" if has_own_order(config) else seed
+    place = (held.data_rank, held.data_world)
     with section("inner"):
-        stream = _stream(config, text, held, share, units)
+        stream: TokenStream
+        if config.data.leased and units is not None:
+            unit = config.data.unit_sequences
+            stream = LeasedStream(text, "train", length, sequences, unit, units, held.group, seed, place)
+        else:
+            stream = TokenStream(text, "train", length, sequences, *share, *place, own_order)
         precision = resolve_precision(config.inner.precision, group.device, group)
     trainer = Trainer(
         model,
@@ -498,19 +446,6 @@ def build_trainer(
     return trainer, model
 
 
-def _stream(
-    config: RunConfig, text: CorpusManifest, held: Spread, share: tuple[int, int], units: UnitSource | None
-) -> TokenStream:
-    length, sequences, seed = config.inner.sequence_length, config.inner.batch_sequences, config.run.seed
-    assert length is not None
-    own_order = f"{seed}/{config.site.id}" if has_own_order(config) else seed
-    place = (held.data_rank, held.data_world)
-    if config.data.leased and units is not None:
-        unit = config.data.unit_sequences
-        return LeasedStream(text, "train", length, sequences, unit, units, held.group, seed, place)
-    return TokenStream(text, "train", length, sequences, *share, *place, own_order)
-
-
 SECOND_NS = 1_000_000_000
 
 
@@ -525,9 +460,8 @@ def units_ahead(config: RunConfig) -> int:
     """Return how many units a site leases ahead: at least those of two steps, or it would run out in every step."""
     inner, unit = config.inner, config.data.unit_sequences
     two = 2 * -(-inner.batch_sequences * inner.accumulation * config.site.nproc * config.site.nodes // unit)
-    if config.data.leased and two > UNITS_AHEAD_MAX:
-        ahead = f"two steps of this site draw {two} units, more than {UNITS_AHEAD_MAX}: larger ones are wanted"
-        raise ConfigError(f"data.unit_sequences is {unit}: {ahead}")
+    wanted = f"two steps of this site draw {two} units, more than {UNITS_AHEAD_MAX}: larger ones are wanted"
+    require(not config.data.leased or two <= UNITS_AHEAD_MAX, "data.unit_sequences", unit, wanted)
     return max(config.data.units_ahead, two)
 
 
@@ -561,39 +495,39 @@ def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) ->
 
     Without ``site.adapt`` these are only the configured ones.  ``config.site.data_channels`` must be checked before.
     """
-    if config.site.adapt:
-        _check_adapt(config)
+    site, outer = config.site, config.outer
+    if site.adapt and outer.lock_step:
+        raise ConfigError("site.adapt is True: under outer.lock_step a run's bits must not hang on what a link carries")
+    if site.adapt and outer.adopt not in ADOPT_KEEPS_UNSENT:
+        raise ConfigError(
+            f"site.adapt is True: with outer.adopt={outer.adopt} what a coarser codec rounds off is lost; "
+            "under rebase and eager it goes out with the next update"
+        )
     overlap_steps, overlap_steps_max = _overlap(config)
-    names = up_codecs(config) if config.site.adapt else [config.codec.up]
+    try:
+        window_bytes = max(1, int(window.read_text("ascii").split()[-1]))  # What one socket may have in flight.
+    except (OSError, ValueError, IndexError):
+        window_bytes = WINDOW_BYTES
     numels = [fragment.numel for fragment in layout.fragments]
+    names = up_codecs(config) if site.adapt else [config.codec.up]
+    sizes = {name: sum(map(make_codec(name).payload_bytes_max, numels)) for name in (*names, config.codec.down)}
     return AdaptOptions(
-        ways=tuple(Way(name, _payloads_bytes(name, numels)) for name in names),
-        version_bytes=_payloads_bytes(config.codec.down, numels),
+        ways=tuple(Way(name, sizes[name]) for name in names),
+        version_bytes=sizes[config.codec.down],
         num_fragments=len(numels),
-        inner_steps=config.outer.inner_steps,
-        channels=config.site.data_channels,
-        channels_max=STREAMS_MAX if config.site.adapt else config.site.data_channels,
-        window_bytes=_window_bytes(window),
+        inner_steps=outer.inner_steps,
+        channels=site.data_channels,
+        channels_max=STREAMS_MAX if site.adapt else site.data_channels,
+        window_bytes=window_bytes,
         overlap_steps=overlap_steps,
         overlap_steps_max=overlap_steps_max,
     )
 
 
-def _check_adapt(config: RunConfig) -> None:
-    if config.outer.lock_step:
-        raise ConfigError("site.adapt is True: under outer.lock_step a run's bits must not hang on what a link carries")
-    if config.outer.adopt not in ADOPT_KEEPS_UNSENT:
-        raise ConfigError(
-            f"site.adapt is True: with outer.adopt={config.outer.adopt} what a coarser codec rounds off is lost; "
-            "under rebase and eager it goes out with the next update"
-        )
-
-
 def _overlap(config: RunConfig) -> tuple[int, int]:
     """Return the fewest and the most inner steps that may pass until a version is adopted."""
     least, most, period = config.site.overlap_steps, config.site.overlap_steps_max, config.outer.inner_steps
-    if not 0 <= least < period:
-        raise ConfigError(f"site.overlap_steps is {least}: from 0 to less than outer.inner_steps={period}")
+    require(0 <= least < period, "site.overlap_steps", least, f"from 0 to less than outer.inner_steps={period}")
     if least and config.outer.lock_step:
         raise ConfigError(
             f"site.overlap_steps is {least}: under outer.lock_step no step passes before a version is here"
@@ -604,22 +538,9 @@ def _overlap(config: RunConfig) -> tuple[int, int]:
         )
     if most is None:
         most = max(least, period // DEFAULT_PART)
-    if not least <= most < period:
-        wanted = f"from site.overlap_steps={least} to less than outer.inner_steps={period}"
-        raise ConfigError(f"site.overlap_steps_max is {most}: {wanted}")
+    wanted = f"from site.overlap_steps={least} to less than outer.inner_steps={period}"
+    require(least <= most < period, "site.overlap_steps_max", most, wanted)
     return least, most if config.site.adapt else least
-
-
-def _payloads_bytes(codec: str, numels: list[int]) -> int:
-    return sum(make_codec(codec).payload_bytes_max(numel) for numel in numels)
-
-
-def _window_bytes(path: Path) -> int:
-    """Return the most bytes that the kernel lets one socket have in flight."""
-    try:
-        return max(1, int(path.read_text("ascii").split()[-1]))
-    except (OSError, ValueError, IndexError):
-        return WINDOW_BYTES
 
 
 # --- codecs -----------------------------------------------------------------------------------------------------------
@@ -630,24 +551,14 @@ def feedback(config: RunConfig) -> float:
     told, up = config.codec.feedback, config.codec.up
     if told is None:
         return 0.0 if config.outer.adopt in ADOPT_KEEPS_UNSENT else usual_feedback(up)
-    if not 0 <= told <= 1:
-        raise ConfigError(f"codec.feedback is {told!r}: from 0 to 1")
+    require(0 <= told <= 1, "codec.feedback", told, "from 0 to 1")
     if told and config.outer.adopt in ADOPT_KEEPS_UNSENT:
         raise ConfigError(
             f"codec.feedback is {told!r}: with outer.adopt={config.outer.adopt} what codec.up rounds off stays in the "
             "site's values and goes out with the next update; leave it null, or adopt by overwrite or blend"
         )
-    if told and make_codec(up).lossless:
-        raise ConfigError(f"codec.feedback is {told!r}: codec.up={up} rounds nothing off")
+    require(not told or not make_codec(up).lossless, "codec.feedback", told, f"codec.up={up} rounds nothing off")
     return told
-
-
-def check_codec(name: str, codec: str) -> None:
-    """Raise ConfigError, naming the setting ``name``, where ``codec`` is not a valid codec."""
-    try:
-        make_codec(codec)
-    except ValueError as error:
-        raise ConfigError(str(error).replace("codec is", f"{name} is", 1)) from error
 
 
 # --- how the ranks of a site hold the model, and how they compute it --------------------------------------------------
@@ -658,11 +569,9 @@ def check_spreading(config: RunConfig, model: ModelOptions) -> None:
     sites: dict[str, SiteSection | ClusterSite] = {"site": config.site}
     sites |= {f"cluster.sites.{name}": site for name, site in config.cluster.sites.items()}
     for where, site in sites.items():
-        try:
+        with section(where):
             _, _, tensor = _parallel_options(site).sizes(max(1, site.nproc) * max(1, site.nodes))
             check_cut(model, tensor)
-        except ValueError as error:
-            raise ConfigError(f"{where}.{error}") from error
         if site.nodes > 1 and site.nproc % tensor:
             raise ConfigError(
                 f"{where}.tensor_ranks is {tensor}: a divisor of the {site.nproc} rank(s) of one machine, because "
@@ -685,60 +594,22 @@ def check_kernels(config: RunConfig) -> None:
     if config.inner.kernels == "torch":
         return
     where = device(config)
-    with _kernels_in_words(config):
-        kernels_of(config.inner.kernels, where)
-
-
-@contextmanager
-def _kernels_in_words(config: RunConfig) -> Iterator[None]:
     try:
-        yield
+        kernels_of(config.inner.kernels, where)
     except KernelsError as error:
         raise ConfigError(f"inner.kernels is {config.inner.kernels!r}: {error}") from error
 
 
-def without_memory(config: RunConfig, group: SiteGroup) -> AbstractContextManager[object]:
-    """Return a context that builds a model on the meta device if each rank will hold only a part: see ``spread``."""
-    try:
-        copies, _, _ = _parallel_options(config.site).sizes(group.world)
-    except ValueError as error:
-        raise ConfigError(f"site.{error}") from error
-    return torch.device("meta") if copies < group.world else nullcontext()
-
-
 def spread(config: RunConfig, model: Transformer, group: SiteGroup) -> Spread:
     """Distribute ``model``, in place, over the ranks of this site, to be computed with the settings of ``inner``."""
-    with _kernels_in_words(config):
-        try:
-            prepare(model, compute_options(config), group.device)
-        except CompileError as error:
-            raise ConfigError(f"inner.compile is true: {error}") from error
     try:
+        prepare(model, options_of(ComputeOptions, config.inner, "inner"), group.device)
+    except KernelsError as error:
+        raise ConfigError(f"inner.kernels is {config.inner.kernels!r}: {error}") from error
+    except CompileError as error:
+        raise ConfigError(f"inner.compile is true: {error}") from error
+    with section("site"):
         return Spread(model, group, _parallel_options(config.site))
-    except ValueError as error:
-        raise ConfigError(f"site.{error}") from error
-
-
-def compute_options(config: RunConfig) -> ComputeOptions:
-    """Return the options of computing the model."""
-    inner = config.inner
-    try:
-        return ComputeOptions(
-            activation_checkpoint=inner.activation_checkpoint,
-            compile=inner.compile,
-            loss_chunk=inner.loss_chunk,
-            kernels=inner.kernels,
-        )
-    except ValueError as error:
-        raise ConfigError(f"inner.{error}") from error
-
-
-def peak_tflops(config: RunConfig) -> float:
-    """Return the peak TFLOP/s of one rank's device; 0 where it is not configured."""
-    peak = config.site.peak_tflops
-    if peak is not None and not 0 < peak < math.inf:
-        raise ConfigError(f"site.peak_tflops is {peak}: positive and finite, or null where it is not known")
-    return peak or 0.0
 
 
 def _parallel_options(site: SiteSection | ClusterSite) -> ParallelOptions:
@@ -748,35 +619,32 @@ def _parallel_options(site: SiteSection | ClusterSite) -> ParallelOptions:
     return ParallelOptions(parallel=site.parallel, tensor_ranks=site.tensor_ranks, shard_ranks=shard)
 
 
-class Preparing(AbstractContextManager["Preparing"]):
-    """A progress bar for each split, shown from its first report on; none without reports or without a terminal."""
+@contextmanager
+def preparing(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that reports the bytes of a split that are processed, of how many (0: unknown).
 
-    def __init__(self, console: Console | None = None) -> None:
-        """``console`` None: standard error."""
-        self._console = console
-        self._bars: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+    It draws a progress bar for each split on ``console`` (None: standard error), from the first report on; none
+    without a terminal.
+    """
+    bars: Progress | None = None
+    tasks: dict[str, TaskID] = {}
 
-    def told(self, split: str, done: int, total: int) -> None:
-        """Report that ``done`` of the ``total`` bytes of ``split`` are processed; ``total`` 0 means unknown."""
-        bars = self._bars = self._bars or self._begun()
-        if split not in self._tasks:
-            self._tasks[split] = bars.add_task(f"tokens of {split}", total=None)
-        bars.update(self._tasks[split], completed=done, total=total or None)
+    def told(split: str, done: int, total: int) -> None:
+        nonlocal bars
+        if bars is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def _begun(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            where = console or Console(stderr=True)
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            bars = Progress(*columns, console=where, disable=not where.is_terminal)
+            bars.start()
+        if split not in tasks:
+            tasks[split] = bars.add_task(f"tokens of {split}", total=None)
+        bars.update(tasks[split], completed=done, total=total or None)
 
-        console = self._console or Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        bars = Progress(*columns, console=console, disable=not console.is_terminal)
-        bars.start()
-        return bars
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop the bars and leave them on the screen."""
-        if self._bars is not None:
-            self._bars.stop()
+    try:
+        yield told
+    finally:
+        if bars is not None:
+            bars.stop()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from diloco.config import build
 from diloco.config.build import agreement, health_options, held_of, outer_options, rule, up_codecs
-from diloco.config.compose import earlier_digest, is_name, shared_digest
-from diloco.config.errors import ConfigError, section
+from diloco.config.compose import is_name, shared_digest
+from diloco.config.errors import A_NAME, ConfigError, options_of, require, section
 from diloco.config.placing import backup_of, has_several, syncer_name
 from diloco.config.run_dir import RunDir
 from diloco.durable import PLAIN_DISK
@@ -29,19 +29,17 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
     """Return the options of the syncer's process."""
     syncer = config.cluster.syncer
     with section("cluster.syncer"):
-        return SyncerOptions(
-            folder=syncer.folder or str(run_dir.syncer),
-            up_codecs=up_codecs(config),
-            down_codec=config.codec.down,
-            snapshot_every=syncer.snapshot_every,
-            downlinks_kept=syncer.downlinks_kept,
-            heartbeat_s=syncer.heartbeat_s,
-            linger_s=syncer.linger_s,
-            threads=syncer.threads,
-            memory_check_s=syncer.memory_check_s,
-            backup=BackupOptions(url=backup_of(config), every_s=syncer.backup_every_s, keep=syncer.backup_keep),
-            replication=replication_options(config),
-        )
+        backup = BackupOptions(url=backup_of(config), every_s=syncer.backup_every_s, keep=syncer.backup_keep)
+    return options_of(
+        SyncerOptions,
+        syncer,
+        "cluster.syncer",
+        folder=syncer.folder or str(run_dir.syncer),
+        up_codecs=up_codecs(config),
+        down_codec=config.codec.down,
+        backup=backup,
+        replication=replication_options(config),
+    )
 
 
 def plan(config: RunConfig, layout: Layout) -> RunPlan:
@@ -54,7 +52,7 @@ def plan(config: RunConfig, layout: Layout) -> RunPlan:
         health=health_options(config),
         rule=rule(config, layout),
         held=held_of(config),
-        earlier_digest=earlier_digest(config),
+        earlier_digest=shared_digest(config, earlier=True),
     )
 
 
@@ -82,44 +80,37 @@ NOT_A_STANDBY = "syncer"
 def replication_options(config: RunConfig) -> ReplicationOptions:
     """Return the options that say what waits for a standby, and how long."""
     replication = config.cluster.replication
-    if not replication.timeout_s >= TIMEOUT_S_MIN:
-        timeout_s = replication.timeout_s
-        raise ConfigError(f"cluster.replication.timeout_s is {timeout_s!r}: at least {TIMEOUT_S_MIN:g}")
-    alive_s = min(ALIVE_S, replication.timeout_s / 4)
-    try:
-        return ReplicationOptions(mode=replication.mode, timeout_s=replication.timeout_s, alive_s=alive_s)
-    except ValueError as error:
-        raise ConfigError(f"cluster.replication.{error}") from error
+    timeout_s = replication.timeout_s
+    require(timeout_s >= TIMEOUT_S_MIN, "cluster.replication.timeout_s", timeout_s, f"at least {TIMEOUT_S_MIN:g}")
+    alive_s = min(ALIVE_S, timeout_s / 4)
+    return options_of(ReplicationOptions, replication, "cluster.replication", alive_s=alive_s)
 
 
 def lease(config: RunConfig, disk: Disk = PLAIN_DISK) -> Lease | None:
     """Return the lease that decides which syncer leads the run; None where an operator decides."""
-    section = config.cluster.lease
+    options = config.cluster.lease
     run_id = config.run.name or ""
     if has_several(config):  # Each syncer has its own lease.
         run_id += f".{syncer_name(config.cluster.syncer.index)}"
-    if section.kind not in LEASES:
-        raise ConfigError(f"cluster.lease.kind is {section.kind!r}: one of {', '.join(LEASES)}")
+    require(options.kind in LEASES, "cluster.lease.kind", options.kind, f"one of {', '.join(LEASES)}")
     for name, kind in (("path", "file"), ("endpoints", "etcd"), *((each, "etcd") for each in OF_ETCD)):
-        value = getattr(section, name)
-        if value and section.kind != kind:
+        value = getattr(options, name)
+        if value and options.kind != kind:
             raise ConfigError(f"cluster.lease.{name} is given, and is for kind={kind}")  # It may hold a password.
-        if not value and section.kind == kind and name not in OF_ETCD:
+        if not value and options.kind == kind and name not in OF_ETCD:
             raise ConfigError(f"cluster.lease.{name} is {value!r}: kind={kind} needs it")
-    if section.kind == "none":
+    if options.kind == "none":
         return None
-    if not TTL_S_MIN <= section.ttl_s <= TTL_S_MAX:
-        raise ConfigError(f"cluster.lease.ttl_s is {section.ttl_s!r}: {TTL_S_MIN:g} to {TTL_S_MAX:g}")
-    if section.kind == "file":
-        path = Path(section.path)
+    ttl_s = options.ttl_s
+    require(TTL_S_MIN <= ttl_s <= TTL_S_MAX, "cluster.lease.ttl_s", ttl_s, f"{TTL_S_MIN:g} to {TTL_S_MAX:g}")
+    if options.kind == "file":
+        path = Path(options.path)
         if not path.is_absolute():
-            raise ConfigError(f"cluster.lease.path is {section.path!r}: an absolute path, of the same file everywhere")
-        return FileLease(path, run_id, section.ttl_s, disk)
-    access = EtcdAccess(section.tls_ca, section.tls_cert, section.tls_key, section.user, section.password_file)
-    try:
-        return EtcdLease(section.endpoints, run_id, section.ttl_s, access)
-    except ValueError as error:
-        raise ConfigError(f"cluster.lease.{error}") from error
+            raise ConfigError(f"cluster.lease.path is {options.path!r}: an absolute path, of the same file everywhere")
+        return FileLease(path, run_id, ttl_s, disk)
+    access = options_of(EtcdAccess, options, "cluster.lease")
+    with section("cluster.lease"):
+        return EtcdLease(options.endpoints, run_id, ttl_s, access)
 
 
 def standby_primary(config: RunConfig) -> str:
@@ -130,7 +121,6 @@ def standby_primary(config: RunConfig) -> str:
     except ValueError:
         wanted = "host:port of the syncer that it follows"
         raise ConfigError(f"cluster.standby.primary is {standby.primary!r}: {wanted}") from None
-    if not is_name(standby.name) or standby.name == NOT_A_STANDBY:
-        wanted = f"letters, digits, '.', '_' and '-', at most 64, and not {NOT_A_STANDBY!r}"
-        raise ConfigError(f"cluster.standby.name is {standby.name!r}: {wanted}")
+    usable = is_name(standby.name) and standby.name != NOT_A_STANDBY
+    require(usable, "cluster.standby.name", standby.name, f"{A_NAME}, and not {NOT_A_STANDBY!r}")
     return primary

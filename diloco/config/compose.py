@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_origin
 
-from diloco.config.errors import ConfigError, ExitCode, VerbError
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, require, section
 from diloco.config.keys import nearest, plain_type, type_of, wanted
 from diloco.config.run_dir import RunDir
 from diloco.config.schema import RunConfig
@@ -77,8 +77,8 @@ def said(overrides: Sequence[str]) -> dict[str, str]:
     groups, named = {text.partition("=")[0] for text in chosen}, {key for key, _ in values}
     now, usual = as_text(_composed(chosen, values)), as_text(_composed([], []))
     for key in ALWAYS_SHARED.split():
-        section = key.partition(".")[0]
-        if section in SHARED_SECTIONS and (section in groups or (groups and now[key] != usual[key])):
+        part = key.partition(".")[0]
+        if part in SHARED_SECTIONS and (part in groups or (groups and now[key] != usual[key])):
             named.add(key)
     found = {key: text for key, text in now.items() if key in named}
     filled_in = ("model.", "run.", "data.")
@@ -149,7 +149,12 @@ def to_yaml(config: RunConfig) -> str:
         """Quotes text that OmegaConf would read as a number: PyYAML reads 1e3 as text."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> object:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if _is_number(value) else None)
+        try:
+            float(value)
+            style = "'"
+        except ValueError:
+            style = None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
     return str(yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))
@@ -190,14 +195,12 @@ def settle(config: RunConfig) -> RunConfig:
     """Fill in settings that follow from others, check those that no lower layer checks, and return ``config``."""
     if config.run.seconds is None and config.run.tokens is None:
         config.run.seconds = SECONDS_UNLESS_SAID
-    if config.run.resume not in RESUMES:
-        raise ConfigError(f"run.resume is {config.run.resume!r}: one of {', '.join(RESUMES)}")
+    run = config.run
+    require(run.resume in RESUMES, "run.resume", run.resume, f"one of {', '.join(RESUMES)}")
     for name in ("seconds", "tokens", "log_every"):
-        value = getattr(config.run, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"run.{name} is {value!r}: more than 0")
-    if config.run.name is not None and not is_name(config.run.name):
-        raise ConfigError(f"run.name is {config.run.name!r}: letters, digits, '.', '_' and '-', at most 64")
+        value = getattr(run, name)
+        require(value is None or value > 0, f"run.{name}", value, "more than 0")
+    require(run.name is None or is_name(run.name), "run.name", run.name, A_NAME)
     vocab_size = tokenizer_of(config).vocab_size
     _fill_in_model(config)
     config.model.vocab_size = config.model.vocab_size or vocab_size
@@ -211,10 +214,8 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     """Return this run's tokenizer; ConfigError where it cannot be made."""
     from diloco.inner.tokenizer import make_tokenizer
 
-    try:
+    with section("data"):
         return make_tokenizer(config.data.tokenizer, config.data.end_of_file)
-    except ValueError as error:
-        raise ConfigError(f"data.{error}") from error
 
 
 def _fill_in_model(config: RunConfig) -> None:
@@ -273,16 +274,16 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
     fixed = set(ALWAYS_SHARED.split()) - MAY_CHANGE
     if any(before.get(key) != now.get(key) for key in fixed):
         return config, []
-    for section, names in {"outer": None, "codec": None, "upstream": ("counted_from",)}.items():
-        now, before = getattr(config, section), getattr(there, section)
-        keys = {f"{section}.{name}": name for name in names or [each.name for each in fields(now)]}
+    for part, names in {"outer": None, "codec": None, "upstream": ("counted_from",)}.items():
+        now, before = getattr(config, part), getattr(there, part)
+        keys = {f"{part}.{name}": name for name in names or [each.name for each in fields(now)]}
         later = {
             name: getattr(before, name)
             for key, name in keys.items()
             if key not in named and key not in fixed and getattr(now, name) != getattr(before, name)
         }
-        config = replace(config, **{section: replace(now, **later)})
-        changed += [f"{section}.{name}={_text(value)}" for name, value in later.items()]
+        config = replace(config, **{part: replace(now, **later)})
+        changed += [f"{part}.{name}={_text(value)}" for name, value in later.items()]
     return config, changed
 
 
@@ -301,21 +302,15 @@ def require_same(config: RunConfig, path: Path) -> None:
             raise VerbError(ExitCode.MISMATCH, f"{differ}: {go_on}take another run.name{begin}")
 
 
-def shared_digest(config: RunConfig) -> str:
+def shared_digest(config: RunConfig, *, earlier: bool = False) -> str:
     """Return the SHA-256 hex of :func:`shared_config`: equal where two configurations mean the same run.
 
     Settings in ``MAY_CHANGE`` count with their defaults, so a run at these defaults has the digest of earlier releases.
+    ``earlier``: return the digest of releases that did not allow any shared setting to change.
     """
-    usual = as_text(RunConfig())
-    return _digest(shared_config(config) | {key: usual[key] for key in MAY_CHANGE})
-
-
-def earlier_digest(config: RunConfig) -> str:
-    """Return the ``shared_digest`` of releases that did not allow any shared setting to change."""
-    return _digest(shared_config(config))
-
-
-def _digest(shared: Mapping[str, str]) -> str:
+    shared, usual = shared_config(config), as_text(RunConfig())
+    if not earlier:
+        shared |= {key: usual[key] for key in MAY_CHANGE}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
@@ -465,8 +460,8 @@ def _nested(values: Sequence[tuple[str, object]]) -> dict[str, Any]:
     for key, value in values:
         *sections, name = key.split(".")
         inner = nested
-        for section in sections:
-            inner = inner.setdefault(section, {})
+        for part in sections:
+            inner = inner.setdefault(part, {})
         inner[name] = value
     return nested
 
@@ -495,14 +490,6 @@ def _value(key: str, text: str) -> object:
         raise ConfigError(f"{key} is {text!r}: {wanted(key)}") from error
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _text(value: object) -> str:
     return json.dumps(value) if not isinstance(value, str) else value
 
@@ -520,8 +507,7 @@ def quorum(text: str) -> int | str:
     """Parse a quorum: a number of sites, or ``all``."""
     if text == "all":
         return text
-    if not text.isdecimal():
-        raise ConfigError(f"outer.quorum is {text!r}: a number of sites, or all")
+    require(text.isdecimal(), "outer.quorum", text, "a number of sites, or all")
     return int(text)
 
 
@@ -529,6 +515,6 @@ def enough_sites(config: RunConfig) -> None:
     """Raise ConfigError for a quorum above the number of ``cluster.sites``, where these are all sites of the run."""
     outer, sites = config.outer, len(config.cluster.sites)
     for name, least in (("quorum", quorum(outer.quorum)), ("quorum_min", outer.quorum_min)):
-        if isinstance(least, int) and least > sites:
-            words = f"cluster.sites has {sites}, so that no round would ever close; at most {sites}"
-            raise ConfigError(f"outer.{name} is {least}: {words}{', or all' if name == 'quorum' else ''}")
+        wanted = f"cluster.sites has {sites}, so that no round would ever close; at most {sites}"
+        wanted += ", or all" if name == "quorum" else ""
+        require(isinstance(least, str) or least <= sites, f"outer.{name}", least, wanted)

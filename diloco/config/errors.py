@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import fields
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from _typeshed import DataclassInstance
+
     from diloco.config.schema import RunConfig
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 class ExitCode(IntEnum):
@@ -38,19 +43,56 @@ class RankLost(VerbError):
     """A rank of this site died or did not answer; the supervisor may restart the ranks for this error."""
 
 
+A_NAME = "letters, digits, '.', '_' and '-', at most 64"
+"""What ``compose.is_name`` accepts."""
+
+
 class ConfigError(ValueError):
     """A setting is unknown or invalid; the text names it and its value, if it has one."""
 
 
+def require(holds: bool, name: str, value: object, wanted: str) -> None:
+    """Unless it ``holds``, raise ConfigError with the ``name`` of a setting, its ``value`` and what is ``wanted``."""
+    if not holds:
+        raise ConfigError(f"{name} is {value!r}: {wanted}")
+
+
 @contextmanager
-def section(name: str) -> Iterator[None]:
-    """Turn an options class's ValueError about a field into a ConfigError with the section's name in front."""
+def section(name: str, **called: str) -> Iterator[None]:
+    """Turn an options class's ValueError about a field into a ConfigError with the section's name in front.
+
+    ``called`` gives the setting's name for a field that has another: ``address="listen"``.
+    """
     try:
         yield
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{name}.{error}") from error
+        text = str(error)
+        for field, setting in called.items():
+            text = text.replace(f"{field} is", f"{setting} is", 1)
+        raise ConfigError(f"{name}.{text}") from error
+
+
+@contextmanager
+def failing(*kinds: type[Exception], code: ExitCode = ExitCode.FAILED) -> Iterator[None]:
+    """End the verb with ``code`` for an error of one of ``kinds``, whose text is the line on stderr."""
+    try:
+        yield
+    except kinds as error:
+        raise VerbError(code, str(error)) from error
+
+
+def options_of(kind: type[Options], settings: object, name: str, /, **others: Any) -> Options:
+    """Return options of class ``kind``: ``others``, and for each other field the setting of that name, if there is one.
+
+    ConfigError names the section ``name`` and the field.
+    """
+    for each in fields(kind):
+        if each.name not in others and hasattr(settings, each.name):
+            others[each.name] = getattr(settings, each.name)
+    with section(name):
+        return kind(**others)
 
 
 # --- Warnings about settings that are known to work badly together, given once at a run's start; none is an error ----
@@ -94,7 +136,11 @@ def advice(config: RunConfig) -> list[str]:
             f"outer.momentum is {outer.momentum:g} with outer.inner_steps={outer.inner_steps}: successive rounds are "
             f"alike then, and steps become up to {1 / (1 - outer.momentum):.0f} times too long: compare 0.5 and none"
         )
-    windows = _updates(config) // outer.window
+    inner = config.inner
+    a_round = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0) * outer.inner_steps
+    # The updates of each fragment by all sites; 0 where the configuration does not say how many there will be.
+    updates = (config.run.tokens or 0) // a_round if a_round else 0
+    windows = updates // outer.window
     if outer.kind == "delayed_nesterov" and much and 0 < windows < FEW_WINDOWS:
         said.append(
             f"outer.momentum is {outer.momentum:g} and run.tokens={config.run.tokens} are about {windows} windows of "
@@ -126,10 +172,3 @@ def advice(config: RunConfig) -> list[str]:
             "round off is lost in every round, and the loss ends percents higher; 1 sends it with the next update"
         )
     return said
-
-
-def _updates(config: RunConfig) -> int:
-    """Return the updates of each fragment by all sites in the whole run; 0 where the configuration does not say."""
-    inner = config.inner
-    a_step = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
-    return (config.run.tokens or 0) // (a_step * config.outer.inner_steps) if a_step else 0

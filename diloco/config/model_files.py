@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from diloco.config.errors import ConfigError
+from diloco.config.errors import ConfigError, require
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
 from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
@@ -48,7 +48,7 @@ def load_values(source: str, model: Transformer, others: Sequence[str] = (), *, 
     values: dict[str, Tensor] = {}
     named, load = f"run.init_from is {source!r}", shapes_in if shapes_only else safetensors.torch.load_file
     for each in (source, *others):
-        if is_folder(each):
+        if (Path(each) / CONFIG).is_file():
             values |= read_values(each, model.options, load)
         else:
             values |= values_in(each, named, shapes_only=shapes_only)
@@ -106,8 +106,7 @@ WRITTEN_BY = "diloco.save_version0(model, FILE) makes one"
 
 def is_of_file(config: RunConfig) -> bool:
     """Return whether the model is that of a file; ConfigError for an unknown kind."""
-    if config.model.kind not in KINDS:
-        raise ConfigError(f"model.kind is {config.model.kind!r}: one of {', '.join(KINDS)}")
+    require(config.model.kind in KINDS, "model.kind", config.model.kind, f"one of {', '.join(KINDS)}")
     return config.model.kind == "file"
 
 
@@ -147,7 +146,10 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
 
     Returns the path.  ``ValueError`` for a model without parameters, or with one that is not of floating point.
     """
-    values = {name: _whole(each) for name, each in named_parameters_once(model).items()}
+    values: dict[str, Tensor] = {}
+    for name, each in named_parameters_once(model).items():
+        gathered = each.full_tensor() if hasattr(each, "full_tensor") else each  # A collective where it is sharded.
+        values[name] = torch.empty_like(gathered, memory_format=torch.contiguous_format).copy_(gathered)
     if not values:
         raise ValueError("model has no parameters: there is nothing to train")
     for name, each in values.items():
@@ -160,12 +162,6 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
     save_file(on_host, beside)
     beside.replace(there)
     return there
-
-
-def _whole(value: Tensor) -> Tensor:
-    """Return the full values of a parameter that may be sharded, a collective; contiguous, in memory of its own."""
-    gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return torch.empty_like(gathered, memory_format=torch.contiguous_format).copy_(gathered)
 
 
 @contextmanager
@@ -229,18 +225,18 @@ def write_folder(
         form = tokenizer.field_form()
         disk.write_file(beside / TOKENIZER, (form.to_str(pretty=True) + "\n").encode(), step)
         end = form.id_to_token(tokenizer.end_of_file) if tokenizer.end_of_file is not None else None
-        _write_json(beside / TOKENIZER_CONFIG, _tokenizer_config(options, end))
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": options.context,
+            "clean_up_tokenization_spaces": False,
+        }
+        _write_json(beside / TOKENIZER_CONFIG, about | ({"eos_token": end} if end is not None else {}))
         disk.rename(beside, folder, step)
     except BaseException:
         disk.remove(beside, step)  # Retries must not fill the disk further.
         raise
     disk.sync_folder(folder.absolute().parent, step)
     return size
-
-
-def is_folder(source: str | None) -> bool:
-    """Return whether ``source`` is a folder with a ``config.json``, like a Hugging Face model."""
-    return source is not None and (Path(source) / CONFIG).is_file()
 
 
 def read_options(folder: str) -> ModelOptions:
@@ -296,15 +292,6 @@ def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
         parts[-1].append(name)
         held += size
     return parts
-
-
-def _tokenizer_config(options: ModelOptions, end: str | None) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": options.context,
-        "clean_up_tokenization_spaces": False,
-        **({"eos_token": end} if end is not None else {}),
-    }
 
 
 def _write_json(path: Path, told: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diloco.config.errors import ConfigError
+from diloco.config.errors import ConfigError, require
 from diloco.config.run_dir import RunDir, run_dir_of
 
 if TYPE_CHECKING:
@@ -23,27 +23,20 @@ BETWEEN = "/"
 syncer and its standby."""
 SYNCERS = "syncers"
 BY_PART = frozenset({"cluster.syncer.index", "placement"})
-"""The keys that ``shared_by_part`` adds to the shared settings."""
+"""What a site and one of several syncers must also agree on: ``build.agreement`` adds it to the shared settings."""
 
 
 def has_several(config: RunConfig) -> bool:
     """Return whether the run has more than one syncer; ConfigError for inconsistent settings."""
     outer, index = config.outer, config.cluster.syncer.index
-    if outer.num_syncers < 1:
-        raise ConfigError(f"outer.num_syncers is {outer.num_syncers}: at least 1")
-    if outer.num_syncers > outer.num_fragments:
-        raise ConfigError(
-            f"outer.num_syncers is {outer.num_syncers}: at most outer.num_fragments={outer.num_fragments}, since each "
-            "syncer holds whole fragments"
-        )
-    if outer.syncer_mbps and len(outer.syncer_mbps) != outer.num_syncers:
-        raise ConfigError(f"outer.syncer_mbps is {outer.syncer_mbps}: one for each of num_syncers={outer.num_syncers}")
-    if not 0 <= index < outer.num_syncers:
-        raise ConfigError(
-            f"cluster.syncer.index is {index}: from 0 to {outer.num_syncers - 1}, with "
-            f"outer.num_syncers={outer.num_syncers}"
-        )
-    return outer.num_syncers > 1
+    number, rates = outer.num_syncers, outer.syncer_mbps
+    require(number >= 1, "outer.num_syncers", number, "at least 1")
+    wanted = f"at most outer.num_fragments={outer.num_fragments}, since each syncer holds whole fragments"
+    require(number <= outer.num_fragments, "outer.num_syncers", number, wanted)
+    require(len(rates) in (0, number), "outer.syncer_mbps", rates, f"one for each of num_syncers={number}")
+    wanted = f"from 0 to {number - 1}, with outer.num_syncers={number}"
+    require(0 <= index < number, "cluster.syncer.index", index, wanted)
+    return number > 1
 
 
 def number_of(config: RunConfig) -> int | None:
@@ -62,16 +55,6 @@ def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...
         return place(numels, config.outer.syncer_mbps or [1.0] * config.outer.num_syncers)
     except ValueError as error:
         raise ConfigError(f"outer.syncer_mbps is {config.outer.syncer_mbps}: {error}") from error
-
-
-def shared_by_part(config: RunConfig, whole: Layout) -> dict[str, str]:
-    """Return what a site and one of several syncers must also agree on: the syncer's index, and the placement."""
-    from diloco.outer.fragments import described
-
-    if not has_several(config):
-        return {}
-    placed = f"{described(placement_of(config, whole))} of layout {whole.fingerprint[:12]}"
-    return {"cluster.syncer.index": str(config.cluster.syncer.index), "placement": placed}
 
 
 def at(config: RunConfig, index: int) -> RunConfig:

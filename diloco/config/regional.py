@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.registry import usual_feedback
 from diloco.config import compose as configs
 from diloco.config import connecting
-from diloco.config.errors import ConfigError, ExitCode, VerbError, section
+from diloco.config.errors import A_NAME, ConfigError, ExitCode, VerbError, options_of, require, section
 from diloco.config.placing import BY_PART, address_of_each
 from diloco.config.syncer_settings import OF_THE_MODEL
 from diloco.durable import PLAIN_DISK, write_file
@@ -48,38 +48,33 @@ def is_region(config: RunConfig) -> bool:
         if upstream.site_id is not None:
             raise ConfigError(f"upstream.site_id is {upstream.site_id!r}, and upstream.endpoint is null: give both")
         return False
-    if upstream.site_id is None or not configs.is_name(upstream.site_id):
-        raise ConfigError(f"upstream.site_id is {upstream.site_id!r}: letters, digits, '.', '_' and '-', at most 64")
+    require(configs.is_name(upstream.site_id or ""), "upstream.site_id", upstream.site_id, A_NAME)
     address_of_each(config, "upstream.endpoint", upstream.endpoint)
     upward_options(config, Path(), "fp32", 1)
-    outer = config.outer
-    impossible = (
-        (outer.lock_step, "outer.lock_step", outer.lock_step),
-        (config.data.leased, "data.leased", config.data.leased),
-        (outer.kind in AVERAGED, "outer.kind", outer.kind),
-    )
-    for is_so, name, value in impossible:
-        if is_so:
-            raise ConfigError(f"{name} is {value!r}: not built for a region, that is with upstream.endpoint")
+    outer, leased = config.outer, config.data.leased
+    wanted = "not built for a region, that is with upstream.endpoint"
+    require(not outer.lock_step, "outer.lock_step", outer.lock_step, wanted)
+    require(not leased, "data.leased", leased, wanted)
+    require(outer.kind not in AVERAGED, "outer.kind", outer.kind, wanted)
     return True
 
 
 def upward_options(config: RunConfig, folder: Path, up_codec: str, in_flight_max: int) -> UpwardOptions:
     """Return the options with which the region talks to the syncer above."""
     upstream = config.upstream
-    if upstream.counted_from not in COUNTED_FROM:
-        raise ConfigError(f"upstream.counted_from is {upstream.counted_from!r}: one of {', '.join(COUNTED_FROM)}")
-    with section("upstream"):
-        return UpwardOptions(
-            folder=str(folder),
-            site=upstream.site_id or "",
-            updates=upstream.updates,
-            alpha=upstream.alpha,
-            in_flight_max=in_flight_max,
-            from_blend=upstream.counted_from == "blend",
-            up_codec=up_codec,
-            finish_timeout_s=config.site.finish_timeout_s,
-        )
+    counted_from = upstream.counted_from
+    require(counted_from in COUNTED_FROM, "upstream.counted_from", counted_from, f"one of {', '.join(COUNTED_FROM)}")
+    return options_of(
+        UpwardOptions,
+        upstream,
+        "upstream",
+        folder=str(folder),
+        site=upstream.site_id or "",
+        in_flight_max=in_flight_max,
+        from_blend=counted_from == "blend",
+        up_codec=up_codec,
+        finish_timeout_s=config.site.finish_timeout_s,
+    )
 
 
 def above_of(
@@ -111,12 +106,28 @@ def above_of(
 def run_above(config: RunConfig, data: Path) -> tuple[Told, RunConfig]:
     """Return the settings that the syncer above sent, and this release's reading of them; keep them in ``data``.
 
-    A standby asks in advance, because the syncer above may be away when it takes over.
+    A standby asks in advance, because the syncer above may be away when it takes over.  VerbError where a region cannot
+    take part in the run above.
     """
     path = data / FOLDER / "run.json"
     told = _told(config, path)
-    theirs = _understood(config, told)
-    _keep(config, path, told)
+    try:
+        theirs = configs.from_shared(told.shared, {"run.name": told.run_id})
+    except ConfigError as error:
+        raise VerbError(ExitCode.MISMATCH, f"the run above: {error}") from error
+    # Settings of these that are not shared are at their defaults.
+    ours = configs.as_text(config) | configs.shared_config(config)
+    others = configs.as_text(theirs) | dict(told.shared)
+    for name in sorted(ours):
+        if name.startswith(OF_THE_MODEL) and ours[name] != others[name]:
+            text = f"{name} is {ours[name]} in this region and {others[name]} in the run above"
+            raise VerbError(ExitCode.MISMATCH, text)
+    if why := not_above(theirs):
+        raise VerbError(ExitCode.MISMATCH, f"{why} in the run above: not built for regions")
+    # Kept for a start without the syncer above; after the checks, so that a mistake is not kept.
+    kept = {"endpoint": _endpoint(config), "run": told.run_id, "shared": dict(told.shared)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(kept, indent=1, sort_keys=True).encode())
     return told, theirs
 
 
@@ -139,41 +150,15 @@ def _told(config: RunConfig, path: Path) -> Told:
         text = f"{path} is damaged: remove it, and the syncer above is asked again"
         raise VerbError(ExitCode.FAILED, text) from error
     try:
-        told = ask(endpoint, connecting.site_security(config), config.site.join_timeout_s)
+        with section("upstream", address="endpoint"):
+            told = ask(endpoint, connecting.site_security(config), config.site.join_timeout_s)
     except JoinFailed as error:
         where = f"the syncer above, upstream.endpoint={endpoint}"
         raise VerbError(CODES[error.kind], f"{where}, does not say what its run is: {error.text}") from error
-    except ValueError as error:
-        raise ConfigError(f"upstream.{str(error).replace('address is', 'endpoint is', 1)}") from error
     if known is not None and known["run"] != told.run_id:
         text = f"upstream.endpoint={endpoint} is of run {told.run_id}, and this is a region of run {known['run']}"
         raise VerbError(ExitCode.MISMATCH, f"{text}: take another run.name")
     return told
-
-
-def _keep(config: RunConfig, path: Path, told: Told) -> None:
-    """Keep the settings for a start without the syncer above; after the checks, so that a mistake is not kept."""
-    kept = {"endpoint": _endpoint(config), "run": told.run_id, "shared": dict(told.shared)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(kept, indent=1, sort_keys=True).encode())
-
-
-def _understood(config: RunConfig, told: Told) -> RunConfig:
-    """Return the run above as this release understands it; VerbError where a region cannot take part in it."""
-    try:
-        theirs = configs.from_shared(told.shared, {"run.name": told.run_id})
-    except ConfigError as error:
-        raise VerbError(ExitCode.MISMATCH, f"the run above: {error}") from error
-    # Settings of these that are not shared are at their defaults.
-    ours = configs.as_text(config) | configs.shared_config(config)
-    others = configs.as_text(theirs) | dict(told.shared)
-    for name in sorted(ours):
-        if name.startswith(OF_THE_MODEL) and ours[name] != others[name]:
-            text = f"{name} is {ours[name]} in this region and {others[name]} in the run above"
-            raise VerbError(ExitCode.MISMATCH, text)
-    if why := not_above(theirs):
-        raise VerbError(ExitCode.MISMATCH, f"{why} in the run above: not built for regions")
-    return theirs
 
 
 def not_above(theirs: RunConfig) -> str:

@@ -31,31 +31,31 @@ LATEST = "latest"
 HELD_WAIT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RunDir:
     """Paths below ``root``."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
+    def __post_init__(self) -> None:
+        root = self.root
+        self.config = root / "config.yaml"
         """The resolved configuration."""
-        return self.root / "config.yaml"
-
-    @property
-    def events(self) -> Path:
+        self.events = root / "events.jsonl"
         """The event log."""
-        return self.root / "events.jsonl"
-
-    @property
-    def summary(self) -> Path:
+        self.summary = root / "summary.json"
         """The result of the run."""
-        return self.root / "summary.json"
-
-    @property
-    def report(self) -> Path:
+        self.report = root / "report.html"
         """The result with plots."""
-        return self.root / "report.html"
+        self.moved = root / "syncer.folder"
+        """The file with the path of the syncer's data since it was moved; relative to ``root`` if it is below it.
+
+        The folder before that is stale: a command that reads the run or takes it up again must not use it.
+        """
+        self.address = root / "syncer.address"
+        """The file with ``host:port`` of the syncer, while it serves."""
+        self.train = root / "train" / "checkpoints"
+        """Checkpoints of ``diloco train``, the baseline."""
 
     @property
     def syncer(self) -> Path:
@@ -63,12 +63,9 @@ class RunDir:
         return self.moved_to() or self.root / "syncer"
 
     @property
-    def moved(self) -> Path:
-        """The file with the path of the syncer's data since it was moved; relative to ``root`` if it is below it.
-
-        The folder before that is stale: a command that reads the run or takes it up again must not use it.
-        """
-        return self.root / "syncer.folder"
+    def final_model(self) -> Path:
+        """The final version of a finished run."""
+        return self.syncer / "final" / "model.safetensors"
 
     def moved_to(self) -> Path | None:
         """Return the path in ``moved``; None where the data was never moved; ConfigError where the file is empty."""
@@ -81,7 +78,7 @@ class RunDir:
         return self.root / told
 
     def move_to(self, folder: Path) -> None:
-        """Record that the run goes on in the data folder ``folder``."""
+        """Record that the run's data is in ``folder`` from now on."""
         whole, root = folder.absolute(), self.root.absolute()
         told = whole.relative_to(root) if whole.is_relative_to(root) else whole
         write_file(self.moved, str(told).encode())
@@ -91,84 +88,47 @@ class RunDir:
 
         Its sites then hold versions that a syncer starting from nothing would not know.
         """
-        return not any(data.glob("snapshots/[0-9]*")) and self._has_published()
-
-    def _has_published(self) -> bool:
+        if any(data.glob("snapshots/[0-9]*")):
+            return False
         try:
             with self.events.open("rb") as lines:
                 return any(b'"what": "published"' in line for line in lines)
         except FileNotFoundError:
             return False
 
-    @property
-    def address(self) -> Path:
-        """The file with ``host:port`` of the syncer, while it serves."""
-        return self.root / "syncer.address"
-
-    @property
-    def final_model(self) -> Path:
-        """The final version of a finished run."""
-        return self.syncer / "final" / "model.safetensors"
-
-    @property
-    def train(self) -> Path:
-        """Checkpoints of ``diloco train``, the baseline."""
-        return self.root / "train" / "checkpoints"
-
     def site(self, site_id: str) -> SiteDir:
-        """The folder of one site."""
+        """Return the folder of one site."""
         return SiteDir(self.root / "sites" / site_id)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class SiteDir:
-    """Paths of one site."""
+    """Paths of one site, below ``root``."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
+    def __post_init__(self) -> None:
+        root = self.root
+        self.config = root / "config.yaml"
         """The site's own resolved configuration, which its ranks read."""
-        return self.root / "config.yaml"
-
-    @property
-    def log(self) -> Path:
+        self.log = root / "site.log"
         """The log with step lines."""
-        return self.root / "site.log"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = root / "checkpoints"
         """The trainer's checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def agent(self) -> Path:
+        self.agent = root / "agent"
         """The agent's outbox and odometer."""
-        return self.root / "agent"
-
-    @property
-    def ending(self) -> Path:
+        self.ending = root / "ending.json"
         """How the ranks ended, for the process that started them."""
-        return self.root / "ending.json"
-
-    @property
-    def saying(self) -> Path:
+        self.saying = root / "saying"
         """The lock of a rank that writes ``ending``, or removes an earlier one."""
-        return self.root / "saying"
-
-    @property
-    def meeting(self) -> Path:
+        self.meeting = root / "machines.json"
         """The file with the port of the site's machine 0, and the key that the other machines need."""
-        return self.root / "machines.json"
+        self.speaker = root / "rank-0.pid"
+        """The file with the process id of rank 0 while it runs, so that it can be asked to leave."""
 
     def machine(self, node_rank: int) -> Path:
-        """The folder of one of the site's machines other than machine 0."""
+        """Return the folder of one of the site's machines other than machine 0."""
         return self.root / "machines" / str(node_rank)
-
-    @property
-    def speaker(self) -> Path:
-        """The file with the process id of rank 0 while it runs, so that it can be asked to leave."""
-        return self.root / "rank-0.pid"
 
 
 def run_dir_of(config: RunConfig) -> RunDir:

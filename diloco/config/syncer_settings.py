@@ -20,7 +20,7 @@ from diloco.learner.transfer import JoinFailed
 from diloco.sync.options import OF_THE_SYNCER, PROTOCOL
 from diloco.wire.channel import Backoff, check_address, split_addresses
 from diloco.wire.checkup import Checkup
-from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refused, Status, Unreachable
+from diloco.wire.messages import ProbeAsk, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions
 
 if TYPE_CHECKING:
@@ -59,31 +59,25 @@ def ask(syncer: str, security: SecurityOptions, timeout_s: float) -> Told:
     while True:
         for address in addresses:
             try:
-                return _told(_asked(address, security))
+                with Checkup(address, security, ClientOptions()) as checkup:
+                    answer = checkup.probe(ProbeAsk(PROTOCOL)).answer
             except Refused as error:
                 if error.status is Status.UNIMPLEMENTED:
                     raise EarlierRelease from error
                 raise JoinFailed("refused", error.text) from error
             except Unreachable as error:
                 last = error
+                continue
+            if not answer.shared_config:
+                raise EarlierRelease
+            if not answer.protocol_oldest <= PROTOCOL <= answer.protocol:
+                spoken = f"{answer.protocol_oldest} to {answer.protocol}"
+                raise JoinFailed("mismatch", f"protocol is {PROTOCOL} at the site, and the syncer speaks {spoken}")
+            shared = {key: text for key, text in answer.shared_config.items() if key not in BY_PART}
+            return Told(answer.run_id, shared, answer.identity)
         if (left_s := until - time.monotonic()) <= 0:
             raise JoinFailed("unreachable", last.why) from last
         time.sleep(min(left_s, backoff.next_s(random.random(), last.retry_after_s or 0.0)))
-
-
-def _asked(address: str, security: SecurityOptions) -> ProbeAnswer:
-    with Checkup(address, security, ClientOptions()) as checkup:
-        return checkup.probe(ProbeAsk(PROTOCOL)).answer
-
-
-def _told(answer: ProbeAnswer) -> Told:
-    if not answer.shared_config:
-        raise EarlierRelease
-    if not answer.protocol_oldest <= PROTOCOL <= answer.protocol:
-        spoken = f"{answer.protocol_oldest} to {answer.protocol}"
-        raise JoinFailed("mismatch", f"protocol is {PROTOCOL} at the site, and the syncer speaks {spoken}")
-    shared = {key: text for key, text in answer.shared_config.items() if key not in BY_PART}
-    return Told(answer.run_id, shared, answer.identity)
 
 
 # --- Settings that the command line leaves out, from the run's syncer ------------------------------------------------

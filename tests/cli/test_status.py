@@ -15,18 +15,14 @@ from rich.console import Console
 from diloco.cli import status
 from diloco.cli.main import main
 from diloco.cli.status import (
-    answering,
     as_one,
-    asked_all,
-    code_of,
+    details,
     heading,
     one_line,
     report,
     sites_table,
-    stages_lines,
     syncer_address,
     syncer_addresses,
-    units_line,
     whole_line,
 )
 from diloco.config.errors import ExitCode, VerbError
@@ -82,7 +78,7 @@ def test_a_watch_ended_by_ctrl_c_has_not_failed(option: list[str], monkeypatch: 
     def stop(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(status, "_asker", lambda address, settings: lambda: STATUS)
+    monkeypatch.setattr(status, "status_of", lambda address, settings: STATUS)
     monkeypatch.setattr(status, "time", SimpleNamespace(sleep=stop, gmtime=time.gmtime, strftime=time.strftime))
     assert main(["status", "127.0.0.1:7077", "--watch", *option]) == 0
 
@@ -197,43 +193,49 @@ def of(held: list[int], tokens: int, progress: float) -> dict[str, Any]:
     return {**STATUS, "held": held, "run_tokens": tokens, "progress": progress, "fragments": fragments}
 
 
-def away() -> dict[str, Any]:
-    raise VerbError(ExitCode.UNREACHABLE, "the syncer at b:2 does not answer: refused")
-
-
 def test_the_tokens_of_the_whole_are_the_mean_over_fragments() -> None:
-    found = asked_all({"a:1": lambda: of([0, 2, 3], 100, 0.25), "b:2": lambda: of([1], 200, 0.5)})
+    found = {"a:1": of([0, 2, 3], 100, 0.25), "b:2": of([1], 200, 0.5)}
     one = as_one(found)
     assert one["run_tokens"] == (3 * 100 + 200) // 4
     assert one["versions"] == {"0": 10, "1": 11, "2": 12, "3": 13}
     assert one["progress"] == [0.25, 0.5]
     line = whole_line(found)
     assert "on 2 syncers  25% to 50% of the run  versions 0:10,1:11,2:12,3:13  125 tokens merged, the mean" in line
-    assert code_of(found) is ExitCode.OK
     assert one_line("a:1", found["a:1"]) == "syncer a:1 holds fragments 0,2,3 of the model, and counts them from 0:"
 
 
-def test_one_that_is_away_is_named_and_the_others_are_shown() -> None:
-    found = asked_all({"a:1": lambda: of([0], 100, 0.25), "b:2": away})
-    assert whole_line(found).endswith("100 tokens merged, the mean over these fragments  DOES NOT ANSWER: b:2")
-    assert len(answering(found)) == 1
-    assert code_of(found) is ExitCode.UNREACHABLE
-    assert "does not answer: refused" in one_line("b:2", found["b:2"])
+def ends(monkeypatch: pytest.MonkeyPatch, code: ExitCode, why: str) -> None:
+    """Let the syncer b:2 end the verb, where it is asked; a:1 answers."""
+
+    def asked(address: str, settings: list[str]) -> dict[str, Any]:
+        if address == "b:2":
+            raise VerbError(code, why)
+        return of([0], 100, 0.25)
+
+    monkeypatch.setattr(status, "status_of", asked)
+
+
+def test_one_that_is_away_is_named_and_the_others_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends(monkeypatch, ExitCode.UNREACHABLE, "the syncer at b:2 does not answer: refused")
+    assert main(["status", "a:1/b:2"]) == ExitCode.UNREACHABLE
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("100 tokens merged, the mean over these fragments  DOES NOT ANSWER: b:2")
+    assert "does not answer: refused" in last
     assert as_one({"b:2": {"unreachable": "gone"}})["run_tokens"] is None
     assert whole_line({"b:2": {"unreachable": "gone"}}) == "1 syncers  DOES NOT ANSWER: b:2"
 
 
-def test_a_refusal_is_no_absence() -> None:
-    def refuses() -> dict[str, Any]:
-        raise VerbError(ExitCode.FAILED, "it does not tell")
-
-    with pytest.raises(VerbError, match="does not tell"):
-        asked_all({"a:1": refuses})
+def test_a_refusal_is_no_absence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ends(monkeypatch, ExitCode.FAILED, "it does not tell")
+    assert main(["status", "a:1/b:2"]) == ExitCode.FAILED
+    assert "does not tell" in capsys.readouterr().err
 
 
 def test_the_verb_shows_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     known = {"a:1": of([0], 100, 0.25), "b:2": of([1], 100, 0.25)}
-    monkeypatch.setattr(status, "_asker", lambda address, settings: lambda: known[address])
+    monkeypatch.setattr(status, "status_of", lambda address, settings: known[address])
     assert main(["status", "a:1/b:2"]) == ExitCode.OK
     told = capsys.readouterr().out
     assert "on 2 syncers  25% of the run" in told
@@ -243,10 +245,10 @@ def test_the_verb_shows_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_units_and_the_stages_of_the_latest_rounds_are_shown_where_there_are_any() -> None:
-    assert units_line(STATUS) == units_line({**STATUS, "units": None}) == stages_lines(STATUS) == ""
-    assert units_line({**STATUS, "units": UNITS}).startswith("units of 64 sequences: 1,300 leased, 1,201 processed, ")
+    assert details(STATUS) == details({**STATUS, "units": None}) == ""
+    assert details({**STATUS, "units": UNITS}).startswith("units of 64 sequences: 1,300 leased, 1,201 processed, ")
     costs = {"receive_s": 1.25, "read_s": 0.001, "publish_s": 0.0125}
     fragments = [{"version": 4, "costs": costs}, {"version": 5, "costs": None}]
-    assert stages_lines({**STATUS, "fragments": fragments}) == (
+    assert details({**STATUS, "fragments": fragments}) == (
         "round 4 of fragment 0: receive 1,250.0 ms, read 1.0 ms, publish 12.5 ms\n"
     )

@@ -95,7 +95,7 @@ def test_a_named_run_says_what_it_takes_anew(tmp_path: Path, capsys: Any) -> Non
     others = ["network=loopback", "site.threads=2", "scenario=none"]
     assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("taken anew: network.emulate is False now and was True; ")
+    assert line.startswith("taken anew: network.emulate is false now and was true; ")
     assert line.endswith("; and 3 more")
     assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
     assert capsys.readouterr().out == ""

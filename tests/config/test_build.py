@@ -15,10 +15,10 @@ from diloco.codec.registry import make_codec
 from diloco.config import build, build_syncer
 from diloco.config.build import (
     WINDOW_BYTES,
-    Preparing,
     adapt_options,
     check_kernels,
     check_spreading,
+    preparing,
     spread,
     up_codecs,
 )
@@ -298,7 +298,7 @@ def test_a_data_set_of_hugging_faces_is_data_as_any_other(tmp_path: Path) -> Non
     layout = build.layout_of(config)
     assert build.site_agreement(config, layout, layout).shared[CORPUS] == made.identity, "what all sites agree on"
     with pytest.raises(ConfigError, match=r"data\.split is '': a name"):
-        build.data_options(small("data.kind=hf", *here, "data.split=''"))
+        build.corpus(small("data.kind=hf", *here, "data.split=''"))
 
 
 @pytest.mark.slow
@@ -399,9 +399,9 @@ def test_what_fits_is_taken() -> None:
 
 def shown(terminal: bool, *told: tuple[str, int, int]) -> str:
     out = io.StringIO()
-    with Preparing(Console(file=out, force_terminal=terminal, width=100)) as preparing:
+    with preparing(Console(file=out, force_terminal=terminal, width=100)) as report:
         for each in told:
-            preparing.told(*each)
+            report(*each)
     return out.getvalue()
 
 

@@ -13,12 +13,12 @@ from diloco.config.compose import compose, settle
 from diloco.config.connecting import unanswered
 from diloco.config.errors import ConfigError
 from diloco.config.placing import (
+    BY_PART,
     backup_of,
     has_several,
     in_whole_order,
     number_of,
     placement_of,
-    shared_by_part,
     syncer_configs,
     syncer_dir,
     syncer_dirs,
@@ -223,7 +223,7 @@ def test_with_one_syncer_nothing_is_different() -> None:
     whole = build.whole_layout(config)
     assert not has_several(config)
     assert placement_of(config, whole) == ((0, 1, 2, 3),)
-    assert shared_by_part(config, whole) == {}
+    assert not build.agreement(config, whole).shared.keys() & BY_PART
     assert build.layout_of(config) == whole
     assert [part.site.syncer for part in towards(config)] == [config.site.syncer]
     assert syncer_configs(config) == [config]

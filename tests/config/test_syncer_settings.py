@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,8 +18,8 @@ from diloco.config.syncer_settings import Told, fill_in, of_client, of_site
 from diloco.inner.tokenizer import END, make_tokenizer
 from diloco.learner.transfer import JoinFailed
 from diloco.sync.options import PROTOCOL
-from diloco.wire.checkup import Checkup
-from diloco.wire.messages import ProbeAnswer, Refused, Status, Unreachable
+from diloco.wire.checkup import Checkup, Probed
+from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refused, Status, Unreachable
 from diloco.wire.options import SecurityOptions
 from tests.integrations.serving import serving
 from tests.loopback.cluster import free_port
@@ -36,9 +37,11 @@ def test_any_syncer_or_standby_that_answers_tells_the_run(tmp_path: Path) -> Non
     assert told.shared.keys() == shared_config(compose(["model.kind=file"])).keys()
 
 
-def test_what_is_a_syncers_own_is_no_rule_of_the_run() -> None:
+def test_what_is_a_syncers_own_is_no_rule_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     several = {"outer.lr": "0.7", "cluster.syncer.index": "1", "placement": "0,1/2"}
-    assert syncer_settings._told(answer(shared_config=several)).shared == {"outer.lr": "0.7"}
+    probed = SimpleNamespace(answer=answer(shared_config=several))
+    monkeypatch.setattr(Checkup, "probe", lambda checkup, ask: probed)
+    assert syncer_settings.ask("127.0.0.1:1", PLAIN, 0.1).shared == {"outer.lr": "0.7"}
 
 
 def answer(**changes: object) -> ProbeAnswer:
@@ -56,13 +59,12 @@ def answer(**changes: object) -> ProbeAnswer:
     ],
 )
 def test_why_nothing_is_told(monkeypatch: pytest.MonkeyPatch, found: object, kind: str, words: str) -> None:
-    def asked(address: str, security: SecurityOptions) -> ProbeAnswer:
+    def probe(checkup: Checkup, ask: ProbeAsk) -> SimpleNamespace:
         if isinstance(found, Exception):
             raise found
-        assert isinstance(found, ProbeAnswer)
-        return found
+        return SimpleNamespace(answer=found)
 
-    monkeypatch.setattr(syncer_settings, "_asked", asked)
+    monkeypatch.setattr(Checkup, "probe", probe)
     with pytest.raises(JoinFailed, match=words) as failed:
         syncer_settings.ask("127.0.0.1:1", PLAIN, 0.1)
     assert failed.value.kind == kind
@@ -71,12 +73,12 @@ def test_why_nothing_is_told(monkeypatch: pytest.MonkeyPatch, found: object, kin
 def test_who_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = threading.Semaphore(2)
 
-    def asked(address: str, security: SecurityOptions) -> ProbeAnswer:
+    def probe(checkup: Checkup, ask: ProbeAsk) -> SimpleNamespace:
         if tries.acquire(blocking=False):
             raise Unreachable("not yet", retry_after_s=0.01)
-        return answer()
+        return SimpleNamespace(answer=answer())
 
-    monkeypatch.setattr(syncer_settings, "_asked", asked)
+    monkeypatch.setattr(Checkup, "probe", probe)
     assert syncer_settings.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
 
 
@@ -251,15 +253,15 @@ def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(
 
 
 def test_a_client_waits_for_a_syncer_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, there = syncer_settings._asked, [False]
+    probe, there = Checkup.probe, [False]
 
-    def first_in_vain(address: str, security: SecurityOptions) -> ProbeAnswer:
+    def first_in_vain(checkup: Checkup, ask: ProbeAsk) -> Probed:
         there.append(True)
         if there[-2]:
-            return asked(address, security)
+            return probe(checkup, ask)
         raise Unreachable("Probe: Connection refused")
 
-    monkeypatch.setattr(syncer_settings, "_asked", first_in_vain)
+    monkeypatch.setattr(Checkup, "probe", first_in_vain)
     with serving(tmp_path, "outer.lr=0.25") as served:
         with pytest.raises(VerbError, match="does not answer"):
             of_client(served.address, [])
