@@ -41,7 +41,7 @@ from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, lend_a_hand
 from diloco.learner.seal import Outbox, SealedUpdate, SealJob, encoders
 from diloco.learner.tensors import Echo, SiteTensors, place_of
-from diloco.learner.transfer import LinkUse, Workers
+from diloco.learner.transfer import LinkUse, Participant
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
@@ -51,7 +51,7 @@ from diloco.sync.options import ABOVE_0, check_bounds, one_of, require, within
 from diloco.sync.progress import LearnerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -105,16 +105,6 @@ class AgentOptions:
         return self.adapt or AdaptOptions(ways=(Way(self.up_codec, 0),))
 
 
-def tensors_of(
-    options: AgentOptions, adopt: str, layout: Layout, holding: Holding, owned: Collection[int]
-) -> SiteTensors:
-    """Return the tensors of a rank that owns the fragments ``owned``, on the device of its model."""
-    place, measured = place_of(holding.parts()), options.measure_from
-    return SiteTensors(
-        layout, holding, adopt, options.adopt_alpha, place, options.feedback, owned, measured, options.ahead
-    )
-
-
 Change = Adopt | Retake | Seal
 """Effects that are carried out at a boundary."""
 Beside = Fetch | Forget | Release | Send | StartOver
@@ -130,28 +120,43 @@ class Source:
     digest: str
 
 
-class Exchange(Workers):
+class Exchange(Participant):
     """The exchange of one rank.  The subclasses ``Agent`` and ``Owner`` know where the machine is."""
 
     def __init__(
         self,
-        run_id: str,
-        site_id: str,
-        site_tensors: SiteTensors,
-        outbox: Outbox,
+        options: AgentOptions,
+        adopt: str,
+        layout: Layout,
+        holding: Holding,
+        dealt: Dealt,
         orders: Orders,
         client: SyncClient,
-        options: AdaptOptions,
+        run_id: str,
+        site_id: str,
+        disk: Disk = PLAIN_DISK,
     ) -> None:
-        """``outbox`` is this rank's; ``orders`` makes all ranks take part in changes of the model."""
-        self.tensors, self.outbox = site_tensors, outbox
+        """``adopt`` is the rule of adopting; ``orders`` makes all ranks take part in changes of the model."""
+        rank = holding.group.rank
+        self.tensors = SiteTensors(
+            layout,
+            holding,
+            adopt,
+            options.adopt_alpha,
+            place_of(holding.parts()),
+            options.feedback,
+            dealt.of(rank),
+            options.measure_from,
+            options.ahead,
+        )
+        self.outbox = Outbox(Path(options.folder) / "outbox", disk, settled=rank > 0)
         self.changed = threading.Condition(threading.RLock())
         """Held while the tensors, or the machine's state of them, change; never while waiting for others."""
         self._orders = orders
         self._unread: list[SealJob] = []  # Jobs that still read the model's own memory.
-        self.link = LinkUse(self, client, options)
-        coders = encoders(self.link.codecs, site_tensors)
-        super().__init__(run_id, site_id, client, self.link, coders, outbox, site_tensors)
+        self.link = LinkUse(self, client, options.choices())
+        coders = encoders(self.link.codecs, self.tensors)
+        super().__init__(run_id, site_id, client, self.link, coders, self.outbox, self.tensors)
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
         """Call ``do`` and pass ``event`` to the machine atomically, unless it comes from another run or syncer."""
@@ -160,10 +165,6 @@ class Exchange(Workers):
     def has_failed(self) -> bool:
         """Return whether the model no longer changes because of a failure, so that all waits end."""
         raise NotImplementedError
-
-    def begin_thread(self) -> None:
-        """Prepare the calling thread (see ``Workers``)."""
-        self.tensors.place.begin_thread()
 
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
@@ -195,9 +196,8 @@ class Exchange(Workers):
                 facts: dict[str, object] = {"fragment": fragment, "version": effect.version}
                 self.emit("adopted", {**facts, "merged": list(effect.merged)})
             case Retake():
-                lost = self.tensors.residuals.to_drop(fragment)
                 with self._orders.all_do(RETAKE, fragment):
-                    self.tensors.retake(fragment, effect.version, effect.keep)
+                    lost = self.tensors.retake(fragment, effect.version, effect.keep)
                 self.emit("retaken", {"fragment": fragment, "version": effect.version, "why": effect.why, **lost})
             case Seal():
                 with nullcontext() if self.tensors.is_here(fragment) else self._orders.all_do(SEAL, fragment):
@@ -265,8 +265,6 @@ class Owner(Exchange):
         disk: Disk = PLAIN_DISK,
     ) -> None:
         """``restored`` are the tensors of a checkpoint, from any rank; rank 0 decides which of them are used."""
-        rank = holding.group.rank
-        tensors = tensors_of(options, adopt, layout, holding, dealt.of(rank))
         self._channel, self._bound_s = dealt.channels[0], holding.group.timeout_s
         self._restored = restored or {}
         self._lost = ""
@@ -276,9 +274,10 @@ class Owner(Exchange):
         self._due: queue.SimpleQueue[tuple[Change, str] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._states: queue.SimpleQueue[dict[str, Tensor] | None] = queue.SimpleQueue()
-        outbox = Outbox(Path(options.folder) / "outbox", disk, settled=True)
+        self.tell, self.emit = partial(self._post, "tell"), partial(self._post, "emit")
+        self.rejoin, self.give_up = partial(self._post, "rejoin"), partial(self._post, "give_up")
         alone = Orders(SiteGroup(device="cpu"))  # Broadcasts nothing: only rank 0 orders all ranks to take part.
-        super().__init__(run_id, site_id, tensors, outbox, alone, client, options.choices())
+        super().__init__(options, adopt, layout, holding, dealt, alone, client, run_id, site_id, disk)
         self._channel.hear(self._hear, self._without_rank_0)
         self.begin_threads(self._echo)
 
@@ -326,7 +325,7 @@ class Owner(Exchange):
                     for key in [key for key in self.tensors.sent if key not in listed]:
                         self.tensors.release(*key)
                     self._restored = {}
-                dropped = self.tensors.residuals.dropped()
+                dropped = self.tensors.residuals.dropped
                 if dropped:
                     self.emit("note", {"note": "residual_dropped", "why": "feedback was turned off since", **dropped})
             case "knows":
@@ -396,22 +395,6 @@ class Owner(Exchange):
         """Pass ``event`` to rank 0's machine; ``do`` is called once rank 0 has confirmed it."""
         return self._ask("change", event, source, change=do)
 
-    def tell(self, event: LearnerEvent) -> None:
-        """Pass an event to rank 0's machine."""
-        self._post("tell", event)
-
-    def emit(self, what: str, facts: dict[str, object]) -> None:
-        """Write an event into rank 0's log."""
-        self._post("emit", what, facts)
-
-    def rejoin(self, why: str) -> None:
-        """Make rank 0 join again."""
-        self._post("rejoin", why)
-
-    def give_up(self, why: str) -> None:
-        """Make rank 0 stop the site with a failure."""
-        self._post("give_up", why)
-
     def has_failed(self) -> bool:
         """Return whether rank 0 is gone."""
         return bool(self._lost)
@@ -430,17 +413,18 @@ class Owner(Exchange):
 class Owners:
     """Rank 0's view of the owners above rank 0, for one agent.  Orders are sent under the agent's lock."""
 
-    def __init__(self, dealt: Dealt, agent: Exchange, orders: Orders, lost: Callable[[str], None]) -> None:
-        """``lost`` is called with the reason when a rank of the site is gone."""
+    def __init__(self, dealt: Dealt, agent: Exchange, orders: Orders) -> None:
         self.owners, self._channels = dealt.owners, dealt.channels
         self._agent, self._tensors, self._client, self._orders = agent, agent.tensors, agent.client, orders
-        self._lost = lost
+        self.lost = ""
+        """Why a rank of the site is gone; empty while all are there."""
+        self.parting = False
+        """Whether the site ends, so that a lost connection to a rank is no failure."""
         # By fragment, the latest version that another rank has fetched.
         self._versions: list[int] = [-1] * len(dealt.owners)
         self._echoes: dict[int, tuple[int, int]] = {}
         self._bytes = dict.fromkeys(dealt.channels, (0, 0))
         self._known: object = None
-        self._parting = threading.Event()
 
     def begin(self, state: LearnerState) -> None:
         """Send the owners the machine's state of their fragments, and start to read what they send."""
@@ -497,13 +481,9 @@ class Owners:
         ups, downs = zip((self._client.bytes_up, self._client.bytes_down), *self._bytes.values(), strict=True)
         return sum(ups), sum(downs)
 
-    def part(self) -> None:
-        """Note that the site ends, so that a lost connection to a rank is no failure."""
-        self._parting.set()
-
     def close(self) -> None:
         """End the connections."""
-        self.part()
+        self.parting = True
         for channel in self._channels.values():
             channel.close()
 
@@ -534,8 +514,10 @@ class Owners:
         channel.send("changed", number, True)
 
     def _gone(self, rank: int, why: str) -> None:
-        if not self._parting.is_set():
-            self._lost(f"rank {rank} of this site is gone: {why}")
+        if not self.parting:
+            with self._agent.changed:
+                self.lost = f"rank {rank} of this site is gone: {why}"
+                self._agent.changed.notify_all()
 
 
 class Follower:

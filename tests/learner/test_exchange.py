@@ -17,17 +17,14 @@ from torch import Tensor
 from diloco.codec.base import digest
 from diloco.inner import GroupError
 from diloco.inner.holding import Holding
-from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner import exchange
 from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners, Source
-from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Dealt, Orders
-from diloco.learner.seal import Outbox, SealJob, encoders, seal
-from diloco.learner.tensors import SiteTensors
+from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Dealt, Orders, all_mine
+from diloco.learner.seal import SealJob, encoders, seal
 from diloco.outer.fragments import gather, part_of
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
-from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.progress import FragmentProgress, LearnerState, Sent
 from diloco.wire.messages import PullHeader, Unreachable
 from diloco.wire.pulling import PulledVersion
@@ -74,10 +71,11 @@ class Client:
 class Told(Heard, Exchange):
     """The exchange of rank 0."""
 
-    def __init__(self, tensors: SiteTensors, outbox: Outbox, orders: Orders, client: Any) -> None:
+    def __init__(self, folder: Path, model: Holding, dealt: Dealt, client: Any) -> None:
         Heard.__init__(self)
         self.knows, self.answer = True, "digest"
-        Exchange.__init__(self, "run", "a", tensors, outbox, orders, client, AdaptOptions(ways=(Way("fp32", 0),)))
+        options, orders = AgentOptions(folder=str(folder)), Orders(model.group)
+        Exchange.__init__(self, options, "rebase", LAYOUT, model, dealt, orders, client, "run", "a")
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
         with self.changed:
@@ -119,8 +117,7 @@ def arrive(at: Exchange, version: int, fragment: int = 0) -> None:
 @pytest.fixture
 def begun(tmp_path: Path) -> Told:
     """A site of one rank, with a first version."""
-    tensors = SiteTensors(LAYOUT, held(zeros()), "rebase", 0.5)
-    found = Told(tensors, Outbox(tmp_path), Orders(SiteGroup()), Client())
+    found = Told(tmp_path, held(zeros()), all_mine(LAYOUT), Client())
     arrive(found, 0)
     found.at_boundary(Retake(0, 0, (), "first version"))
     return found
@@ -186,12 +183,10 @@ class Pair:
         self.state = LearnerState([FragmentProgress(), FragmentProgress()])
         self.models, self.clients = [zeros(), zeros()], [Client(), Client()]
         mine, theirs = (Holding(model, Rank(rank)) for rank, model in enumerate(self.models))
-        self.tensors = SiteTensors(LAYOUT, mine, "rebase", 0.5, owned=[0])
-        orders = Orders(mine.group)
-        self.lost: list[str] = []
-        self.zero = Told(self.tensors, Outbox(folder / "outbox"), orders, self.clients[0])
-        self.told, self.events = self.zero.told, self.zero.events
-        self.site = Owners(Dealt((0, 1), {1: ends[0]}), self.zero, orders, self.lost.append)
+        dealt = Dealt((0, 1), {1: ends[0]})
+        self.zero = Told(folder, mine, dealt, self.clients[0])
+        self.tensors, self.told, self.events = self.zero.tensors, self.zero.told, self.zero.events
+        self.site = Owners(dealt, self.zero, Orders(mine.group))
         dealt, options = Dealt((0, 1), {0: ends[1]}), AgentOptions(folder=str(folder))
         self.owner = Owner(options, "rebase", LAYOUT, theirs, dealt, self.clients[1], "run", "a", restored)
 
@@ -213,7 +208,7 @@ def paired(folder: Path, restored: dict[str, Tensor] | None = None) -> Iterator[
     try:
         yield found
     finally:
-        found.site.part()
+        found.site.parting = True
         found.owner.close()
         found.site.close()
 
@@ -347,12 +342,12 @@ def test_an_order_that_ends_in_an_error_keeps_no_thread_when_the_rank_ends(
 @pytest.mark.parametrize("ends", [False, True])
 def test_an_owner_that_is_gone_is_a_rank_that_is_lost_unless_the_site_ends(pair: Pair, ends: bool) -> None:
     if ends:
-        pair.site.part()
+        pair.site.parting = True
     pair.owner.close()
     if not ends:
-        eventually(lambda: pair.lost, "it is told")
-        assert "rank 1 of this site is gone" in pair.lost[0]
-    assert len(pair.lost) == int(not ends)
+        eventually(lambda: pair.site.lost, "it is told")
+        assert "rank 1 of this site is gone" in pair.site.lost
+    assert bool(pair.site.lost) == (not ends)
 
 
 def test_a_thread_that_dies_here_stops_the_site_in_words(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

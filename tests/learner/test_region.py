@@ -200,7 +200,7 @@ def test_a_syncer_of_before_what_the_region_remembers_is_not_joined(tmp_path: Pa
     setattr(known[1].learner, later, 7)
     with upward(tmp_path / "region", syncer, known, starts=False) as (above, below):
         with pytest.raises((Refused, Unreachable)):
-            above.join()
+            above.listener.attempt()
         assert len(below.told) == 1
 
 

@@ -30,12 +30,12 @@ from diloco.learner.seal import (
     Outbox,
     OutboxError,
     SealedUpdate,
-    Sealer,
     SealJob,
     seal,
 )
 from diloco.learner.seal import _read_slots as read_slots
 from diloco.learner.tensors import HOST, Carried, Place, SealInputs
+from diloco.learner.transfer import Sealer
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from diloco.sync.effects import Seal
 from diloco.sync.events import (
@@ -60,7 +60,6 @@ time.sleep(60)
 def odometer(folder: Path, notes: list[str] | None = None) -> Iterator[Odometer]:
     found = Odometer(folder / "odometer", note=([] if notes is None else notes).append)
     yield found
-    found.close()
 
 
 def test_it_survives_sigkill(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_it_survives_sigkill(tmp_path: Path) -> None:
         process.kill()
         assert process.wait(10.0) == -9
     with odometer(tmp_path) as again:
-        assert again.read() == (1000 << 54, 1000 << 54)
+        assert again.reading == (1000 << 54, 1000 << 54)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +90,10 @@ def test_a_file_of_something_else_or_of_the_release_before_is_said_once(
     (tmp_path / "odometer").write_bytes(content)
     notes = list[str]()
     with odometer(tmp_path, notes) as found:
-        assert found.read() == reading
+        assert found.reading == reading
         found.write(8, 8192)
     with odometer(tmp_path, notes) as again:
-        assert again.read() == (8, 8192)
+        assert again.reading == (8, 8192)
     (note,) = notes
     assert note.startswith(f"{tmp_path / 'odometer'} {words}")
 
@@ -116,7 +115,7 @@ def test_no_flipped_bit_is_believed(tmp_path: Path) -> None:
     (tmp_path / "odometer").write_bytes(whole[:32] + b"\xff" + whole[33:])
     notes = list[str]()
     with odometer(tmp_path, notes) as again:
-        assert again.read() == (1, 16)
+        assert again.reading == (1, 16)
     (note,) = notes
     assert note.endswith("odometer is damaged in one of its two readings: the other one's 16 tokens are taken")
 
@@ -334,7 +333,7 @@ class FullDisk(Disk):
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
     """Seen: it ended the training of the site."""
-    monkeypatch.setattr("diloco.learner.seal.ROOM_EVERY_S", 0.01)
+    monkeypatch.setattr("diloco.learner.transfer.ROOM_EVERY_S", 0.01)
     site = Recorder()
     outbox = Outbox(tmp_path, FullDisk(3, site.stopping if stops else None))
     sealed_in(outbox, SealJob(EFFECT, inputs(), "fp32"), site=site)
