@@ -575,7 +575,7 @@ class Outer:
 
     def _follow(self) -> int:
         self._follower = follower_of(self._config, self._holding)
-        if self._follower.start():
+        if self._follower.follow():
             told = json.loads(self._group.all_gather_bytes(b"")[0])
             raise JoinFailed(told["kind"], told["text"]) if told["kind"] else ValueError(told["text"])
         return 0

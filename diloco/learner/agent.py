@@ -389,7 +389,7 @@ class Agent(Exchange):
         """Why this site's part ends; None while it does not."""
         self._has_ended = self._draws_again = False
         own = None if options.takeover else Path(options.folder)
-        self.listener = Listener(self, client, agreement, layout, self.sealer.encoder, own)
+        self.listener = Listener(self, client, agreement, layout, self.sealer.encoder.where, own)
         self.rejoin = self.listener.rejoin
         self._touch = Touch(self, options.meter_every_s)
         self.owners = Owners(dealt, self, orders)
@@ -627,6 +627,15 @@ class Agent(Exchange):
         if at_rest:
             self.stand_still(until)
         return adopted
+
+    def stand_still(self, until: float) -> None:
+        """Wait until no job reads the model's memory, or until ``until`` (``TimeoutError``).
+
+        The lock is released during the wait.
+        """
+        read = lambda: not self._unread or self.has_failed()  # noqa: E731
+        if not self.changed.wait_for(read, max(0.0, until - time.monotonic())):
+            raise TimeoutError("this site waited in vain for its update to be encoded (lock_step)")
 
     def _owner_of(self, fragment: int) -> Exchange | Owners:
         return self.owners if self.owners.owners[fragment] else self

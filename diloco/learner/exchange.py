@@ -162,24 +162,11 @@ class Exchange(Participant):
         """Call ``do`` and pass ``event`` to the machine atomically, unless it comes from another run or syncer."""
         raise NotImplementedError
 
-    def has_failed(self) -> bool:
-        """Return whether the model no longer changes because of a failure, so that all waits end."""
-        raise NotImplementedError
-
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
         with self.changed:
             self._unread = [each for each in self._unread if each is not job]
             self.changed.notify_all()
-
-    def stand_still(self, until: float) -> None:
-        """Wait until no job reads the model's memory, or until ``until`` (``TimeoutError``).
-
-        The caller holds the lock, which is released during the wait.
-        """
-        read = lambda: not self._unread or self.has_failed()  # noqa: E731
-        if not self.changed.wait_for(read, max(0.0, until - time.monotonic())):
-            raise TimeoutError("this site waited in vain for its update to be encoded (lock_step)")
 
     # --- at a boundary, in the training thread; the lock is held ------------------------------------------------------
 
@@ -228,20 +215,15 @@ class Exchange(Participant):
 
     def keep_sealed(self, sealed: SealedUpdate) -> None:
         """Store the values of a durable update and tell the machine, atomically."""
-        header = sealed.header
-
-        def keep() -> None:
-            self.tensors.sealed(header.fragment, header.sequence, sealed.encoded.sent, sealed.encoded.fed)
-
-        self.change(keep, Sealed(header.fragment, header.sequence, header.digest), None)
+        key, encoded = (sealed.header.fragment, sealed.header.sequence), sealed.encoded
+        keep = lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed)  # noqa: E731
+        self.change(keep, Sealed(*key, sealed.header.digest), None)
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """Store the values of a version fetched in ``lineage`` and tell the machine, atomically."""
         self.tensors.place.of(values)  # Copies to the model's device now, so that the adopt need not wait for it.
-
-        def keep() -> None:
-            self.tensors.arrived(event.fragment, event.version, values, told.digest, told.sites)
-
+        version = (event.fragment, event.version, values, told.digest, told.sites)
+        keep = lambda: self.tensors.arrived(*version)  # noqa: E731
         self.change(keep, event, Source(lineage, told.epoch, told.digest))
 
 
@@ -278,7 +260,7 @@ class Owner(Exchange):
         self.rejoin, self.give_up = partial(self._post, "rejoin"), partial(self._post, "give_up")
         alone = Orders(SiteGroup(device="cpu"))  # Broadcasts nothing: only rank 0 orders all ranks to take part.
         super().__init__(options, adopt, layout, holding, dealt, alone, client, run_id, site_id, disk)
-        self._channel.hear(self._hear, self._without_rank_0)
+        self._channel.hear(self._hear, self._wake)
         self.begin_threads(self._echo)
 
     # --- the training thread ----------------------------------------------------------------------------------------
@@ -358,11 +340,9 @@ class Owner(Exchange):
         if asked is not None:  # Otherwise this rank is ending, and waits for nothing.
             asked.put(answer)
 
-    def _without_rank_0(self, why: str) -> None:
-        self._lost = why
-        self._wake()
-
-    def _wake(self) -> None:
+    def _wake(self, lost: str = "") -> None:
+        """End all waits; ``lost`` is why rank 0 is gone, if it is."""
+        self._lost = lost or self._lost
         self.stopping.set()
         for waiting in (self._due, self._states):
             waiting.put(None)
@@ -394,10 +374,6 @@ class Owner(Exchange):
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
         """Pass ``event`` to rank 0's machine; ``do`` is called once rank 0 has confirmed it."""
         return self._ask("change", event, source, change=do)
-
-    def has_failed(self) -> bool:
-        """Return whether rank 0 is gone."""
-        return bool(self._lost)
 
     def _echo(self) -> None:
         """Hash one base at a time, at intervals, for rank 0's heartbeat."""
@@ -533,13 +509,9 @@ class Follower:
         """
         self._layouts, self._holding, self._adopt, self._owned = layouts, holding, adopt, owned
 
-    def start(self) -> bool:
-        """Take part in adopting the first versions; return whether rank 0 stops because it could not start."""
-        return self._follow()
-
     def after_step(self, info: StepInfo) -> Verdict:
         """Take part in this boundary."""
-        return Verdict(not info.passes and self._follow(), "rank 0 stops")
+        return Verdict(not info.passes and self.follow(), "rank 0 stops")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Return the checkpoint tensors of this rank's fragments; call it when rank 0's ``state`` is called."""
@@ -550,7 +522,7 @@ class Follower:
 
     def finish(self) -> None:
         """Take part after the loop until rank 0 is done: it may need values held here to send the last updates."""
-        while not self._follow():
+        while not self.follow():
             continue
         self.close()
 
@@ -560,8 +532,11 @@ class Follower:
             if owner is not None:
                 owner.close()
 
-    def _follow(self) -> bool:
-        """Take part in one boundary; return whether this rank is to stop."""
+    def follow(self) -> bool:
+        """Take part in one boundary; return whether this rank is to stop.
+
+        The first one is before the loop, when rank 0 adopts the first versions, or stops because it could not start.
+        """
         group = self._holding.group
         while True:
             what, *which = group.broadcast_small([])

@@ -7,6 +7,7 @@ send heartbeats, the same as at any site.  What they receive goes to the machine
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Upward(Participant):
         self._versions, self._link = Versions(layout, Place(HOST)), LinkMeter(client)
         encoder = Encoder(make_codec(options.up_codec), self._versions.place, self._versions.buffers)
         super().__init__(agreement.run_id, options.site, client, self._link, [encoder], self._outbox, self._versions)
-        self.listener = Listener(self, client, agreement, layout, encoder)
+        self.listener = Listener(self, client, agreement, layout, encoder.where)
         self.rejoin = self.listener.rejoin
 
     # --- what the region's syncer calls --------------------------------------------------------------------------
@@ -230,19 +231,17 @@ class Upward(Participant):
             if self._leaving.is_set():
                 if say_goodbye(self):
                     self.left.set()
-            elif time.monotonic() >= next_report:
-                next_report = time.monotonic() + self.listener.heartbeat_s
-                self._report()
-
-    def _report(self) -> None:
-        standing = self._below.standing()
-        if standing is None:
-            return
-        info = report_info(self, standing, (self.client.bytes_up, self.client.bytes_down))
-        try:
-            with self._link.control():
-                reply = self.client.report(info)
-        except (Unreachable, Refused):
-            return  # The Watch stream fails too, and the listener joins again when the upper syncer is back.
-        if not reply.known:
-            self.rejoin("the syncer does not know this process")
+                continue
+            if time.monotonic() < next_report:
+                continue
+            next_report = time.monotonic() + self.listener.heartbeat_s
+            standing = self._below.standing()
+            if standing is None:
+                continue
+            info = report_info(self, standing, (self.client.bytes_up, self.client.bytes_down))
+            # When a heartbeat fails the Watch stream fails too, and the listener joins again when the syncer is back.
+            with contextlib.suppress(Unreachable, Refused):
+                with self._link.control():
+                    reply = self.client.report(info)
+                if not reply.known:
+                    self.rejoin("the syncer does not know this process")

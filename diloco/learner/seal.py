@@ -83,20 +83,17 @@ class Encoder:
         self._place = place
         self._passes: DevicePasses | None = None
         self._pinned: dict[torch.dtype, Tensor] = {}
-        self._where = "host"
+        self.where = "host"
+        """Where updates are encoded, and why there."""
         if place.is_host:
             return
         passes = accelerated(codec.plain)
         if passes is None:
-            self._where = f"host, values from {place}: {codec.plain.name} has no kernel there"
+            self.where = f"host, values from {place.device}: {codec.plain.name} has no kernel there"
         elif find_spec("triton") is None:
-            self._where = f"host, values from {place}: Triton is not installed (pip install 'diloco[gpu]')"
+            self.where = f"host, values from {place.device}: Triton is not installed (pip install 'diloco[gpu]')"
         else:
-            self._passes, self._where = passes, f"{place}, Triton"
-
-    def __str__(self) -> str:
-        """Return where updates are encoded, and why there."""
-        return self._where
+            self._passes, self.where = passes, f"{place.device}, Triton"
 
     def encode(self, inputs: SealInputs) -> Encoded:
         """Encode ``base - local - sent...`` plus the carried residual; overwrites the private copy in ``inputs``.
@@ -188,10 +185,10 @@ class Encoder:
         return Encoded(payload, there, norm, digest(decoded), fed)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return pinned host memory, reused for every update; one buffer for each type."""
-        held = self._pinned.get(dtype)
+        """Return page-locked host memory, to which the device copies directly; one buffer for each type, reused."""
+        held, pin = self._pinned.get(dtype), self._place.device.type == "cuda"
         if held is None or held.numel() < numel:
-            held = self._pinned[dtype] = self._place.pinned(numel, dtype)
+            held = self._pinned[dtype] = torch.empty(numel, dtype=dtype, pin_memory=pin)
         return held[:numel]
 
 

@@ -78,9 +78,6 @@ class Place:
         self._mirrors = WeakTensorKeyDictionary()
         self._streams = threading.local()
 
-    def __str__(self) -> str:
-        return str(self.device)
-
     def of(self, here: Tensor) -> Tensor:
         """Return the device copy of ``here``, a host tensor that is never written to; copied at the first call only."""
         if self.is_host:
@@ -97,10 +94,6 @@ class Place:
         """Make this device the calling thread's default, in place of the machine's first."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return page-locked host memory, to which the device copies directly."""
-        return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     @contextmanager
     def beside(self) -> Iterator[None]:

@@ -699,10 +699,10 @@ class Listener:
         client: SyncClient,
         agreement: Agreement,
         layout: Layout,
-        encodes: Encoder,
+        encodes: str,
         folder: Path | None = None,
     ) -> None:
-        """``encodes`` is the site's encoder, whose description is logged at a join.
+        """``encodes`` says where the site encodes, for the log.
 
         With ``folder``, the process id names it, and a live process of another folder is not replaced.
         """
@@ -729,26 +729,22 @@ class Listener:
                 joined = True
                 self._listen(pause)
                 why = "the stream ended"
+                refused, final = "", False
             except Unreachable as error:
-                why = error.why
-                self._say_once(error.refused)
+                why, refused, final = error.why, error.refused, False
             except Refused as error:
-                why = error.text
-                self._say_once(why)
-                if error.final and not own.left.is_set():
-                    own.give_up(why)
-                    return
+                why, refused, final = error.text, error.text, error.final
+            if refused and refused != self._refused:  # Logged once, until it is connected again or the reason changes.
+                self._refused = refused
+                own.emit("note", {"note": "join_refused", "why": refused})
+            if final and not own.left.is_set():
+                own.give_up(why)
+                return
             joined = False
             if self.connected:
                 self.connected = False
                 own.emit("disconnected", {"why": why})
             pause.wait()
-
-    def _say_once(self, refused: str) -> None:
-        """Log why the site is refused, once until it is connected again or the reason changes."""
-        if refused and refused != self._refused:
-            self._refused = refused
-            self._participant.emit("note", {"note": "join_refused", "why": refused})
 
     def _listen(self, pause: Pause) -> None:
         with self._client.watch(self._participant.known.incarnation) as stream:
@@ -807,7 +803,7 @@ class Listener:
         reply = self._client.join(ask, own.known.epoch)
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        how = {"syncer": self._client.address, "kernels": native.description(), "encodes": str(self._encodes)}
+        how = {"syncer": self._client.address, "kernels": native.description(), "encodes": self._encodes}
         own.emit("joined", {**facts, **how})
         self.heartbeat_s, self._rejoining = reply.settings.heartbeat_ns / 1e9, ""
         return JoinAnswered(

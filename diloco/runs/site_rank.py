@@ -215,7 +215,7 @@ def _follow(trainer: Trainer, follower: Follower, holding: Holding, stopping: St
     """Run any other rank; only rank 0 acts on a request to stop."""
     stopping.ask(lambda: None)
     try:
-        follower.start()
+        follower.follow()
         trainer.skip_data(trainer.group.broadcast_small([])[0])
         trainer.run(after_step=follower.after_step, extra_state=follower.state)
         _compare_ranks(holding, silent)

@@ -19,6 +19,7 @@ from diloco.inner import GroupError
 from diloco.inner.holding import Holding
 from diloco.inner.trainer import StepInfo
 from diloco.learner import exchange
+from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners, Source
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Dealt, Orders, all_mine
 from diloco.learner.seal import SealJob, encoders, seal
@@ -98,6 +99,10 @@ class Told(Heard, Exchange):
         return job
 
 
+stand_still: Any = Agent.stand_still
+"""A rank that has the machine waits; of that only ``has_failed`` is used."""
+
+
 def sealing(fragment: int, sequence: int) -> Seal:
     return Seal(fragment, sequence, 0, (), 10, 1, 1_000, 1, final=False)
 
@@ -141,22 +146,22 @@ def test_training_stands_still_for_as_long_as_its_values_are_read_and_no_longer(
 ) -> None:
     begun.sealing(1)
     with begun.changed:
-        begun.stand_still(0.0)  # A copy is not waited for.
+        stand_still(begun, 0.0)  # A copy is not waited for.
     first, second = (begun.sealing(sequence, at_rest=True) for sequence in (2, 3))
     with begun.changed, pytest.raises(TimeoutError, match="lock_step"):
-        begun.stand_still(0.0)
+        stand_still(begun, 0.0)
     begun.was_read(first)
     with begun.changed, pytest.raises(TimeoutError):
-        begun.stand_still(0.0)
+        stand_still(begun, 0.0)
     other = threading.Timer(0.05, begun.was_read, [second])
     other.start()
     with begun.changed:
-        begun.stand_still(time.monotonic() + 30.0)
+        stand_still(begun, time.monotonic() + 30.0)
     other.join()
     begun.sealing(4, at_rest=True)
     monkeypatch.setattr(begun, "has_failed", lambda: True)
     with begun.changed:
-        begun.stand_still(0.0)
+        stand_still(begun, 0.0)
 
 
 def test_orders_go_to_who_does_them_and_closing_ends_all(begun: Told) -> None:
@@ -415,7 +420,7 @@ def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent
     group.said += [[STOP], [ADOPT, 0, 1, 0], last, [GO_ON], [STOP]]
     parameters = zeros()
     follower = Follower([LAYOUT], Holding(parameters, group), "overwrite")
-    assert not follower.start()
+    assert not follower.follow()
     now = lambda: [gather(fragment, parameters) for fragment in LAYOUT.fragments]  # noqa: E731
     assert all(map(torch.equal, now(), [first, second]))
     assert not follower.after_step(INFO).stop
@@ -424,14 +429,14 @@ def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent
     follower.finish()
     assert all(map(torch.equal, now(), [third, last]))
     assert group.said == []
-    assert Follower([LAYOUT], Holding(zeros(), Ordered([STOP])), "rebase").start(), "rank 0 could not begin"
+    assert Follower([LAYOUT], Holding(zeros(), Ordered([STOP])), "rebase").follow(), "rank 0 could not begin"
 
 
 def test_each_of_several_agents_orders_of_its_own_fragments() -> None:
     first, second = dice("v0", 0), dice("v0", 1)
     group = Ordered([RETAKE, 0, 0, 0], first, [RETAKE, 1, 0, 0], second, [GO_ON])
     parameters = zeros()
-    Follower(PARTS, Holding(parameters, group), "rebase").start()
+    Follower(PARTS, Holding(parameters, group), "rebase").follow()
     assert torch.equal(gather(LAYOUT.fragments[0], parameters), first)
     assert torch.equal(gather(LAYOUT.fragments[1], parameters), second)
     assert group.said == []
@@ -442,7 +447,7 @@ def test_what_a_rank_owns_is_its_own_to_do_and_to_keep(owns: list[int]) -> None:
     group = Ordered(*([SEAL, part, 0, 1] for part in owns), [GO_ON], [STOP])
     owned: Any = [Owned(f"base.{part}") if part in owns else None for part in (0, 1)]
     follower = Follower(PARTS, Holding(zeros(), group), "rebase", owned)
-    follower.start()
+    follower.follow()
     assert sorted(follower.state()[0]) == [f"{part}.base.{part}" for part in owns], "by agent, as rank 0 names its own"
     follower.finish()
     assert all((owned[part].done, owned[part].closed) == (1, True) for part in owns)

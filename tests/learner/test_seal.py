@@ -378,8 +378,8 @@ def assert_equal(one: Encoded, other: Encoded) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_an_update_is_the_same_here_and_there(codec: str, interpreter: None) -> None:
     here, there = Encoder(make_codec(codec), Place(HOST)), Encoder(make_codec(codec), Elsewhere())
-    assert str(here) == "host"
-    assert (str(there) == "cpu, Triton") == (codec in ON_THE_DEVICE)
+    assert here.where == "host"
+    assert (there.where == "cpu, Triton") == (codec in ON_THE_DEVICE)
     made = [(there.encode(drawn(num_sent)), here.encode(drawn(num_sent))) for num_sent in (0, 2, 3)]
     for one, other in made:
         assert_equal(one, other)  # What one update was outlives the next: the buffers are used again.
@@ -398,10 +398,10 @@ def test_a_fragment_of_many_ranges_is_encoded_as_by_the_definition(codec: str) -
 
 
 def test_it_says_why_it_does_not_encode_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(Encoder(make_codec("bf16+zstd1"), Elsewhere())) == "host, values from cpu: bf16 has no kernel there"
+    assert Encoder(make_codec("bf16+zstd1"), Elsewhere()).where == "host, values from cpu: bf16 has no kernel there"
     monkeypatch.setattr("diloco.learner.seal.find_spec", lambda name: None)
     without = Encoder(make_codec("int4"), Elsewhere())
-    assert "Triton is not installed" in str(without)
+    assert "Triton is not installed" in without.where
     assert_equal(without.encode(drawn(1)), Encoder(make_codec("int4"), Place(HOST)).encode(drawn(1)))
 
 
@@ -432,7 +432,7 @@ def test_on_the_accelerator(codec: str, kernel_device: torch.device) -> None:
 def test_what_is_fed_back_is_the_same_here_and_there(codec: str, interpreter: None) -> None:
     residual = torch.randn(333, generator=torch.Generator().manual_seed(9)) * 1e-3
     both = [Encoder(make_codec(codec), place) for place in (Place(HOST), Elsewhere())]
-    assert (str(both[1]) == "cpu, Triton") == (codec != "bf16")
+    assert (both[1].where == "cpu, Triton") == (codec != "bf16")
     fresh = drawn(1).pseudo_gradient()
     for carried in (residual, None):
         made = [drawn(1) for _ in both]  # An encoder uses them up.
