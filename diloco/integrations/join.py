@@ -46,7 +46,7 @@ from diloco.learner.transfer import JoinFailed
 from diloco.observe.eventlog import EventLog
 from diloco.outer.fragments import named_parameters_once
 from diloco.runs.process import refusal
-from diloco.runs.site_agent import agent_of, follower_of, join_text, whole_layout
+from diloco.runs.site_agent import agent_of, follower_of, join_text
 from diloco.sync.progress import combined
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def join(
     there = RunDir(Path("runs") / (config.run.name or "")).site(site) if folder is None else SiteDir(Path(folder))
     with _naming_arguments():
         holding = Holding(parameters, group, in_stages=not isinstance(model, nn.Module))
-        whole = whole_layout(config, holding)
+        whole = build.layout_over(config, holding.shapes)
         for part in towards(config):
             build.agent_options(part, there.agent, whole)
             build.learner_options(part, whole)

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
     from diloco.observe.history import RunHistory
     from diloco.observe.view import LiveView, PlainView
-
-    pass
-
     from diloco.runs.process import Interrupts
     from diloco.wan.process import RelayProcess
     from diloco.wire.options import SecurityOptions
@@ -169,7 +166,7 @@ class Up:
 
     def _begin(self) -> None:
         # A site that joined late in an earlier part of the run is there from the beginning now.
-        late = late_sites(self.schedule.not_begun())
+        late = late_sites(self.schedule.waiting)
         facts: dict[str, object] = {"state": "started", "name": self.run_dir.root.name}
         self.log.emit("run", {**facts, "sites": list(self.options.sites), "syncers": len(self._syncers)})
         self.log.emit("layout", {"fragments": list(self.options.layout)})
@@ -196,7 +193,10 @@ class Up:
             self._faults.play(self.schedule.due(now_s - self._first_step_s, self.history.progress))
         self._watch_the_end(watch, now_s)
         self._count_links(now_s)
-        self._say_units(watch)
+        units = (watch.latest or {}).get("units")
+        if isinstance(units, dict) and units != self._units:  # Where the units of the data are.
+            self._units = units
+            self.log.emit("units", units)
         view.update()
 
     def read(self) -> None:
@@ -280,7 +280,7 @@ class Up:
     def _watch_the_end(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
         ending = self._draining or self._winding_up() or self.history.last_round
         no_site = not any(site.wanted or site.running for site in self.sites)
-        if no_site and not ending and not self.schedule.healing and not late_sites(self.schedule.not_begun()):
+        if no_site and not ending and not self.schedule.healing and not late_sites(self.schedule.waiting):
             self.outcome.wrong.append("every site had ended before the run did")
             self._drain(watch, now_s)
         if self._draining and watch.drain_refused and not watch.drain_accepted:
@@ -326,13 +326,6 @@ class Up:
         for name, counts in total.items():
             self.log.emit("link", {"site": name, **counts})
 
-    def _say_units(self, watch: StatusWatch | StatusWatches) -> None:
-        """Log where the units of the data are, when the syncer reports a change."""
-        told = (watch.latest or {}).get("units")
-        if isinstance(told, dict) and told != self._units:
-            self._units = told
-            self.log.emit("units", told)
-
 
 def shortened(words: str) -> str:
     """Return the words cut to ``WORDS_MAX`` characters, for a summary; the log has all of them."""
@@ -341,7 +334,7 @@ def shortened(words: str) -> str:
 
 def not_played(schedule: Schedule) -> str:
     """Return in words the steps of the scenario that never began; "" if all did."""
-    left = [f"{step.do} {step.target}" for step in schedule.not_begun()]
+    left = [f"{step.do} {step.target}" for step in schedule.waiting]
     return f"the run ended before: {', '.join(left)}" if left else ""
 
 
@@ -400,7 +393,7 @@ def check_syncers(config: RunConfig) -> None:
 
 # --- Polls a syncer's status, and sends it a request to drain, in a thread of its own --------------------------------
 
-Status = dict[str, object]
+Status = dict[str, Any]
 EVERY_S = 1.0
 EVERY_S_AT_THE_END = 0.15
 CLOSE_WAIT_S = 15.0
@@ -456,10 +449,11 @@ def together(told: Sequence[Status]) -> Status | None:
     """
     if not told:
         return None
-    counts = [len(_list(each, "fragments")) for each in told]
+    counts = [len(each.get("fragments") or ()) for each in told]
+    parts = [(count, each.get("sites") or {}) for count, each in zip(counts, told, strict=True)]
     sites: dict[str, dict[str, object]] = {}
-    for name in sorted({name for each in told for name in _sites(each)}):
-        known = [(count, _sites(each)[name]) for count, each in zip(counts, told, strict=True) if name in _sites(each)]
+    for name in sorted({name for _, part in parts for name in part}):
+        known = [(count, part[name]) for count, part in parts if name in part]
         refused: dict[str, int] = {}
         for _, site in known:
             for reason, number in site.get("updates_refused", {}).items():
@@ -473,16 +467,6 @@ def together(told: Sequence[Status]) -> Status | None:
         }
     units = next((each["units"] for each in told if each.get("units")), None)  # One syncer leases them.
     return {"sites": sites, "units": units}
-
-
-def _sites(status: Status) -> dict[str, Any]:
-    sites = status.get("sites")
-    return sites if isinstance(sites, dict) else {}
-
-
-def _list(status: Status, name: str) -> list[object]:
-    value = status.get(name)
-    return value if isinstance(value, list) else []
 
 
 class StatusWatch:
