@@ -120,6 +120,7 @@ class Up:
         self._draining = False
         self._syncer_gone_s: float | None = None
         self._told_stragglers = False
+        self._terminated: set[int] = set()  # The processes of syncers that were asked to drain by a signal.
         self._syncers = {each.name: each for each in options.syncers(run_dir)}
         self._lost: set[str] = set()
         self._units: dict[str, object] = {}  # As emitted last.
@@ -284,9 +285,12 @@ class Up:
             self.outcome.wrong.append("every site had ended before the run did")
             self._drain(watch, now_s)
         if self._draining and watch.drain_refused and not watch.drain_accepted:
-            # Draining takes an administrator's token, and we have none; but the syncer is our own child.
-            for name in self._syncers:
-                self.children[name].signal(signal.SIGTERM)
+            # Draining takes an administrator's token, and we have none; but the syncer is our own child.  The watch
+            # asks again, and is refused again; but a second SIGTERM would end the process at once.
+            for child in [self.children[name] for name in self._syncers]:
+                if child.pid not in self._terminated:
+                    self._terminated.add(child.pid)
+                    child.signal(signal.SIGTERM)
             watch.drain_refused = ""
         if (self._winding_up() or self.history.last_round) and self._ends_at_s is None:
             watch.hurry()
