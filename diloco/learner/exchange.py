@@ -123,6 +123,9 @@ class Source:
 class Exchange(Participant):
     """The exchange of one rank.  The subclasses ``Agent`` and ``Owner`` know where the machine is."""
 
+    link: LinkUse
+    tensors: SiteTensors
+
     def __init__(
         self,
         options: AgentOptions,
@@ -138,7 +141,7 @@ class Exchange(Participant):
     ) -> None:
         """``adopt`` is the rule of adopting; ``orders`` makes all ranks take part in changes of the model."""
         rank = holding.group.rank
-        self.tensors = SiteTensors(
+        tensors = SiteTensors(
             layout,
             holding,
             adopt,
@@ -149,14 +152,13 @@ class Exchange(Participant):
             options.measure_from,
             options.ahead,
         )
-        self.outbox = Outbox(Path(options.folder) / "outbox", disk, settled=rank > 0)
+        outbox = Outbox(Path(options.folder) / "outbox", disk, settled=rank > 0)
         self.changed = threading.Condition(threading.RLock())
         """Held while the tensors, or the machine's state of them, change; never while waiting for others."""
         self._orders = orders
         self._unread: list[SealJob] = []  # Jobs that still read the model's own memory.
-        self.link = LinkUse(self, client, options.choices())
-        coders = encoders(self.link.codecs, self.tensors)
-        super().__init__(run_id, site_id, client, self.link, coders, self.outbox, self.tensors)
+        link = LinkUse(self, client, options.choices())
+        super().__init__(run_id, site_id, client, link, encoders(link.codecs, tensors), outbox, tensors)
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
         """Call ``do`` and pass ``event`` to the machine atomically, unless it comes from another run or syncer."""

@@ -95,13 +95,12 @@ class Upward(Participant):
         self._lock = threading.Lock()
         self._leaving = threading.Event()
         self.known = LearnerState([])  # The upper syncer's lineage and epoch, and the region's incarnation there.
-        self._outbox = Outbox(Path(options.folder) / OUTBOX, disk)
+        outbox, versions = Outbox(Path(options.folder) / OUTBOX, disk), Versions(layout, Place(HOST))
         self._sent: dict[tuple[int, int], tuple[str, Coded]] = {}
         self._sending: set[tuple[int, int]] = set()
-        self._versions, self._link = Versions(layout, Place(HOST)), LinkMeter(client)
-        encoder = Encoder(make_codec(options.up_codec), self._versions.place, self._versions.buffers)
-        super().__init__(agreement.run_id, options.site, client, self._link, [encoder], self._outbox, self._versions)
-        self.listener = Listener(self, client, agreement, layout, encoder.where)
+        encoder = Encoder(make_codec(options.up_codec), versions.place, versions.buffers)
+        super().__init__(agreement.run_id, options.site, client, LinkMeter(client), [encoder], outbox, versions)
+        self.listener = Listener(self, agreement, layout, encoder.where)
         self.rejoin = self.listener.rejoin
 
     # --- what the region's syncer calls --------------------------------------------------------------------------
@@ -112,12 +111,12 @@ class Upward(Participant):
         # The machine would ignore a syncer older than these, so it must not be joined.
         self.known.lineage, self.known.epoch = max((each.learner.lineage, each.learner.epoch) for each in known)
         listed = {(index, sent.sequence): sent for index, each in enumerate(known) for sent in each.progress.in_flight}
-        here = self._outbox.digests()
+        here = self.outbox.digests()
         told = {key: sent for key, sent in listed.items() if sent.state is not SentState.SEALING}
         kept = {key for key, sent in told.items() if here.get(key) == sent.digest}
-        self._outbox.clear(kept)
+        self.outbox.clear(kept)
         for fragment, sequence in kept:
-            header, payload = self._outbox.get(fragment, sequence, 0)
+            header, payload = self.outbox.get(fragment, sequence, 0)
             numel = self._layout.fragments[fragment].numel
             plain, raw = make_codec(header.encoding).opened(payload, numel)
             self._sent[fragment, sequence] = (header.digest, Coded(plain, raw, numel))
@@ -151,7 +150,7 @@ class Upward(Participant):
             case Fetch():
                 self.fetcher.queue.put(effect.fragment)
             case StartOver():
-                self._versions.latest[effect.fragment] = None
+                self.tensors.latest[effect.fragment] = None
             case Join():
                 self.rejoin(effect.why)
             case Leave():
@@ -206,7 +205,7 @@ class Upward(Participant):
         if payload is None:
             return
         if lineage == self.known.lineage:
-            self._versions.latest[event.fragment] = (event.version, values)
+            self.tensors.latest[event.fragment] = (event.version, values)
         with self._lock:  # The machine knows the other fates, and each would add a record to its journal.
             fates = [fate for fate in event.fates if (event.fragment, fate.sequence) in self._sent]
         for fate in fates:
@@ -241,7 +240,7 @@ class Upward(Participant):
             info = report_info(self, standing, (self.client.bytes_up, self.client.bytes_down))
             # When a heartbeat fails the Watch stream fails too, and the listener joins again when the syncer is back.
             with contextlib.suppress(Unreachable, Refused):
-                with self._link.control():
+                with self.link.control():
                     reply = self.client.report(info)
                 if not reply.known:
                     self.rejoin("the syncer does not know this process")

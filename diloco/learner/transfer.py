@@ -323,21 +323,20 @@ def with_room(participant: Participant, what: str, write: Callable[[], T]) -> T 
 class Sealer:
     """Encodes updates and makes them durable, and drops updates no longer needed from the outbox, in order."""
 
-    def __init__(self, participant: Participant, encoders: Sequence[Encoder], outbox: Outbox) -> None:
+    def __init__(self, participant: Participant, encoders: Sequence[Encoder]) -> None:
         """``encoders`` are those of all codecs that a job may name, the configured one first."""
         self._participant = participant
         self.encoder = encoders[0]
         self._encoders = {each.codec.name: each for each in encoders}
-        self._outbox = outbox
         self.queue: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Run the thread; None in the queue ends it."""
         while (job := self.queue.get()) is not None:
             if isinstance(job, tuple):
-                self._outbox.drop(*job)
-                continue
-            self._seal(job)
+                self._participant.outbox.drop(*job)
+            else:
+                self._seal(job)
 
     def _seal(self, job: SealJob) -> None:
         own, effect, encoder = self._participant, job.effect, self._encoders[job.codec]
@@ -349,7 +348,7 @@ class Sealer:
         finally:
             own.was_read(job)
         # Training continues meanwhile, and its progress goes into the next update.
-        if with_room(own, "an update", lambda: self._outbox.put(sealed.header, sealed.encoded.payload)) is None:
+        if with_room(own, "an update", lambda: own.outbox.put(sealed.header, sealed.encoded.payload)) is None:
             return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
         facts["codec"] = job.codec
@@ -366,17 +365,8 @@ class Sealer:
 class Sender:
     """Sends sealed updates, each until the syncer gives a definite answer."""
 
-    def __init__(
-        self,
-        participant: Participant,
-        client: SyncClient,
-        link: LinkMeter,
-        outbox: Outbox,
-        fetcher: Fetcher,
-    ) -> None:
-        """``fetcher`` prefetches the next version of an update's fragment, which comes soon after the update."""
-        self._participant, self._client, self._link, self._outbox = participant, client, link, outbox
-        self._fetcher = fetcher
+    def __init__(self, participant: Participant) -> None:
+        self._participant = participant
         self.queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._later: dict[tuple[int, int], Pause] = {}
 
@@ -405,10 +395,10 @@ class Sender:
             if found is None:
                 return True
             header, payload = found
-            self._fetcher.expect(fragment)
+            own.fetcher.expect(fragment)  # Because a version of that fragment comes next.
             try:
-                with self._link.transfer(up=True):
-                    result = self._client.push(header, payload)
+                with own.link.transfer(up=True):
+                    result = own.client.push(header, payload)
             except Unreachable as error:
                 pause.wait(error.retry_after_s)
                 continue
@@ -445,7 +435,7 @@ class Sender:
             return None
         try:
             mine = (fragment, sequence, own.known.incarnation)
-            header, payload = self._outbox.fresh(*mine) or self._outbox.get(*mine)
+            header, payload = own.outbox.fresh(*mine) or own.outbox.get(*mine)
         except FileNotFoundError:
             if own.wanted(fragment, sequence) == wanted:
                 raise
@@ -456,8 +446,8 @@ class Sender:
 class Fetcher:
     """Pulls versions and stores them at the site."""
 
-    def __init__(self, participant: Participant, client: SyncClient, link: LinkMeter, site_tensors: Versions) -> None:
-        self._participant, self._client, self._link, self._tensors = participant, client, link, site_tensors
+    def __init__(self, participant: Participant) -> None:
+        self._participant = participant
         self._incoming: dict[int, tuple[int, Incoming]] = {}
         self._lock = threading.Lock()
         self._ahead: tuple[int, Ahead] | None = None  # The present prefetch and its lineage.
@@ -484,13 +474,13 @@ class Fetcher:
         """
         with self._lock:
             own = self._participant
-            lineage, latest = own.known.lineage, self._tensors.latest[fragment]
+            lineage, latest = own.known.lineage, own.tensors.latest[fragment]
             waits = self._ahead is not None and not self._ahead[1].over
             ends = own.stopping.is_set()
             if ends or waits or latest is None or self._at == fragment:
                 return
             ask = PullAsk(own.run_id, own.site_id, fragment, latest[0])
-            ahead = Ahead(self._client, ask, self._of(fragment, lineage).sink)
+            ahead = Ahead(own.client, ask, self._of(fragment, lineage).sink)
             self._ahead = (lineage, ahead)
             self._begun = [*(each for each in self._begun if each.thread.is_alive()), ahead]
 
@@ -504,14 +494,14 @@ class Fetcher:
                 self._incoming.pop(fragment, None)  # The stale prefetch still writes to this sink.
                 return None
         if (pulled := ahead.take()) is not None:
-            self._link.came(pulled.header.payload_bytes, ahead.carried_s)
+            self._participant.link.came(pulled.header.payload_bytes, ahead.carried_s)
         return pulled
 
     def _fetch(self, fragment: int) -> None:
         own = self._participant
         pause = Pause(own)
         lineage = own.known.lineage  # Read first: values read later may be of a later lineage, never of an earlier one.
-        latest = self._tensors.latest[fragment]
+        latest = own.tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
         here = self._expected(fragment, lineage, have)
         incoming = self._of(fragment, lineage)
@@ -521,8 +511,8 @@ class Fetcher:
             try:
                 pulled, here = here, None
                 if pulled is None:
-                    with self._link.transfer(up=False):
-                        pulled = self._client.pull(ask, incoming.sink)
+                    with own.link.transfer(up=False):
+                        pulled = own.client.pull(ask, incoming.sink)
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
@@ -548,7 +538,7 @@ class Fetcher:
         """Return the fragment's ``Incoming``, with the bytes of an interrupted pull; a new one for a new lineage."""
         known = self._incoming.get(fragment)
         if known is None or known[0] != lineage:
-            known = self._incoming[fragment] = (lineage, Incoming(fragment, self._tensors))
+            known = self._incoming[fragment] = (lineage, Incoming(fragment, self._participant.tensors))
         return known[1]
 
 
@@ -587,18 +577,16 @@ class Participant:
         link: LinkMeter,
         encoders: Sequence[Encoder],
         outbox: Outbox,
-        versions: Versions,
+        tensors: Versions,
     ) -> None:
         """``encoders`` are those of ``Sealer``."""
-        self.run_id, self.site_id, self.client = run_id, site_id, client
+        self.run_id, self.site_id, self.client, self.link = run_id, site_id, client, link
+        self.outbox, self.tensors = outbox, tensors
         self.stopping = threading.Event()
         """Set when the threads must end."""
         self.left = threading.Event()
         """Set when this participant has left the run: another join would undo that."""
-        self._place = versions.place
-        self.sealer = Sealer(self, encoders, outbox)
-        self.fetcher = Fetcher(self, client, link, versions)
-        self.sender = Sender(self, client, link, outbox, self.fetcher)
+        self.sealer, self.fetcher, self.sender = Sealer(self, encoders), Fetcher(self), Sender(self)
         self.threads: list[threading.Thread] = []
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
@@ -635,7 +623,7 @@ class Participant:
     def _guarded(self, loop: Callable[[], None]) -> None:
         """Run a thread; if it fails, stop the participant with the error instead of leaving it half alive."""
         try:
-            self._place.begin_thread()
+            self.tensors.place.begin_thread()
             loop()
         except Exception as error:
             if not self.stopping.is_set():
@@ -696,7 +684,6 @@ class Listener:
     def __init__(
         self,
         participant: Participant,
-        client: SyncClient,
         agreement: Agreement,
         layout: Layout,
         encodes: str,
@@ -706,7 +693,7 @@ class Listener:
 
         With ``folder``, the process id names it, and a live process of another folder is not replaced.
         """
-        self._participant, self._client, self._agreement, self._layout = participant, client, agreement, layout
+        self._participant, self._agreement, self._layout = participant, agreement, layout
         self._encodes, self._process = encodes, secrets.token_hex(8) + (_folder_id(folder) if folder else "")
         self._stream: Stream[WatchEvent] | None = None
         self._join_wanted = threading.Event()
@@ -718,7 +705,7 @@ class Listener:
     def run(self) -> None:
         """Run the thread.  The first join was made before it starts, unless the site trains without a syncer."""
         own = self._participant
-        pause = Pause(own, CHOICE_CAP_S if self._client.has_choice else CAP_S)
+        pause = Pause(own, CHOICE_CAP_S if own.client.has_choice else CAP_S)
         joined = own.known.incarnation > 0
         while not own.stopping.is_set():
             try:
@@ -747,7 +734,7 @@ class Listener:
             pause.wait()
 
     def _listen(self, pause: Pause) -> None:
-        with self._client.watch(self._participant.known.incarnation) as stream:
+        with self._participant.client.watch(self._participant.known.incarnation) as stream:
             self._stream = stream
             # Checked after ``_stream`` is set, so that a ``wake`` before that is not lost.
             if self._join_wanted.is_set() or self._participant.stopping.is_set():
@@ -800,10 +787,10 @@ class Listener:
             self._layout.to_json().encode(),
             agreement.shared,
         )
-        reply = self._client.join(ask, own.known.epoch)
+        reply = own.client.join(ask, own.known.epoch)
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        how = {"syncer": self._client.address, "kernels": native.description(), "encodes": self._encodes}
+        how = {"syncer": own.client.address, "kernels": native.description(), "encodes": self._encodes}
         own.emit("joined", {**facts, **how})
         self.heartbeat_s, self._rejoining = reply.settings.heartbeat_ns / 1e9, ""
         return JoinAnswered(

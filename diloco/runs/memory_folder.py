@@ -11,7 +11,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,11 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
     folder = Path(config.site.memory_folder)
     if not folder.is_dir():
         raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: no such folder")
-    kind = _file_system(folder, mounts or MOUNTS)
+    device, kind = folder.stat().st_dev, ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        lines = [line.split() for line in (mounts or MOUNTS).read_text().splitlines()]
+        kind = next((words[words.index("-") + 1] for words in lines if words[2] == number), "")
     if kind not in IN_MEMORY:
         raise ConfigError(
             f"site.memory_folder is {config.site.memory_folder!r}, on {kind or 'an unknown file system'}: a "
@@ -47,17 +51,6 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: this user may make no folder in it")
-
-
-def _file_system(folder: Path, mounts: Path) -> str:
-    """Return the type of the file system of ``folder``; empty where it is unknown."""
-    device = folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = [line.split() for line in mounts.read_text().splitlines()]
-    except OSError:
-        return ""
-    return next((words[words.index("-") + 1] for words in lines if words[2] == number), "")
 
 
 def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | None:

@@ -45,6 +45,7 @@ END_GRACE_S = 5.0
 FAREWELL_S = 2.0
 """How long a site may take to end after the syncer has."""
 WORDS_MAX = 160
+"""Most characters of a child's last words in the summary; its log has all of them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,7 +127,7 @@ class Up:
         self._units: dict[str, object] = {}  # As emitted last.
         self._first_step_s: float | None = None
         self._alive_since: dict[str, float] = {}
-        self.children = children
+        self.children, self.sites = children, [child for child in children.values() if child.is_site]
         self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
         # What an earlier `diloco up` of this run left behind says nothing about our children, and faults that the
         # scenario played then are not played again.
@@ -135,11 +136,6 @@ class Up:
         history.begin_again()
         played = [(fault.what, fault.target) for fault in history.faults]
         self.schedule = Schedule(not_yet_played(options.steps, played, history.progress if earlier else -1.0))
-
-    @property
-    def sites(self) -> list[Child]:
-        """The sites' processes."""
-        return [child for child in self.children.values() if child.is_site]
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
@@ -245,7 +241,8 @@ class Up:
             return
         words = child.last_words() or "it said nothing"
         self.say_process(child, "ended", code=child.code, unasked=True, why=words)
-        told = f"{child.name} ended with exit code {child.code}: {shortened(words)} ({child.log})"
+        brief = words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
+        told = f"{child.name} ended with exit code {child.code}: {brief} ({child.log})"
         if not child.proven and self._first_step_s is None and child.name != EVAL:
             self._fail(child, f"could not start: {told}")
         if now_s - self._alive_since[child.name] > PEACE_S:
@@ -329,11 +326,6 @@ class Up:
                 site[name] += stats[name]
         for name, counts in total.items():
             self.log.emit("link", {"site": name, **counts})
-
-
-def shortened(words: str) -> str:
-    """Return the words cut to ``WORDS_MAX`` characters, for a summary; the log has all of them."""
-    return words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
 
 
 def not_played(schedule: Schedule) -> str:

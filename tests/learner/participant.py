@@ -42,6 +42,8 @@ class Heard:
 
 class Recorder(Heard):
     run_id, site_id = RUN, "a"
+    client: Any
+    outbox: Any
 
     def __init__(self) -> None:
         super().__init__()

@@ -269,7 +269,8 @@ def inputs() -> SealInputs:
 def sealed_in(outbox: Outbox, *jobs: object, site: Recorder | None = None, codecs: str = "fp32") -> Recorder:
     """A site whose sealer has done the jobs."""
     site = site or Recorder()
-    sealer = Sealer(site, [encoder(codec) for codec in codecs.split()], outbox)
+    site.outbox = outbox
+    sealer = Sealer(site, [encoder(codec) for codec in codecs.split()])
     for order in (*jobs, None):
         sealer.queue.put(order)
     sealer.run()

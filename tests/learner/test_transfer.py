@@ -134,8 +134,9 @@ class Desk(Recorder):
         self.expected: list[int] = []
         self.bytes_up = 0
         client: Any = self
-        fetcher: Any = SimpleNamespace(expect=self.expected.append)
-        self.sender = Sender(self, client, LinkMeter(client), self.outbox, fetcher)
+        self.client, self.link = client, LinkMeter(client)
+        self.fetcher = SimpleNamespace(expect=self.expected.append)
+        self.sender = Sender(self)
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
         self.lineage += self.restores
@@ -314,7 +315,8 @@ class Stream:
 
 def listener_of(site: Recorder, client: Any, join: Callable[[], object]) -> Listener:
     """A listener that joins by ``join``."""
-    found = Listener(site, client, agreement(), LAYOUT, client)
+    site.client = client
+    found = Listener(site, agreement(), LAYOUT, "host")
     found.attempt = join
     return found
 
@@ -624,7 +626,7 @@ class Shelf(Recorder):
 
     def __init__(self, have: int | None = None) -> None:
         super().__init__()
-        self.site_tensors = tensors(OLD, have=have)
+        self.tensors = tensors(OLD, have=have)
         self.answers: list[Callable[[PullAsk], PulledVersion]] = []
         self.asks: list[PullAsk] = []
         self.bytes_down = 0
@@ -632,7 +634,8 @@ class Shelf(Recorder):
         self.made = threading.Event()
         self.sinks: list[PullSink] = []
         client: Any = self
-        self.fetcher = Fetcher(self, client, LinkMeter(client), self.site_tensors)
+        self.client, self.link = client, LinkMeter(client)
+        self.fetcher = Fetcher(self)
 
     def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
         if patience is not None:
@@ -767,7 +770,7 @@ def test_what_was_waited_for_as_of_another_base_is_not_taken_and_its_memory_left
     if changed == "lineage":
         shelf.lineage = 2
     else:
-        shelf.site_tensors.latest[0] = (5, OLD)
+        shelf.tensors.latest[0] = (5, OLD)
     shelf.fetch(lambda: shelf.fetched)
     assert [event.version for _, event in shelf.fetched] == [9]
     assert shelf.fetcher._of(0, shelf.lineage).sink is not shelf.sinks[0]
