@@ -134,7 +134,7 @@ def line_of(model: torch.nn.Module, group: SiteGroup, facts: Facts) -> NoAgent |
     layout, holding = layout_of(model), Holding(named_parameters_once(model), group)
     if group.rank:
         follower = Follower([layout], holding, "rebase")
-        follower.start()
+        follower.follow()
         return follower
     agent = Agent(
         AgentOptions(folder=str(Path(facts.data) / "site"), up_codec=CODEC, finish_timeout_s=5.0),

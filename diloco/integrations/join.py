@@ -46,7 +46,7 @@ from diloco.learner.transfer import JoinFailed
 from diloco.observe.eventlog import EventLog
 from diloco.outer.fragments import named_parameters_once
 from diloco.runs.process import refusal
-from diloco.runs.site_agent import agent_of, follower_of, join_text, whole_layout
+from diloco.runs.site_agent import agent_of, follower_of, join_text
 from diloco.sync.progress import combined
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def join(
     there = RunDir(Path("runs") / (config.run.name or "")).site(site) if folder is None else SiteDir(Path(folder))
     with _naming_arguments():
         holding = Holding(parameters, group, in_stages=not isinstance(model, nn.Module))
-        whole = whole_layout(config, holding)
+        whole = build.layout_over(config, holding.shapes)
         for part in towards(config):
             build.agent_options(part, there.agent, whole)
             build.learner_options(part, whole)
@@ -311,16 +311,6 @@ def _data(name: str | None, samples: int | None, samples_per_step: int | None) -
     return OwnData(name, samples, samples_per_step)  # type: ignore[arg-type]
 
 
-def _check_data(config: RunConfig, data: OwnData | None) -> None:
-    """Raise JoinFailed unless the site names its data exactly where the syncer leases data."""
-    if bool(config.data.leased) == (data is not None):
-        return
-    words = "data.leased is true at the syncer: give data, samples and samples_per_step, and read outer.batches"
-    if data is not None:
-        words = f"data is {data.name!r}, and the syncer leases none (data.leased): draw a share of your own"
-    raise JoinFailed("mismatch", join_text(config, "mismatch", words))
-
-
 def _group() -> PresentGroup:
     group, told = PresentGroup(), os.environ.get("WORLD_SIZE", "1")
     if group.world == 1 and told.isdecimal() and int(told) > 1:
@@ -332,12 +322,20 @@ def _group() -> PresentGroup:
 
 
 def _config(group: PresentGroup, own: dict[str, object], run: str | None, data: OwnData | None) -> RunConfig:
-    """Return the run's settings from its syncer with the site's ``own`` on top; rank 0 fetches and broadcasts them."""
+    """Return the run's settings from its syncer with the site's ``own`` on top; rank 0 fetches and broadcasts them.
+
+    ``JoinFailed`` where they do not fit this site, and unless it names its data exactly where the syncer leases data.
+    """
     known = configs.of_values(own)
-    told: dict[str, object] = {}
+    site, told = known.site, dict[str, object]()
     if group.is_first:
         try:
-            told = _asked(known, run)
+            if not 0 < site.join_timeout_s < math.inf:
+                raise ValueError(f"join_timeout_s is {site.join_timeout_s!r}: positive and finite")
+            asked = syncer_settings.ask(site.syncer, connecting.site_security(known), site.join_timeout_s)
+            if run not in (None, asked.run_id):
+                raise JoinFailed("mismatch", f"run is {run!r} at the site and {asked.run_id!r} at the syncer")
+            told = {"run": asked.run_id, "shared": dict(asked.shared)}
         except JoinFailed as error:
             told = {"kind": error.kind, "text": error.text}
         except ValueError as error:
@@ -352,21 +350,15 @@ def _config(group: PresentGroup, own: dict[str, object], run: str | None, data: 
     if data is not None:  # These set how many units the site leases ahead.
         own |= {"inner.batch_sequences": data.samples_per_step, "inner.accumulation": 1}
     try:
-        config = configs.from_shared(told["shared"], own)  # type: ignore[arg-type]
+        config = configs.from_shared(told["shared"], own)
     except ConfigError as error:
         raise JoinFailed("mismatch", join_text(known, "mismatch", str(error))) from error
-    _check_data(config, data)
-    return config
-
-
-def _asked(known: RunConfig, run: str | None) -> dict[str, object]:
-    site = known.site
-    if not 0 < site.join_timeout_s < math.inf:
-        raise ValueError(f"join_timeout_s is {site.join_timeout_s!r}: positive and finite")
-    told = syncer_settings.ask(site.syncer, connecting.site_security(known), site.join_timeout_s)
-    if run not in (None, told.run_id):
-        raise JoinFailed("mismatch", f"run is {run!r} at the site and {told.run_id!r} at the syncer")
-    return {"run": told.run_id, "shared": dict(told.shared)}
+    if bool(config.data.leased) == (data is not None):
+        return config
+    words = "data.leased is true at the syncer: give data, samples and samples_per_step, and read outer.batches"
+    if data is not None:
+        words = f"data is {data.name!r}, and the syncer leases none (data.leased): draw a share of your own"
+    raise JoinFailed("mismatch", join_text(config, "mismatch", words))
 
 
 @contextmanager
@@ -397,6 +389,18 @@ class Outer:
     make the same calls in the same order.
     """
 
+    run = ""
+    """The run's name."""
+    why = ""
+    """Why the loop should stop; empty while it should not."""
+    progress = 0.0
+    """The run's last known progress, 0 to 1, for a learning-rate schedule.  Equal on all ranks."""
+    steps = 0
+    """Steps of this site, including those of earlier processes that the syncer has or ``load_state_dict`` restored.
+
+    Their data is consumed: a restarted loop skips the data of so many steps.
+    """
+
     def __init__(
         self,
         config: RunConfig,
@@ -420,41 +424,14 @@ class Outer:
         self._restored: Resumed | None = None
         self._ledger: dict[str, int] = {}
         self._begun = self._over = False
-        self._stop = ""
-        self._progress = 0.0
-        self._steps = self._tokens_total = 0
-        self._tokens, self._loss = 0, math.nan
+        self._tokens_total, self._tokens, self._loss = 0, 0, math.nan
         self._last_ns = 0
-
-    # --- for the loop to read ----------------------------------------------------------------------------------
-
-    @property
-    def run(self) -> str:
-        """The run's name."""
-        return self._config.run.name or ""
+        self.run = config.run.name or ""
 
     @property
     def should_stop(self) -> bool:
         """Whether the loop should end: the run has ended, or this site is no longer part of it."""
-        return bool(self._stop)
-
-    @property
-    def why(self) -> str:
-        """Why the loop should stop; empty while it should not."""
-        return self._stop
-
-    @property
-    def progress(self) -> float:
-        """The run's last known progress, 0 to 1, for a learning-rate schedule.  Equal on all ranks."""
-        return self._progress
-
-    @property
-    def steps(self) -> int:
-        """Steps of this site, including those of earlier processes that the syncer has or ``load_state_dict`` restored.
-
-        Their data is consumed: a restarted loop skips the data of so many steps.
-        """
-        return self._steps
+        return bool(self.why)
 
     @property
     def ledger(self) -> dict[str, int]:
@@ -529,12 +506,12 @@ class Outer:
                 hook = self._counted.register_step_post_hook(lambda *_: self._stepped())
                 self._open.callback(hook.remove)
             ppm = round(self._agent.progress() * 1e6) if self._agent is not None else 0
-            told = self._group.broadcast_small([cursor, self._steps, self._tokens_total, ppm])
-            cursor, steps, self._tokens_total, self._progress = told[0], told[1], told[2], told[3] / 1e6
+            told = self._group.broadcast_small([cursor, self.steps, self._tokens_total, ppm])
+            cursor, steps, self._tokens_total, self.progress = told[0], told[1], told[2], told[3] / 1e6
             if self._drawing is not None:
                 self._drawing.begin(cursor)
                 cursor = self._drawing.steps
-            self._steps = max(steps, cursor)
+            self.steps = max(steps, cursor)
             self._last_ns = time.perf_counter_ns()
             self._open = self._open.pop_all()
         return self
@@ -555,7 +532,10 @@ class Outer:
             self._open.enter_context(held(self._folder.root))
         except VerbError as error:
             raise ValueError(f"folder is {str(self._folder.root)!r}: {error}") from error
-        log = EventLog(self._folder.root / "events.jsonl", self._config.site.id, also=_follower_of_log(self._log))
+        also: Callable[[dict[str, object]], None] | None = None
+        if (call := self._log) is not None:
+            also = lambda event: call(str(event["what"]), {key: event[key] for key in event if key != "what"})  # noqa: E731
+        log = EventLog(self._folder.root / "events.jsonl", self._config.site.id, also=also)
         self._open.callback(log.close)
         try:
             data = self._data.identity if self._data is not None else ""
@@ -575,7 +555,7 @@ class Outer:
 
     def _follow(self) -> int:
         self._follower = follower_of(self._config, self._holding)
-        if self._follower.start():
+        if self._follower.follow():
             told = json.loads(self._group.all_gather_bytes(b"")[0])
             raise JoinFailed(told["kind"], told["text"]) if told["kind"] else ValueError(told["text"])
         return 0
@@ -595,7 +575,7 @@ class Outer:
             if self._agent is not None:
                 finished: Finished = self._agent.finish()
                 failed, why = int(finished.ending == "failed"), finished.why
-                self._stop, self._ledger, self._agent = self._stop or finished.why, finished.ledger, None
+                self.why, self._ledger, self._agent = self.why or finished.why, finished.ledger, None
             (failed,) = self._group.broadcast_small([failed])
         if failed:
             raise SiteFailed(f"site {self._config.site.id} stopped: {why}")
@@ -610,22 +590,17 @@ class Outer:
         self._open.close()
         return where
 
-    def _abandon(self, error: BaseException) -> None:
-        """Leave at once, and add the token counts to ``error`` as a note."""
-        if where := self.break_off():
-            error.add_note(
-                f"diloco: site {self._config.site.id} left run {self.run} while it trained, its tokens: {where}; "
-                "with what state_dict gave and the same folder it goes on from there, without from the run's version"
-            )
-
     def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             self.leave()
-        else:
-            self._abandon(error)
+        elif where := self.break_off():
+            error.add_note(
+                f"diloco: site {self._config.site.id} left run {self.run} while it trained, its tokens: {where}; "
+                "with what state_dict gave and the same folder it goes on from there, without from the run's version"
+            )
 
     # --- the loop's own checkpoint -----------------------------------------------------------------------------
 
@@ -638,7 +613,7 @@ class Outer:
         if self._agent is None:
             return {}
         tensors, meta = self._agent.state()
-        return {TENSORS: tensors, "agent": meta, "steps": self._steps, "tokens": self._tokens_total}
+        return {TENSORS: tensors, "agent": meta, "steps": self.steps, "tokens": self._tokens_total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state_dict``'s result; call it before the ``with``, with the model and optimizer of that time.
@@ -653,7 +628,7 @@ class Outer:
             steps, tokens, tensors, meta = state["steps"], state["tokens"], state[TENSORS], state["agent"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"state is nothing that state_dict gave: {error} is not in it") from error
-        self._steps, self._tokens_total = steps, tokens
+        self.steps, self._tokens_total = steps, tokens
         self._restored = Resumed(steps, dict(tensors), dict(meta), ())
 
     # --- a step ------------------------------------------------------------------------------------------------
@@ -662,50 +637,32 @@ class Outer:
         follower = self._agent or self._follower
         if follower is None:
             raise ValueError("step is called before the site has joined, or after it has left")
-        tokens, loss, progress, passes = self._agreed()
+        # All ranks agree on the step's tokens and mean loss, the progress, and whether the agent has nothing to do now.
+        known, acts = (self._agent.progress(), self._agent.may_act()) if self._agent is not None else (0.0, False)
+        told = self._group.all_reduce_sum([self._tokens, self._loss, known, float(acts)])
+        tokens, loss = self._tokens_per_step or round(told[0]), told[1] / self._group.world
         self._tokens, self._loss = 0, math.nan
         if not tokens and not self._tokens_total:
             raise ValueError("tokens of this step are 0: give tokens_per_step, or call outer.tokens(n) in each step")
         sequences = self._drawing.stepped() if self._drawing is not None else 0
-        self._steps += 1
+        self.steps += 1
         self._tokens_total += tokens
         now_ns = time.perf_counter_ns()
         verdict = follower.after_step(
             StepInfo(
-                step=self._steps,
+                step=self.steps,
                 loss=loss,
                 tokens=tokens,
                 tokens_total=self._tokens_total,
                 step_ns=max(1, now_ns - self._last_ns),
-                cursor=self._steps if self._drawing is None else self._drawing.cursor,
+                cursor=self.steps if self._drawing is None else self._drawing.cursor,
                 grad_norm=math.nan,
                 lr=math.nan,
                 applied=True,
                 sequences=sequences,
-                passes=passes,
+                passes=not told[3],
             )
         )
-        self._progress = progress
-        self._stop = self._stop or ((verdict.reason or "asked to stop") if verdict.stop else "")
+        self.progress = told[2]
+        self.why = self.why or ((verdict.reason or "asked to stop") if verdict.stop else "")
         self._last_ns = time.perf_counter_ns()
-
-    def _agreed(self) -> tuple[int, float, float, bool]:
-        """Return the step's tokens and mean loss, the run's progress, and whether the agent has nothing to do now.
-
-        The result is the same on all ranks.
-        """
-        known, acts = (self._agent.progress(), self._agent.may_act()) if self._agent is not None else (0.0, False)
-        told = [self._tokens, self._loss, known, float(acts)]
-        total, loss, progress, acting = self._group.all_reduce_sum(told)
-        return self._tokens_per_step or round(total), loss / self._group.world, progress, not acting
-
-
-def _follower_of_log(log: Log | None) -> Callable[[dict[str, object]], None] | None:
-    """Return a follower of the event log that calls the user's ``log``."""
-    if log is None:
-        return None
-
-    def take(event: dict[str, object]) -> None:
-        log(str(event["what"]), {name: value for name, value in event.items() if name != "what"})
-
-    return take

@@ -138,7 +138,10 @@ def score(
     try:
         loaded = manager.load(list(tasks))
         for task in loaded["tasks"].values():
-            _set_fewshot(task, fewshot)
+            own = task.get_config("num_fewshot")
+            if own is None or (fewshot is not None and own != 0):  # As the harness: a task that fixes 0 keeps 0.
+                task.set_config("num_fewshot", fewshot or 0)
+            task.set_fewshot_seed(FEWSHOT_SEED)
         with redirect_stdout(sys.stderr):  # The harness prints while it works.
             told: Any = lm_eval.evaluate(model, loaded, limit=limit, log_samples=False, bootstrap_iters=BOOTSTRAPS)
     except (ConfigError, VerbError):
@@ -154,7 +157,10 @@ def lines(told: Mapping[str, Any]) -> list[str]:
     found = []
     for name, facts in told["tasks"].items():
         metrics = facts["metrics"].items()
-        said = [f"{metric} {_shown(each['value'])}{_margin(each['stderr'])}" for metric, each in metrics]
+        said = []
+        for metric, each in metrics:
+            value = "unknown" if each["value"] is None else f"{each['value']:.4f}"
+            said.append(f"{metric} {value}" + (f" ± {each['stderr']:.4f}" if each["stderr"] is not None else ""))
         count = f" ({facts['documents']} questions)" if facts["documents"] is not None else ""
         found.append(f"{name}{count}: {', '.join(said)}")
     return found
@@ -188,22 +194,6 @@ def _manager(tasks: Sequence[str], include: Path | None) -> Any:
     return found
 
 
-def _set_fewshot(task: Any, fewshot: int | None) -> None:
-    """Set the number of examples as the harness does: a task that fixes 0 keeps 0."""
-    own = task.get_config("num_fewshot")
-    if own is None or (fewshot is not None and own != 0):
-        task.set_config("num_fewshot", fewshot or 0)
-    task.set_fewshot_seed(FEWSHOT_SEED)
-
-
 def _figure(value: object) -> float | None:
     """Return a finite number as a float; None for anything else, including the harness's N/A."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _shown(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
-
-
-def _margin(stderr: float | None) -> str:
-    return "" if stderr is None else f" ± {stderr:.4f}"

@@ -83,15 +83,9 @@ def site_of(config: Any) -> Any:
     Each checkpoint holds the site's own state too; one without is read with ``--checkpoint.exclude_from_loading
     diloco``.
     """
-    trainer = getattr(type(config), "_owner", None)
+    trainer: Any = getattr(type(config), "_owner", None)
     if trainer is None or not hasattr(trainer, "should_continue_training"):
         raise ValueError(f"config is {config!r}: the Config of a torchtitan Trainer")
-    made = site_trainer(trainer)
-    return made.Config(**{each.name: getattr(config, each.name) for each in fields(config) if each.init})
-
-
-def site_trainer(trainer: Any) -> Any:
-    """Return the subclass of ``trainer`` that is a site, with a ``Config`` of its own."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(trainer.Config):
@@ -99,7 +93,8 @@ def site_trainer(trainer: Any) -> Any:
         """The run that this job is a site of."""
 
     Config.__qualname__ = f"DiLoCo{trainer.__qualname__}.Config"
-    return type(f"DiLoCo{trainer.__name__}", (Training, trainer), {"Config": Config, "__doc__": trainer.__doc__})
+    made: Any = type(f"DiLoCo{trainer.__name__}", (Training, trainer), {"Config": Config, "__doc__": trainer.__doc__})
+    return made.Config(**{each.name: getattr(config, each.name) for each in fields(config) if each.init})
 
 
 class Training(Trainer):
@@ -134,7 +129,12 @@ class Training(Trainer):
         """Train until the run has ended, or ``training.steps`` are done."""
         if self.outer is None:
             self.checkpointer.load(step=self.config.checkpoint.load_step)
-            write_version0(self.model_parts, self.config.diloco.version0)
+            if len(self.model_parts) > 1 or PresentGroup().world > 1:
+                raise ValueError("diloco.version0 is written by one process: torchrun --nproc-per-node 1")
+            there = save_version0(self.model_parts[0], self.config.diloco.version0)
+            print(
+                f"diloco: version 0 is in {there}: diloco syncer model.kind=file run.init_from={there} ...", flush=True
+            )
             return
         with ExitStack() as leaving:
             leaving.push(self.outer)  # Not entered: the site starts when the checkpoint has been read.
@@ -188,11 +188,3 @@ def tokens_per_step(training: Any, dims: Any) -> int:
     if sequences < 0:
         sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard
     return int(sequences * training.seq_len)
-
-
-def write_version0(parts: list[torch.nn.Module], path: str) -> None:
-    """Write version 0 to one file; ValueError unless this single process has the whole model."""
-    if len(parts) > 1 or PresentGroup().world > 1:
-        raise ValueError("diloco.version0 is written by one process: torchrun --nproc-per-node 1")
-    there = save_version0(parts[0], path)
-    print(f"diloco: version 0 is in {there}: diloco syncer model.kind=file run.init_from={there} ...", flush=True)

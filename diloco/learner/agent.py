@@ -27,11 +27,11 @@ from diloco.durable import PLAIN_DISK
 from diloco.inner import GroupError
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.exchange import Exchange, Owners, tensors_of
+from diloco.learner.exchange import Exchange, Owners
 from diloco.learner.ranks import all_mine
 from diloco.learner.seal import Odometer, Outbox
 from diloco.learner.tensors import Echo, SiteTensors
-from diloco.learner.transfer import Joiner, JoinFailed, Listener, report_info, say_goodbye
+from diloco.learner.transfer import JoinFailed, Listener, report_info, say_goodbye
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -53,6 +53,7 @@ from diloco.sync.events import (
     BoundaryReached,
     FetchFailed,
     LeaveAsked,
+    OverlapChosen,
     StepDone,
     VersionFetched,
 )
@@ -62,7 +63,7 @@ from diloco.sync.progress import SentState, ask_of, ledger_of, site_ledger, stan
 from diloco.wire.messages import Refused, ReportInfo, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -168,13 +169,11 @@ class Meter:
                 loss=self._loss,
                 tokens_per_s=self._tokens / (train_ns / 1e9) if train_ns else 0.0,
             )
+        if not samples_ns:
+            return reading
         samples_ns.sort()  # Outside the lock, which the training thread also takes.
-        return replace(reading, step_s_p50=_at(samples_ns, 0.5), step_s_p95=_at(samples_ns, 0.95))
-
-
-def _at(sorted_ns: Sequence[int], share: float) -> float:
-    count = len(sorted_ns)
-    return sorted_ns[min(count - 1, int(share * count))] / 1e9 if count else 0.0
+        p50, p95 = (samples_ns[int(share * len(samples_ns))] / 1e9 for share in (0.5, 0.95))
+        return replace(reading, step_s_p50=p50, step_s_p95=p95)
 
 
 TURN_S = 0.1
@@ -192,51 +191,49 @@ class Touch:
         self._echo = Echo(site.tensors, site.changed)
         self._unheard = 0
         self._in_vain = False  # Whether the last request for data units brought none.
-        self.heartbeat_s = 1.0
         self.leave_asked = False  # Set by a signal handler, so a plain store.
         self.leaving = False
         self.over = False  # The site has left, knows every fate, and has reported that to the syncer.
 
     def run(self) -> None:
         """Run the thread."""
+        site = self._site
         next_meter = next_report = time.monotonic()
-        while not self._site.stopping.wait(TURN_S):
+        while not site.stopping.wait(TURN_S):
             now = time.monotonic()
             if self.leave_asked:
                 self.leave_asked = False
-                self._site.tell(LeaveAsked())
-            if self.leaving and not self._site.left:
+                site.tell(LeaveAsked())
+            if self.leaving and not site.left.is_set():
                 self._report()
-                if say_goodbye(self._site):
-                    with self._site.changed:
-                        self._site.left = True
-                        self._site.changed.notify_all()
+                if say_goodbye(site):
+                    with site.changed:
+                        site.left.set()
+                        site.changed.notify_all()
                     next_report = now
             if now >= next_meter:
                 next_meter = now + self._meter_every_s
                 self.emit_meter()
-            has_settled = self._site.left and not self.over and self._site.machine.settled()
-            if now >= next_report or has_settled or self._wants_units():
-                next_report = now + self.heartbeat_s
-                if self._site.left:
-                    self._say_what_is_missing()
-                    continue
+            has_settled = site.left.is_set() and not self.over and site.machine.settled()
+            if not (now >= next_report or has_settled or self._wants_units()):
+                continue
+            next_report = now + site.listener.heartbeat_s
+            if not site.left.is_set():
                 self._echo.compute()
                 self._report()
-
-    def _say_what_is_missing(self) -> None:
-        """Report once more after Leave: a syncer that is shutting down waits until nothing is in flight."""
-        settled = self._site.machine.settled()
-        with contextlib.suppress(Unreachable, Refused):
-            self._site.client.report(self._info())
-        with self._site.changed:
-            self.over = settled
-            self._site.changed.notify_all()
+                continue
+            # Report also after Leave: a syncer that is shutting down waits until nothing is in flight.
+            settled = site.machine.settled()
+            with contextlib.suppress(Unreachable, Refused):
+                site.client.report(self._info())
+            with site.changed:
+                self.over = settled
+                site.changed.notify_all()
 
     def _wants_units(self) -> bool:
         """Return whether to send the next heartbeat early, because few data units are left and the syncer answers."""
         machine = self._site.machine
-        if not machine.options.unit_sequences or self._unheard or self._in_vain or self._site.left:
+        if not machine.options.unit_sequences or self._unheard or self._in_vain or self._site.left.is_set():
             return False
         with self._site.changed:
             return wants_soon(machine.options, machine.state)
@@ -257,33 +254,34 @@ class Touch:
                 stall_ns=int(reading.stall_s * 1e9),
                 digests=site.owners.digests(self._echo.digests(), state) if is_based else (),
                 link=site.link.info(state.step_ns),
-                units=ask_of(options, state) if options.unit_sequences and not self._site.left else None,
+                units=ask_of(options, state) if options.unit_sequences and not site.left.is_set() else None,
             )
 
     def _report(self) -> None:
-        if self._site.left or self._site.machine.state.incarnation == 0:
+        site = self._site
+        if site.left.is_set() or site.machine.state.incarnation == 0:
             return
         info = self._info()
         try:
-            with self._site.link.control():
-                reply = self._site.client.report(info)
+            with site.link.control():
+                reply = site.client.report(info)
         except (Unreachable, Refused):
             # The Watch stream fails too, and the listener joins again when the syncer is back.  But a syncer that waits
             # for its standby keeps that stream alive, even after the standby has replaced it.
             self._unheard += 1
-            if self._unheard == UNHEARD_MAX and self._site.client.has_choice:
-                self._site.rejoin("the syncer does not answer heartbeats")
+            if self._unheard == UNHEARD_MAX and site.client.has_choice:
+                site.rejoin("the syncer does not answer heartbeats")
             return
         self._unheard = 0
-        before = self._site.machine.state.units.end
+        before = site.machine.state.units.end
         if reply.units is not None:
-            self._site.tell(reply.units)
-        self._in_vain = self._site.machine.state.units.end <= before
+            site.tell(reply.units)
+        self._in_vain = site.machine.state.units.end <= before
         if not reply.known:
-            self._site.rejoin("the syncer does not know this process")
+            site.rejoin("the syncer does not know this process")
         for fragment in reply.retake:
             if fragment < len(info.versions) and info.digests[fragment]:
-                self._site.tell(BaseDiffers(fragment, info.versions[fragment]))
+                site.tell(BaseDiffers(fragment, info.versions[fragment]))
 
     def emit_meter(self) -> None:
         """Emit the totals of this process and the site's state as an event."""
@@ -309,10 +307,12 @@ def restored_machine(
 ) -> LearnerSync:
     """Restore the state machine; load the tensors it lists into ``site_tensors``, and drop other updates in the outbox.
 
+    ``CheckpointError`` when the checkpoint is of another run or another version.
+
     ``redo`` is the step that the checkpoint includes but its machine has not counted.  The machine gets it before the
     first join: if the syncer has later work, the progress of this step is discarded with the rest and counts as lost.
     """
-    odometer_step, tokens = odometer.read()
+    odometer_step, tokens = odometer.reading
     if restored is None:
         outbox.clear(set())
         machine = LearnerSync(options)
@@ -321,25 +321,6 @@ def restored_machine(
     tensors, meta = restored
     if redo is not None and odometer_step >= redo.step:
         tokens -= redo.tokens  # The machine counts them again with ``StepDone``.
-    machine = _restored(options, meta, outbox, tokens)
-    published = meta.get("published")  # Not in a checkpoint of an earlier version.
-    told = [str(each) for each in published["digests"]] if isinstance(published, dict) else None
-    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments], told)
-    listed = {(index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight}
-    for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
-        site_tensors.release(fragment, sequence)
-    # A process that died between an ack and the removal left bytes that are not needed any more.
-    parts = enumerate(machine.state.fragments)
-    outbox.clear({(index, sent.sequence) for index, part in parts for sent in part.in_flight if sent.bytes_wanted})
-    if redo is not None:
-        step = StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor, redo.sequences)
-        effects = machine.handle(step, time.monotonic_ns())
-        assert not effects, "before it has joined, a machine decides nothing"
-    return machine
-
-
-def _restored(options: LearnerOptions, meta: Mapping[str, object], outbox: Outbox, tokens: int) -> LearnerSync:
-    """Restore the machine from ``meta``; ``CheckpointError`` when it is of another run or another version."""
     plain = meta.get("machine")
     parts = plain.get("fragments") if isinstance(plain, dict) else None
     if not isinstance(parts, list):
@@ -349,9 +330,23 @@ def _restored(options: LearnerOptions, meta: Mapping[str, object], outbox: Outbo
             f"num_fragments is {options.num_fragments}, and the checkpoint has {len(parts)} fragments"
         )
     try:
-        return LearnerSync.restore(options, plain, outbox.digests(), tokens)
+        machine = LearnerSync.restore(options, plain, outbox.digests(), tokens)
     except PlainError as error:
         raise CheckpointError(f"the checkpoint is of another version: {error}") from error
+    published = meta.get("published")  # Not in a checkpoint of an earlier version.
+    told = [str(each) for each in published["digests"]] if isinstance(published, dict) else None
+    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments], told)
+    fragments = enumerate(machine.state.fragments)
+    listed = {(index, sent.sequence): sent.bytes_wanted for index, part in fragments for sent in part.in_flight}
+    for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
+        site_tensors.release(fragment, sequence)
+    # A process that died between an ack and the removal left bytes that are not needed any more.
+    outbox.clear({key for key, bytes_wanted in listed.items() if bytes_wanted})
+    if redo is not None:
+        step = StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor, redo.sequences)
+        effects = machine.handle(step, time.monotonic_ns())
+        assert not effects, "before it has joined, a machine decides nothing"
+    return machine
 
 
 class Agent(Exchange):
@@ -380,29 +375,26 @@ class Agent(Exchange):
         """
         dealt = dealt or all_mine(layout)
         self._options, self._learner, self._agreement = options, learner, agreement
-        self._say, self._redo = emit, redo
-        outbox = Outbox(Path(options.folder) / "outbox", disk)
+        self.emit, self._redo = emit, redo
         self._odometer = Odometer(
             Path(options.folder) / "odometer", disk, lambda why: emit("note", {"note": "odometer", "why": why})
         )
-        tensors = tensors_of(options, learner.adopt, layout, holding, dealt.of(0))
-        super().__init__(agreement.run_id, site_id, tensors, outbox, orders, client, options.choices())
+        super().__init__(
+            options, learner.adopt, layout, holding, dealt, orders, client, agreement.run_id, site_id, disk
+        )
         self.meter = Meter()
-        self.machine = restored_machine(learner, restored, redo, outbox, self._odometer, tensors)
+        self.machine = restored_machine(learner, restored, redo, self.outbox, self._odometer, self.tensors)
         self.known = self.machine.state
         self.stop: StopTraining | None = None
         """Why this site's part ends; None while it does not."""
-        self.left = False
         self._has_ended = self._draws_again = False
-        self._rank_lost = ""
-        self._rejoining = ""  # The last reason logged for joining again; empty once joined.
         own = None if options.takeover else Path(options.folder)
-        self._joiner = Joiner(self, client, agreement, layout, self.sealer.encoder, own)
-        self._listener = Listener(self, client)
+        self.listener = Listener(self, agreement, layout, self.sealer.encoder.where, own)
+        self.rejoin = self.listener.rejoin
         self._touch = Touch(self, options.meter_every_s)
-        self.owners = Owners(dealt, self, orders, self._lose)
+        self.owners = Owners(dealt, self, orders)
         self.owners.begin(self.machine.state)
-        self.link.begin()
+        self.tell(OverlapChosen(self.link.adapter.choice.overlap_steps))
 
     # --- what the training loop calls --------------------------------------------------------------------------
 
@@ -413,37 +405,35 @@ class Agent(Exchange):
         a site that resumes from a checkpoint waits that many seconds and then trains without a syncer: it joins when
         the syncer is back, as after a lost connection, and ``has_joined`` becomes true.
         """
+        now, before = time.monotonic(), self.machine.state.tokens_processed
+        until = now + self._options.join_timeout_s
+        may_go_on = away_s is not None and self.machine.ready() and not self._learner.lock_step
         try:
-            return self._start(time.monotonic(), away_s)
+            try:
+                self.listener.first(now + (away_s or 0.0) if may_go_on else until)
+            except JoinFailed as error:
+                if not may_go_on or error.kind != "unreachable" or self.stopping.is_set():
+                    raise
+                self.emit("note", {"note": "trains_on_without", "why": error.text})
+            self.begin_threads(self.listener.run, self._touch.run)
+            # A run in its last round admits a new site too, and the site needs a base for its last step.
+            done = lambda: self.machine.ready() or self.has_failed()  # noqa: E731
+            try:
+                self._until(done, until, "the first versions")
+            except TimeoutError as error:
+                raise JoinFailed("unreachable", str(error)) from error
+            if self.has_failed():
+                assert self.stop is not None
+                raise JoinFailed("refused", self.stop.why)
+            self._orders.go_on()
         except BaseException:
             self.close()
             raise
-
-    def _start(self, now: float, away_s: float | None) -> int:
-        before, until = self.machine.state.tokens_processed, now + self._options.join_timeout_s
-        may_go_on = away_s is not None and self.machine.ready() and not self._learner.lock_step
-        try:
-            self._joiner.first(now + (away_s or 0.0) if may_go_on else until)
-        except JoinFailed as error:
-            if not may_go_on or error.kind != "unreachable" or self.stopping.is_set():
-                raise
-            self.emit("note", {"note": "trains_on_without", "why": error.text})
-        self.begin_threads(self._listener.run, self._touch.run)
-        # A run in its last round admits a new site too, and the site needs a base for its last step.
-        done = lambda: self.machine.ready() or self.has_failed()  # noqa: E731
-        try:
-            self._until(done, until, "the first versions")
-        except TimeoutError as error:
-            raise JoinFailed("unreachable", str(error)) from error
-        if self.has_failed():
-            assert self.stop is not None
-            raise JoinFailed("refused", self.stop.why)
-        self._orders.go_on()
         with self.changed:
             ledger = site_ledger(self.machine.state)
             if before:
                 facts = {"step": self.machine.state.step, "tokens_lost": ledger.lost}
-                self.emit("resumed", {**facts, **self.tensors.residuals.dropped()})
+                self.emit("resumed", {**facts, **self.tensors.residuals.dropped})
             return self.machine.state.cursor
 
     def has_failed(self) -> bool:
@@ -471,7 +461,7 @@ class Agent(Exchange):
             self._odometer.write(info.step, self.machine.state.tokens_processed)
             until = time.monotonic() + self._options.lock_step_timeout_s
             adopted = self._carry_out(effects, until)
-            waiting = not info.passes and (self.machine.must_wait() or bool(self._rank_lost))
+            waiting = not info.passes and (self.machine.must_wait() or bool(self.owners.lost))
         adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
         if waiting:
             done = lambda: not self.machine.must_wait() or self.stop is not None  # noqa: E731
@@ -491,7 +481,7 @@ class Agent(Exchange):
         If not, a request to stop that arrives meanwhile takes effect only at the end of the next step.
         """
         with self.changed:
-            return self.stop is not None or bool(self._rank_lost) or self.machine.may_act()
+            return self.stop is not None or bool(self.owners.lost) or self.machine.may_act()
 
     def next_turn(self) -> tuple[int, int] | None:
         """Return, in lock-step, the next exchange in the order of the whole model; None once this part has ended."""
@@ -550,9 +540,9 @@ class Agent(Exchange):
         if not self.has_failed():
             bound, failed = self._options.finish_timeout_s, self.has_failed
             with contextlib.suppress(TimeoutError):  # The ledger reports what is still unsent or undecided then.
-                self._until(lambda: self.left or failed(), time.monotonic() + bound, "its last updates")
+                self._until(lambda: self.left.is_set() or failed(), time.monotonic() + bound, "its last updates")
                 self._until(lambda: self._touch.over or failed(), time.monotonic() + bound, "its last fates")
-        self.owners.part()
+        self.owners.parting = True
         self._orders.go_on(stop=True)
         stop = self.stop
         assert stop is not None
@@ -574,7 +564,7 @@ class Agent(Exchange):
         if not self.has_joined or self.stopping.is_set():
             return
         with self.changed:
-            self.left = True  # The listener does not join again.
+            self.left.set()  # The listener does not join again.
         with contextlib.suppress(Unreachable, Refused):
             self.client.leave(self.known.incarnation)
 
@@ -582,7 +572,7 @@ class Agent(Exchange):
         """End the threads."""
         self.stopping.set()
         self.owners.close()
-        self._listener.wake()
+        self.listener.wake()
         self.end_threads()
 
     # --- boundaries, in the training thread --------------------------------------------------------------------
@@ -596,8 +586,8 @@ class Agent(Exchange):
         with self.changed:
             while True:
                 adopted |= self._carry_out(self.machine.handle(BoundaryReached(), time.monotonic_ns()), until)
-                if self._rank_lost:
-                    raise GroupError(self._rank_lost)
+                if self.owners.lost:
+                    raise GroupError(self.owners.lost)
                 if done():
                     return adopted
                 left_s = until - time.monotonic()
@@ -638,6 +628,15 @@ class Agent(Exchange):
             self.stand_still(until)
         return adopted
 
+    def stand_still(self, until: float) -> None:
+        """Wait until no job reads the model's memory, or until ``until`` (``TimeoutError``).
+
+        The lock is released during the wait.
+        """
+        read = lambda: not self._unread or self.has_failed()  # noqa: E731
+        if not self.changed.wait_for(read, max(0.0, until - time.monotonic())):
+            raise TimeoutError("this site waited in vain for its update to be encoded (lock_step)")
+
     def _owner_of(self, fragment: int) -> Exchange | Owners:
         return self.owners if self.owners.owners[fragment] else self
 
@@ -653,7 +652,7 @@ class Agent(Exchange):
     def tell(self, event: LearnerEvent) -> None:
         """Pass an event to the machine from a background thread."""
         with self.changed:
-            self.link.heard(event)
+            self.link.rounds.heard(event, time.monotonic_ns())
             adopted = self._carry_out(self.machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 
@@ -674,33 +673,10 @@ class Agent(Exchange):
             self.tell(event)
             return True
 
-    def emit(self, what: str, facts: dict[str, object]) -> None:
-        """Write an event into the site's log."""
-        self._say(what, facts)
-
-    def join(self) -> None:
-        """Make one attempt to join (again); raises ``Unreachable`` or ``Refused``."""
-        reply, answered = self._joiner.attempt()
-        self._rejoining = ""
-        self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
-        self.tell(answered)
-
-    def rejoin(self, why: str) -> None:
-        """Make the listener join again, and log the reason once."""
-        if why != self._rejoining:
-            self._rejoining = why
-            self.emit("note", {"note": "rejoin", "why": why})
-        self._listener.wake()
-
     def give_up(self, why: str) -> None:
         """Stop the site with a failure."""
         with self.changed:
             self._stop_for(StopTraining(None, why, failed=True))
-            self.changed.notify_all()
-
-    def _lose(self, why: str) -> None:
-        with self.changed:
-            self._rank_lost = why
             self.changed.notify_all()
 
     def _stop_for(self, stop: StopTraining) -> None:

@@ -41,7 +41,7 @@ from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, lend_a_hand
 from diloco.learner.seal import Outbox, SealedUpdate, SealJob, encoders
 from diloco.learner.tensors import Echo, SiteTensors, place_of
-from diloco.learner.transfer import LinkUse, Workers
+from diloco.learner.transfer import LinkUse, Participant
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
@@ -51,7 +51,7 @@ from diloco.sync.options import ABOVE_0, check_bounds, one_of, require, within
 from diloco.sync.progress import LearnerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -105,16 +105,6 @@ class AgentOptions:
         return self.adapt or AdaptOptions(ways=(Way(self.up_codec, 0),))
 
 
-def tensors_of(
-    options: AgentOptions, adopt: str, layout: Layout, holding: Holding, owned: Collection[int]
-) -> SiteTensors:
-    """Return the tensors of a rank that owns the fragments ``owned``, on the device of its model."""
-    place, measured = place_of(holding.parts()), options.measure_from
-    return SiteTensors(
-        layout, holding, adopt, options.adopt_alpha, place, options.feedback, owned, measured, options.ahead
-    )
-
-
 Change = Adopt | Retake | Seal
 """Effects that are carried out at a boundary."""
 Beside = Fetch | Forget | Release | Send | StartOver
@@ -130,55 +120,55 @@ class Source:
     digest: str
 
 
-class Exchange(Workers):
+class Exchange(Participant):
     """The exchange of one rank.  The subclasses ``Agent`` and ``Owner`` know where the machine is."""
+
+    link: LinkUse
+    tensors: SiteTensors
 
     def __init__(
         self,
-        run_id: str,
-        site_id: str,
-        site_tensors: SiteTensors,
-        outbox: Outbox,
+        options: AgentOptions,
+        adopt: str,
+        layout: Layout,
+        holding: Holding,
+        dealt: Dealt,
         orders: Orders,
         client: SyncClient,
-        options: AdaptOptions,
+        run_id: str,
+        site_id: str,
+        disk: Disk = PLAIN_DISK,
     ) -> None:
-        """``outbox`` is this rank's; ``orders`` makes all ranks take part in changes of the model."""
-        self.tensors, self.outbox = site_tensors, outbox
+        """``adopt`` is the rule of adopting; ``orders`` makes all ranks take part in changes of the model."""
+        rank = holding.group.rank
+        tensors = SiteTensors(
+            layout,
+            holding,
+            adopt,
+            options.adopt_alpha,
+            place_of(holding.parts()),
+            options.feedback,
+            dealt.of(rank),
+            options.measure_from,
+            options.ahead,
+        )
+        outbox = Outbox(Path(options.folder) / "outbox", disk, settled=rank > 0)
         self.changed = threading.Condition(threading.RLock())
         """Held while the tensors, or the machine's state of them, change; never while waiting for others."""
         self._orders = orders
         self._unread: list[SealJob] = []  # Jobs that still read the model's own memory.
-        self.link = LinkUse(self, client, options)
-        coders = encoders(self.link.codecs, site_tensors)
-        super().__init__(run_id, site_id, client, self.link, coders, outbox, site_tensors)
+        link = LinkUse(self, client, options.choices())
+        super().__init__(run_id, site_id, client, link, encoders(link.codecs, tensors), outbox, tensors)
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> object:
         """Call ``do`` and pass ``event`` to the machine atomically, unless it comes from another run or syncer."""
         raise NotImplementedError
-
-    def has_failed(self) -> bool:
-        """Return whether the model no longer changes because of a failure, so that all waits end."""
-        raise NotImplementedError
-
-    def begin_thread(self) -> None:
-        """Prepare the calling thread (see ``Workers``)."""
-        self.tensors.place.begin_thread()
 
     def was_read(self, job: SealJob) -> None:
         """Note that ``job`` no longer reads the model's memory."""
         with self.changed:
             self._unread = [each for each in self._unread if each is not job]
             self.changed.notify_all()
-
-    def stand_still(self, until: float) -> None:
-        """Wait until no job reads the model's memory, or until ``until`` (``TimeoutError``).
-
-        The caller holds the lock, which is released during the wait.
-        """
-        read = lambda: not self._unread or self.has_failed()  # noqa: E731
-        if not self.changed.wait_for(read, max(0.0, until - time.monotonic())):
-            raise TimeoutError("this site waited in vain for its update to be encoded (lock_step)")
 
     # --- at a boundary, in the training thread; the lock is held ------------------------------------------------------
 
@@ -195,9 +185,8 @@ class Exchange(Workers):
                 facts: dict[str, object] = {"fragment": fragment, "version": effect.version}
                 self.emit("adopted", {**facts, "merged": list(effect.merged)})
             case Retake():
-                lost = self.tensors.residuals.to_drop(fragment)
                 with self._orders.all_do(RETAKE, fragment):
-                    self.tensors.retake(fragment, effect.version, effect.keep)
+                    lost = self.tensors.retake(fragment, effect.version, effect.keep)
                 self.emit("retaken", {"fragment": fragment, "version": effect.version, "why": effect.why, **lost})
             case Seal():
                 with nullcontext() if self.tensors.is_here(fragment) else self._orders.all_do(SEAL, fragment):
@@ -228,20 +217,15 @@ class Exchange(Workers):
 
     def keep_sealed(self, sealed: SealedUpdate) -> None:
         """Store the values of a durable update and tell the machine, atomically."""
-        header = sealed.header
-
-        def keep() -> None:
-            self.tensors.sealed(header.fragment, header.sequence, sealed.encoded.sent, sealed.encoded.fed)
-
-        self.change(keep, Sealed(header.fragment, header.sequence, header.digest), None)
+        key, encoded = (sealed.header.fragment, sealed.header.sequence), sealed.encoded
+        keep = lambda: self.tensors.sealed(*key, encoded.sent, encoded.fed)  # noqa: E731
+        self.change(keep, Sealed(*key, sealed.header.digest), None)
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """Store the values of a version fetched in ``lineage`` and tell the machine, atomically."""
         self.tensors.place.of(values)  # Copies to the model's device now, so that the adopt need not wait for it.
-
-        def keep() -> None:
-            self.tensors.arrived(event.fragment, event.version, values, told.digest, told.sites)
-
+        version = (event.fragment, event.version, values, told.digest, told.sites)
+        keep = lambda: self.tensors.arrived(*version)  # noqa: E731
         self.change(keep, event, Source(lineage, told.epoch, told.digest))
 
 
@@ -265,8 +249,6 @@ class Owner(Exchange):
         disk: Disk = PLAIN_DISK,
     ) -> None:
         """``restored`` are the tensors of a checkpoint, from any rank; rank 0 decides which of them are used."""
-        rank = holding.group.rank
-        tensors = tensors_of(options, adopt, layout, holding, dealt.of(rank))
         self._channel, self._bound_s = dealt.channels[0], holding.group.timeout_s
         self._restored = restored or {}
         self._lost = ""
@@ -276,10 +258,11 @@ class Owner(Exchange):
         self._due: queue.SimpleQueue[tuple[Change, str] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._states: queue.SimpleQueue[dict[str, Tensor] | None] = queue.SimpleQueue()
-        outbox = Outbox(Path(options.folder) / "outbox", disk, settled=True)
+        self.tell, self.emit = partial(self._post, "tell"), partial(self._post, "emit")
+        self.rejoin, self.give_up = partial(self._post, "rejoin"), partial(self._post, "give_up")
         alone = Orders(SiteGroup(device="cpu"))  # Broadcasts nothing: only rank 0 orders all ranks to take part.
-        super().__init__(run_id, site_id, tensors, outbox, alone, client, options.choices())
-        self._channel.hear(self._hear, self._without_rank_0)
+        super().__init__(options, adopt, layout, holding, dealt, alone, client, run_id, site_id, disk)
+        self._channel.hear(self._hear, self._wake)
         self.begin_threads(self._echo)
 
     # --- the training thread ----------------------------------------------------------------------------------------
@@ -326,7 +309,7 @@ class Owner(Exchange):
                     for key in [key for key in self.tensors.sent if key not in listed]:
                         self.tensors.release(*key)
                     self._restored = {}
-                dropped = self.tensors.residuals.dropped()
+                dropped = self.tensors.residuals.dropped
                 if dropped:
                     self.emit("note", {"note": "residual_dropped", "why": "feedback was turned off since", **dropped})
             case "knows":
@@ -359,11 +342,9 @@ class Owner(Exchange):
         if asked is not None:  # Otherwise this rank is ending, and waits for nothing.
             asked.put(answer)
 
-    def _without_rank_0(self, why: str) -> None:
-        self._lost = why
-        self._wake()
-
-    def _wake(self) -> None:
+    def _wake(self, lost: str = "") -> None:
+        """End all waits; ``lost`` is why rank 0 is gone, if it is."""
+        self._lost = lost or self._lost
         self.stopping.set()
         for waiting in (self._due, self._states):
             waiting.put(None)
@@ -396,26 +377,6 @@ class Owner(Exchange):
         """Pass ``event`` to rank 0's machine; ``do`` is called once rank 0 has confirmed it."""
         return self._ask("change", event, source, change=do)
 
-    def tell(self, event: LearnerEvent) -> None:
-        """Pass an event to rank 0's machine."""
-        self._post("tell", event)
-
-    def emit(self, what: str, facts: dict[str, object]) -> None:
-        """Write an event into rank 0's log."""
-        self._post("emit", what, facts)
-
-    def rejoin(self, why: str) -> None:
-        """Make rank 0 join again."""
-        self._post("rejoin", why)
-
-    def give_up(self, why: str) -> None:
-        """Make rank 0 stop the site with a failure."""
-        self._post("give_up", why)
-
-    def has_failed(self) -> bool:
-        """Return whether rank 0 is gone."""
-        return bool(self._lost)
-
     def _echo(self) -> None:
         """Hash one base at a time, at intervals, for rank 0's heartbeat."""
         echo = Echo(self.tensors, self.changed)
@@ -430,17 +391,18 @@ class Owner(Exchange):
 class Owners:
     """Rank 0's view of the owners above rank 0, for one agent.  Orders are sent under the agent's lock."""
 
-    def __init__(self, dealt: Dealt, agent: Exchange, orders: Orders, lost: Callable[[str], None]) -> None:
-        """``lost`` is called with the reason when a rank of the site is gone."""
+    def __init__(self, dealt: Dealt, agent: Exchange, orders: Orders) -> None:
         self.owners, self._channels = dealt.owners, dealt.channels
         self._agent, self._tensors, self._client, self._orders = agent, agent.tensors, agent.client, orders
-        self._lost = lost
+        self.lost = ""
+        """Why a rank of the site is gone; empty while all are there."""
+        self.parting = False
+        """Whether the site ends, so that a lost connection to a rank is no failure."""
         # By fragment, the latest version that another rank has fetched.
         self._versions: list[int] = [-1] * len(dealt.owners)
         self._echoes: dict[int, tuple[int, int]] = {}
         self._bytes = dict.fromkeys(dealt.channels, (0, 0))
         self._known: object = None
-        self._parting = threading.Event()
 
     def begin(self, state: LearnerState) -> None:
         """Send the owners the machine's state of their fragments, and start to read what they send."""
@@ -497,13 +459,9 @@ class Owners:
         ups, downs = zip((self._client.bytes_up, self._client.bytes_down), *self._bytes.values(), strict=True)
         return sum(ups), sum(downs)
 
-    def part(self) -> None:
-        """Note that the site ends, so that a lost connection to a rank is no failure."""
-        self._parting.set()
-
     def close(self) -> None:
         """End the connections."""
-        self.part()
+        self.parting = True
         for channel in self._channels.values():
             channel.close()
 
@@ -534,8 +492,10 @@ class Owners:
         channel.send("changed", number, True)
 
     def _gone(self, rank: int, why: str) -> None:
-        if not self._parting.is_set():
-            self._lost(f"rank {rank} of this site is gone: {why}")
+        if not self.parting:
+            with self._agent.changed:
+                self.lost = f"rank {rank} of this site is gone: {why}"
+                self._agent.changed.notify_all()
 
 
 class Follower:
@@ -551,13 +511,9 @@ class Follower:
         """
         self._layouts, self._holding, self._adopt, self._owned = layouts, holding, adopt, owned
 
-    def start(self) -> bool:
-        """Take part in adopting the first versions; return whether rank 0 stops because it could not start."""
-        return self._follow()
-
     def after_step(self, info: StepInfo) -> Verdict:
         """Take part in this boundary."""
-        return Verdict(not info.passes and self._follow(), "rank 0 stops")
+        return Verdict(not info.passes and self.follow(), "rank 0 stops")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Return the checkpoint tensors of this rank's fragments; call it when rank 0's ``state`` is called."""
@@ -568,7 +524,7 @@ class Follower:
 
     def finish(self) -> None:
         """Take part after the loop until rank 0 is done: it may need values held here to send the last updates."""
-        while not self._follow():
+        while not self.follow():
             continue
         self.close()
 
@@ -578,8 +534,11 @@ class Follower:
             if owner is not None:
                 owner.close()
 
-    def _follow(self) -> bool:
-        """Take part in one boundary; return whether this rank is to stop."""
+    def follow(self) -> bool:
+        """Take part in one boundary; return whether this rank is to stop.
+
+        The first one is before the loop, when rank 0 adopts the first versions, or stops because it could not start.
+        """
         group = self._holding.group
         while True:
             what, *which = group.broadcast_small([])

@@ -66,18 +66,14 @@ class Orders:
     def all_do(self, what: int, fragment: int, owner: int = 0) -> Iterator[None]:
         """Make the other ranks take part in the collective on ``fragment`` that is done inside this context."""
         with self._turn:
-            self._say(what, self._part, fragment, owner)
+            self._group.broadcast_small((what, self._part, fragment, owner))
             yield
 
     def go_on(self, *, stop: bool = False) -> None:
         """End the boundary: all ranks go on, or stop."""
         if self._is_site:
             with self._turn:
-                self._say(STOP if stop else GO_ON)
-
-    def _say(self, *words: int) -> None:
-        if self._group.world > 1:
-            self._group.broadcast_small(words)
+                self._group.broadcast_small([STOP if stop else GO_ON])
 
 
 def lend_a_hand(holding: Holding, fragment: Fragment, what: int, adopt: str, owner: int) -> None:
@@ -145,33 +141,29 @@ def meet(group: SiteGroup) -> dict[int, Channel]:
     All ranks must call it together; ``GroupError`` when one does not connect in time, or is lost meanwhile.
     """
     try:
-        return _met(group)
+        places = group.all_gather_bytes(_loopback())
+        if group.rank:
+            told = json.loads(group.all_gather_bytes(b"{}")[0])
+            host = NEAR if places[group.rank] == places[0] else told["host"] or group.master_addr
+            connection = knock(host, told["port"], bytes.fromhex(told["key"]), group.timeout_s)
+            connection.send(group.rank)
+            return {0: Channel(connection)}
+        key, apart, others = secrets.token_bytes(KEY_BYTES), len(set(places)) > 1, group.world - 1
+        with Door(key, "" if apart else NEAR) as door:
+            host = _own_address(group.master_addr) if apart else NEAR
+            group.all_gather_bytes(json.dumps({"host": host, "port": door.port, "key": key.hex()}).encode())
+            found: dict[int, Channel] = {}
+            while len(found) < others:
+                try:
+                    connection = door.come.get(timeout=group.timeout_s)
+                except queue.Empty:
+                    raise GroupError(f"only {len(found)} of {others} ranks of this site came to rank 0") from None
+                if not connection.poll(group.timeout_s):
+                    raise GroupError("a rank of this site came to rank 0 and does not say which")
+                found[connection.recv()] = Channel(connection)
+        return found
     except (AuthenticationError, EOFError, OSError) as error:
         raise GroupError(f"rank {group.rank} of this site could not meet rank 0: {error!r}") from error
-
-
-def _met(group: SiteGroup) -> dict[int, Channel]:
-    places = group.all_gather_bytes(_loopback())
-    if group.rank:
-        told = json.loads(group.all_gather_bytes(b"{}")[0])
-        host = NEAR if places[group.rank] == places[0] else told["host"] or group.master_addr
-        connection = knock(host, told["port"], bytes.fromhex(told["key"]), group.timeout_s)
-        connection.send(group.rank)
-        return {0: Channel(connection)}
-    key, apart = secrets.token_bytes(KEY_BYTES), len(set(places)) > 1
-    with Door(key, "" if apart else NEAR) as door:
-        host = _own_address(group.master_addr) if apart else NEAR
-        group.all_gather_bytes(json.dumps({"host": host, "port": door.port, "key": key.hex()}).encode())
-        found: dict[int, Channel] = {}
-        while len(found) < group.world - 1:
-            try:
-                connection = door.come.get(timeout=group.timeout_s)
-            except queue.Empty:
-                raise GroupError(f"only {len(found)} of {group.world - 1} ranks of this site came to rank 0") from None
-            if not connection.poll(group.timeout_s):
-                raise GroupError("a rank of this site came to rank 0 and does not say which")
-            found[connection.recv()] = Channel(connection)
-    return found
 
 
 def _loopback() -> bytes:

@@ -7,6 +7,7 @@ send heartbeats, the same as at any site.  What they receive goes to the machine
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated
 from diloco.codec.base import bytes_of
 from diloco.codec.registry import Coded, make_codec
 from diloco.durable import PLAIN_DISK
-from diloco.learner.seal import Encoder, Outbox, SealedUpdate, SealJob, with_room
+from diloco.learner.seal import Encoder, Outbox, SealedUpdate, SealJob
 from diloco.learner.tensors import HOST, Place, SealInputs, Versions
-from diloco.learner.transfer import Joiner, LinkMeter, Listener, Workers, report_info, say_goodbye
+from diloco.learner.transfer import LinkMeter, Listener, Participant, report_info, say_goodbye, with_room
 from diloco.sync.effects import Fetch, Join, Leave, Release, Send, StartOver
 from diloco.sync.events import (
     FateTold,
+    JoinAnswered,
     PushAnswered,
     RegionEvent,
     Sealed,
@@ -75,7 +77,7 @@ class UpwardOptions:
         check_bounds(self)
 
 
-class Upward(Workers):
+class Upward(Participant):
     """One region's client.  Use: ``begin``, ``start``, then ``seal`` and ``order`` as needed, ``finish``, ``close``."""
 
     def __init__(
@@ -91,17 +93,15 @@ class Upward(Workers):
         self._below: Below
         self._say = emit
         self._lock = threading.Lock()
-        self._leaving, self._left = threading.Event(), threading.Event()
+        self._leaving = threading.Event()
         self.known = LearnerState([])  # The upper syncer's lineage and epoch, and the region's incarnation there.
-        self._heartbeat_s = 1.0
-        self._outbox = Outbox(Path(options.folder) / OUTBOX, disk)
+        outbox, versions = Outbox(Path(options.folder) / OUTBOX, disk), Versions(layout, Place(HOST))
         self._sent: dict[tuple[int, int], tuple[str, Coded]] = {}
         self._sending: set[tuple[int, int]] = set()
-        self._versions, self._link = Versions(layout), LinkMeter(client)
-        encoder = Encoder(make_codec(options.up_codec), Place(HOST), self._versions.buffers)
-        super().__init__(agreement.run_id, options.site, client, self._link, [encoder], self._outbox, self._versions)
-        self._joiner = Joiner(self, client, agreement, layout, encoder)
-        self._listener = Listener(self, client)
+        encoder = Encoder(make_codec(options.up_codec), versions.place, versions.buffers)
+        super().__init__(agreement.run_id, options.site, client, LinkMeter(client), [encoder], outbox, versions)
+        self.listener = Listener(self, agreement, layout, encoder.where)
+        self.rejoin = self.listener.rejoin
 
     # --- what the region's syncer calls --------------------------------------------------------------------------
 
@@ -111,12 +111,12 @@ class Upward(Workers):
         # The machine would ignore a syncer older than these, so it must not be joined.
         self.known.lineage, self.known.epoch = max((each.learner.lineage, each.learner.epoch) for each in known)
         listed = {(index, sent.sequence): sent for index, each in enumerate(known) for sent in each.progress.in_flight}
-        here = self._outbox.digests()
+        here = self.outbox.digests()
         told = {key: sent for key, sent in listed.items() if sent.state is not SentState.SEALING}
         kept = {key for key, sent in told.items() if here.get(key) == sent.digest}
-        self._outbox.clear(kept)
+        self.outbox.clear(kept)
         for fragment, sequence in kept:
-            header, payload = self._outbox.get(fragment, sequence, 0)
+            header, payload = self.outbox.get(fragment, sequence, 0)
             numel = self._layout.fragments[fragment].numel
             plain, raw = make_codec(header.encoding).opened(payload, numel)
             self._sent[fragment, sequence] = (header.digest, Coded(plain, raw, numel))
@@ -127,7 +127,7 @@ class Upward(Workers):
 
     def start(self) -> None:
         """Start the threads, which try to join for as long as it takes; the region's own sites are served meanwhile."""
-        self.begin_threads(self._listener.run, self._keep_in_touch)
+        self.begin_threads(self.listener.run, self._keep_in_touch)
 
     def seal(self, effect: Seal, reference: Tensor, values: Tensor) -> None:
         """Make an update of ``reference - values`` less the updates in flight."""
@@ -150,7 +150,7 @@ class Upward(Workers):
             case Fetch():
                 self.fetcher.queue.put(effect.fragment)
             case StartOver():
-                self._versions.latest[effect.fragment] = None
+                self.tensors.latest[effect.fragment] = None
             case Join():
                 self.rejoin(effect.why)
             case Leave():
@@ -160,22 +160,17 @@ class Upward(Workers):
 
     def finish(self) -> None:
         """Wait until the region has left, at most ``finish_timeout_s``."""
-        if not self._left.wait(self._options.finish_timeout_s):
+        if not self.left.wait(self._options.finish_timeout_s):
             why = f"the syncer above has not taken what was left in {self._options.finish_timeout_s:g} s"
             self.emit("note", {"note": "not_finished", "why": why})
 
     def close(self) -> None:
         """End the threads."""
         self.stopping.set()
-        self._listener.wake()
+        self.listener.wake()
         self.end_threads()
 
     # --- what the threads call -----------------------------------------------------------------------------------
-
-    @property
-    def left(self) -> bool:
-        """Whether the region has left the run above."""
-        return self._left.is_set()
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
         """Return the digest of an update that waits to be sent and answered; None when there is no such update."""
@@ -190,6 +185,9 @@ class Upward(Workers):
             self._sending.discard((event.fragment, event.sequence))
         if isinstance(event, VersionPublished) and event.lineage in (0, self.known.lineage):
             self.known.epoch = max(self.known.epoch, event.epoch)
+        known = self.known
+        if isinstance(event, JoinAnswered) and (event.lineage, event.epoch) >= (known.lineage, known.epoch):
+            known.lineage, known.epoch, known.incarnation = event.lineage, event.epoch, event.incarnation
         self._below.tell(event)
 
     def keep_sealed(self, sealed: SealedUpdate) -> None:
@@ -207,26 +205,12 @@ class Upward(Workers):
         if payload is None:
             return
         if lineage == self.known.lineage:
-            self._versions.latest[event.fragment] = (event.version, values)
+            self.tensors.latest[event.fragment] = (event.version, values)
         with self._lock:  # The machine knows the other fates, and each would add a record to its journal.
             fates = [fate for fate in event.fates if (event.fragment, fate.sequence) in self._sent]
         for fate in fates:
             self._below.tell(FateTold(fate))
         self._below.tell(UpstreamFetched(event.fragment, event.version, payload, told.digest, lineage, told.epoch))
-
-    def join(self) -> None:
-        """Make one attempt to join; raises ``Unreachable`` or ``Refused``."""
-        reply, answered = self._joiner.attempt()
-        self._heartbeat_s = reply.settings.heartbeat_ns / 1e9
-        known = self.known
-        if (answered.lineage, answered.epoch) >= (known.lineage, known.epoch):
-            known.lineage, known.epoch, known.incarnation = answered.lineage, answered.epoch, answered.incarnation
-        self._below.tell(answered)
-
-    def rejoin(self, why: str) -> None:
-        """Make the listener join again."""
-        self.emit("note", {"note": "rejoin", "why": why})
-        self._listener.wake()
 
     def give_up(self, why: str) -> None:
         """Stop the region's syncer with the failure ``why``."""
@@ -241,24 +225,22 @@ class Upward(Workers):
     def _keep_in_touch(self) -> None:
         next_report = time.monotonic()
         while not self.stopping.wait(TURN_S):
-            if self._left.is_set() or self.known.incarnation == 0:
+            if self.left.is_set() or self.known.incarnation == 0:
                 continue
             if self._leaving.is_set():
                 if say_goodbye(self):
-                    self._left.set()
-            elif time.monotonic() >= next_report:
-                next_report = time.monotonic() + self._heartbeat_s
-                self._report()
-
-    def _report(self) -> None:
-        standing = self._below.standing()
-        if standing is None:
-            return
-        info = report_info(self, standing, (self.client.bytes_up, self.client.bytes_down))
-        try:
-            with self._link.control():
-                reply = self.client.report(info)
-        except (Unreachable, Refused):
-            return  # The Watch stream fails too, and the listener joins again when the upper syncer is back.
-        if not reply.known:
-            self.rejoin("the syncer does not know this process")
+                    self.left.set()
+                continue
+            if time.monotonic() < next_report:
+                continue
+            next_report = time.monotonic() + self.listener.heartbeat_s
+            standing = self._below.standing()
+            if standing is None:
+                continue
+            info = report_info(self, standing, (self.client.bytes_up, self.client.bytes_down))
+            # When a heartbeat fails the Watch stream fails too, and the listener joins again when the syncer is back.
+            with contextlib.suppress(Unreachable, Refused):
+                with self.link.control():
+                    reply = self.client.report(info)
+                if not reply.known:
+                    self.rejoin("the syncer does not know this process")

@@ -1,4 +1,4 @@
-"""Seals a site's updates in a background thread: measure the pseudo-gradient, encode it, write it to the outbox.
+"""How a site seals an update: measure the pseudo-gradient, encode it, and write it to the outbox.
 
 Encoding happens where the values are.  On the host the codec itself encodes.  On an accelerator a codec that has
 kernels (``codec.gpu.accelerated``) encodes there, so that only the payload, a fault flag and a norm are copied to the
@@ -26,28 +26,25 @@ from __future__ import annotations
 
 import json
 import mmap
-import queue
 import struct
 import threading
 import zlib
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from math import sqrt
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from diloco.codec.base import Buffers, Carry, Hasher, NonFiniteError, bytes_of, digest, digest_of
-from diloco.codec.entropy import stage_of
+from diloco.codec.base import Buffers, Carry, Hasher, bytes_of, digest, digest_of
 from diloco.codec.gpu import DevicePasses, accelerated, new_fault
 from diloco.codec.merging import ranges, sum_of_products
 from diloco.codec.registry import Coded, coded, make_codec, values_of
 from diloco.codec.site_pass import seal_pieces
-from diloco.durable import PLAIN_DISK, Step, when_there_is_room
+from diloco.durable import PLAIN_DISK, Step
 from diloco.learner.tensors import Carried, Fed, SealInputs
 from diloco.sync.effects import Seal
-from diloco.sync.events import SealFailed
 from diloco.sync.journal import parse_json
 from diloco.wire.messages import PushHeader
 
@@ -58,12 +55,6 @@ if TYPE_CHECKING:
     from diloco.codec.base import Codec
     from diloco.durable import Disk
     from diloco.learner.tensors import Place, SiteTensors
-    from diloco.sync.events import LearnerEvent, VersionFetched
-    from diloco.sync.progress import LearnerState
-    from diloco.wire.messages import PullHeader
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,44 +83,34 @@ class Encoder:
         self._place = place
         self._passes: DevicePasses | None = None
         self._pinned: dict[torch.dtype, Tensor] = {}
-        self._where = "host"
+        self.where = "host"
+        """Where updates are encoded, and why there."""
         if place.is_host:
             return
         passes = accelerated(codec.plain)
         if passes is None:
-            self._where = f"host, values from {place}: {codec.plain.name} has no kernel there"
+            self.where = f"host, values from {place.device}: {codec.plain.name} has no kernel there"
         elif find_spec("triton") is None:
-            self._where = f"host, values from {place}: Triton is not installed (pip install 'diloco[gpu]')"
+            self.where = f"host, values from {place.device}: Triton is not installed (pip install 'diloco[gpu]')"
         else:
-            self._passes, self._where = passes, f"{place}, Triton"
-
-    def __str__(self) -> str:
-        """Return where updates are encoded, and why there."""
-        return self._where
+            self._passes, self.where = passes, f"{place.device}, Triton"
 
     def encode(self, inputs: SealInputs) -> Encoded:
         """Encode ``base - local - sent...`` plus the carried residual; overwrites the private copy in ``inputs``.
 
         ``NonFiniteError`` when the result is not finite.
         """
-        if self._place.is_host:
-            return self._encode_here(inputs) if inputs.carried is None else self._feed_here(inputs, inputs.carried)
+        if self._place.is_host and inputs.carried is not None:
+            return self._feed_here(inputs, inputs.carried)
+        if self._place.is_host:  # In one pass.
+            plain, numel, sent = self.codec.plain, inputs.reference.numel(), [coded(each) for each in inputs.in_flight]
+            payload = self._buffers.raw(plain.payload_bytes(numel))
+            found = seal_pieces(inputs.pieces, inputs.reference, sent, plain, payload)
+            kept = Coded(plain, bytes_of(payload), numel)
+            return Encoded(self.codec.closed(payload), kept, found.norm, found.digest)
         if self._passes is not None:
             return self._encode_there(inputs, self._passes)
-        measured = self._fetched(inputs)
-        payload = self.codec.encode(measured)
-        decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
-        norm = float(torch.linalg.vector_norm(decoded))
-        there = self._place.of(decoded)
-        return Encoded(payload, there, norm, digest(decoded), self._fed_there(inputs, there))
-
-    def _encode_here(self, inputs: SealInputs) -> Encoded:
-        """Encode on the host in one pass."""
-        plain, numel, sent = self.codec.plain, inputs.reference.numel(), [coded(each) for each in inputs.in_flight]
-        payload = self._buffers.raw(plain.payload_bytes(numel))
-        found = seal_pieces(inputs.pieces, inputs.reference, sent, plain, payload)
-        kept = Coded(plain, bytes_of(payload), numel)
-        return Encoded(self.codec.closed(payload), kept, found.norm, found.digest)
+        return self._encode_fetched(inputs)
 
     def _feed_here(self, inputs: SealInputs, carried: Carried) -> Encoded:
         """Encode on the host with feedback, in ranges that are hashed and measured while still in the cache.  The
@@ -153,17 +134,6 @@ class Encoder:
         term = torch.sub(fresh, decoded)
         fed = Fed(carried, fresh, term, term if residual is None else residual)
         return Encoded(self.codec.closed(payload), decoded, sqrt(squares), found.text(), fed)
-
-    def _fed_there(self, inputs: SealInputs, there: Tensor) -> Fed | None:
-        """Compute the residual on the device, in memory allocated for the training stream."""
-        if inputs.carried is None:
-            return None
-        fresh, term, residual = (torch.empty_like(there) for _ in range(3))
-        with self._place.beside():
-            fresh.copy_(inputs.pseudo_gradient())
-            torch.sub(fresh, there, out=term)
-            torch.sub(inputs.carried.onto(fresh), there, out=residual)
-        return Fed(inputs.carried, fresh, term, residual)
 
     def _encode_there(self, inputs: SealInputs, passes: DevicePasses) -> Encoded:
         local, device = inputs.local, self._place.device
@@ -194,20 +164,31 @@ class Encoder:
         here = self.codec.plain.decode(told.numpy().data, local.numel())
         return Encoded(closed, decoded, float(told_norm), digest(here), fed)
 
-    def _fetched(self, inputs: SealInputs) -> Tensor:
-        """Compute the values to send on the device and return them on the host; valid until the next call."""
-        told = self._room(inputs.local.numel(), torch.float32)
-        measured = torch.empty_like(inputs.local)
+    def _encode_fetched(self, inputs: SealInputs) -> Encoded:
+        """Measure on the device, encode on the host, and compute the residual on the device."""
+        measured, there = self._room(inputs.local.numel(), torch.float32), torch.empty_like(inputs.local)
         with self._place.beside():
-            measured.copy_(inputs.to_send())
-            told.copy_(measured, non_blocking=True)
-        return told
+            there.copy_(inputs.to_send())
+            measured.copy_(there, non_blocking=True)
+        del there
+        payload = self.codec.encode(measured)
+        decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
+        norm, there = float(torch.linalg.vector_norm(decoded)), self._place.of(decoded)
+        fed: Fed | None = None
+        if inputs.carried is not None:
+            # In memory allocated for the training stream.
+            fed = Fed(inputs.carried, *(torch.empty_like(there) for _ in range(3)))
+            with self._place.beside():
+                fed.fresh.copy_(inputs.pseudo_gradient())
+                torch.sub(fed.fresh, there, out=fed.term)
+                torch.sub(inputs.carried.onto(fed.fresh), there, out=fed.residual)
+        return Encoded(payload, there, norm, digest(decoded), fed)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return pinned host memory, reused for every update; one buffer for each type."""
-        held = self._pinned.get(dtype)
+        """Return page-locked host memory, to which the device copies directly; one buffer for each type, reused."""
+        held, pin = self._pinned.get(dtype), self._place.device.type == "cuda"
         if held is None or held.numel() < numel:
-            held = self._pinned[dtype] = self._place.pinned(numel, dtype)
+            held = self._pinned[dtype] = torch.empty(numel, dtype=dtype, pin_memory=pin)
         return held[:numel]
 
 
@@ -261,105 +242,6 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
     return SealedUpdate(header, encoded)
 
 
-class Participant(Protocol):
-    """A participant of a run at one syncer: a rank of a site that owns fragments, or a region.
-
-    This is its interface to the background threads.  Every method is thread-safe.
-    """
-
-    run_id: str
-    site_id: str
-    stopping: threading.Event
-    """Set when the threads must end."""
-    known: LearnerState
-    """What is known of the run and the latest syncer: ``lineage``, ``epoch``, and this process's ``incarnation`` at
-    that syncer (0 before it has joined)."""
-
-    def wanted(self, fragment: int, sequence: int) -> str | None:
-        """Return the digest of an update that waits to be sent and answered; None when there is no such update."""
-
-    def was_read(self, job: SealJob) -> None:
-        """Note that ``job`` no longer reads the model's memory."""
-
-    def keep_sealed(self, sealed: SealedUpdate) -> None:
-        """Store an update that is durable, and tell the machine."""
-
-    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
-        """Store the ``values`` of a version requested in ``lineage``, with header ``told``, and tell the machine."""
-
-    def tell(self, event: LearnerEvent) -> None:
-        """Pass an event to the machine."""
-
-    def emit(self, what: str, facts: dict[str, object]) -> None:
-        """Write an event into the log."""
-
-    def rejoin(self, why: str) -> None:
-        """Join again, soon."""
-
-    def give_up(self, why: str) -> None:
-        """Stop this participant with the failure ``why``."""
-
-
-ROOM_EVERY_S = 1.0
-"""Interval between attempts to write to a full disk."""
-
-
-def with_room(participant: Participant, what: str, write: Callable[[], T]) -> T | None:
-    """Return the result of ``write``, retried while the disk is full; None if the participant stops before.
-
-    The log says that ``what`` waits for room, and when it no longer waits.
-    """
-
-    def say(full: OSError | None) -> None:
-        waits: dict[str, object] = {"note": "disk_full", "why": f"{what} waits for room: {full}"}
-        participant.emit("note", waits if full is not None else {"note": "disk_has_room"})
-
-    return when_there_is_room(write, participant.stopping, ROOM_EVERY_S, say)
-
-
-class Sealer:
-    """Encodes updates and makes them durable, and drops updates no longer needed from the outbox, in order."""
-
-    def __init__(self, participant: Participant, encoders: Sequence[Encoder], outbox: Outbox) -> None:
-        """``encoders`` are those of all codecs that a job may name, the configured one first."""
-        self._participant = participant
-        self.encoder = encoders[0]
-        self._encoders = {each.codec.name: each for each in encoders}
-        self._outbox = outbox
-        self.queue: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
-
-    def run(self) -> None:
-        """Run the thread; None in the queue ends it."""
-        while (job := self.queue.get()) is not None:
-            if isinstance(job, tuple):
-                self._outbox.drop(*job)
-                continue
-            self._seal(job)
-
-    def _seal(self, job: SealJob) -> None:
-        own, effect, encoder = self._participant, job.effect, self._encoders[job.codec]
-        try:
-            sealed = seal(job, encoder, own.run_id, own.site_id, own.known.incarnation)
-        except NonFiniteError:
-            own.tell(SealFailed(effect.fragment, effect.sequence))
-            return
-        finally:
-            own.was_read(job)
-        # Training continues meanwhile, and its progress goes into the next update.
-        if with_room(own, "an update", lambda: self._outbox.put(sealed.header, sealed.encoded.payload)) is None:
-            return
-        facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
-        facts["codec"] = job.codec
-        stage, fed = stage_of(encoder.codec, sealed.encoded.payload), sealed.encoded.fed
-        if stage is not None:
-            facts["stage"] = stage
-        if fed is not None:
-            facts["residual"] = float(torch.linalg.vector_norm(fed.residual))
-        numbers = {"base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.encoded.norm}
-        own.emit("sealed", facts | numbers)
-        own.keep_sealed(sealed)
-
-
 FRESH_MAX = 4
 """Most updates kept in memory as well."""
 SPARE_MAX = 4
@@ -391,9 +273,6 @@ class Outbox:
         for leftover in folder.glob(".*.tmp"):
             disk.remove(leftover, Step.OUTBOX_DROP)
 
-    def _path(self, fragment: int, sequence: int) -> Path:
-        return self.folder / _name(fragment, sequence)
-
     def put(self, header: PushHeader, payload: bytes | memoryview) -> Path:
         """Make an update durable, replacing an earlier one of the same sequence, and return its path.
 
@@ -403,13 +282,13 @@ class Outbox:
         line = b"%08x %b\n" % (zlib.crc32(fields), fields)
         key, view = (header.fragment, header.sequence), memoryview(payload)
         self._forget(key)
-        spare = self._spare.pop() if self._spare else None
-        self._disk.write_parts(self._path(*key), (line, view), Step.OUTBOX_PUT, over=spare)
+        spare, path = self._spare.pop() if self._spare else None, self.folder / _name(*key)
+        self._disk.write_parts(path, (line, view), Step.OUTBOX_PUT, over=spare)
         with self._fresh_lock:
             self._fresh[key] = (header, view)
             while len(self._fresh) > FRESH_MAX:
                 del self._fresh[next(iter(self._fresh))]
-        return self._path(*key)
+        return path
 
     def _forget(self, key: tuple[int, int]) -> tuple[PushHeader, memoryview] | None:
         with self._fresh_lock:
@@ -425,7 +304,7 @@ class Outbox:
 
         ``OutboxError`` if it is damaged, ``FileNotFoundError`` if it was dropped.
         """
-        path = self._path(fragment, sequence)
+        path = self.folder / _name(fragment, sequence)
         with self._reading:
             header, payload = _read(path)
         if digest_of(payload, header.digest) != header.digest:
@@ -435,7 +314,7 @@ class Outbox:
     def drop(self, fragment: int, sequence: int) -> None:
         """Remove an update that is no longer needed; its file may become a spare."""
         self._forget((fragment, sequence))
-        path = self._path(fragment, sequence)
+        path = self.folder / _name(fragment, sequence)
         if len(self._spare) >= SPARE_MAX or not path.exists():
             self._disk.remove(path, Step.OUTBOX_DROP)
             return
@@ -492,35 +371,30 @@ SLOT = struct.Struct("<QQI4x")
 
 
 class Odometer:
-    """Counts a site's steps and tokens over all its processes.  ``note`` gets a text about a damaged reading."""
+    """Counts a site's steps and tokens over all its processes.  ``note`` gets a text about a damaged reading.
+
+    ``reading`` is (step, tokens processed); zeros where nothing is known.
+    """
 
     def __init__(self, path: Path, disk: Disk = PLAIN_DISK, note: Callable[[str], None] = lambda why: None) -> None:
         self._disk, self._next = disk, 0
         disk.make_folder(path.parent, Step.ODOMETER)
         whole = path.exists()
-        self._reading, damage = _read_slots(path.read_bytes()) if whole else ((0, 0), "")
+        self.reading, damage = _read_slots(path.read_bytes()) if whole else ((0, 0), "")
         if damage:
             note(f"{path} {damage}")
         if damage or not whole:
-            disk.write_file(path, 2 * _slot(*self._reading), Step.ODOMETER)
+            disk.write_file(path, 2 * _slot(*self.reading), Step.ODOMETER)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 2 * SLOT.size)
-
-    def read(self) -> tuple[int, int]:
-        """Return (step, tokens processed); zeros where nothing is known."""
-        return self._reading
 
     def write(self, step: int, tokens: int) -> None:
         """Record the present step and the tokens processed."""
         self._disk.reached(Step.ODOMETER)
         begin = self._next * SLOT.size
         self._map[begin : begin + SLOT.size] = _slot(step, tokens)
-        self._reading, self._next = (step, tokens), 1 - self._next
+        self.reading, self._next = (step, tokens), 1 - self._next
         self._disk.reached(Step.ODOMETER)
-
-    def close(self) -> None:
-        """Unmap the file."""
-        self._map.close()
 
 
 def _slot(step: int, tokens: int) -> bytes:

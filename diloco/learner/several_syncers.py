@@ -23,7 +23,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.inner.checkpoint import CheckpointError, Prefixed
 from diloco.inner.trainer import Verdict
@@ -76,9 +76,13 @@ class Agents:
         ``JoinFailed`` when one refuses, when a new site does not reach all, or when none answers: then all agents are
         closed, after those that had joined have left again.
         """
-        until = time.monotonic() + self._join_timeout_s
+        until, cursors = time.monotonic() + self._join_timeout_s, list[int]()
         try:
-            cursors = [self._started(syncer) for syncer in range(len(self._agents))]
+            for syncer, agent in enumerate(self._agents):
+                try:
+                    cursors.append(agent.start(AWAY_S))
+                except JoinFailed as error:
+                    raise JoinFailed(error.kind, f"{error.text} (syncer {syncer})") from error
             while not any(agent.has_joined for agent in self._agents):
                 if time.monotonic() >= until:
                     raise JoinFailed("unreachable", "none of the syncers answers")
@@ -92,12 +96,6 @@ class Agents:
         self._tell_turns()
         self._orders.go_on()
         return max(cursors)
-
-    def _started(self, syncer: int) -> int:
-        try:
-            return self._agents[syncer].start(AWAY_S)
-        except JoinFailed as error:
-            raise JoinFailed(error.kind, f"{error.text} (syncer {syncer})") from error
 
     def after_step(self, info: StepInfo) -> Verdict:
         """Account for an inner step at every agent (each seals and adopts what is due); return whether to stop."""
@@ -228,8 +226,6 @@ def part_restored(
 
 
 SUMMED = ("bytes_up", "bytes_down", "in_flight", "adopt_s")
-
-
 LARGEST = ("incarnation", "staleness")
 """Meter fields that are summed, or of which the largest counts; others are the site's own or the first agent's."""
 
@@ -243,7 +239,7 @@ class OneVoice:
         self.spent = Meter()
         """Measures the training loop's time, for all agents together."""
         self._lock = threading.Lock()
-        self._meters: dict[int, dict[str, object]] = {}
+        self._meters: dict[int, dict[str, Any]] = {}
 
     def of(self, syncer: int) -> Emit:
         """Return the ``emit`` of the agent that talks to ``syncer``."""
@@ -257,9 +253,9 @@ class OneVoice:
             return
         fields = {**told[0], **asdict(self.spent.read())}
         for name in SUMMED:
-            fields[name] = sum(_number(each[name]) for each in told)
+            fields[name] = sum(each[name] for each in told)
         for name in LARGEST:
-            fields[name] = max(_number(each[name]) for each in told)
+            fields[name] = max(each[name] for each in told)
         self.emit("meter", fields)
 
     def _take(self, syncer: int, what: str, fields: dict[str, object]) -> None:
@@ -284,8 +280,3 @@ def in_whole(fields: Mapping[str, object], fragments: Sequence[int]) -> dict[str
     if "versions" in fields:
         found["fragments"] = list(fragments)
     return found
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return value

@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import hypot
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 import torch
@@ -73,16 +73,10 @@ class Place:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.is_host = device.type == "cpu"
+        """Whether the device is the host, so that nothing needs to be copied."""
         self._mirrors = WeakTensorKeyDictionary()
         self._streams = threading.local()
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the device is the host, so that nothing needs to be copied."""
-        return self.device.type == "cpu"
-
-    def __str__(self) -> str:
-        return str(self.device)
 
     def of(self, here: Tensor) -> Tensor:
         """Return the device copy of ``here``, a host tensor that is never written to; copied at the first call only."""
@@ -101,27 +95,19 @@ class Place:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return page-locked host memory, to which the device copies directly."""
-        return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
-
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Queue the work of this context on a side stream; at its end, only the calling thread waits for that work."""
         if self.device.type != "cuda":
             yield
             return
-        stream = self._stream()
+        if not hasattr(self._streams, "own"):  # One for each thread: torch pools memory per stream.
+            self._streams.own = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._streams.own
         stream.wait_stream(torch.cuda.default_stream(self.device))
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
-
-    def _stream(self) -> Any:
-        """Return the calling thread's side stream.  torch pools memory per stream, so there should be few streams."""
-        if not hasattr(self._streams, "own"):
-            self._streams.own = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return self._streams.own
 
 
 HOST = torch.device("cpu")
@@ -208,7 +194,8 @@ class Residuals:
         self._place = place
         self._held: list[Tensor | None] = [None] * num_fragments
         self._terms: dict[tuple[int, int], Tensor] = {}
-        self._dropped = 0.0
+        self.dropped: dict[str, float] = {}
+        """The event field with the L2 norm of a checkpoint's residuals, which are dropped if feedback is off now."""
 
     def carried(self, fragment: int) -> Carried | None:
         """Return the residual for the next update; None when feedback is off."""
@@ -238,21 +225,13 @@ class Residuals:
         """Forget the term of a merged update; it stays in the sum."""
         self._terms.pop((fragment, sequence), None)
 
-    def to_drop(self, fragment: int) -> dict[str, float]:
-        """Return the event field with the L2 norm of the fragment's residual; empty where it is 0."""
-        held = self._held[fragment]
-        norm = 0.0 if held is None else float(torch.linalg.vector_norm(held))
-        return {"residual_dropped": norm} if norm else {}
-
-    def dropped(self) -> dict[str, float]:
-        """Return the same field for a checkpoint's residuals that are dropped because feedback is off now."""
-        return {"residual_dropped": self._dropped} if self._dropped else {}
-
-    def drop(self, fragment: int) -> None:
-        """Drop the fragment's residual and terms."""
-        self._held[fragment] = None
+    def drop(self, fragment: int) -> dict[str, float]:
+        """Drop the fragment's residual and terms; return the event field with the residual's norm, empty where 0."""
+        held, self._held[fragment] = self._held[fragment], None
         for key in [key for key in self._terms if key[0] == fragment]:
             del self._terms[key]
+        norm = 0.0 if held is None else float(torch.linalg.vector_norm(held))
+        return {"residual_dropped": norm} if norm else {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint, by name."""
@@ -260,16 +239,18 @@ class Residuals:
         return found | {f"term.{fragment}.{sequence}": term for (fragment, sequence), term in self._terms.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what ``tensors`` returned; residuals of a site whose feedback is off now count as :meth:`dropped`."""
+        """Restore what ``tensors`` returned; with feedback off, residuals count as ``dropped`` instead."""
+        dropped = 0.0
         for name, values in tensors.items():
             kind, _, rest = name.partition(".")
             if kind == "residual" and not self.beta:
-                self._dropped = hypot(self._dropped, float(torch.linalg.vector_norm(values)))
+                dropped = hypot(dropped, float(torch.linalg.vector_norm(values)))
             elif kind == "residual":
                 self._held[int(rest)] = self._place.of(values)
             elif kind == "term" and self.beta:
                 fragment, _, sequence = rest.partition(".")
                 self._terms[int(fragment), int(sequence)] = self._place.of(values)
+        self.dropped = {"residual_dropped": dropped} if dropped else {}
 
 
 SPARE_MAX = 3
@@ -279,8 +260,9 @@ SPARE_MAX = 3
 class Versions:
     """The latest version fetched of each fragment, flat fp32 on the host, and reusable buffers for the next."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, place: Place) -> None:
+        """``place`` is the model's device."""
+        self.layout, self.place = layout, place
         self.buffers = Buffers(SPARE_MAX)
         self.latest: list[tuple[int, Tensor] | None] = [None for _ in layout.fragments]
 
@@ -305,8 +287,7 @@ class SiteTensors(Versions):
         ``measure_from``: see ``outer.pseudo_gradient.MEASURE_FROM``.  ``ahead`` is the outer step that ``eager`` takes
         ahead on the site's own updates (``outer.pseudo_gradient``); None: it applies ``adopt_alpha`` of them ahead."""
         assert not (feedback and adopt in ADOPT_KEEPS_UNSENT), "what is not sent is the residual"
-        self.place = place if place is not None else Place(HOST)
-        super().__init__(layout)
+        super().__init__(layout, place if place is not None else Place(HOST))
         self.holding = holding
         self.adopt_rule = adopt
         self.adopt_alpha = adopt_alpha
@@ -439,23 +420,21 @@ class SiteTensors(Versions):
         return self._write(fragment, values, new_base)
 
     def _pieces(self, fragment: int) -> list[Tensor] | None:
-        """Return views of the fragment's values in the model; None where one of them is not plain memory here."""
+        """Return views of the fragment's values in the model; None unless all are contiguous fp32 on this host."""
         pieces = self.layout.fragments[fragment].pieces
         if not self.is_here(fragment):
             return None
-        flat = [self._flat(piece.name) for piece in pieces]
-        found = [each[piece.start : piece.stop] for each, piece in zip(flat, pieces, strict=True) if each is not None]
-        return found if len(found) == len(pieces) else None
+        found = []
+        for piece in pieces:
+            parameter = self.holding.part(piece.name)
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
+                return None
+            found.append(parameter.view(-1)[piece.start : piece.stop])
+        return found
 
     def is_here(self, fragment: int) -> bool:
         """Return whether this rank holds all of the fragment's values, so that it can read them alone."""
         return self.holding.is_whole(self.layout.fragments[fragment].pieces, self.holding.group.rank)
-
-    def _flat(self, name: str) -> Tensor | None:
-        """Return the parameter's own memory as flat fp32 on the CPU; None where it is anything else."""
-        parameter = self.holding.part(name)
-        plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
-        return parameter.view(-1) if plain else None
 
     def arrived(self, fragment: int, version: int, values: Tensor, told: str, sites: int = 0) -> None:
         """Store a fetched version with its verified digest ``told``; ``sites`` is the number of sites merged in it, 0
@@ -465,10 +444,10 @@ class SiteTensors(Versions):
             self.latest[fragment], self.told_latest[fragment] = (version, values), told
             self.sites_in[fragment] = sites or self.sites_in[fragment]
 
-    def retake(self, fragment: int, version: int, keep: Sequence[int]) -> Tensor:
+    def retake(self, fragment: int, version: int, keep: Sequence[int]) -> dict[str, float]:
         """Discard unsent progress: set the model to the version, less the d of updates in ``keep`` under ``rebase``.
 
-        Returns the new values.
+        Return what ``Residuals.drop`` returns.
         """
         latest = self.latest[fragment]
         base = latest[1] if latest is not None and latest[0] == version else self.base[fragment]
@@ -480,14 +459,14 @@ class SiteTensors(Versions):
                 values = torch.sub(values, values_of(self.sent[fragment, sequence]))
         for held in [key for key in self.sent if key[0] == fragment and key[1] not in keep]:
             del self.sent[held]
-        self.residuals.drop(fragment)
+        dropped = self.residuals.drop(fragment)
         if self.own is not None:
             self.own[fragment].forget()
         if base is not self.base[fragment]:
             self.told_base[fragment] = self.told_latest[fragment]
         self.base[fragment], self.base_versions[fragment] = base, version
         self.reference[fragment] = self._write(fragment, values, there)
-        return values
+        return dropped
 
     def measure(self, fragment: int, in_flight: Sequence[int], *, at_rest: bool = False) -> SealInputs:
         """Return the inputs of the next pseudo-gradient: a copy of the model's values, and references to the rest.

@@ -1,7 +1,8 @@
-"""The background network threads of a site: ``Sender`` pushes, ``Fetcher`` pulls, ``Listener`` reads the Watch stream.
+"""The background threads of a site: ``Sealer`` encodes and writes updates, ``Sender`` pushes them, ``Fetcher`` pulls
+versions, ``Listener`` joins and reads the Watch stream.  ``Participant`` owns them.
 
-Each is a loop that takes work, makes one attempt at a time, waits with capped jittered back-off in between, and ends
-when ``stopping`` is set.  None of them ever gives up on a syncer that is away (DESIGN section 5, "Waiting").
+The network threads take work, make one attempt at a time, wait with capped jittered back-off in between, and end when
+``stopping`` is set.  None of them ever gives up on a syncer that is away (DESIGN section 5, "Waiting").
 
 Link.  ``LinkMeter`` measures the speed of a site's link from the calls that the site makes anyway.  ``LinkUse`` chooses
 how the site sends (codec, connections, overlap), and reports measurement and choice.
@@ -12,7 +13,7 @@ prefetch costs nothing, because the site asks again when the version is announce
 
 Decoding.  ``Incoming`` receives the versions of one fragment, and decodes them while their bytes arrive.
 
-Joining.  ``Joiner`` joins the run: the first time with a time limit, and again whenever the syncer was away.
+Joining.  ``Listener`` joins the run: the first time with a time limit, and again whenever the syncer was away.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from diloco.codec import native
-from diloco.codec.base import DecodeError
+from diloco.codec.base import DecodeError, NonFiniteError
+from diloco.codec.entropy import stage_of
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import Arriving, follow_into
-from diloco.durable import write_file
-from diloco.learner.seal import Participant, Sealer
+from diloco.durable import when_there_is_room, write_file
+from diloco.learner.seal import SealJob, seal
 from diloco.sync.events import (
     FateTold,
     FinalAnnounced,
@@ -42,6 +46,7 @@ from diloco.sync.events import (
     OverlapChosen,
     PushAnswered,
     Reason,
+    SealFailed,
     VersionFetched,
     VersionPublished,
 )
@@ -68,17 +73,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.codec.base import Codec
-    from diloco.learner.seal import Encoder, Outbox, SealJob
+    from diloco.learner.seal import Encoder, Outbox, SealedUpdate
     from diloco.learner.tensors import Versions
     from diloco.outer.fragments import Layout
     from diloco.sync.events import LearnerEvent
     from diloco.sync.link import LinkEstimate
     from diloco.sync.options import Agreement
-    from diloco.sync.progress import Standing
+    from diloco.sync.progress import LearnerState, Standing
     from diloco.wire.channel import Stream
     from diloco.wire.client import SyncClient
-    from diloco.wire.messages import JoinReply, PullHeader, PushHeader, WatchEvent
+    from diloco.wire.messages import PullHeader, PushHeader, WatchEvent
     from diloco.wire.pulling import PulledVersion
+
+T = TypeVar("T")
 
 
 class LinkMeter:
@@ -125,18 +132,10 @@ class LinkUse(LinkMeter):
 
     def __init__(self, participant: Participant, client: SyncClient, options: AdaptOptions) -> None:
         super().__init__(client)
-        self._participant, self._rounds = participant, RoundTimes()
+        self._participant, self.rounds = participant, RoundTimes()
         self.codecs = tuple(way.codec for way in options.ways)
         """All codecs that may be chosen, the configured one first."""
-        self._adapter = Adapter(options)
-
-    def begin(self) -> None:
-        """Tell the machine the initial overlap.  Call it once the machine exists."""
-        self._participant.tell(OverlapChosen(self._adapter.choice.overlap_steps))
-
-    def heard(self, event: LearnerEvent) -> None:
-        """Take one of the site's events, to time its rounds; events come one at a time."""
-        self._rounds.heard(event, time.monotonic_ns())
+        self.adapter = Adapter(options)
 
     def codec(self, step_ns: int) -> str:
         """Return the codec of an update sealed now, where an inner step takes ``step_ns``; a change is logged once.
@@ -144,8 +143,8 @@ class LinkUse(LinkMeter):
         A change of connections takes effect with the next transfer, one of the overlap with the next seal; operations
         under way are not affected.
         """
-        before = self._adapter.choice
-        choice = self._adapter.choose(self.read(), step_ns, self._rounds.usual_ns())
+        before = self.adapter.choice
+        choice = self.adapter.choose(self.read(), step_ns, self.rounds.usual_ns())
         if choice != before:
             self._client.use_channels(choice.channels)
             self._participant.tell(OverlapChosen(choice.overlap_steps))
@@ -154,16 +153,16 @@ class LinkUse(LinkMeter):
 
     def info(self, step_ns: int) -> LinkInfo:
         """Return measurement and choice for a heartbeat, where an inner step takes ``step_ns``."""
-        found, choice = self.read(), self._adapter.choice
+        found, choice = self.read(), self.adapter.choice
         return LinkInfo(
             found.rtt_ns,
             found.up_bytes_per_s,
             found.down_bytes_per_s,
             choice.codec,
             choice.channels,
-            self._adapter.exchange_steps(found, step_ns, self._rounds.usual_ns()),
+            self.adapter.exchange_steps(found, step_ns, self.rounds.usual_ns()),
             choice.why,
-            self._rounds.usual_ns(),
+            self.rounds.usual_ns(),
             choice.overlap_steps,
         )
 
@@ -184,8 +183,8 @@ class Ahead:
         self._pulled: PulledVersion | None = None
         self.carried_s = 0.0
         """Seconds that the transfer took, from when the version was available."""
-        self._thread = threading.Thread(target=self._run, name="pull-ahead", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="pull-ahead", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -195,24 +194,15 @@ class Ahead:
         self.carried_s = self._patience.carried_s
 
     @property
-    def is_alive(self) -> bool:
-        """Whether its thread is still running."""
-        return self._thread.is_alive()
-
-    @property
     def over(self) -> bool:
         """Whether it has ended without a version."""
-        return not self.is_alive and (self._pulled is None or not self._pulled.parts)
+        return not self.thread.is_alive() and (self._pulled is None or not self._pulled.parts)
 
     def take(self) -> PulledVersion | None:
         """Return the version, which is known to be published by now; None when it must be pulled again."""
         self._patience.due()
-        self._thread.join()
+        self.thread.join()
         return self._pulled if self._pulled is not None and self._pulled.parts else None
-
-    def end(self) -> None:
-        """Wait at most ``END_S`` for the thread, which ends once the client is closed."""
-        self._thread.join(END_S)
 
 
 class Incoming:
@@ -220,7 +210,7 @@ class Incoming:
 
     def __init__(self, fragment: int, tensors: Versions) -> None:
         self.sink = PullSink(begun=self._begun, broken=self._broken)
-        self._fragment = fragment
+        self._fragment, self._numel = fragment, tensors.layout.fragments[fragment].numel
         self._tensors = tensors
         self._arriving: Arriving | None = None
         self._working = threading.Lock()
@@ -268,10 +258,6 @@ class Incoming:
             return None
         return values if found == header.digest else None
 
-    @property
-    def _numel(self) -> int:
-        return self._tensors.layout.fragments[self._fragment].numel
-
     def _held(self, header: PullHeader) -> Tensor | None:
         """Return the base values that the payload of ``header`` is a difference to; None if they are not here."""
         latest = self._tensors.latest[self._fragment]
@@ -298,12 +284,12 @@ class Pause:
 
     def __init__(self, participant: Participant, cap_s: float = CAP_S) -> None:
         self._participant = participant
-        self._backoff = Backoff(base_s=0.2, cap_s=cap_s)
+        self.backoff = Backoff(base_s=0.2, cap_s=cap_s)
         self._until, self._epoch = 0.0, 0
 
     def begin(self, at_least_s: float | None = None) -> None:
         """Start a pause after one more failure, longer than the last one and at least ``at_least_s`` seconds."""
-        self._until = time.monotonic() + self._backoff.next_s(random.random(), at_least_s or 0.0)
+        self._until = time.monotonic() + self.backoff.next_s(random.random(), at_least_s or 0.0)
         self._epoch = self._participant.known.epoch
 
     def left_s(self) -> float:
@@ -316,25 +302,71 @@ class Pause:
         while (left_s := self.left_s()) and not self._participant.stopping.wait(min(left_s, LOOK_S)):
             continue
 
-    def reset(self) -> None:
-        """Reset the back-off after a success."""
-        self._backoff.reset()
+
+ROOM_EVERY_S = 1.0
+"""Interval between attempts to write to a full disk."""
+
+
+def with_room(participant: Participant, what: str, write: Callable[[], T]) -> T | None:
+    """Return the result of ``write``, retried while the disk is full; None if the participant stops before.
+
+    The log says that ``what`` waits for room, and when it no longer waits.
+    """
+
+    def say(full: OSError | None) -> None:
+        waits: dict[str, object] = {"note": "disk_full", "why": f"{what} waits for room: {full}"}
+        participant.emit("note", waits if full is not None else {"note": "disk_has_room"})
+
+    return when_there_is_room(write, participant.stopping, ROOM_EVERY_S, say)
+
+
+class Sealer:
+    """Encodes updates and makes them durable, and drops updates no longer needed from the outbox, in order."""
+
+    def __init__(self, participant: Participant, encoders: Sequence[Encoder]) -> None:
+        """``encoders`` are those of all codecs that a job may name, the configured one first."""
+        self._participant = participant
+        self.encoder = encoders[0]
+        self._encoders = {each.codec.name: each for each in encoders}
+        self.queue: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Run the thread; None in the queue ends it."""
+        while (job := self.queue.get()) is not None:
+            if isinstance(job, tuple):
+                self._participant.outbox.drop(*job)
+            else:
+                self._seal(job)
+
+    def _seal(self, job: SealJob) -> None:
+        own, effect, encoder = self._participant, job.effect, self._encoders[job.codec]
+        try:
+            sealed = seal(job, encoder, own.run_id, own.site_id, own.known.incarnation)
+        except NonFiniteError:
+            own.tell(SealFailed(effect.fragment, effect.sequence))
+            return
+        finally:
+            own.was_read(job)
+        # Training continues meanwhile, and its progress goes into the next update.
+        if with_room(own, "an update", lambda: own.outbox.put(sealed.header, sealed.encoded.payload)) is None:
+            return
+        facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
+        facts["codec"] = job.codec
+        stage, fed = stage_of(encoder.codec, sealed.encoded.payload), sealed.encoded.fed
+        if stage is not None:
+            facts["stage"] = stage
+        if fed is not None:
+            facts["residual"] = float(torch.linalg.vector_norm(fed.residual))
+        numbers = {"base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.encoded.norm}
+        own.emit("sealed", facts | numbers)
+        own.keep_sealed(sealed)
 
 
 class Sender:
     """Sends sealed updates, each until the syncer gives a definite answer."""
 
-    def __init__(
-        self,
-        participant: Participant,
-        client: SyncClient,
-        link: LinkMeter,
-        outbox: Outbox,
-        expect: Callable[[int], None],
-    ) -> None:
-        """``expect`` is called with the fragment of an update about to be sent, because a version of it comes next."""
-        self._participant, self._client, self._link, self._outbox = participant, client, link, outbox
-        self._expect = expect
+    def __init__(self, participant: Participant) -> None:
+        self._participant = participant
         self.queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._later: dict[tuple[int, int], Pause] = {}
 
@@ -363,10 +395,10 @@ class Sender:
             if found is None:
                 return True
             header, payload = found
-            self._expect(fragment)
+            own.fetcher.expect(fragment)  # Because a version of that fragment comes next.
             try:
-                with self._link.transfer(up=True):
-                    result = self._client.push(header, payload)
+                with own.link.transfer(up=True):
+                    result = own.client.push(header, payload)
             except Unreachable as error:
                 pause.wait(error.retry_after_s)
                 continue
@@ -403,7 +435,7 @@ class Sender:
             return None
         try:
             mine = (fragment, sequence, own.known.incarnation)
-            header, payload = self._outbox.fresh(*mine) or self._outbox.get(*mine)
+            header, payload = own.outbox.fresh(*mine) or own.outbox.get(*mine)
         except FileNotFoundError:
             if own.wanted(fragment, sequence) == wanted:
                 raise
@@ -414,8 +446,8 @@ class Sender:
 class Fetcher:
     """Pulls versions and stores them at the site."""
 
-    def __init__(self, participant: Participant, client: SyncClient, link: LinkMeter, site_tensors: Versions) -> None:
-        self._participant, self._client, self._link, self._tensors = participant, client, link, site_tensors
+    def __init__(self, participant: Participant) -> None:
+        self._participant = participant
         self._incoming: dict[int, tuple[int, Incoming]] = {}
         self._lock = threading.Lock()
         self._ahead: tuple[int, Ahead] | None = None  # The present prefetch and its lineage.
@@ -433,7 +465,7 @@ class Fetcher:
         with self._lock:
             begun = self._begun
         for ahead in begun:  # torch aborts a process that exits while one of its threads is inside an operation.
-            ahead.end()
+            ahead.thread.join(END_S)  # It ends once the client is closed.
 
     def expect(self, fragment: int) -> None:
         """Start to prefetch the next version of ``fragment``, which will soon be published.
@@ -442,15 +474,15 @@ class Fetcher:
         """
         with self._lock:
             own = self._participant
-            lineage, latest = own.known.lineage, self._tensors.latest[fragment]
+            lineage, latest = own.known.lineage, own.tensors.latest[fragment]
             waits = self._ahead is not None and not self._ahead[1].over
             ends = own.stopping.is_set()
             if ends or waits or latest is None or self._at == fragment:
                 return
             ask = PullAsk(own.run_id, own.site_id, fragment, latest[0])
-            ahead = Ahead(self._client, ask, self._of(fragment, lineage).sink)
+            ahead = Ahead(own.client, ask, self._of(fragment, lineage).sink)
             self._ahead = (lineage, ahead)
-            self._begun = [*(each for each in self._begun if each.is_alive), ahead]
+            self._begun = [*(each for each in self._begun if each.thread.is_alive()), ahead]
 
     def _expected(self, fragment: int, lineage: int, have: int) -> PulledVersion | None:
         """Return the prefetched version if the prefetch was for this fragment, lineage and base; else None."""
@@ -462,14 +494,14 @@ class Fetcher:
                 self._incoming.pop(fragment, None)  # The stale prefetch still writes to this sink.
                 return None
         if (pulled := ahead.take()) is not None:
-            self._link.came(pulled.header.payload_bytes, ahead.carried_s)
+            self._participant.link.came(pulled.header.payload_bytes, ahead.carried_s)
         return pulled
 
     def _fetch(self, fragment: int) -> None:
         own = self._participant
         pause = Pause(own)
         lineage = own.known.lineage  # Read first: values read later may be of a later lineage, never of an earlier one.
-        latest = self._tensors.latest[fragment]
+        latest = own.tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
         here = self._expected(fragment, lineage, have)
         incoming = self._of(fragment, lineage)
@@ -479,8 +511,8 @@ class Fetcher:
             try:
                 pulled, here = here, None
                 if pulled is None:
-                    with self._link.transfer(up=False):
-                        pulled = self._client.pull(ask, incoming.sink)
+                    with own.link.transfer(up=False):
+                        pulled = own.client.pull(ask, incoming.sink)
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
@@ -506,7 +538,7 @@ class Fetcher:
         """Return the fragment's ``Incoming``, with the bytes of an interrupted pull; a new one for a new lineage."""
         known = self._incoming.get(fragment)
         if known is None or known[0] != lineage:
-            known = self._incoming[fragment] = (lineage, Incoming(fragment, self._tensors))
+            known = self._incoming[fragment] = (lineage, Incoming(fragment, self._participant.tensors))
         return known[1]
 
 
@@ -519,8 +551,23 @@ class JoinFailed(RuntimeError):
         self.text = text
 
 
-class Workers(Participant):
-    """A participant with its threads: those that seal, send and fetch, and others that it starts."""
+class Participant:
+    """A participant of a run at one syncer: a rank of a site that owns fragments, or a region.
+
+    It owns the threads that seal, send and fetch, and others that it starts.  Every method is thread-safe.
+    """
+
+    emit: Callable[[str, dict[str, object]], None]
+    """Write an event into the log."""
+    tell: Callable[[LearnerEvent], None]
+    """Pass an event to the machine."""
+    rejoin: Callable[[str], None]
+    """Join again soon, for the given reason."""
+    give_up: Callable[[str], None]
+    """Stop this participant with a failure, for the given reason."""
+    known: LearnerState
+    """What is known of the run and the latest syncer: ``lineage``, ``epoch``, and this process's ``incarnation`` at
+    that syncer (0 before it has joined)."""
 
     def __init__(
         self,
@@ -530,15 +577,32 @@ class Workers(Participant):
         link: LinkMeter,
         encoders: Sequence[Encoder],
         outbox: Outbox,
-        versions: Versions,
+        tensors: Versions,
     ) -> None:
         """``encoders`` are those of ``Sealer``."""
-        self.run_id, self.site_id, self.client = run_id, site_id, client
+        self.run_id, self.site_id, self.client, self.link = run_id, site_id, client, link
+        self.outbox, self.tensors = outbox, tensors
         self.stopping = threading.Event()
-        self.sealer = Sealer(self, encoders, outbox)
-        self.fetcher = Fetcher(self, client, link, versions)
-        self.sender = Sender(self, client, link, outbox, self.fetcher.expect)
+        """Set when the threads must end."""
+        self.left = threading.Event()
+        """Set when this participant has left the run: another join would undo that."""
+        self.sealer, self.fetcher, self.sender = Sealer(self, encoders), Fetcher(self), Sender(self)
         self.threads: list[threading.Thread] = []
+
+    def wanted(self, fragment: int, sequence: int) -> str | None:
+        """Return the digest of an update that waits to be sent and answered; None when there is no such update."""
+        raise NotImplementedError
+
+    def was_read(self, job: SealJob) -> None:
+        """Note that ``job`` no longer reads the model's memory."""
+
+    def keep_sealed(self, sealed: SealedUpdate) -> None:
+        """Store an update that is durable, and tell the machine."""
+        raise NotImplementedError
+
+    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
+        """Store the ``values`` of a version requested in ``lineage``, with header ``told``, and tell the machine."""
+        raise NotImplementedError
 
     def begin_threads(self, *loops: Callable[[], None]) -> None:
         """Start the threads that seal, send and fetch, and one for each of ``loops``."""
@@ -556,16 +620,10 @@ class Workers(Participant):
         for thread in self.threads:
             thread.join(10.0)
 
-    def begin_thread(self) -> None:
-        """Prepare the calling thread.  Each thread calls it first; subclasses override it."""
-
-    def was_read(self, job: SealJob) -> None:
-        """Do nothing: a region's values do not change.  ``Exchange`` overrides it."""
-
     def _guarded(self, loop: Callable[[], None]) -> None:
         """Run a thread; if it fails, stop the participant with the error instead of leaving it half alive."""
         try:
-            self.begin_thread()
+            self.tensors.place.begin_thread()
             loop()
         except Exception as error:
             if not self.stopping.is_set():
@@ -592,7 +650,7 @@ def report_info(own: Participant, standing: Standing, traffic: tuple[int, int], 
     )
 
 
-def say_goodbye(own: Workers) -> bool:
+def say_goodbye(own: Participant) -> bool:
     """Make one attempt to leave; return False when the syncer is away, so that the caller must retry."""
     try:
         own.client.leave(own.known.incarnation)
@@ -603,64 +661,80 @@ def say_goodbye(own: Workers) -> bool:
     return True
 
 
-class Joining(Participant, Protocol):
-    """A participant that joins by itself: rank 0 of a site, or a region."""
+FOLDER_ID = re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}")
 
-    @property
-    def left(self) -> bool:
-        """Whether it has left the run: another join would undo that."""
 
-    def join(self) -> None:
-        """Make one attempt to join; raises ``Unreachable`` or ``Refused``."""
+def _folder_id(folder: Path) -> str:
+    """Return the random 16 digits that ``folder`` keeps, so that a process started again in it is known by them."""
+    path = folder / "folder.id"
+    with suppress(FileNotFoundError, UnicodeDecodeError):
+        if FOLDER_ID.fullmatch(found := path.read_text("ascii")):
+            return found
+    made = secrets.token_hex(FOLDER_DIGITS // 2)
+    write_file(path, made.encode())
+    return made
 
 
 class Listener:
-    """Reads the Watch stream; joins again when it breaks, and on ``wake``."""
+    """Joins the run and reads the Watch stream; joins again when that breaks, and on ``wake`` and ``rejoin``.
 
-    def __init__(self, participant: Joining, client: SyncClient) -> None:
-        self._participant, self._client = participant, client
+    It joins under one random process id for the life of the process.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        agreement: Agreement,
+        layout: Layout,
+        encodes: str,
+        folder: Path | None = None,
+    ) -> None:
+        """``encodes`` says where the site encodes, for the log.
+
+        With ``folder``, the process id names it, and a live process of another folder is not replaced.
+        """
+        self._participant, self._agreement, self._layout = participant, agreement, layout
+        self._encodes, self._process = encodes, secrets.token_hex(8) + (_folder_id(folder) if folder else "")
         self._stream: Stream[WatchEvent] | None = None
         self._join_wanted = threading.Event()
+        self._rejoining = ""  # The last reason logged for joining again; empty once joined.
         self._refused = ""
         self.connected = False
+        self.heartbeat_s = 1.0
 
     def run(self) -> None:
         """Run the thread.  The first join was made before it starts, unless the site trains without a syncer."""
         own = self._participant
-        pause = Pause(own, CHOICE_CAP_S if self._client.has_choice else CAP_S)
+        pause = Pause(own, CHOICE_CAP_S if own.client.has_choice else CAP_S)
         joined = own.known.incarnation > 0
         while not own.stopping.is_set():
             try:
                 if self._join_wanted.is_set() or not joined:
                     self._join_wanted.clear()
-                    if not own.left:
-                        own.join()
+                    if not own.left.is_set():
+                        own.tell(self.attempt())
                 joined = True
                 self._listen(pause)
                 why = "the stream ended"
+                refused, final = "", False
             except Unreachable as error:
-                why = error.why
-                self._say_once(error.refused)
+                why, refused, final = error.why, error.refused, False
             except Refused as error:
-                why = error.text
-                self._say_once(why)
-                if error.final and not own.left:
-                    own.give_up(why)
-                    return
+                why, refused, final = error.text, error.text, error.final
+            if refused and refused != self._refused:  # Logged once, until it is connected again or the reason changes.
+                self._refused = refused
+                own.emit("note", {"note": "join_refused", "why": refused})
+            if final and not own.left.is_set():
+                own.give_up(why)
+                return
             joined = False
             if self.connected:
                 self.connected = False
                 own.emit("disconnected", {"why": why})
             pause.wait()
 
-    def _say_once(self, refused: str) -> None:
-        """Log why the site is refused, once until it is connected again or the reason changes."""
-        if refused and refused != self._refused:
-            self._refused = refused
-            self._participant.emit("note", {"note": "join_refused", "why": refused})
-
     def _listen(self, pause: Pause) -> None:
-        with self._client.watch(self._participant.known.incarnation) as stream:
+        with self._participant.client.watch(self._participant.known.incarnation) as stream:
             self._stream = stream
             # Checked after ``_stream`` is set, so that a ``wake`` before that is not lost.
             if self._join_wanted.is_set() or self._participant.stopping.is_set():
@@ -669,7 +743,7 @@ class Listener:
                 if not self.connected:
                     self.connected = True
                     self._refused = ""
-                    pause.reset()
+                    pause.backoff.reset()
                     self._participant.emit("connected", {})
                 self._take(event)
                 if self._participant.stopping.is_set():
@@ -693,42 +767,15 @@ class Listener:
         if self._stream is not None:
             self._stream.cancel()
 
+    def rejoin(self, why: str) -> None:
+        """Join again, and log the reason once."""
+        if why != self._rejoining:
+            self._rejoining = why
+            self._participant.emit("note", {"note": "rejoin", "why": why})
+        self.wake()
 
-FOLDER_ID = re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}")
-
-
-def _folder_id(folder: Path) -> str:
-    """Return the random 16 digits that ``folder`` keeps, so that a process started again in it is known by them."""
-    path = folder / "folder.id"
-    with suppress(FileNotFoundError, UnicodeDecodeError):
-        if FOLDER_ID.fullmatch(found := path.read_text("ascii")):
-            return found
-    made = secrets.token_hex(FOLDER_DIGITS // 2)
-    write_file(path, made.encode())
-    return made
-
-
-class Joiner:
-    """Joins the run for one process of a site, under one random process id for the life of the process."""
-
-    def __init__(
-        self,
-        participant: Joining,
-        client: SyncClient,
-        agreement: Agreement,
-        layout: Layout,
-        encodes: Encoder,
-        folder: Path | None = None,
-    ) -> None:
-        """``encodes`` is the site's encoder, whose description is logged at a join.
-
-        With ``folder``, the process id names it, and a live process of another folder is not replaced.
-        """
-        self._participant, self._client, self._agreement, self._layout = participant, client, agreement, layout
-        self._encodes, self._process = encodes, secrets.token_hex(8) + (_folder_id(folder) if folder else "")
-
-    def attempt(self) -> tuple[JoinReply, JoinAnswered]:
-        """Make one attempt; return the reply and the machine's event for it; raises ``Unreachable`` or ``Refused``."""
+    def attempt(self) -> JoinAnswered:
+        """Make one attempt to join; return the machine's event for it; raises ``Unreachable`` or ``Refused``."""
         own, agreement = self._participant, self._agreement
         ask = JoinAsk(
             agreement.protocol,
@@ -740,12 +787,13 @@ class Joiner:
             self._layout.to_json().encode(),
             agreement.shared,
         )
-        reply = self._client.join(ask, own.known.epoch)
+        reply = own.client.join(ask, own.known.epoch)
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        how = {"syncer": self._client.address, "kernels": native.description(), "encodes": str(self._encodes)}
+        how = {"syncer": own.client.address, "kernels": native.description(), "encodes": self._encodes}
         own.emit("joined", {**facts, **how})
-        return reply, JoinAnswered(
+        self.heartbeat_s, self._rejoining = reply.settings.heartbeat_ns / 1e9, ""
+        return JoinAnswered(
             reply.epoch,
             reply.incarnation,
             reply.standings,
@@ -763,7 +811,8 @@ class Joiner:
         said = ""
         while True:
             try:
-                return own.join()
+                own.tell(self.attempt())
+                return
             except Refused as error:
                 mismatch = error.status is Status.FAILED_PRECONDITION
                 raise JoinFailed("mismatch" if mismatch else "refused", error.text) from error

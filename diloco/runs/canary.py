@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +24,7 @@ from diloco.config.errors import ConfigError
 from diloco.runs.process import PARENT_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
-
-    from torch import nn
+    from collections.abc import Callable, Iterator, Sequence
 
     from diloco.config.schema import RunConfig
 
@@ -75,6 +72,8 @@ def digest_after(config: RunConfig, path: Path, steps: int) -> tuple[str, int]:
 
     Every call reads and builds everything again, because training changes the tensors that were read.
     """
+    import torch
+
     from diloco.config import build
     from diloco.inner import checkpoint
     from diloco.inner.parallel import SiteGroup
@@ -93,16 +92,10 @@ def digest_after(config: RunConfig, path: Path, steps: int) -> tuple[str, int]:
         trainer.resume(checkpoint.load(path))
         begun = trainer.step
         trainer.run(until_step=begun + steps, after_step=note_loss)
-        _update(hashed, model)
+        for name, parameter in sorted(model.named_parameters()):
+            hashed.update(name.encode())
+            hashed.update(parameter.detach().to("cpu", torch.float32).contiguous().numpy().data)
     return hashed.hexdigest(), begun
-
-
-def _update(hashed: hashlib._Hash, model: nn.Module) -> None:
-    import torch
-
-    for name, parameter in sorted(model.named_parameters()):
-        hashed.update(name.encode())
-        hashed.update(parameter.detach().to("cpu", torch.float32).contiguous().numpy().data)
 
 
 def command(folder: Path, steps: int) -> list[str]:
@@ -111,69 +104,64 @@ def command(folder: Path, steps: int) -> list[str]:
     return [sys.executable, "-m", "diloco", "canary", str(folder), *options]
 
 
-class Canaries:
-    """Runs canaries one after another, in a low-priority process beside a site's training; emits an event for each."""
+@contextmanager
+def canaries(command: Sequence[str], every_s: float, emit: Callable[[str, dict[str, object]], None]) -> Iterator[None]:
+    """Run canaries one after another, in a low-priority process beside a site's training; emit an event for each.
 
-    def __init__(self, command: Sequence[str], every_s: float, emit: Callable[[str, dict[str, object]], None]) -> None:
-        """``command`` prints one JSON object; ``every_s`` is the pause before each canary, 0 for no canaries."""
-        self._command = command
-        self._every_s = every_s
-        self._emit = emit
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
+    ``command`` prints one JSON object; ``every_s`` is the pause before each canary, 0 for no canaries.
+    """
+    ended = threading.Event()
 
-    def __enter__(self) -> Canaries:
-        if self._every_s:
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ended.set()
-        if self._every_s:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(self._every_s):
+    def run() -> None:
+        while not ended.wait(every_s):
             began_s = time.monotonic()
             try:
-                told = self._told()
+                told = _told(command, ended)
             except (OSError, ValueError) as error:
-                told = {"same": None, "why": _in_words(error)[-WHY_CHARS:]}
+                why = str(error)
+                if isinstance(error, OSError) and error.filename is not None:
+                    why = f"{error.filename}: {error.strerror}"
+                told = {"same": None, "why": why[-WHY_CHARS:]}
             if told is not None:
-                self._emit("canary", {**told, "seconds": round(time.monotonic() - began_s, 3)})
+                emit("canary", {**told, "seconds": round(time.monotonic() - began_s, 3)})
 
-    def _told(self) -> dict[str, object] | None:
-        """Run one canary and return its result; None when the site ends first.
-
-        Raises ``OSError`` where the process cannot start, ``ValueError`` where its output is not a JSON object.
-        """
-        child = subprocess.Popen(
-            self._command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-        )
-        with child:
-            while True:
-                try:
-                    out, problem = child.communicate(timeout=0.5)
-                    break
-                except subprocess.TimeoutExpired:
-                    if self._ended.is_set():
-                        child.kill()
-        if self._ended.is_set():
-            return None
-        try:
-            said = json.loads(out)
-        except ValueError:
-            return {"same": None, "why": " ".join(problem.split())[-WHY_CHARS:]}
-        if not isinstance(said, dict):
-            raise ValueError(f"it printed no JSON object: {out.strip()}")
-        return said
+    thread = threading.Thread(target=run, name="canary", daemon=True)
+    if every_s:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if every_s:
+            thread.join()
 
 
-def _in_words(error: OSError | ValueError) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+def _told(command: Sequence[str], ended: threading.Event) -> dict[str, object] | None:
+    """Run one canary and return its result; None when the site ends first.
+
+    Raises ``OSError`` where the process cannot start, ``ValueError`` where its output is not a JSON object.
+    """
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+    )
+    with child:
+        while True:
+            try:
+                out, problem = child.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if ended.is_set():
+                    child.kill()
+    if ended.is_set():
+        return None
+    try:
+        said = json.loads(out)
+    except ValueError:
+        return {"same": None, "why": " ".join(problem.split())[-WHY_CHARS:]}
+    if not isinstance(said, dict):
+        raise ValueError(f"it printed no JSON object: {out.strip()}")
+    return said

@@ -11,7 +11,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,11 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
     folder = Path(config.site.memory_folder)
     if not folder.is_dir():
         raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: no such folder")
-    kind = _file_system(folder, mounts or MOUNTS)
+    device, kind = folder.stat().st_dev, ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        lines = [line.split() for line in (mounts or MOUNTS).read_text().splitlines()]
+        kind = next((words[words.index("-") + 1] for words in lines if words[2] == number), "")
     if kind not in IN_MEMORY:
         raise ConfigError(
             f"site.memory_folder is {config.site.memory_folder!r}, on {kind or 'an unknown file system'}: a "
@@ -47,17 +51,6 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: this user may make no folder in it")
-
-
-def _file_system(folder: Path, mounts: Path) -> str:
-    """Return the type of the file system of ``folder``; empty where it is unknown."""
-    device = folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = [line.split() for line in mounts.read_text().splitlines()]
-    except OSError:
-        return ""
-    return next((words[words.index("-") + 1] for words in lines if words[2] == number), "")
 
 
 def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | None:
@@ -68,12 +61,13 @@ def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | Non
     """
     if not config.inner.memory_checkpoint_every_steps:
         return None
-    told = f"{_prefix(config)} {_id(config, start)}" if group.is_first else ""
+    known = start > 0 or config.run.resume != "never"
+    told = f"{_prefix(config)} {_id(config, known=known)}" if group.is_first else ""
     prefix, number = group.all_gather_bytes(told.encode())[0].decode().split(" ")
     folder, why = Path(config.site.memory_folder) / f"{prefix}{number}", ""
     if not any(group.all_gather_bytes(b"there" if folder.is_dir() else b"")):
         # The site resumes from its disk.  A machine with newer checkpoints of an earlier life may come back later.
-        number = group.all_gather_bytes((_new_id(config) if group.is_first else "").encode())[0].decode()
+        number = group.all_gather_bytes((_id(config, known=False) if group.is_first else "").encode())[0].decode()
         folder = folder.with_name(f"{prefix}{number}")
     try:
         check_memory_folder(config)
@@ -132,16 +126,11 @@ def _prefix(config: RunConfig) -> str:
     return f"diloco-{config.run.name}-{config.site.id}-{hashlib.sha256(str(site).encode()).hexdigest()[:8]}-"
 
 
-def _id(config: RunConfig, start: int) -> str:
-    """Return the ID stored with the site's checkpoints on disk; a new ID for a run that must start anew."""
+def _id(config: RunConfig, *, known: bool) -> str:
+    """Return the ID stored with the site's checkpoints on disk; a new ID, stored there, if none is or not ``known``."""
     file = run_dir_of(config).site(config.site.id).checkpoints / ID
-    if file.exists() and (start or config.run.resume != "never"):
+    if known and file.exists():
         return file.read_text().strip()
-    return _new_id(config)
-
-
-def _new_id(config: RunConfig) -> str:
-    file = run_dir_of(config).site(config.site.id).checkpoints / ID
     file.parent.mkdir(parents=True, exist_ok=True)
     number = secrets.token_hex(4)
     write_file(file, number.encode())

@@ -10,7 +10,6 @@ session of its own, so that a Ctrl-C on the terminal reaches only this process, 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import gc
 import os
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.durable import armed_disk
@@ -77,9 +76,16 @@ class Child:
         self.wanted, self.code = True, None
         with self.log.open("ab") as log:
             self._log_begins = log.tell()
-            self._process = _popen(self.command, log, environment)
+            self._process = subprocess.Popen(
+                list(self.command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
         if self.niceness:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, self.niceness)
 
     def ended(self) -> bool:
@@ -95,7 +101,7 @@ class Child:
             return
         whole = number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
         for pid in [self.pid, *(descendants(self.pid) if whole else [])]:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def backed_off(self, now_s: float) -> None:
@@ -105,23 +111,12 @@ class Child:
 
     def last_words(self) -> str:
         """Return the last line that its latest process wrote, probably the reason of its end; "" without any."""
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
+        with suppress(OSError), self.log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_begins, size - LAST_WORDS_BYTES))
             lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
             return lines[-1] if lines else ""
         return ""
-
-
-def _popen(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        list(command),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=dict(environment),
-        start_new_session=True,
-    )
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -148,7 +143,7 @@ def descendants(pid: int) -> list[int]:
     """Return all processes below ``pid``, nearest first; none where the system has no ``/proc``."""
     parents: dict[int, list[int]] = {}
     for stat in PROC.glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        with suppress(OSError, ValueError, IndexError):
             # The name stands in brackets and may hold anything; the parent's id is the second field after it.
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             parents.setdefault(parent, []).append(int(stat.parent.name))
@@ -227,12 +222,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def main() -> None:
-    """Tie this process to its parent and become the command."""
-    die_with_parent(int(sys.argv[1]))
-    os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def keep_what_is_loaded() -> None:
@@ -342,7 +331,7 @@ class Stopping:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._on_signal)
         if self._hands_over:
-            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_hangup)
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -352,13 +341,12 @@ class Stopping:
                 outer.ask(lambda: None)
             signal.signal(number, before)  # type: ignore[arg-type]
 
-    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        self.handing_over = True
-        os.write(sys.stderr.fileno(), f"{self._hands_over}\n".encode())
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._asked_at is None:
+        if number == signal.SIGHUP:
+            self.handing_over = True
+            os.write(sys.stderr.fileno(), f"{self._hands_over}\n".encode())
+        elif self._asked_at is None:
             self._asked_at = now
             if self._whom is None:
                 raise VerbError(ExitCode.DRAINED, "stopped before it began")
@@ -385,4 +373,5 @@ def refusal(platform: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

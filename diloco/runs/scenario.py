@@ -26,6 +26,7 @@ import difflib
 import signal
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,34 +100,27 @@ class Schedule:
     """Decides when each step of a scenario is due."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
-        self._waiting = list(steps)
-        self._healing: list[tuple[float, Step]] = []
+        self.waiting = list(steps)
+        """The steps that have not begun."""
+        self.healing: list[tuple[float, Step]] = []
+        """The steps that last and will be ended, with the time of that."""
 
     def due(self, run_s: float, progress: float) -> list[Play]:
         """Return what to do now: first what ends, then what begins.  Each step begins once and ends at most once."""
-        plays = [Play(step, heals=True) for end_s, step in sorted(self._healing, key=_first) if run_s >= end_s]
-        self._healing = [(end_s, step) for end_s, step in self._healing if run_s < end_s]
-        for step in [step for step in self._waiting if _reached(step, run_s, progress)]:
-            self._waiting.remove(step)
+        plays = [Play(step, heals=True) for end_s, step in sorted(self.healing, key=itemgetter(0)) if run_s >= end_s]
+        self.healing = [(end_s, step) for end_s, step in self.healing if run_s < end_s]
+        for step in [step for step in self.waiting if _reached(step, run_s, progress)]:
+            self.waiting.remove(step)
             plays.append(Play(step))
             if step.for_s is not None:
-                self._healing.append((run_s + step.for_s, step))
+                self.healing.append((run_s + step.for_s, step))
         return plays
 
     def heal_all(self) -> list[Play]:
         """Return the ends of all lasting steps, and begin no more: the run is being drained."""
-        plays = [Play(step, heals=True) for _, step in sorted(self._healing, key=_first)]
-        self._healing, self._waiting = [], []
+        plays = [Play(step, heals=True) for _, step in sorted(self.healing, key=itemgetter(0))]
+        self.healing, self.waiting = [], []
         return plays
-
-    def not_begun(self) -> list[Step]:
-        """Return the steps that have not begun."""
-        return list(self._waiting)
-
-    @property
-    def healing(self) -> bool:
-        """Whether a step lasts that will be ended."""
-        return bool(self._healing)
 
 
 def not_yet_played(steps: Sequence[Step], played: Iterable[tuple[str, str]], progress: float) -> list[Step]:
@@ -162,7 +156,12 @@ def load_scenario(text: str, file: str, sites: Sequence[str], syncers: Sequence[
     if not isinstance(root, yaml.SequenceNode):
         raise ScenarioError(f"{file}:{root.start_mark.line + 1}: a scenario is a list of steps, each with a dash")
     steps = [_Reader(file, node, sites, syncers).step() for node in root.value]
-    _check_together(file, steps)
+    seen: dict[str, int] = {}
+    for step in steps:  # What each step alone cannot show: a site starts late only once.
+        if step.do == "start":
+            if step.target in seen:
+                raise ScenarioError(f"{file}:{step.line}: {step.target} starts already in line {seen[step.target]}")
+            seen[step.target] = step.line
     return steps
 
 
@@ -197,7 +196,11 @@ class _Reader:
     def step(self) -> Step:
         do = self._choice("do", tuple(KINDS))
         takes, lasts = KINDS[do]
-        target = self._target(do, takes)
+        target = str(self._values.get("target", ""))
+        links = [LINK + site for site in self._sites]
+        allowed = {"link": links, "site": self._sites, "process": [*self._sites, *self._syncers]}[takes]
+        if target not in allowed:
+            raise self._wrong(f"target of {do} is {target!r}: one of {', '.join(allowed)}")
         for_s = self._number("for_s", 0.0, LASTS_S_MAX, "seconds, more than 0") if "for_s" in self._values else None
         if lasts == "must" and for_s is None:
             raise self._wrong(f"{do} needs for_s: how many seconds it lasts")
@@ -207,7 +210,13 @@ class _Reader:
             raise self._wrong(f"kill {target} needs for_s: without a syncer the run cannot end")
         own = {"set": LINK_FIELDS, "half_open": ("direction",)}.get(do, ())
         self._only(do, (*COMMON_FIELDS, "for_s", *own))
-        at_s, at_progress = self._when()
+        if ("at_s" in self._values) == ("at_progress" in self._values):
+            raise self._wrong("a step has either at_s (seconds) or at_progress (0 to 1)")
+        at_s = at_progress = None
+        if "at_s" in self._values:
+            at_s = self._number("at_s", None, 1e9, "seconds from the first step, 0 or more")
+        else:
+            at_progress = self._number("at_progress", None, 1.0, "the share of the run that is done, 0 to 1")
         changes = self._changes() if do == "set" else {}
         direction = self._choice("direction", ("up", "down")) if "direction" in self._values else "up"
         return Step(
@@ -221,13 +230,6 @@ class _Reader:
             line=self._line,
         )
 
-    def _when(self) -> tuple[float | None, float | None]:
-        if ("at_s" in self._values) == ("at_progress" in self._values):
-            raise self._wrong("a step has either at_s (seconds) or at_progress (0 to 1)")
-        if "at_s" in self._values:
-            return self._number("at_s", None, 1e9, "seconds from the first step, 0 or more"), None
-        return None, self._number("at_progress", None, 1.0, "the share of the run that is done, 0 to 1")
-
     def _changes(self) -> dict[str, float]:
         names = [name for name in LINK_FIELDS if name in self._values]
         if not names:
@@ -240,14 +242,6 @@ class _Reader:
         except ValueError as error:
             raise self._wrong(str(error)) from None
         return changes
-
-    def _target(self, do: str, takes: str) -> str:
-        target = str(self._values.get("target", ""))
-        links = [LINK + site for site in self._sites]
-        allowed = {"link": links, "site": self._sites, "process": [*self._sites, *self._syncers]}[takes]
-        if target not in allowed:
-            raise self._wrong(f"target of {do} is {target!r}: one of {', '.join(allowed)}")
-        return target
 
     def _choice(self, name: str, allowed: tuple[str, ...]) -> str:
         value = self._values.get(name, "")
@@ -280,25 +274,11 @@ def _not_yaml(file: str, error: yaml.YAMLError) -> ScenarioError:
     return ScenarioError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}")
 
 
-def _check_together(file: str, steps: Sequence[Step]) -> None:
-    """Check what each step alone cannot show: a site starts late only once."""
-    seen: dict[str, int] = {}
-    for step in steps:
-        if step.do == "start":
-            if step.target in seen:
-                raise ScenarioError(f"{file}:{step.line}: {step.target} starts already in line {seen[step.target]}")
-            seen[step.target] = step.line
-
-
 def _reached(step: Step, run_s: float, progress: float) -> bool:
     if step.at_s is not None:
         return run_s >= step.at_s
     assert step.at_progress is not None
     return progress >= step.at_progress
-
-
-def _first(pair: tuple[float, Step]) -> float:
-    return pair[0]
 
 
 def scenario_of(config: RunConfig) -> list[Step]:
@@ -369,7 +349,8 @@ class Faults:
                 self._emit("healed", facts)
             else:
                 self._emit("fault", {**facts, "seconds": step.for_s})
-                self._after(step)
+                if step.do == "start":
+                    self._start(self._children[step.target])
 
     def _begin(self, step: Step) -> str:
         """Begin the fault; return "" or the reason why that is impossible."""
@@ -391,13 +372,16 @@ class Faults:
             child.signal(signal.SIGSTOP)
         return ""
 
-    def _after(self, step: Step) -> None:
-        if step.do == "start":
-            self._start(self._children[step.target])
-
     def _heal(self, step: Step) -> str:
         if step.target.startswith(LINK):
-            return self._heal_link(step)
+            if self._relay is None:
+                return "there is no link"
+            for link in self._links_of(step.site):
+                if step.do == "set":
+                    self._relay.set(link, **{name: self._links[link][name] for name in step.changes})
+                else:
+                    self._relay.heal(link)
+            return ""
         child = self._children[step.target]
         if step.do == "stop":
             child.signal(signal.SIGCONT)
@@ -427,13 +411,3 @@ class Faults:
     def _links_of(self, site: str) -> list[str]:
         """Return the site's links to all syncers."""
         return [link for link in self._links if site_of(link) == site] or [site]
-
-    def _heal_link(self, step: Step) -> str:
-        if self._relay is None:
-            return "there is no link"
-        for link in self._links_of(step.site):
-            if step.do == "set":
-                self._relay.set(link, **{name: self._links[link][name] for name in step.changes})
-            else:
-                self._relay.heal(link)
-        return ""

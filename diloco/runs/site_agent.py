@@ -47,17 +47,14 @@ def agent_of(
     """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too: they have an
     ``owning_follower_of``.  ``data`` identifies the data of a training loop that does not read this project's text,
     where its units are leased."""
-    whole = whole_layout(config, holding)
-    restored = (resumed.tensors, resumed.meta) if resumed is not None else None
-    redo = resumed.redo if resumed is not None else None
-    parts = towards(config)
-
-    site = Orders(holding.group)
-
-    def towards_one(part: RunConfig, own_folder: Path, says: Emit, orders: Orders, own: Restored) -> Agent:
+    whole, parts = build.layout_over(config, holding.shapes), towards(config)
+    site, voice = Orders(holding.group), OneVoice(placement_of(config, whole), emit)
+    redo, agents = resumed.redo if resumed is not None else None, list[Agent]()
+    for index, part in enumerate(parts):
         layout = build.layout_of(part, whole)
         dealt = deal(layout, holding) if spread else all_mine(layout)
-        return Agent(
+        own_folder, restored = _own(folder, resumed, index, len(parts))
+        agent = Agent(
             build.agent_options(part, own_folder, whole),
             build.learner_options(part, whole),
             layout,
@@ -65,28 +62,22 @@ def agent_of(
             build.site_agreement(part, layout, whole, data),
             _client(part, dealt),
             config.site.id,
-            says,
-            orders,
-            restored=own,
+            emit if len(parts) == 1 else voice.of(index),
+            site if len(parts) == 1 else site.of(index),
+            restored=restored,
             redo=redo,
             disk=disk,
             dealt=dealt,
         )
-
+        agents.append(agent)
     if len(parts) == 1:
-        return towards_one(parts[0], folder.agent, emit, site, restored)
-    voice = OneVoice(placement_of(config, whole), emit)
-    agents = [
-        towards_one(part, _data_of(folder, index), voice.of(index), site.of(index), own)
-        for index, part in enumerate(parts)
-        for own in [part_restored(restored, index, len(parts))]
-    ]
+        return agents[0]
     return Agents(agents, voice, site, config.site.join_timeout_s, redo)
 
 
 def follower_of(config: RunConfig, holding: Holding) -> Follower:
     """Return the follower of any other rank, where rank 0 owns all fragments."""
-    whole = whole_layout(config, holding)
+    whole = build.layout_over(config, holding.shapes)
     return Follower([build.layout_of(part, whole) for part in towards(config)], holding, config.outer.adopt)
 
 
@@ -94,20 +85,17 @@ def owning_follower_of(
     config: RunConfig, folder: SiteDir, holding: Holding, resumed: Resumed | None, disk: Disk
 ) -> Follower:
     """Return the follower of any other rank, with the fragments that it owns; rank 0's agent has ``spread``."""
-    whole = whole_layout(config, holding)
+    whole = build.layout_over(config, holding.shapes)
     parts, layouts, owned = towards(config), list[Layout](), list[Owner | None]()
-    restored: Restored = (resumed.tensors, resumed.meta) if resumed is not None else None
     for index, part in enumerate(parts):
-        data, own = folder.agent, restored
-        if len(parts) > 1:
-            data, own = _data_of(folder, index), part_restored(own, index, len(parts))
+        own_folder, restored = _own(folder, resumed, index, len(parts))
         layouts.append(build.layout_of(part, whole))
         dealt = deal(layouts[-1], holding)
         if not dealt.channels:  # E.g. where a syncer has one fragment: rank 0 owns it.
             owned.append(None)
             continue
         owner = Owner(
-            build.agent_options(part, data, whole),
+            build.agent_options(part, own_folder, whole),
             config.outer.adopt,
             layouts[-1],
             holding,
@@ -115,16 +103,11 @@ def owning_follower_of(
             _client(part, dealt),
             config.run.name or "",
             config.site.id,
-            own[0] if own is not None else None,
+            restored[0] if restored is not None else None,
             disk,
         )
         owned.append(owner)
     return Follower(layouts, holding, config.outer.adopt, owned)
-
-
-def whole_layout(config: RunConfig, holding: Holding) -> Layout:
-    """Return the fragments of the very model that is trained; the syncer compares them with its own."""
-    return build.layout_over(config, holding.shapes)
 
 
 def join_text(config: RunConfig, kind: str, text: str) -> str:
@@ -136,8 +119,12 @@ def join_text(config: RunConfig, kind: str, text: str) -> str:
     return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
 
 
-def _data_of(folder: SiteDir, syncer: int) -> Path:
-    return folder.agent / f"syncer-{syncer}"
+def _own(folder: SiteDir, resumed: Resumed | None, syncer: int, syncers: int) -> tuple[Path, Restored]:
+    """Return the folder of the agent that talks to ``syncer``, and its part of the checkpoint."""
+    restored = (resumed.tensors, resumed.meta) if resumed is not None else None
+    if syncers == 1:
+        return folder.agent, restored
+    return folder.agent / f"syncer-{syncer}", part_restored(restored, syncer, syncers)
 
 
 def _client(config: RunConfig, dealt: Dealt) -> SyncClient:

@@ -49,8 +49,8 @@ RANKS_END_S = 10.0
 DISMISS_S = 2 * RANKS_END_S
 
 
-class First:
-    """Machine 0, which has rank 0 and gives the orders."""
+class Machine:
+    """One machine of a site, with the ranks on it."""
 
     def __init__(
         self,
@@ -62,14 +62,29 @@ class First:
     ) -> None:
         """``asked`` returns whether a stop was requested; ``say`` prints a line for people."""
         self._config, self._folder, self._ranks, self._asked, self._say = config, folder, ranks, asked, say
-        self._machines = Machines(config, folder)
-        self._leaving, self._told = False, 0
+
+
+class First(Machine):
+    """Machine 0, which has rank 0 and gives the orders."""
+
+    _machines: Machines
+    _leaving, _told = False, 0
 
     def run(self) -> tuple[ExitCode, str]:
         """Return how the site ended, and tell the other machines; VerbError where it failed."""
-        with self._machines:
+        site, start, why = self._config.site, 0, ""
+        with Machines(self._config, self._folder) as self._machines:
             try:
-                code, text = self._run()
+                while True:
+                    self._gather(why)
+                    why = self._train(start)
+                    if has_ended(self._folder):
+                        code, text = ending_of_ranks(site.id, self._folder, self._ranks)
+                        break
+                    if start >= site.rank_restarts:
+                        often = f"{start + 1} times (site.rank_restarts={site.rank_restarts})"
+                        raise VerbError(ExitCode.FAILED, f"site {site.id} has lost ranks {often}; at last {why}")
+                    start += 1
             except VerbError as error:
                 self._dismiss(Order(code=int(error.code), text=str(error)))
                 raise
@@ -77,18 +92,6 @@ class First:
                 self._ranks.kill()
             self._dismiss(Order(code=int(code), text=text))
         return code, text
-
-    def _run(self) -> tuple[ExitCode, str]:
-        site, start, why = self._config.site, 0, ""
-        while True:
-            self._gather(why)
-            why = self._train(start)
-            if has_ended(self._folder):
-                return ending_of_ranks(site.id, self._folder, self._ranks)
-            if start >= site.rank_restarts:
-                often = f"{start + 1} times (site.rank_restarts={site.rank_restarts})"
-                raise VerbError(ExitCode.FAILED, f"site {site.id} has lost ranks {often}; at last {why}")
-            start += 1
 
     def _gather(self, why: str) -> None:
         """Wait, for ``site.nodes_wait_s``, until every machine is there and has no ranks any more."""
@@ -164,19 +167,8 @@ class First:
             time.sleep(PAUSE_S)
 
 
-class Another:
+class Another(Machine):
     """Any other machine: it follows machine 0's orders."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: SiteDir,
-        ranks: Ranks,
-        asked: Callable[[], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        """As ``First``."""
-        self._config, self._folder, self._ranks, self._asked, self._say = config, folder, ranks, asked, say
 
     def run(self) -> tuple[ExitCode, str]:
         """Return how the site ended, as machine 0 reports it; VerbError where it failed, or machine 0 stays away."""
@@ -310,6 +302,7 @@ class Line:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.close = connection.close
         self._said: Mapping[str, object] = {}
         self._said_s, self._heard_s = 0.0, time.monotonic()
         # Without a timeout a machine cut off in the middle of a message would be waited for for ever; now it is an
@@ -341,10 +334,6 @@ class Line:
         if time.monotonic() - self._heard_s > SILENT_S:
             raise Gone(f"nothing was heard for {SILENT_S:g} s")
 
-    def close(self) -> None:
-        """Close the connection; the other end notices."""
-        self._connection.close()
-
 
 class Machines:
     """The other machines, as machine 0 sees them.  A context."""
@@ -368,7 +357,9 @@ class Machines:
             self._door = Door(key, NEAR if is_loopback(self._config.site.rendezvous) else "", port)
         except OSError as error:
             raise ConfigError(f"site.rendezvous is {self._config.site.rendezvous!r}: {error.strerror}") from error
-        told = {"port": self._door.port, "key": key.hex()}
+        self.port = self._door.port
+        """Where the machines meet."""
+        told = {"port": self.port, "key": key.hex()}
         write_file(self._folder.meeting, json.dumps(told).encode(), 0o600)
         return self
 
@@ -377,11 +368,6 @@ class Machines:
         for line in [*self._lines.values(), *self._new]:
             line.close()
         self._door.__exit__(kind, error, at)
-
-    @property
-    def port(self) -> int:
-        """The port at which the machines meet."""
-        return self._door.port
 
     def attend(self, order: Order) -> None:
         """Accept new connections, take in the reports, and send ``order`` to all machines."""

@@ -25,12 +25,12 @@ from diloco.config.run_dir import held, run_dir_of
 from diloco.durable import write_file
 from diloco.observe.console import SiteLines, lines_to, missing_lines
 from diloco.observe.eventlog import EventLog, LineWriter
-from diloco.runs.canary import Canaries, command
+from diloco.runs.canary import canaries, command
 from diloco.runs.memory_folder import memory_folder
 from diloco.runs.process import Stopping, die_with_parent, disk_from_environment, end_process, keep_what_is_loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from diloco.config.run_dir import SiteDir
     from diloco.config.schema import RunConfig
@@ -94,17 +94,6 @@ def among_machines(place: Place, told: str) -> Place:
     )
 
 
-def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
-    """Train until the run ends or a stop is requested; return the exit code and the text to print.
-
-    The caller holds the site's folder for rank 0.
-
-    Raises VerbError and ConfigError, with a message for the user, for every error that the user can fix.
-    """
-    with in_words():
-        return _run(config, place)
-
-
 @contextmanager
 def in_words() -> Iterator[None]:
     """Turn the errors of training into the verb's one-line errors."""
@@ -123,7 +112,14 @@ def in_words() -> Iterator[None]:
         raise VerbError(ExitCode.FAILED, str(error)) from error
 
 
-def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
+@in_words()
+def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
+    """Train until the run ends or a stop is requested; return the exit code and the text to print.
+
+    The caller holds the site's folder for rank 0.
+
+    Raises VerbError and ConfigError, with a message for the user, for every error that the user can fix.
+    """
     import torch
 
     from diloco.config import build
@@ -158,7 +154,8 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
             group,
             share,
             folder.checkpoints,
-            _renamed(emit),
+            # Under names that do not collide with those of the agent's events.
+            lambda what, fields: emit("checkpoint_read" if what == "resumed" else what, fields),
             lambda: agents[0].progress() if agents else 0.0,
             disk,
             lambda place, count: agents[0].units(place, count),
@@ -171,7 +168,7 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
             agents.append(agent)
             trainer.may_act = agent.may_act
             canary = command(folder.root, config.site.canary_steps)
-            stack.enter_context(Canaries(canary, config.site.canary_every_s, emit))
+            stack.enter_context(canaries(canary, config.site.canary_every_s, emit))
             keep_what_is_loaded()
             return _lead(agent, trainer, holding, config, stopping, resumed, emit)
         _follow(trainer, owning_follower_of(config, folder, holding, resumed, disk), holding, stopping)
@@ -215,7 +212,7 @@ def _follow(trainer: Trainer, follower: Follower, holding: Holding, stopping: St
     """Run any other rank; only rank 0 acts on a request to stop."""
     stopping.ask(lambda: None)
     try:
-        follower.start()
+        follower.follow()
         trainer.skip_data(trainer.group.broadcast_small([])[0])
         trainer.run(after_step=follower.after_step, extra_state=follower.state)
         _compare_ranks(holding, silent)
@@ -296,11 +293,6 @@ def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: Exit
     address = stack.enter_context(page_at("site.metrics", config.site.metrics, metrics.families, log.emit))
     if address:
         log.emit("metrics", {"address": address})
-
-
-def _renamed(emit: Emit) -> Callable[[str, dict[str, object]], None]:
-    """Return an ``emit`` under which the trainer's event names do not collide with the agent's."""
-    return lambda what, fields: emit("checkpoint_read" if what == "resumed" else what, fields)
 
 
 def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[ExitCode, str]:

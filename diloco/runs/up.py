@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
     from diloco.observe.history import RunHistory
     from diloco.observe.view import LiveView, PlainView
-
-    pass
-
     from diloco.runs.process import Interrupts
     from diloco.wan.process import RelayProcess
     from diloco.wire.options import SecurityOptions
@@ -48,6 +45,7 @@ END_GRACE_S = 5.0
 FAREWELL_S = 2.0
 """How long a site may take to end after the syncer has."""
 WORDS_MAX = 160
+"""Most characters of a child's last words in the summary; its log has all of them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,12 +121,13 @@ class Up:
         self._draining = False
         self._syncer_gone_s: float | None = None
         self._told_stragglers = False
+        self._terminated: set[int] = set()  # The processes of syncers that were asked to drain by a signal.
         self._syncers = {each.name: each for each in options.syncers(run_dir)}
         self._lost: set[str] = set()
         self._units: dict[str, object] = {}  # As emitted last.
         self._first_step_s: float | None = None
         self._alive_since: dict[str, float] = {}
-        self.children = children
+        self.children, self.sites = children, [child for child in children.values() if child.is_site]
         self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
         # What an earlier `diloco up` of this run left behind says nothing about our children, and faults that the
         # scenario played then are not played again.
@@ -137,11 +136,6 @@ class Up:
         history.begin_again()
         played = [(fault.what, fault.target) for fault in history.faults]
         self.schedule = Schedule(not_yet_played(options.steps, played, history.progress if earlier else -1.0))
-
-    @property
-    def sites(self) -> list[Child]:
-        """The sites' processes."""
-        return [child for child in self.children.values() if child.is_site]
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
@@ -169,7 +163,7 @@ class Up:
 
     def _begin(self) -> None:
         # A site that joined late in an earlier part of the run is there from the beginning now.
-        late = late_sites(self.schedule.not_begun())
+        late = late_sites(self.schedule.waiting)
         facts: dict[str, object] = {"state": "started", "name": self.run_dir.root.name}
         self.log.emit("run", {**facts, "sites": list(self.options.sites), "syncers": len(self._syncers)})
         self.log.emit("layout", {"fragments": list(self.options.layout)})
@@ -196,7 +190,10 @@ class Up:
             self._faults.play(self.schedule.due(now_s - self._first_step_s, self.history.progress))
         self._watch_the_end(watch, now_s)
         self._count_links(now_s)
-        self._say_units(watch)
+        units = (watch.latest or {}).get("units")
+        if isinstance(units, dict) and units != self._units:  # Where the units of the data are.
+            self._units = units
+            self.log.emit("units", units)
         view.update()
 
     def read(self) -> None:
@@ -244,7 +241,8 @@ class Up:
             return
         words = child.last_words() or "it said nothing"
         self.say_process(child, "ended", code=child.code, unasked=True, why=words)
-        told = f"{child.name} ended with exit code {child.code}: {shortened(words)} ({child.log})"
+        brief = words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
+        told = f"{child.name} ended with exit code {child.code}: {brief} ({child.log})"
         if not child.proven and self._first_step_s is None and child.name != EVAL:
             self._fail(child, f"could not start: {told}")
         if now_s - self._alive_since[child.name] > PEACE_S:
@@ -280,13 +278,16 @@ class Up:
     def _watch_the_end(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
         ending = self._draining or self._winding_up() or self.history.last_round
         no_site = not any(site.wanted or site.running for site in self.sites)
-        if no_site and not ending and not self.schedule.healing and not late_sites(self.schedule.not_begun()):
+        if no_site and not ending and not self.schedule.healing and not late_sites(self.schedule.waiting):
             self.outcome.wrong.append("every site had ended before the run did")
             self._drain(watch, now_s)
         if self._draining and watch.drain_refused and not watch.drain_accepted:
-            # Draining takes an administrator's token, and we have none; but the syncer is our own child.
-            for name in self._syncers:
-                self.children[name].signal(signal.SIGTERM)
+            # Draining takes an administrator's token, and we have none; but the syncer is our own child.  The watch
+            # asks again, and is refused again; but a second SIGTERM would end the process at once.
+            for child in [self.children[name] for name in self._syncers]:
+                if child.pid not in self._terminated:
+                    self._terminated.add(child.pid)
+                    child.signal(signal.SIGTERM)
             watch.drain_refused = ""
         if (self._winding_up() or self.history.last_round) and self._ends_at_s is None:
             watch.hurry()
@@ -326,22 +327,10 @@ class Up:
         for name, counts in total.items():
             self.log.emit("link", {"site": name, **counts})
 
-    def _say_units(self, watch: StatusWatch | StatusWatches) -> None:
-        """Log where the units of the data are, when the syncer reports a change."""
-        told = (watch.latest or {}).get("units")
-        if isinstance(told, dict) and told != self._units:
-            self._units = told
-            self.log.emit("units", told)
-
-
-def shortened(words: str) -> str:
-    """Return the words cut to ``WORDS_MAX`` characters, for a summary; the log has all of them."""
-    return words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
-
 
 def not_played(schedule: Schedule) -> str:
     """Return in words the steps of the scenario that never began; "" if all did."""
-    left = [f"{step.do} {step.target}" for step in schedule.not_begun()]
+    left = [f"{step.do} {step.target}" for step in schedule.waiting]
     return f"the run ended before: {', '.join(left)}" if left else ""
 
 
@@ -400,7 +389,7 @@ def check_syncers(config: RunConfig) -> None:
 
 # --- Polls a syncer's status, and sends it a request to drain, in a thread of its own --------------------------------
 
-Status = dict[str, object]
+Status = dict[str, Any]
 EVERY_S = 1.0
 EVERY_S_AT_THE_END = 0.15
 CLOSE_WAIT_S = 15.0
@@ -456,10 +445,11 @@ def together(told: Sequence[Status]) -> Status | None:
     """
     if not told:
         return None
-    counts = [len(_list(each, "fragments")) for each in told]
+    counts = [len(each.get("fragments") or ()) for each in told]
+    parts = [(count, each.get("sites") or {}) for count, each in zip(counts, told, strict=True)]
     sites: dict[str, dict[str, object]] = {}
-    for name in sorted({name for each in told for name in _sites(each)}):
-        known = [(count, _sites(each)[name]) for count, each in zip(counts, told, strict=True) if name in _sites(each)]
+    for name in sorted({name for _, part in parts for name in part}):
+        known = [(count, part[name]) for count, part in parts if name in part]
         refused: dict[str, int] = {}
         for _, site in known:
             for reason, number in site.get("updates_refused", {}).items():
@@ -473,16 +463,6 @@ def together(told: Sequence[Status]) -> Status | None:
         }
     units = next((each["units"] for each in told if each.get("units")), None)  # One syncer leases them.
     return {"sites": sites, "units": units}
-
-
-def _sites(status: Status) -> dict[str, Any]:
-    sites = status.get("sites")
-    return sites if isinstance(sites, dict) else {}
-
-
-def _list(status: Status, name: str) -> list[object]:
-    value = status.get(name)
-    return value if isinstance(value, list) else []
 
 
 class StatusWatch:

@@ -90,9 +90,9 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
     again = speaker(config, data)
     again.close()
     for made in (first, again):
-        assert made._joiner._agreement.run_id == "top"
+        assert made.listener._agreement.run_id == "top"
         assert (made._options.up_codec, made._options.in_flight_max) == ("int8", 3)
-        assert made._joiner._agreement.shared["outer.lr"] == "0.3"
+        assert made.listener._agreement.shared["outer.lr"] == "0.3"
         assert made._options.folder == str(data)
     (data / FOLDER / "run.json").write_text('{"endpoinu": "')
     with pytest.raises(VerbError, match=r"run\.json is damaged: remove it, and the syncer above is asked again"):
@@ -135,12 +135,12 @@ def test_each_of_several_syncers_is_a_site_of_the_one_above_of_its_number(tmp_pa
             config = region(f"{first}/{second}", *TWO, f"cluster.syncer.index={index}")
             data = tmp_path / f"region-{index}"
             made = speaker(config, data)
-            made._joiner.attempt()
+            made.listener.attempt()
             made.close()
             assert own in (data / FOLDER / "run.json").read_text()
             mixed = speaker(region(f"{second}/{first}", *TWO, f"cluster.syncer.index={index}"), tmp_path / "mixed")
             with pytest.raises(Refused, match=f"syncer.index is {index} at the site and {1 - index} at the syncer"):
-                mixed._joiner.attempt()
+                mixed.listener.attempt()
             mixed.close()
         for address, words in (
             (alone, "outer.num_syncers is 2 in this region and 1 in the run above"),

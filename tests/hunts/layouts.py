@@ -90,7 +90,7 @@ def site_rank(group: SiteGroup, tell: Callable[[Any], None], toy: Toy, site: str
         options, client = toy.agent_options(site), toy.sync_client(site, address)
         mine = (options, toy.adopt, fragments, holding, dealt, client, toy.run_id, site)
         outer = Follower([fragments], holding, toy.adopt, [Owner(*mine)] if dealt.channels else [])
-    outer.start()
+    outer.start() if isinstance(outer, Agent) else outer.follow()
     steps, stop = 0, False
     while not stop:
         steps += 1

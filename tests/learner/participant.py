@@ -42,11 +42,12 @@ class Heard:
 
 class Recorder(Heard):
     run_id, site_id = RUN, "a"
-    left = False
+    client: Any
+    outbox: Any
 
     def __init__(self) -> None:
         super().__init__()
-        self.stopping = threading.Event()
+        self.stopping, self.left = threading.Event(), threading.Event()
         self.updates: dict[tuple[int, int], str] = {}
         """The digests of those that wait to be sent."""
         self.sealed: list[SealedUpdate] = []
@@ -64,9 +65,6 @@ class Recorder(Heard):
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         self.fetched.append((values, event))
 
-    def join(self) -> None:
-        raise AssertionError("nothing asks this participant to join")
-
 
 def held(parameters: Mapping[str, Tensor]) -> Holding:
     """A model of one process, as a site's agent is given it."""
@@ -76,7 +74,6 @@ def held(parameters: Mapping[str, Tensor]) -> Holding:
 class Elsewhere(Place):
     """A place on the CPU that is not the host: everything is copied there as it would be to an accelerator."""
 
-    is_host = False
-
     def __init__(self) -> None:
         super().__init__(HOST)
+        self.is_host = False

@@ -421,10 +421,10 @@ def test_a_rank_that_is_lost_ends_the_loop_in_words(tmp_path: Path, syncer: Sync
     if when != "before it has joined":
         site.start()
         site.train(2)
-    site.agent._lose("rank 3 of this site is gone: killed")
+    site.agent.owners._gone(3, "killed")
     if when == "before it joins again":
         site.client.training = None
-        site.agent.join()
+        site.agent.tell(site.agent.listener.attempt())
     with pytest.raises(GroupError, match="rank 3 of this site is gone"):
         site.start() if when == "before it has joined" else site.step()
     site.close()

@@ -17,17 +17,15 @@ from torch import Tensor
 from diloco.codec.base import digest
 from diloco.inner import GroupError
 from diloco.inner.holding import Holding
-from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner import exchange
+from diloco.learner.agent import Agent
 from diloco.learner.exchange import AgentOptions, Exchange, Follower, Owner, Owners, Source
-from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Dealt, Orders
-from diloco.learner.seal import Outbox, SealJob, encoders, seal
-from diloco.learner.tensors import SiteTensors
+from diloco.learner.ranks import ADOPT, GO_ON, RETAKE, SEAL, STOP, Channel, Dealt, Orders, all_mine
+from diloco.learner.seal import SealJob, encoders, seal
 from diloco.outer.fragments import gather, part_of
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
-from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.progress import FragmentProgress, LearnerState, Sent
 from diloco.wire.messages import PullHeader, Unreachable
 from diloco.wire.pulling import PulledVersion
@@ -74,10 +72,11 @@ class Client:
 class Told(Heard, Exchange):
     """The exchange of rank 0."""
 
-    def __init__(self, tensors: SiteTensors, outbox: Outbox, orders: Orders, client: Any) -> None:
+    def __init__(self, folder: Path, model: Holding, dealt: Dealt, client: Any) -> None:
         Heard.__init__(self)
         self.knows, self.answer = True, "digest"
-        Exchange.__init__(self, "run", "a", tensors, outbox, orders, client, AdaptOptions(ways=(Way("fp32", 0),)))
+        options, orders = AgentOptions(folder=str(folder)), Orders(model.group)
+        Exchange.__init__(self, options, "rebase", LAYOUT, model, dealt, orders, client, "run", "a")
 
     def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
         with self.changed:
@@ -100,6 +99,10 @@ class Told(Heard, Exchange):
         return job
 
 
+stand_still: Any = Agent.stand_still
+"""A rank that has the machine waits; of that only ``has_failed`` is used."""
+
+
 def sealing(fragment: int, sequence: int) -> Seal:
     return Seal(fragment, sequence, 0, (), 10, 1, 1_000, 1, final=False)
 
@@ -119,8 +122,7 @@ def arrive(at: Exchange, version: int, fragment: int = 0) -> None:
 @pytest.fixture
 def begun(tmp_path: Path) -> Told:
     """A site of one rank, with a first version."""
-    tensors = SiteTensors(LAYOUT, held(zeros()), "rebase", 0.5)
-    found = Told(tensors, Outbox(tmp_path), Orders(SiteGroup()), Client())
+    found = Told(tmp_path, held(zeros()), all_mine(LAYOUT), Client())
     arrive(found, 0)
     found.at_boundary(Retake(0, 0, (), "first version"))
     return found
@@ -144,22 +146,22 @@ def test_training_stands_still_for_as_long_as_its_values_are_read_and_no_longer(
 ) -> None:
     begun.sealing(1)
     with begun.changed:
-        begun.stand_still(0.0)  # A copy is not waited for.
+        stand_still(begun, 0.0)  # A copy is not waited for.
     first, second = (begun.sealing(sequence, at_rest=True) for sequence in (2, 3))
     with begun.changed, pytest.raises(TimeoutError, match="lock_step"):
-        begun.stand_still(0.0)
+        stand_still(begun, 0.0)
     begun.was_read(first)
     with begun.changed, pytest.raises(TimeoutError):
-        begun.stand_still(0.0)
+        stand_still(begun, 0.0)
     other = threading.Timer(0.05, begun.was_read, [second])
     other.start()
     with begun.changed:
-        begun.stand_still(time.monotonic() + 30.0)
+        stand_still(begun, time.monotonic() + 30.0)
     other.join()
     begun.sealing(4, at_rest=True)
     monkeypatch.setattr(begun, "has_failed", lambda: True)
     with begun.changed:
-        begun.stand_still(0.0)
+        stand_still(begun, 0.0)
 
 
 def test_orders_go_to_who_does_them_and_closing_ends_all(begun: Told) -> None:
@@ -186,12 +188,10 @@ class Pair:
         self.state = LearnerState([FragmentProgress(), FragmentProgress()])
         self.models, self.clients = [zeros(), zeros()], [Client(), Client()]
         mine, theirs = (Holding(model, Rank(rank)) for rank, model in enumerate(self.models))
-        self.tensors = SiteTensors(LAYOUT, mine, "rebase", 0.5, owned=[0])
-        orders = Orders(mine.group)
-        self.lost: list[str] = []
-        self.zero = Told(self.tensors, Outbox(folder / "outbox"), orders, self.clients[0])
-        self.told, self.events = self.zero.told, self.zero.events
-        self.site = Owners(Dealt((0, 1), {1: ends[0]}), self.zero, orders, self.lost.append)
+        dealt = Dealt((0, 1), {1: ends[0]})
+        self.zero = Told(folder, mine, dealt, self.clients[0])
+        self.tensors, self.told, self.events = self.zero.tensors, self.zero.told, self.zero.events
+        self.site = Owners(dealt, self.zero, Orders(mine.group))
         dealt, options = Dealt((0, 1), {0: ends[1]}), AgentOptions(folder=str(folder))
         self.owner = Owner(options, "rebase", LAYOUT, theirs, dealt, self.clients[1], "run", "a", restored)
 
@@ -213,7 +213,7 @@ def paired(folder: Path, restored: dict[str, Tensor] | None = None) -> Iterator[
     try:
         yield found
     finally:
-        found.site.part()
+        found.site.parting = True
         found.owner.close()
         found.site.close()
 
@@ -347,12 +347,12 @@ def test_an_order_that_ends_in_an_error_keeps_no_thread_when_the_rank_ends(
 @pytest.mark.parametrize("ends", [False, True])
 def test_an_owner_that_is_gone_is_a_rank_that_is_lost_unless_the_site_ends(pair: Pair, ends: bool) -> None:
     if ends:
-        pair.site.part()
+        pair.site.parting = True
     pair.owner.close()
     if not ends:
-        eventually(lambda: pair.lost, "it is told")
-        assert "rank 1 of this site is gone" in pair.lost[0]
-    assert len(pair.lost) == int(not ends)
+        eventually(lambda: pair.site.lost, "it is told")
+        assert "rank 1 of this site is gone" in pair.site.lost
+    assert bool(pair.site.lost) == (not ends)
 
 
 def test_a_thread_that_dies_here_stops_the_site_in_words(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +420,7 @@ def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent
     group.said += [[STOP], [ADOPT, 0, 1, 0], last, [GO_ON], [STOP]]
     parameters = zeros()
     follower = Follower([LAYOUT], Holding(parameters, group), "overwrite")
-    assert not follower.start()
+    assert not follower.follow()
     now = lambda: [gather(fragment, parameters) for fragment in LAYOUT.fragments]  # noqa: E731
     assert all(map(torch.equal, now(), [first, second]))
     assert not follower.after_step(INFO).stop
@@ -429,14 +429,14 @@ def test_a_follower_takes_what_it_is_told_and_nothing_else_until_rank_0_has_sent
     follower.finish()
     assert all(map(torch.equal, now(), [third, last]))
     assert group.said == []
-    assert Follower([LAYOUT], Holding(zeros(), Ordered([STOP])), "rebase").start(), "rank 0 could not begin"
+    assert Follower([LAYOUT], Holding(zeros(), Ordered([STOP])), "rebase").follow(), "rank 0 could not begin"
 
 
 def test_each_of_several_agents_orders_of_its_own_fragments() -> None:
     first, second = dice("v0", 0), dice("v0", 1)
     group = Ordered([RETAKE, 0, 0, 0], first, [RETAKE, 1, 0, 0], second, [GO_ON])
     parameters = zeros()
-    Follower(PARTS, Holding(parameters, group), "rebase").start()
+    Follower(PARTS, Holding(parameters, group), "rebase").follow()
     assert torch.equal(gather(LAYOUT.fragments[0], parameters), first)
     assert torch.equal(gather(LAYOUT.fragments[1], parameters), second)
     assert group.said == []
@@ -447,7 +447,7 @@ def test_what_a_rank_owns_is_its_own_to_do_and_to_keep(owns: list[int]) -> None:
     group = Ordered(*([SEAL, part, 0, 1] for part in owns), [GO_ON], [STOP])
     owned: Any = [Owned(f"base.{part}") if part in owns else None for part in (0, 1)]
     follower = Follower(PARTS, Holding(zeros(), group), "rebase", owned)
-    follower.start()
+    follower.follow()
     assert sorted(follower.state()[0]) == [f"{part}.base.{part}" for part in owns], "by agent, as rank 0 names its own"
     follower.finish()
     assert all((owned[part].done, owned[part].closed) == (1, True) for part in owns)

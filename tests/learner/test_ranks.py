@@ -424,7 +424,7 @@ def lead(name: str, rule: str, group: SiteGroup) -> tuple[list[Tensor], dict[str
     else:
         boundaries = iter([1, 11, 2, 12, 3, 13])
         follower = Follower([LAYOUT], holding, rule)
-        while not follower.start():
+        while not follower.follow():
             step = next(boundaries, None)
             if step is not None:
                 trained(parameters, step)

@@ -30,12 +30,12 @@ from diloco.learner.seal import (
     Outbox,
     OutboxError,
     SealedUpdate,
-    Sealer,
     SealJob,
     seal,
 )
 from diloco.learner.seal import _read_slots as read_slots
 from diloco.learner.tensors import HOST, Carried, Place, SealInputs
+from diloco.learner.transfer import Sealer
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from diloco.sync.effects import Seal
 from diloco.sync.events import (
@@ -60,7 +60,6 @@ time.sleep(60)
 def odometer(folder: Path, notes: list[str] | None = None) -> Iterator[Odometer]:
     found = Odometer(folder / "odometer", note=([] if notes is None else notes).append)
     yield found
-    found.close()
 
 
 def test_it_survives_sigkill(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_it_survives_sigkill(tmp_path: Path) -> None:
         process.kill()
         assert process.wait(10.0) == -9
     with odometer(tmp_path) as again:
-        assert again.read() == (1000 << 54, 1000 << 54)
+        assert again.reading == (1000 << 54, 1000 << 54)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +90,10 @@ def test_a_file_of_something_else_or_of_the_release_before_is_said_once(
     (tmp_path / "odometer").write_bytes(content)
     notes = list[str]()
     with odometer(tmp_path, notes) as found:
-        assert found.read() == reading
+        assert found.reading == reading
         found.write(8, 8192)
     with odometer(tmp_path, notes) as again:
-        assert again.read() == (8, 8192)
+        assert again.reading == (8, 8192)
     (note,) = notes
     assert note.startswith(f"{tmp_path / 'odometer'} {words}")
 
@@ -116,7 +115,7 @@ def test_no_flipped_bit_is_believed(tmp_path: Path) -> None:
     (tmp_path / "odometer").write_bytes(whole[:32] + b"\xff" + whole[33:])
     notes = list[str]()
     with odometer(tmp_path, notes) as again:
-        assert again.read() == (1, 16)
+        assert again.reading == (1, 16)
     (note,) = notes
     assert note.endswith("odometer is damaged in one of its two readings: the other one's 16 tokens are taken")
 
@@ -270,7 +269,8 @@ def inputs() -> SealInputs:
 def sealed_in(outbox: Outbox, *jobs: object, site: Recorder | None = None, codecs: str = "fp32") -> Recorder:
     """A site whose sealer has done the jobs."""
     site = site or Recorder()
-    sealer = Sealer(site, [encoder(codec) for codec in codecs.split()], outbox)
+    site.outbox = outbox
+    sealer = Sealer(site, [encoder(codec) for codec in codecs.split()])
     for order in (*jobs, None):
         sealer.queue.put(order)
     sealer.run()
@@ -334,7 +334,7 @@ class FullDisk(Disk):
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
     """Seen: it ended the training of the site."""
-    monkeypatch.setattr("diloco.learner.seal.ROOM_EVERY_S", 0.01)
+    monkeypatch.setattr("diloco.learner.transfer.ROOM_EVERY_S", 0.01)
     site = Recorder()
     outbox = Outbox(tmp_path, FullDisk(3, site.stopping if stops else None))
     sealed_in(outbox, SealJob(EFFECT, inputs(), "fp32"), site=site)
@@ -379,8 +379,8 @@ def assert_equal(one: Encoded, other: Encoded) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_an_update_is_the_same_here_and_there(codec: str, interpreter: None) -> None:
     here, there = Encoder(make_codec(codec), Place(HOST)), Encoder(make_codec(codec), Elsewhere())
-    assert str(here) == "host"
-    assert (str(there) == "cpu, Triton") == (codec in ON_THE_DEVICE)
+    assert here.where == "host"
+    assert (there.where == "cpu, Triton") == (codec in ON_THE_DEVICE)
     made = [(there.encode(drawn(num_sent)), here.encode(drawn(num_sent))) for num_sent in (0, 2, 3)]
     for one, other in made:
         assert_equal(one, other)  # What one update was outlives the next: the buffers are used again.
@@ -399,10 +399,10 @@ def test_a_fragment_of_many_ranges_is_encoded_as_by_the_definition(codec: str) -
 
 
 def test_it_says_why_it_does_not_encode_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(Encoder(make_codec("bf16+zstd1"), Elsewhere())) == "host, values from cpu: bf16 has no kernel there"
+    assert Encoder(make_codec("bf16+zstd1"), Elsewhere()).where == "host, values from cpu: bf16 has no kernel there"
     monkeypatch.setattr("diloco.learner.seal.find_spec", lambda name: None)
     without = Encoder(make_codec("int4"), Elsewhere())
-    assert "Triton is not installed" in str(without)
+    assert "Triton is not installed" in without.where
     assert_equal(without.encode(drawn(1)), Encoder(make_codec("int4"), Place(HOST)).encode(drawn(1)))
 
 
@@ -433,7 +433,7 @@ def test_on_the_accelerator(codec: str, kernel_device: torch.device) -> None:
 def test_what_is_fed_back_is_the_same_here_and_there(codec: str, interpreter: None) -> None:
     residual = torch.randn(333, generator=torch.Generator().manual_seed(9)) * 1e-3
     both = [Encoder(make_codec(codec), place) for place in (Place(HOST), Elsewhere())]
-    assert (str(both[1]) == "cpu, Triton") == (codec != "bf16")
+    assert (both[1].where == "cpu, Triton") == (codec != "bf16")
     fresh = drawn(1).pseudo_gradient()
     for carried in (residual, None):
         made = [drawn(1) for _ in both]  # An encoder uses them up.

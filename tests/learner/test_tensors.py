@@ -584,16 +584,15 @@ def test_a_residual_is_dropped_and_said(drops: str) -> None:
     update = model.update()
     said = {"residual_dropped": pytest.approx(float(model.residual().norm()))}
     if drops == "a retake":
-        assert model.tensors.residuals.to_drop(0) == said
-        model.tensors.retake(0, 0, [update.header.sequence])
-        assert model.tensors.residuals.to_drop(0) == {}
+        assert model.tensors.retake(0, 0, [update.header.sequence]) == said
+        assert model.tensors.retake(0, 0, [update.header.sequence]) == {}
         model.refuse(update.header.sequence)
         assert sorted(model.tensors.tensors()) == ["base.0"]
     else:
         without = Model("sign", beta=0.0)
         without.tensors.restore(model.tensors.tensors(), [0])
-        assert without.tensors.residuals.dropped() == said
-        assert model.tensors.residuals.dropped() == {}
+        assert without.tensors.residuals.dropped == said
+        assert model.tensors.residuals.dropped == {}
         assert not any(name.startswith(("residual", "term")) for name in without.tensors.tensors())
 
 
@@ -697,7 +696,7 @@ def test_training_does_not_wait_for_what_is_beside_it() -> None:
 
     def beside() -> None:
         there = place.of(here)
-        told = place.pinned(2**22, torch.float32)
+        told = torch.empty(2**22, pin_memory=True)
         with place.beside():
             told.copy_(values + there, non_blocking=True)
         found.append(told)

@@ -31,7 +31,6 @@ from diloco.learner.transfer import (
     WAIT_S,
     Fetcher,
     Incoming,
-    Joiner,
     JoinFailed,
     LinkMeter,
     LinkUse,
@@ -45,6 +44,7 @@ from diloco.sync.events import (
     Fate,
     FateTold,
     FinalAnnounced,
+    JoinAnswered,
     Outcome,
     OverlapChosen,
     PushAnswered,
@@ -134,7 +134,9 @@ class Desk(Recorder):
         self.expected: list[int] = []
         self.bytes_up = 0
         client: Any = self
-        self.sender = Sender(self, client, LinkMeter(client), self.outbox, self.expected.append)
+        self.client, self.link = client, LinkMeter(client)
+        self.fetcher = SimpleNamespace(expect=self.expected.append)
+        self.sender = Sender(self)
 
     def wanted(self, fragment: int, sequence: int) -> str | None:
         self.lineage += self.restores
@@ -311,6 +313,14 @@ class Stream:
         self.cancelled.set()
 
 
+def listener_of(site: Recorder, client: Any, join: Callable[[], object]) -> Listener:
+    """A listener that joins by ``join``."""
+    site.client = client
+    found = Listener(site, agreement(), LAYOUT, "host")
+    found.attempt = join
+    return found
+
+
 class Ear(Recorder):
     """A site that listens, and a syncer whose Joins and Watches do what is written down here."""
 
@@ -320,13 +330,13 @@ class Ear(Recorder):
         self.log: list[str] = []
         self.joins: list[Callable[[], None]] = []
         self.watches: list[Callable[[], Stream]] = []
-        client: Any = self
-        self.listener = Listener(self, client)
+        self.listener = listener_of(self, self, self.join)
 
-    def join(self) -> None:
+    def join(self) -> JoinAnswered:
         self.log.append("join")
         if self.joins:
             self.joins.pop(0)()
+        return JoinAnswered(1, 1, (), 0, 0, None, 1)
 
     def watch(self, incarnation: int) -> Stream:
         self.log.append("watch")
@@ -425,15 +435,15 @@ def test_a_site_that_is_stopping_tries_to_join_no_more() -> None:
     """It once went on until join_timeout_s, without a pause between two attempts."""
     tries: list[float] = []
 
-    class Site(Recorder):
-        def join(self) -> None:
-            tries.append(time.monotonic())
-            self.stopping.set()
-            raise Unreachable("the channel is closed")
+    site = Recorder()
 
-    unused: Any = None
+    def join() -> None:
+        tries.append(time.monotonic())
+        site.stopping.set()
+        raise Unreachable("the channel is closed")
+
     with pytest.raises(JoinFailed, match="stopping; last: the channel is closed"):
-        Joiner(Site(), unused, agreement(), LAYOUT, unused).first(time.monotonic() + 5.0)
+        listener_of(site, None, join).first(time.monotonic() + 5.0)
     assert len(tries) == 1
 
 
@@ -616,7 +626,7 @@ class Shelf(Recorder):
 
     def __init__(self, have: int | None = None) -> None:
         super().__init__()
-        self.site_tensors = tensors(OLD, have=have)
+        self.tensors = tensors(OLD, have=have)
         self.answers: list[Callable[[PullAsk], PulledVersion]] = []
         self.asks: list[PullAsk] = []
         self.bytes_down = 0
@@ -624,7 +634,8 @@ class Shelf(Recorder):
         self.made = threading.Event()
         self.sinks: list[PullSink] = []
         client: Any = self
-        self.fetcher = Fetcher(self, client, LinkMeter(client), self.site_tensors)
+        self.client, self.link = client, LinkMeter(client)
+        self.fetcher = Fetcher(self)
 
     def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
         if patience is not None:
@@ -759,7 +770,7 @@ def test_what_was_waited_for_as_of_another_base_is_not_taken_and_its_memory_left
     if changed == "lineage":
         shelf.lineage = 2
     else:
-        shelf.site_tensors.latest[0] = (5, OLD)
+        shelf.tensors.latest[0] = (5, OLD)
     shelf.fetch(lambda: shelf.fetched)
     assert [event.version for _, event in shelf.fetched] == [9]
     assert shelf.fetcher._of(0, shelf.lineage).sink is not shelf.sinks[0]
@@ -834,10 +845,9 @@ def test_a_choice_is_taken_told_once_with_its_reason_and_stays_to_be_seen() -> N
     sizes = {"version_bytes": 4_000_000, "window_bytes": 10_000, "inner_steps": 20}
     options = AdaptOptions(ways=WAYS, channels_max=6, overlap_steps=1, overlap_steps_max=12, **sizes)
     use = LinkUse(site, traffic, options)
-    use.begin()
     assert [use.codec(STEP_NS) for _ in range(4)] == ["int8"] * 4
     assert use.info(STEP_NS) == LinkInfo(up_codec="int8", channels=1, overlap_steps=1)
-    assert (site.events.all, site.told) == ([], [OverlapChosen(1)]), "nothing is measured yet"
+    assert (site.events.all, site.told, use.adapter.choice.overlap_steps) == ([], [], 1), "nothing is measured yet"
     use._estimator.answered(10_000_000)
     for _ in range(3):
         use._estimator.carried(4_000_000, 1_010_000_000, up=True)
@@ -845,7 +855,7 @@ def test_a_choice_is_taken_told_once_with_its_reason_and_stays_to_be_seen() -> N
     assert [use.codec(STEP_NS) for _ in range(9)] == ["int8", *["int4"] * 8]
     chosen = site.events.of("adapted")
     assert traffic.channels == [facts["channels"] for facts in chosen]
-    assert site.told[1:] == [OverlapChosen(facts["overlap_steps"]) for facts in chosen]
+    assert site.told == [OverlapChosen(facts["overlap_steps"]) for facts in chosen]
     info = use.info(STEP_NS)
     assert (info.up_codec, info.channels, info.overlap_steps, info.why) == tuple(
         chosen[-1][name] for name in ("codec", "channels", "overlap_steps", "why")
@@ -853,7 +863,7 @@ def test_a_choice_is_taken_told_once_with_its_reason_and_stays_to_be_seen() -> N
     assert info.channels > 1
     assert info.overlap_steps == 12
     assert (info.rtt_ns, info.up_bytes_per_s, info.down_bytes_per_s) == (10_000_000, 4_000_000, 10_000_000)
-    use.heard(PushAnswered(0, 1, Outcome.ACCEPTED, None))
+    use.rounds.heard(PushAnswered(0, 1, Outcome.ACCEPTED, None), time.monotonic_ns())
     assert use.info(STEP_NS).round_ns == 0
-    use.heard(FateTold(Fate(0, 1, 1, 10, "d")))
+    use.rounds.heard(FateTold(Fate(0, 1, 1, 10, "d")), time.monotonic_ns())
     assert use.info(STEP_NS).round_ns > 0, "by the site's own clock"

@@ -115,7 +115,7 @@ class Site:
         )
 
     def run(self, leave_at: int) -> None:
-        cursor = self.outer.start()
+        cursor = self.outer.start() if isinstance(self.outer, Agent) else self.outer.follow()
         self.steps = max(self.steps, self.group.broadcast_small([cursor or 0])[0])
         stop = self.redo is not None and self.outer.after_step(self.redo).stop
         while not stop:

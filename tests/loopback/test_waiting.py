@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from diloco.learner.agent import Agent
-from diloco.learner.seal import Sealer, SealJob
+from diloco.learner.seal import SealJob
+from diloco.learner.transfer import Sealer
 from diloco.observe.eventlog import EventLog, read_events
 from diloco.outer.merge import Correction
 from diloco.sync.effects import StartOuterStep

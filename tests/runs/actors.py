@@ -19,7 +19,8 @@ asked: list[int] = []
 
 
 def play_syncer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
-    """Ends after ``seconds`` of all its lives, or when asked to; with ``loses_after`` its data are lost once."""
+    """Ends after ``seconds`` of all its lives, or when asked to (then it may linger); with ``loses_after`` its data are
+    lost once."""
     snapshots, lost = folder / "syncer" / "snapshots", folder / "lost"
     if lost.exists() and not snapshots.exists():
         print("diloco syncer: there is nothing to go on from", flush=True)
@@ -51,6 +52,7 @@ def play_syncer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
     ending = "drained" if asked else "finished"
     log.emit("final", {"ending": ending, "versions": [version]})
     (folder / "ending").write_text(ending)
+    time.sleep(options.get("lingers", 0.0))
     return 75 if asked else 0
 
 

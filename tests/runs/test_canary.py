@@ -28,7 +28,7 @@ from diloco.learner.ranks import Dealt
 from diloco.learner.several_syncers import Agents
 from diloco.outer.fragments import Layout, named_parameters_once
 from diloco.runs import site_agent
-from diloco.runs.canary import Canaries, command, digest_after, recorded, repeatable
+from diloco.runs.canary import canaries, command, digest_after, recorded, repeatable
 from diloco.runs.site_agent import _client, agent_of, follower_of, owning_follower_of
 from diloco.wire.options import MBPS_MIN
 from tests.runs.processes import TINY, Place
@@ -124,7 +124,7 @@ def test_each_canary_ends_in_an_event_however_it_ends_and_the_next_is_tried(
     command: list[str], same: bool | None, why: str
 ) -> None:
     events = Events()
-    with Canaries(command, 0.05, events.emit):
+    with canaries(command, 0.05, events.emit):
         told = events.wait_for("canary", count=2, bound_s=BOUND_S)
     for each in told[:2]:
         assert each["same"] is same
@@ -133,11 +133,11 @@ def test_each_canary_ends_in_an_event_however_it_ends_and_the_next_is_tried(
 
 def test_a_site_that_ends_does_not_wait_for_its_canary_and_0_means_none() -> None:
     events = Events()
-    with Canaries(saying("import time; time.sleep(600)"), 0.01, events.emit):
+    with canaries(saying("import time; time.sleep(600)"), 0.01, events.emit):
         time.sleep(0.3)
         began = time.monotonic()
     assert time.monotonic() - began < 10
-    with Canaries(saying("print('{}')"), 0.0, events.emit):
+    with canaries(saying("print('{}')"), 0.0, events.emit):
         time.sleep(0.05)
     assert events.all == []
     assert "canary" not in [thread.name for thread in threading.enumerate()]
@@ -146,7 +146,7 @@ def test_a_site_that_ends_does_not_wait_for_its_canary_and_0_means_none() -> Non
 @pytest.mark.slow
 def test_a_site_that_runs_a_canary_beside_training_says_how_it_ended(site: Path) -> None:
     events = Events()
-    with Canaries(command(site, 2), 0.05, events.emit):
+    with canaries(command(site, 2), 0.05, events.emit):
         (told, *_) = events.wait_for("canary", bound_s=BOUND_S)
     assert json.loads(json.dumps(told)) == told
     assert (told["same"], told["digest"], told["step"]) == (True, digest_of(site), 3)

@@ -111,7 +111,7 @@ def test_steps_begin_once_and_end_once() -> None:
     assert schedule.due(15.1, 0.5) == []
     assert schedule.due(15.3, 0.6) == [Play(first, heals=True)]
     assert schedule.due(99.0, 1.0) == []
-    assert schedule.not_begun() == []
+    assert schedule.waiting == []
 
 
 def test_what_lasts_is_ended_before_something_begins_and_by_a_drain() -> None:
@@ -122,7 +122,7 @@ def test_what_lasts_is_ended_before_something_begins_and_by_a_drain() -> None:
     assert schedule.due(6.0, 0.0) == [Play(first, heals=True), Play(second)]
     drained = Schedule([first, second])
     drained.due(1.0, 0.0)
-    assert len(drained.not_begun()) == 1
+    assert len(drained.waiting) == 1
     assert drained.heal_all() == [Play(first, heals=True)]
     assert drained.due(99.0, 1.0) == []
 

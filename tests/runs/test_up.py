@@ -270,6 +270,29 @@ def test_one_interrupt_drains_and_by_signal_where_the_drain_needs_another_token(
     assert "asked to stop" in stage.out.getvalue()
 
 
+def test_a_drain_that_is_refused_again_and_again_is_one_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch goes on asking, and a second SIGTERM would end the syncer at once, without a last round."""
+
+    class Asks(Watch):
+        drain_refused = property(lambda self: "only an admin may do this", lambda self, text: None)
+
+    sent: list[tuple[str, signal.Signals]] = []
+    send = Child.signal
+
+    def noted(child: Child, number: signal.Signals) -> None:
+        sent.append((child.name, number))
+        send(child, number)
+
+    monkeypatch.setattr(Child, "signal", noted)
+    stage = Stage(tmp_path, seconds=60)
+    stage.watch = Asks(refuses=True)
+    monkeypatch.setattr(stage.watch, "drain", lambda: None)
+    stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "lingers": 1.0})
+    stage.play(stage.has_begun)
+    assert stage.history.ending == "drained"
+    assert sent.count(("syncer", signal.SIGTERM)) == 1
+
+
 def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Step(do="kill", target="syncer", at_s=0.1, for_s=50), seconds=60)
 
