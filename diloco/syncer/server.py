@@ -63,7 +63,6 @@ from diloco.syncer.outer_step import (
     OuterResult,
     merged_into,
     outer_step_facts,
-    refusal_facts,
     run_outer_step,
     standstill_facts,
     start_facts,
@@ -191,7 +190,9 @@ class Syncer:
         is_region, was = self._make_above is not None, machine.state
         if (records or warm is not None) and was.ending is not None:
             # The process before did not linger for the sites that have left: they may rejoin for fates.
-            self.feeds.miss(name for name, site in was.sites.items() if site.status is SiteStatus.LEFT)
+            for name, site in was.sites.items():
+                if site.status is SiteStatus.LEFT:
+                    self.feeds.says(name, lacks=True)
         had_finished = is_region and was.phase is Phase.ENDED and was.ending is Ending.FINISHED
         if had_finished:
             self.core.post(UpstreamAsked())
@@ -456,8 +457,9 @@ class Syncer:
                 self.store.decided(effect.site, effect.fate)
                 self._disk.reached(Step.FATE)
                 self.feeds.tell(FateTold(effect.fate), effect.site)
-                if effect.fate.reason is not None:
-                    self._emit("refused", refusal_facts(effect))
+                if (reason := effect.fate.reason) is not None:
+                    update = {"fragment": effect.fate.fragment, "sequence": effect.fate.sequence}
+                    self._emit("refused", {"site": effect.site, **update, "reason": reason.value})
             case AnnounceFinal():
                 self.readiness.begins(Unready.DRAINING)
                 self.feeds.tell(FinalAnnounced(effect.ending))

@@ -455,7 +455,8 @@ def test_a_full_disk_holds_everything_back_but_early_questions_fills_no_inbox_an
         (refusal,) = pushed
         assert isinstance(refusal, CoreHeld)
         assert (refusal.status, refusal.text) == (WireStatus.UNAVAILABLE, "disk full: No space left on device")
-        assert desk.core.held == refusal.text
+        assert desk.core.held is not None
+        assert desk.core.held.text == refusal.text
         waiting = desk.core._inbox.qsize()
         for _ in range(20):
             for call in (
