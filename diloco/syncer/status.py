@@ -157,9 +157,22 @@ HELD = ("norm", "ratio", "cosine", "z", "why")
 
 
 def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
-    """Return the status of versions, rounds and sites."""
+    """Return the status of versions, rounds and sites.
+
+    ``units``: where the data units are; None if none are leased. ``processed`` are those that accepted updates have
+    covered, each counted once per site. ``upstream``: the versions above that a region is based on, and where its
+    sites' tokens are; None if there is no syncer above.
+    """
     state, known, now_s = machine.state, tally.sites(), time.monotonic()
     versions = [fragment.version for fragment in state.fragments]
+    units = upstream = None
+    if state.units is not None:
+        unit = machine.options.unit_sequences
+        processed = sum(max(line.cursor for line in site.lines) // unit for site in state.sites.values())
+        units = {"processed": processed, **asdict(columns_of(machine.options, state)), "sequences": unit}
+    if state.upstream is not None and (above := standing(state)) is not None:
+        tokens = {f"tokens_{name}": getattr(above.ledger, name) for name in above.ledger.__slots__}
+        upstream = {"site": state.upstream.site, "base_versions": list(above.versions), **tokens}
     return {
         "lineage": state.lineage,
         "epoch": state.epoch,
@@ -167,8 +180,8 @@ def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
         "ending": state.ending.value if state.ending else None,
         "run_tokens": state.run_tokens(),
         "progress": machine.progress_ppm() / 1e6,
-        "units": _units(machine),
-        "upstream": _upstream(machine),
+        "units": units,
+        "upstream": upstream,
         "fragments": [
             {
                 "version": fragment.version,
@@ -185,28 +198,6 @@ def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
             for name, site in sorted(state.sites.items())
         },
     }
-
-
-def _units(machine: OuterSync) -> dict[str, int] | None:
-    """Return where the data units are; None if none are leased.
-
-    ``processed`` are those that accepted updates have covered, each counted once per site.
-    """
-    if machine.state.units is None:
-        return None
-    unit = machine.options.unit_sequences
-    processed = sum(max(line.cursor for line in site.lines) // unit for site in machine.state.sites.values())
-    return {"processed": processed, **asdict(columns_of(machine.options, machine.state)), "sequences": unit}
-
-
-def _upstream(machine: OuterSync) -> dict[str, object] | None:
-    """Return a region's state towards the syncer above: the versions that it is based on, and where its sites' tokens
-    are; None if there is no syncer above."""
-    upstream, found = machine.state.upstream, standing(machine.state)
-    if upstream is None or found is None:
-        return None
-    tokens = {f"tokens_{name}": getattr(found.ledger, name) for name in found.ledger.__slots__}
-    return {"site": upstream.site, "base_versions": list(found.versions), **tokens}
 
 
 def _site(site: Site, known: SiteTally, versions: Sequence[int], now_ns: int, now_s: float) -> dict[str, object]:
