@@ -347,10 +347,20 @@ class Api:
             source = holdings.choose(ask, publish.as_known(told, ask.protocol), machine.state)
             return source, holdings.values[ask.fragment], site is not None
 
-        source, held, known = self.core.ask(look)
+        source, held, is_site = self.core.ask(look)
         if ask.protocol < PROTOCOL:
-            source = self._as_in_2(source, held)
-        if known:
+            # It reads a SHA-256 alone, which its first request computes from the values, and a checksum of the whole.
+            header, digest = source.header, source.header.digest
+            if header.version == held.version:
+                digest = self._earlier.of(ask.fragment, held)
+            elif not is_sha256(digest):
+                known = self._earlier.known(ask.fragment, header.version)
+                if known is None:
+                    text = f"version {header.version} of fragment {ask.fragment} cannot be sent any more"
+                    raise Refusal(Status.NOT_FOUND, text)
+                digest = known
+            source = replace(source, header=replace(header, digest=digest, payload_crc32=checksum(source.parts)))
+        if is_site:
             self.core.heard(ask.site_id)
             self.tally.count(ask.site_id, payload_bytes_down=max(0, source.header.payload_bytes - ask.offset))
         return source
@@ -359,20 +369,6 @@ class Api:
         """Return whether a version newer than ``version`` is published, or is within ``timeout_s``."""
         self._check_fragment(fragment)
         return self.holdings.has_newer(fragment, version, timeout_s)
-
-    def _as_in_2(self, source: PullSource, held: FragmentValues) -> PullSource:
-        """Return ``source`` with the digest of protocol 2, which the first request for it computes from the values, and
-        a checksum of the whole besides those of the chunks."""
-        fragment, version, digest = source.header.fragment, source.header.version, source.header.digest
-        if version == held.version:
-            digest = self._earlier.of(fragment, held)
-        elif not is_sha256(digest):
-            known = self._earlier.known(fragment, version)
-            if known is None:
-                raise Refusal(Status.NOT_FOUND, f"version {version} of fragment {fragment} cannot be sent any more")
-            digest = known
-        header = replace(source.header, digest=digest, payload_crc32=checksum(source.parts))
-        return replace(source, header=header)
 
     def report(self, report: ReportInfo) -> ReportReply:
         """Take a heartbeat: a sign of life, and figures for status."""
@@ -664,7 +660,7 @@ class Reception:
             header,
             lambda: api.holdings.values[header.fragment].optimizer.momentum,
             api.checks,
-            api.tally.decoded,
+            lambda: api.tally.count(header.site_id, payloads_decoded=1),
             api.buffers,
         )
         with _storing(self._partial):

@@ -424,31 +424,28 @@ class Backups:
                 wait_s = min(self._options.every_s, RETRY_S)
 
     def _once(self) -> None:
+        """Make a backup, and delete all but the newest ``keep``: never this one, nor one with an unreadable marker."""
         began = time.monotonic()
         for died in self._vault.leftovers(self._run_id):  # First, so that leftovers do not accumulate.
             self._vault.drop(self._run_id, died)
-        there = self._vault.names(self._run_id)
+        before = self._vault.names(self._run_id)
         name, facts = back_up(
             self._folder, self._vault, lambda why: self._emit("note", {"note": "backup_of_less", "why": why})
         )
         self._good_s, self._last = began, name
-        if name in there:
+        if name in before:
             return  # The run has not changed since it was made.
-        self._prune()
-        size = sum(each.bytes for each in facts.files.values())
-        seconds = round(time.monotonic() - began, 3)
-        self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})
-
-    def _prune(self) -> None:
-        """Delete all but the newest ``keep``; never the one just made, nor one whose marker cannot be read."""
         found = self._vault.backups(self._run_id)
         for damaged in found.values():
             if isinstance(damaged, BackupError):
                 self._emit("note", {"note": "backup_damaged", "why": str(damaged)})
-        names = [name for name, facts in found.items() if isinstance(facts, BackupFacts)]
-        if names[-1] != self._last:
-            why = f"{self._last} is made, and {names[-1]} there goes further: a restore takes that unless it is told"
+        names = [each for each, there in found.items() if isinstance(there, BackupFacts)]
+        if names[-1] != name:
+            why = f"{name} is made, and {names[-1]} there goes further: a restore takes that unless it is told"
             self._emit("note", {"note": "backup_behind", "why": why})
         for old in names[: -self._options.keep]:
-            if old != self._last:
+            if old != name:
                 self._vault.drop(self._run_id, old)
+        size = sum(each.bytes for each in facts.files.values())
+        seconds = round(time.monotonic() - began, 3)
+        self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})

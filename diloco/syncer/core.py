@@ -286,26 +286,21 @@ class Core:
         self._stopping = threading.Event()
         self.failed: BaseException | None = None
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outer-step")
-        self._thread = threading.Thread(target=self._run, name="syncer-core", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="syncer-core", daemon=True)
         for name, site in machine.state.sites.items():
             if site.status in (Status.LIVE, Status.SILENT):
                 self.leases.watch(name, machine.state.now_ns, silent=site.status is Status.SILENT)
 
     def start(self) -> None:
         """Start the loop's thread."""
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """End the loop after its present turn, and the worker after the task it is running."""
         self._stopping.set()
         self._inbox.put(None)
-        self._thread.join(TIMEOUT_S)
+        self.thread.join(TIMEOUT_S)
         self.worker.shutdown(wait=True, cancel_futures=True)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the loop's thread is running."""
-        return self._thread.is_alive()
 
     def now_ns(self) -> int:
         """Return the machine's time, which continues from where the last process left it."""
@@ -390,7 +385,7 @@ class Core:
     def _wait(self, future: Future[T], timeout_s: float, early: bool = False) -> T:
         until = time.monotonic() + timeout_s
         while True:
-            alive = self.alive  # Read before the wait: a loop that ends meanwhile may still have answered.
+            alive = self.thread.is_alive()  # Read before the wait: a loop that ends meanwhile may still have answered.
             want = None if early else self.held
             left_s = max(0.0, until - time.monotonic())
             if wait([future], timeout=min(HELD_AFTER_S, left_s) if alive and want is None else 0.0).done:

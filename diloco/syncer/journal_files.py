@@ -116,12 +116,6 @@ class JournalEnd:
         self._file.seek(SLOT_BYTES * (self._count % 2))
         self._disk.write(self._file, CHECKSUM.pack(zlib.crc32(rest)) + rest, Step.JOURNAL_END)
 
-    def clear(self) -> None:
-        """Remove the note: the journal starts over."""
-        self.close()
-        self._count = 0
-        self._disk.remove(self.path, Step.JOURNAL_END)
-
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
@@ -236,7 +230,9 @@ class JournalFiles:
         """
         for index in self.segments():
             self._disk.remove(self.path(index), Step.JOURNAL_CUT)
-        self._noted.clear()
+        self._noted.close()
+        self._disk.remove(self._noted.path, Step.JOURNAL_END)
+        self._noted = JournalEnd(self._noted.path, self._disk)
         self.index, self.chain = 0, CHAIN_START
         if place is not None:
             self.index, self.chain = place.segment - 1, bytes.fromhex(place.chain)

@@ -406,17 +406,17 @@ class FileLease:
 
     def read(self) -> tuple[Standing | None, bool]:
         """Read the file; the lease is free once it was released, or has not changed for too long."""
-        content = self._watched()
-        return content.standing if content is not None else None, self._is_free(content)
+        content, is_free = self._watched()
+        return content.standing if content is not None else None, is_free
 
     def acquire(self, claim: Claim) -> Standing | None:
         """Take it; repeated calls succeed once the holder has been silent for long enough."""
-        content = self._watched()
+        content, is_free = self._watched()
         standing = content.standing if content is not None else None
         if (why := refusal(standing, claim, self.place)) is not None:
             raise LeaseRefusedError(why)
         # The holder's name is that of this data folder, whose lock this process has: the earlier holder has ended.
-        if not self._is_free(content) and (standing is None or standing.holder != claim.name):
+        if not is_free and (standing is None or standing.holder != claim.name):
             return None
         with (
             self._errors(),
@@ -430,17 +430,14 @@ class FileLease:
         taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self._run_id))
         return own if taken else None
 
-    def _is_free(self, content: _Content | None) -> bool:
-        if content is None or content.standing.released:
-            return True
-        return self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
-
-    def _watched(self) -> _Content | None:
-        """Read the file, and note since when its content has been the same."""
+    def _watched(self) -> tuple[_Content | None, bool]:
+        """Read the file, and note since when its content has been the same; return it, and whether it has run out."""
         content = self._read()
         if content != self._seen or content is None:
             self._seen, self._since_s = content, self._clock_s()
-        return content
+        if content is None or content.standing.released:
+            return content, True
+        return content, self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
 
     def change(self, own: Standing, **changes: Any) -> bool:
         """Increment the count, which renews the lease, and write the ``changes``."""

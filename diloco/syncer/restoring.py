@@ -158,7 +158,13 @@ class Kept:
         if not fit:
             _check_sites(points[-1].state, selections)
             asked = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
-            raise KeptError(f"{asked}: outside what is kept; {_kept_words(points)}")
+            oldest, newest = points[0].state.fragments, points[-1].state.fragments
+            parts = [
+                f"{old.version + 1} (snapshot up to {new.version}) of fragment {index}"
+                for index, (old, new) in enumerate(zip(oldest, newest, strict=True))
+            ]
+            can = f"a replay can begin at version {', '.join(parts)}"
+            raise KeptError(f"{asked}: outside what is kept; {can}")
         from_oldest = verify or not (selections or shortest)
         for point in fit if from_oldest else reversed(fit):
             try:
@@ -247,14 +253,6 @@ def _merged_before(state: OuterState, chosen: Selection) -> bool:
             if not waiting.issuperset(accepted):
                 return True
     return False
-
-
-def _kept_words(points: Sequence[Point]) -> str:
-    oldest, newest = points[0].state.fragments, points[-1].state.fragments
-    parts = [f"{old.version + 1} (snapshot up to {new.version})" for old, new in zip(oldest, newest, strict=True)]
-    return "a replay can begin at version " + ", ".join(
-        f"{part} of fragment {index}" for index, part in enumerate(parts)
-    )
 
 
 KEEP_PAST = Retention(steps=1 << 40, bytes_max=1 << 60)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from diloco.codec import native
 from diloco.codec.base import Buffers
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked, when_there_is_room
+from diloco.outer.optimizer import TENSORS_KEPT
 from diloco.sync.effects import (
     AnnounceFinal,
     DropSite,
@@ -58,7 +59,7 @@ from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
 from diloco.syncer.core import LOOK_EVERY_S, Core, CoreHeld, CoreStopped, Readiness, Room, Unready, Want
 from diloco.syncer.lease import LeaseError, lead
-from diloco.syncer.options import VERSIONS_MAX, memory_bytes_max, spare_max
+from diloco.syncer.options import VERSIONS_MAX, memory_bytes_max
 from diloco.syncer.outer_step import (
     OuterResult,
     merged_into,
@@ -132,7 +133,8 @@ class Syncer:
         self.leadership: LeaseHolder | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
-        self._buffers = Buffers(spare_max(plan))
+        # The tensors and the down-link of the version that is replaced: the next one takes their memory.
+        self._buffers = Buffers(3 + len(TENSORS_KEPT[plan.rule.optimizer.kind]))
         self._ended = threading.Event()
         self.ending: Ending | None = None
         self.feeds = Feeds()
@@ -376,7 +378,7 @@ class Syncer:
                 "refused_at_the_door": self.tally.refusals(),
                 "not_ready": self.readiness.reasons(),
                 "calls": server.counters(),
-                "payloads_decoded": self.tally.payloads_decoded,
+                "payloads_decoded": sum(each.payloads_decoded for each in self.tally.sites().values()),
                 "identity_complaints": server.complaints(),
                 "kernels": native.description(),
                 "memory_bytes_max": self.memory_bytes_max,
@@ -489,7 +491,7 @@ class Syncer:
     def _outer_step(self, command: StartOuterStep | TakeVersion, values: FragmentValues) -> None:
         """Compute the version, then post the event that says so. Runs in the worker thread."""
         while not self._versions.acquire(timeout=LOOK_EVERY_S / 10):
-            if not self.core.alive:
+            if not self.core.thread.is_alive():
                 return  # The loop has ended: no candidate will be published any more.
         self._disk.reached(Step.MERGE)
         spool, rule, down_codec = self.store.spool, self.plan.rule, self.options.down_codec

@@ -545,8 +545,17 @@ class Succession:
 
     def refusal(self, *, lossy: bool) -> str | None:
         """Return why an operator's command to take over cannot be followed now; None when it can."""
+        anew = "promote this one with --lossy, which begins a new lineage with what it has"
         if self._lease is None:
-            return None if lossy else self._unsafe()
+            if lossy:
+                return None
+            if self._standby.still_hears():
+                return (
+                    "the syncer that this standby follows is still heard: stop that first, so that never two lead; or "
+                    f"{anew}, and what the other tells from then on is given up"
+                )
+            why = self._standby.may_lack()
+            return why and f"{why}, so that this standby may lack what was told: start that one again; or {anew}"
         if self._trouble is not None or self._standing is None:
             return f"what the lease {self._lease.place} says is not known: {self._trouble or 'it was not read yet'}"
         standing, name = self._standing, self._standby.identity
@@ -558,20 +567,8 @@ class Succession:
         if not lossy and name not in (standing.heir, standing.holder):
             return (
                 f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
-                "or promote this one with --lossy, which begins a new lineage with what it has"
+                f"or {anew}"
             )
-        return None
-
-    def _unsafe(self) -> str | None:
-        """Return why continuing the same lineage without a lease is unsafe; None when it is not."""
-        lossy = "promote this one with --lossy, which begins a new lineage with what it has"
-        if self._standby.still_hears():
-            return (
-                "the syncer that this standby follows is still heard: stop that first, so that never two lead; or "
-                f"{lossy}, and what the other tells from then on is given up"
-            )
-        if (why := self._standby.may_lack()) is not None:
-            return f"{why}, so that this standby may lack what was told: start that one again; or {lossy}"
         return None
 
     def hand_over(self, warm: Warm, *, lossy: bool) -> Warm:

@@ -32,6 +32,8 @@ class SiteTally:
 
     payload_bytes_up: int = 0
     payload_bytes_down: int = 0
+    payloads_decoded: int = 0
+    """Payloads that a codec has begun to read."""
     updates_corrupt: int = 0
     """Updates that decoded to other values here than at the site."""
     bases_differed: int = 0
@@ -54,8 +56,6 @@ class Tally:
         self._sites: defaultdict[str, SiteTally] = defaultdict(SiteTally)
         self._refusals: Counter[str] = Counter()
         self._differing: dict[str, dict[int, int]] = {}
-        self.payloads_decoded = 0
-        """How many payloads from sites a codec has read."""
         self.began_s = time.monotonic()
         self.costs = RoundCosts()
 
@@ -70,11 +70,6 @@ class Tally:
         """Count a refusal before acceptance; ``why`` is a reason or the name of a field."""
         with self._lock:
             self._refusals[why] += 1
-
-    def decoded(self) -> None:
-        """Count a payload that a codec is about to read; only updates of joined sites get so far."""
-        with self._lock:
-            self.payloads_decoded += 1
 
     def heard(self, report: ReportInfo) -> bool:
         """Store a heartbeat of a site that is in the run; return whether it is time to record one."""

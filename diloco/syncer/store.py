@@ -180,7 +180,7 @@ class Store:
         if not path.exists():
             # It is the first file in a folder: if others exist, it was lost, and the recovery says so.
             if not any(any((self.folder / name).glob("*")) for name in ("snapshots", "journal")):
-                self._write_card({**ours, "lineage": 1})
+                self.write_lineage(1, Step.CARD)
             return
         try:
             theirs = dict(parse_json(path.read_bytes()))
@@ -195,18 +195,15 @@ class Store:
                 "another folder, please"
             )
         if {**theirs, **ours} != theirs:  # An earlier release wrote it.
-            self._write_card({"lineage": 1, **theirs, **ours})
+            self.write_lineage(theirs.get("lineage", 1), Step.CARD)
 
     def _note(self, note: str, why: str) -> None:
         self._emit("note", {"note": note, "why": why})
 
-    def _write_card(self, card: dict[str, object], step: Step = Step.CARD) -> None:
-        text = json.dumps(card, indent=1, sort_keys=True).encode()
-        self.disk.write_file(self.folder / "run.json", text, step)
-
-    def write_lineage(self, lineage: int) -> None:
-        """Write the run's present lineage to ``run.json``."""
-        self._write_card({"format": FORMAT, **self.card.facts(), "lineage": lineage}, Step.LINEAGE_CARD)
+    def write_lineage(self, lineage: object, step: Step = Step.LINEAGE_CARD) -> None:
+        """Write ``run.json`` with the run's present lineage."""
+        card = {"format": FORMAT, **self.card.facts(), "lineage": lineage}
+        self.disk.write_file(self.folder / "run.json", json.dumps(card, indent=1, sort_keys=True).encode(), step)
 
     def _mend_card(self, lineage: int) -> None:
         """Make ``run.json`` name the lineage that journal and snapshots give; note a different or missing value."""

@@ -220,7 +220,7 @@ def test_values_are_in_memory_only_where_there_is_room_for_them(syncer: Syncer) 
         assert not done.done()
         checks.release()
         assert done.result(30.0) == PushResult(Outcome.ACCEPTED, 0)
-    assert syncer.tally.payloads_decoded == 1
+    assert syncer.tally.sites()["a"].payloads_decoded == 1
     assert checks.acquire(blocking=False), "there is room again"
 
 
