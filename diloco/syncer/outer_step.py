@@ -35,13 +35,13 @@ from diloco.syncer.snapshots import FragmentValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from diloco.codec.base import Buffers
+    from diloco.codec.base import Buffers, Codec
     from diloco.codec.merging import Payload, Ranges
     from diloco.outer.optimizer import OuterRule
     from diloco.sync.events import Ending
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
-    from diloco.syncer.spool import Spool
+    from diloco.syncer.spool import Mapped, Spool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +101,14 @@ def run_outer_step(
             pool = ThreadPoolExecutor(threads, "fold")
             stack.callback(pool.shutdown, cancel_futures=True)  # After one that fails the others are cancelled.
             parallel = pool.map
-        numel = values.theta.numel()
-        updates = [update for part in command.contributions for update in part.updates]
-        opened = list(
-            parallel(lambda each: spool.opened(each.payload, each.digest, make_codec(each.encoding), numel), updates)
-        )
-        payloads: Iterator[Payload] = ((codec, mapped.payload) for codec, mapped in opened)
-        contributions = [(part.weight, list(islice(payloads, len(part.updates)))) for part in command.contributions]
+        contributions, payloads = _opened(command, spool, values.theta.numel(), parallel)
         times.append(time.perf_counter())
 
         def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
             def some(bounds: Ranges) -> list[float]:
                 done = work(bounds)
-                for _, mapped in opened:
-                    mapped.let_go()
+                for payload in payloads:
+                    payload.let_go()
                 return done
 
             return parallel(some, ranges)
@@ -146,6 +140,19 @@ def run_outer_step(
         times[-1] - times[0],
         Costs(*(later - sooner for sooner, later in pairwise(times))),
     )
+
+
+def _opened(
+    command: StartOuterStep, spool: Spool, numel: int, parallel: Callable[..., Iterable[Any]]
+) -> tuple[list[tuple[float, list[Payload]]], list[Mapped]]:
+    """Return the contributions for ``outer_pass``, each update verified against its acknowledged digest."""
+    updates = [update for part in command.contributions for update in part.updates]
+    opened: list[tuple[Codec, Mapped]] = list(
+        parallel(lambda each: spool.opened(each.payload, each.digest, make_codec(each.encoding), numel), updates)
+    )
+    payloads: Iterator[Payload] = ((codec, mapped.payload) for codec, mapped in opened)
+    contributions = [(part.weight, list(islice(payloads, len(part.updates)))) for part in command.contributions]
+    return contributions, [mapped for _, mapped in opened]
 
 
 STORED = "fp32"
