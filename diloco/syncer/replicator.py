@@ -10,6 +10,7 @@ behind and one close behind are served the same way, and nothing is buffered for
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
@@ -181,8 +182,17 @@ class Follower:
         self.place: Place = (0, 0)
         """Where the standby's journal ends as it begins."""
         if self._anew:
-            self._snapshot, state, self._segment, self._chain = self._newest()
-            self._waiting = sorted(payloads_in(state))
+            for number in reversed(self._store.snapshots.numbers()):
+                # The next start reports a damaged one; a standby needs an intact one.
+                with contextlib.suppress(SnapshotError):
+                    snapshot = self._store.snapshots.load(number)
+                    if snapshot.journal_chain:
+                        break
+            else:
+                raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet that a standby could begin with: come back")
+            self._snapshot = self._store.snapshots.folder / f"{number:08d}"
+            self._segment, self._chain = snapshot.journal_segment, snapshot.journal_chain
+            self._waiting = sorted(payloads_in(snapshot.state))
             self._at = 0
         else:
             self._chain = start.chain
@@ -238,17 +248,6 @@ class Follower:
         self._replicator.gone(self)
 
     # --- what is sent ------------------------------------------------------------------------------------------------
-
-    def _newest(self) -> tuple[Path, object, int, str]:
-        for number in reversed(self._store.snapshots.numbers()):
-            try:
-                snapshot = self._store.snapshots.load(number)
-            except SnapshotError:
-                continue  # The next start reports it; a standby needs an intact one.
-            if snapshot.journal_chain:
-                folder = self._store.snapshots.folder / f"{number:08d}"
-                return folder, snapshot.state, snapshot.journal_segment, snapshot.journal_chain
-        raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet that a standby could begin with: come back")
 
     def _file(self, path: Path, *, may_be_gone: bool = False) -> Iterator[FollowPart]:
         """Yield a file of the folder. A missing sealed update (``may_be_gone``) is no longer in flight: skip it."""

@@ -17,9 +17,11 @@ import errno
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from diloco.codec import native
 from diloco.codec.base import Buffers
@@ -52,7 +54,7 @@ from diloco.sync.events import (
     VersionPublished,
 )
 from diloco.sync.members import places_taken
-from diloco.sync.region import has_joined, standing
+from diloco.sync.region import Above, has_joined, standing
 from diloco.sync.state import Part, Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.api import Api
@@ -79,12 +81,9 @@ from diloco.wire.server import RunningServer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from diloco.durable import Disk
     from diloco.sync.events import RegionEvent, UpstreamStarted
     from diloco.sync.progress import Standing
-    from diloco.sync.region import Above
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.lease import Lease, LeaseHolder
@@ -553,24 +552,24 @@ class Syncer:
 BUSY = "a snapshot is being written"
 
 
+@dataclass(eq=False)
 class Keeper:
-    """Writes one snapshot at a time: every ``every`` outer steps and on request."""
+    """Writes one snapshot at a time: every ``snapshot_every`` outer steps and on request."""
 
-    def __init__(self, syncer: Syncer, memory: MemoryCheck) -> None:
-        self._syncer, self._memory = syncer, memory
-        self._every = syncer.options.snapshot_every
-        self._thread: threading.Thread | None = None
-        self._steps = 0
-        self._due = False
-        self._put_off: str | None = None
+    syncer: Syncer
+    memory: MemoryCheck
+    _thread: threading.Thread | None = None
+    _steps: int = 0
+    _due: bool = False
+    _put_off: str | None = None
 
     def published(self) -> None:
         """Count one outer step. Runs in the decision loop's thread."""
         self._steps += 1
-        if self._steps >= self._every and not self._due:
+        if self._steps >= self.syncer.options.snapshot_every and not self._due:
             # Not here: the machine may be ahead of the effects carried out so far, and a snapshot holds both.
             self._due = True
-            self._syncer.core.do_soon(self.begin)
+            self.syncer.core.do_soon(self.begin)
 
     def begin(self, machine: OuterSync) -> str | None:
         """Start a snapshot's thread; return why not, if it cannot. Runs in the loop's thread, between two turns."""
@@ -578,7 +577,7 @@ class Keeper:
         if self._thread is not None and self._thread.is_alive():
             return BUSY
         try:
-            write = self._syncer.store.snapshot_writer(machine, self._syncer.holdings.values, check=self._memory.check)
+            write = self.syncer.store.snapshot_writer(machine, self.syncer.holdings.values, check=self.memory.check)
         except DiskFullError as error:
             return self._later(error)
         self._steps = 0
@@ -594,27 +593,27 @@ class Keeper:
         except DiskFullError as error:
             self._later(error)
         except Exception as error:
-            self._syncer.fail(error)
+            self.syncer.fail(error)
         else:
             self._put_off = None
-            self._syncer.emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
+            self.syncer.emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
 
     def _later(self, error: DiskFullError) -> str:
         why = f"disk full: {error.strerror}"
         if self._put_off is None:
-            self._syncer.emit("note", {"note": "snapshot_put_off", "why": why})
+            self.syncer.emit("note", {"note": "snapshot_put_off", "why": why})
         self._put_off = why
-        self._steps = max(self._steps, self._every)  # The next version retries.
+        self._steps = max(self._steps, self.syncer.options.snapshot_every)  # The next version retries.
         return why
 
     def now(self) -> None:
         """Write a snapshot and wait until it is durable; raise ``Refusal`` (UNAVAILABLE) when it cannot be."""
-        while (why := self._syncer.core.do(self.begin)) is not None:
+        while (why := self.syncer.core.do(self.begin)) is not None:
             if why != BUSY:
                 raise Refusal(Status.UNAVAILABLE, why)
             time.sleep(0.02)
         self.finish()
-        if (error := self._syncer.failed) is not None:
+        if (error := self.syncer.failed) is not None:
             raise Refusal(Status.UNAVAILABLE, f"the snapshot could not be kept: {error}")
         if (put_off := self._put_off) is not None:
             raise Refusal(Status.UNAVAILABLE, put_off)
@@ -623,7 +622,7 @@ class Keeper:
         """Begin a last snapshot as the process stops. A site may still be answered after it: the journal goes on."""
         with suppress(Refusal):  # The loop has ended, or waits for disk space: the journal has it all.
             self.finish()
-            self._syncer.core.do(self.begin)
+            self.syncer.core.do(self.begin)
 
     def finish(self) -> None:
         """Wait for the snapshot that is being written, if any."""
@@ -638,20 +637,22 @@ class UpstreamRefusedError(Exception):
     """The syncer above has refused this region for good; the text says why."""
 
 
+@dataclass(eq=False)
 class Region:
     """Connects the decision loop with ``above``, where up to ``updates_max`` of its updates may be in flight."""
 
-    def __init__(self, above: Above[Tensor], syncer: Syncer) -> None:
-        self._above, self._syncer = above, syncer
-        self._published: dict[int, VersionPublished] = {}
-        self._published_lock = threading.Lock()
-        self.updates_max = 0  # Set by ``begin``.
+    above: Above[Tensor]
+    syncer: Syncer
+    updates_max: int = 0
+    """Set by ``begin``."""
+    _published: dict[int, VersionPublished] = field(default_factory=dict)
+    _published_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, machine: OuterSync) -> UpstreamStarted:
         """Return the machine's first event; ``StoreError`` if its state is that of another site, or of no region."""
         state = machine.state
         known = [Part() for _ in state.fragments] if state.upstream is None else state.upstream.parts
-        found = self._above.begin(self, known)
+        found = self.above.begin(self, known)
         check_site(state, found.site)
         self.updates_max = found.in_flight_max
         return found
@@ -665,33 +666,33 @@ class Region:
         the queue for each fragment, and the newest replaces the others.
         """
         if not isinstance(event, VersionPublished):
-            self._syncer.core.post(event)
+            self.syncer.core.post(event)
             return
         with self._published_lock:
             waits = event.fragment in self._published
             self._published[event.fragment] = event
         if not waits:
-            self._syncer.core.do_soon(lambda machine: self._post_newest(event.fragment))
+            self.syncer.core.do_soon(lambda machine: self._post_newest(event.fragment))
 
     def _post_newest(self, fragment: int) -> None:
         with self._published_lock:
             newest = self._published.pop(fragment)
-        self._syncer.core.post(newest)
+        self.syncer.core.post(newest)
 
     def keep(self, fragment: int, values: memoryview, digest: str) -> str:
         """Store the values of a version above durably; return their payload reference."""
-        return self._syncer.store.spool.put_above(fragment, values, digest)
+        return self.syncer.store.spool.put_above(fragment, values, digest)
 
     def standing(self) -> Standing | None:
         """Return the region's state; None while the loop gives no answer."""
         try:
-            return self._syncer.core.ask(lambda machine: standing(machine.state), early=True)
+            return self.syncer.core.ask(lambda machine: standing(machine.state), early=True)
         except Refusal:
             return None
 
     def give_up(self, why: str) -> None:
         """End the process with ``why``."""
-        self._syncer.fail(UpstreamRefusedError(why))
+        self.syncer.fail(UpstreamRefusedError(why))
 
     # --- effects, in the decision loop's thread ----------------------------------------------------------------------
 
@@ -700,15 +701,15 @@ class Region:
         assert not isinstance(effect, TakeVersion), "an outer step like any other"
         match effect:
             case LetGo():
-                self._syncer.store.release(effect.payload)
+                self.syncer.store.release(effect.payload)
             case StopTraining():
                 self.give_up(effect.why)
             case Seal():
-                values = self._syncer.holdings.values[effect.fragment]
+                values = self.syncer.holdings.values[effect.fragment]
                 assert values.reference is not None, "an update is made, and there is nothing to measure it from"
-                self._above.seal(effect, values.reference, values.theta)
+                self.above.seal(effect, values.reference, values.theta)
             case _:
-                self._above.order(effect)
+                self.above.order(effect)
 
 
 def check_site(state: OuterState, site: str) -> None:

@@ -52,10 +52,12 @@ import json
 import os
 import time
 import typing
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -63,16 +65,14 @@ import torch
 from torch import Tensor
 
 from diloco.codec.base import bytes_of, digest
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words
 from diloco.outer.optimizer import OuterState, evaluated
 from diloco.sync.journal import JournalError, canonical, from_plain, parse_json, shown
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from diloco.durable import Disk
     from diloco.outer.fragments import Layout
     from diloco.sync.events import LineageBegan
 
@@ -574,12 +574,12 @@ def _image_manifest(folder: Path) -> dict[str, typing.Any]:
     return manifest
 
 
+@dataclass(frozen=True, slots=True)
 class Lineages:
     """The folder with the first values of each lineage. It exists once a run was restored."""
 
-    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
-        self.folder = folder
-        self._disk = disk
+    folder: Path
+    disk: Disk = PLAIN_DISK
 
     def numbers(self) -> list[int]:
         """Return the lineages whose first values are kept, rising."""
@@ -587,11 +587,11 @@ class Lineages:
 
     def keep(self, lineage: int, image: Image) -> None:
         """Store the values of a lineage that is about to begin, durably."""
-        self._disk.make_folder(self.folder, Step.LINEAGE_FOLDER)
-        self._disk.sync_folder(self.folder.parent, Step.LINEAGE_FOLDER)
+        self.disk.make_folder(self.folder, Step.LINEAGE_FOLDER)
+        self.disk.sync_folder(self.folder.parent, Step.LINEAGE_FOLDER)
         path = self.folder / str(lineage)
-        self._disk.remove(path, Step.LINEAGE_PRUNE)  # Left by an attempt that ended before the journal record.
-        write_image(path, image, disk=self._disk, step=Step.LINEAGE_IMAGE)
+        self.disk.remove(path, Step.LINEAGE_PRUNE)  # Left by an attempt that ended before the journal record.
+        write_image(path, image, disk=self.disk, step=Step.LINEAGE_IMAGE)
 
     def values(self, event: LineageBegan) -> tuple[FragmentValues, ...]:
         """Return the values that ``event`` names, verified; ``JournalError`` names what is missing or damaged."""
@@ -608,7 +608,7 @@ class Lineages:
         """Delete the first values of all lineages up to and including ``lineage``: every snapshot left is newer."""
         for number in self.numbers():
             if number <= lineage:
-                self._disk.remove(self.folder / str(number), Step.LINEAGE_PRUNE)
+                self.disk.remove(self.folder / str(number), Step.LINEAGE_PRUNE)
 
 
 def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentValues], versions: Sequence[int]) -> None:
@@ -655,23 +655,25 @@ class MemoryDamaged(RuntimeError):
     """Values in memory were corrupted; the run may continue only from disk."""
 
 
+@dataclass(frozen=True, slots=True)
 class MemoryCheck:
-    """Checks one fragment after the other for corrupted memory; ``check`` may also be called from any thread."""
+    """Checks one fragment after the other for corrupted memory; ``check`` may also be called from any thread.
 
-    def __init__(self, values: Sequence[FragmentValues], every_s: float) -> None:
-        """``values`` always holds the present versions; ``every_s`` is the pause between two fragments."""
-        self._values = values
-        self._every_s = every_s
-        self._seen: dict[int, tuple[int, dict[str, str]]] = {}
+    ``values`` always holds the present versions; ``every_s`` is the pause between two fragments.
+    """
+
+    values: Sequence[FragmentValues]
+    every_s: float
+    seen: dict[int, tuple[int, dict[str, str]]] = field(default_factory=dict)
 
     def run(self, stopping: threading.Event) -> None:
         """Check fragments in turn until ``stopping``; raise ``MemoryDamaged``. Runs in its own thread."""
-        pause_s, turn = self._every_s, 0
+        pause_s, turn = self.every_s, 0
         while not stopping.wait(pause_s):
             began_s = time.monotonic()
-            self.check(turn, self._values[turn])
-            turn = (turn + 1) % len(self._values)
-            pause_s = max(self._every_s, IDLE_SHARE * (time.monotonic() - began_s))
+            self.check(turn, self.values[turn])
+            turn = (turn + 1) % len(self.values)
+            pause_s = max(self.every_s, IDLE_SHARE * (time.monotonic() - began_s))
 
     def check(self, fragment: int, held: FragmentValues) -> None:
         """Raise ``MemoryDamaged`` if published values do not match their digest, or others changed since last seen."""
@@ -679,7 +681,7 @@ class MemoryCheck:
         others |= {f"the optimizer's {name}": each for name, each in held.optimizer.tensors.items()}
         damaged = "what is published" if digest(held.published, held.digest) != held.digest else None
         own = (held.version, {name: digest(each) for name, each in others.items() if each is not None})
-        seen = self._seen.get(fragment, own)
+        seen = self.seen.get(fragment, own)
         if damaged is None and seen[0] == held.version and seen != own:
             damaged = next(name for name in own[1] if seen[1].get(name) != own[1][name])
         if damaged is not None:
@@ -687,4 +689,4 @@ class MemoryCheck:
                 f"{damaged} of version {held.version} of fragment {fragment} changed in this process's memory: this "
                 "machine corrupts data; started again, here or on another one, the syncer goes on from its disk"
             )
-        self._seen[fragment] = own
+        self.seen[fragment] = own
