@@ -1,7 +1,7 @@
 """Replay of a journal: the records of a run, one by one, on the state of a snapshot.
 
-A starting syncer, a following standby, and a reader of a past outer step all use this one replay. The machine decides
-again, every outer step is computed again from its payloads, and both are compared with the records.
+A starting syncer, a following standby, and a reader of a past outer step all use this one replay. It lets the machine
+decide again, computes every outer step again from its payloads, and compares both with the records.
 
 Left out. ``ReplayerWithout`` replays a journal with some of its updates left out: it computes the values that the other
 updates would have given. "The same journal without those updates" means this. The journal's own decisions stand: which

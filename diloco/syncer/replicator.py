@@ -5,7 +5,7 @@ the payloads that it names, and, if it has nothing, a snapshot first. A region's
 above that it has fetched, and its updates for the syncer above, which the heir may have to send again. So a standby far
 behind and one close behind are served the same way, and nothing is buffered for either.
 
-``sync/replication`` decides what may be told when.
+``sync/leadership.py`` decides what may be told when.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Replicator:
         """Whether an update is acknowledged before a standby has it."""
 
     def begin(self, core: Core, *, detached: bool) -> None:
-        """Connect the loop that waits for the standby, before its first turn; ``detached``: the run's present state."""
+        """Connect the loop that waits for the standby, before its first turn; ``detached``: the run has no standby."""
         self.core = core
         journal = self.store.journal
         end = (journal.index, journal.path(journal.index).stat().st_size)
@@ -129,7 +129,7 @@ class Replicator:
             }
 
     def end(self) -> Place:
-        """Return the journal's durable end, also if no turn has come since a segment began."""
+        """Return the journal's durable end, even if the loop has made no turn since a segment began."""
         return max(self.machine.durable, self.store.journal.begun)
 
     def _pinned(self) -> Pin | None:

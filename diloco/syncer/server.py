@@ -309,7 +309,7 @@ class Syncer:
                 time.sleep(LOOK_EVERY_S / 10)
 
     def _await_word(self, stopping: threading.Event) -> None:
-        """The thread of a region that had finished: the region stays finished unless the syncer above answers."""
+        """Keep a region finished that had finished before, unless the syncer above answers. Runs in its own thread."""
         while not stopping.wait(START_WAIT_S):
             with suppress(CoreHeld, CoreStopped):
                 if not self.core.ask(lambda machine: has_joined(machine.state)):
@@ -524,7 +524,10 @@ class Syncer:
         self.keeper.published()
 
     def _say_standstill(self, stopping: threading.Event) -> None:
-        """The thread that reports a standstill (updates wait, no version is made), anew when it lacks other sites."""
+        """Report a standstill (updates wait, no version is made), and again when other sites are missing.
+
+        Runs in its own thread.
+        """
         said: tuple[object, ...] = ()
         while not stopping.wait(LOOK_EVERY_S):
             with suppress(CoreHeld, CoreStopped):
