@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from math import sqrt
 from types import MappingProxyType
@@ -56,7 +57,6 @@ from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, di
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import publish
 from diloco.syncer.core import NotHandedIn
-from diloco.syncer.publish import as_known
 from diloco.syncer.spool import Settled, opened, read_part
 from diloco.syncer.status import recorded
 from diloco.wire.chunks import checksum
@@ -78,7 +78,7 @@ from diloco.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -129,21 +129,6 @@ def probed(plan: RunPlan, ask: ProbeAsk) -> ProbeAnswer:
     return ProbeAnswer(PROTOCOL, PROTOCOL_OLDEST, ours.run_id, difference=told, shared_config=ours.shared)
 
 
-def answered(core: Core, report: ReportInfo) -> UnitsTold | None:
-    """Return the part of the site's unit list that it lacks; None if it asks for none, or none is leased to it."""
-    ask = report.units
-    if ask is None:
-        return None
-    event = UnitsAsked(0, report.site_id, report.incarnation, ask.known, ask.begin, ask.upto, ask.floor, ask.again)
-
-    def look(machine: OuterSync) -> AnswerUnits | None:
-        return known_already(machine.options, machine.state, event)
-
-    told = core.ask(look) or core.call(lambda call: replace(event, call=call))
-    assert isinstance(told, AnswerUnits), told
-    return UnitsTold(told.first, told.pieces) if told.reason is None else None
-
-
 JOIN_REFUSALS = MappingProxyType(
     {
         Reason.EVICTED: (Status.PERMISSION_DENIED, "site {site} was put out of the run by an operator"),
@@ -192,29 +177,35 @@ class Api:
     ) -> None:
         """``status`` and ``snapshot`` carry out the operator's requests of these names."""
         self._options, self._plan, self._network = options, plan, network
-        self._core, self._holdings, self._feeds, self.tally = core, holdings, feeds, tally
-        self._room, self._replicator, self._emit = room, replicator, emit
+        self.core, self.holdings, self._feeds, self.tally = core, holdings, feeds, tally
+        self._room, self._replicator, self.emit = room, replicator, emit
         self.status, self.snapshot = status, snapshot
         self._protocols: dict[str, int] = {}
+        """The protocol version of each site; the newest until it has rejoined this process, as every site does.
+
+        Taken for an older one, a site would get digests that do not match its own. An older one gets those of its own
+        updates as it made them, and cannot read the others: it asks again once it has joined.
+        """
         self._earlier = publish.EarlierDigests(len(plan.layout.fragments))
-        self._checks = threading.BoundedSemaphore(network.checks_max)
-        self._buffers = Buffers(network.checks_max)  # Memory for the checks: one update's range in each buffer.
+        self.checks = threading.BoundedSemaphore(network.checks_max)
+        """Entered while some values of an update are in memory: admits as many as there is space for."""
+        self.buffers = Buffers(network.checks_max)  # Memory for the checks: one update's range in each buffer.
 
     def join(self, request: JoinAsk) -> JoinReply:
         """Let a learner process join, if it agrees with this syncer on everything that is shared."""
         theirs = Agreement(
             request.protocol, request.run_id, request.lineage, request.layout_fingerprint, request.shared_config
         )
-        lineage = self._core.ask(lambda machine: machine.state.lineage)
+        lineage = self.core.ask(lambda machine: machine.state.lineage)
         if (text := difference(self._plan, lineage, theirs, request.layout_json)) is not None:
             raise Refusal(Status.FAILED_PRECONDITION, text)
         corpus = request.shared_config.get(CORPUS, "")
-        answer = self._core.call(
+        answer = self.core.call(
             lambda call: JoinRequested(call, request.site_id, request.process, request.ticket, corpus)
         )
         assert isinstance(answer, AnswerJoin | AskToConfirm), answer
         if isinstance(answer, AnswerJoin) and answer.reason is Reason.OTHER_DATA:
-            units = self._core.ask(lambda machine: machine.state.units)
+            units = self.core.ask(lambda machine: machine.state.units)
             here = units.corpus[:12] if units is not None else ""
             raise Refusal(
                 Status.FAILED_PRECONDITION,
@@ -232,46 +223,33 @@ class Api:
             keep_until_decided=self._replicator.acks_first,
         )
 
-        def look(machine: OuterSync) -> JoinReply:
-            state = machine.state
+        def look(machine: OuterSync) -> tuple[JoinReply, str]:
+            state, site = machine.state, machine.state.sites.get(request.site_id)
             run = (state.lineage, (), state.run_tokens(), machine.progress_ppm(), None, settings)
-            return JoinReply(state.epoch, 0, *run, protocol=min(request.protocol, PROTOCOL))
+            reply = JoinReply(state.epoch, 0, *run, protocol=min(request.protocol, PROTOCOL))
+            return reply, site.process if site is not None and site.status is SiteStatus.LIVE else ""
 
-        reply = self._core.ask(look)
+        reply, live = self.core.ask(look)
         if isinstance(answer, AskToConfirm):
-            self._refuse_beside_another_folder(request)
+            self._check_folder(request, live)
             return replace(reply, ticket=answer.ticket)
         self._protocols[request.site_id] = request.protocol
         reply = replace(reply, incarnation=answer.incarnation, standings=answer.standings, ending=answer.ending)
         return publish.as_known(reply, request.protocol)
 
-    def _refuse_beside_another_folder(self, request: JoinAsk) -> None:
-        """Refuse for now a process that would replace a live one of another folder: two machines with one name.
+    def _check_folder(self, request: JoinAsk, live: str) -> None:
+        """Refuse for now a process that would replace the ``live`` one of another folder: two machines with one name.
 
         Process ids of earlier releases, and of one that takes over, name no folder.
         """
-
-        def holder(machine: OuterSync) -> tuple[str, bool]:
-            site = machine.state.sites.get(request.site_id)
-            return (site.process, site.status is SiteStatus.LIVE) if site is not None else ("", False)
-
-        process, is_live = self._core.ask(holder)
-        both_named = len(process) == len(request.process) == PROCESS_DIGITS + FOLDER_DIGITS
-        if is_live and both_named and process[PROCESS_DIGITS:] != request.process[PROCESS_DIGITS:]:
+        both_named = len(live) == len(request.process) == PROCESS_DIGITS + FOLDER_DIGITS
+        if both_named and live[PROCESS_DIGITS:] != request.process[PROCESS_DIGITS:]:
             silent_s = self._plan.outer.site_timeout_ns / 1e9
             text = (
                 f"another process, started in another folder, speaks for site {request.site_id}: stop that one, or "
                 f"give this one another site.id; site.takeover=true replaces it, so does {silent_s:g} s of its silence"
             )
             raise Refusal(Status.UNAVAILABLE, text, retry_ms=HELD_RETRY_MS, reason=Reason.SUPERSEDED)
-
-    def _protocol(self, site: str) -> int:
-        """Return the protocol version of ``site``; the newest until it has rejoined this process, as every site does.
-
-        Taken for an older one, a site would get digests that do not match its own. An older one gets those of its own
-        updates as it made them, and cannot read the others: it asks again once it has joined.
-        """
-        return self._protocols.get(site, PROTOCOL)
 
     def probe(self, ask: ProbeAsk) -> ProbeAnswer:
         """Return what a join would be refused for, without asking the machine."""
@@ -280,7 +258,7 @@ class Api:
     def open_push(self, header: PushHeader) -> Reception | PushResult:
         """Admit an update before its first payload byte, or return its answer at once."""
         self._check_fragment(header.fragment)
-        self._core.heard(header.site_id)
+        self.core.heard(header.site_id)
 
         def look(machine: OuterSync) -> tuple[Verdict, int, int]:
             state, verdict = machine.state, Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
@@ -295,48 +273,43 @@ class Api:
                 )
             return verdict, state.fragments[header.fragment].version, state.epoch
 
-        verdict, version, epoch = self._core.ask(look)
-        protocol = self._protocol(header.site_id)
+        verdict, version, epoch = self.core.ask(look)
+        protocol = self._protocols.get(header.site_id, PROTOCOL)
         if verdict.outcome is not Outcome.ACCEPTED:
             if verdict.reason is not None:
                 self.tally.refused(verdict.reason.value)
             result = PushResult(verdict.outcome, version, verdict.reason, verdict.fate, epoch=epoch)
             return publish.as_known(result, protocol)
-        self._check_shape(header)
+        if (wrong := self._misshapen(header)) is not None:
+            self.tally.refused(wrong.partition(" ")[0])
+            raise Refusal(Status.INVALID_ARGUMENT, wrong)
         if (wanting := self._room.wanting(header.payload_bytes)) is not None:
             self.tally.refused("disk_full")
             raise Refusal(Status.UNAVAILABLE, wanting)
-        return Reception(
-            self._core, self._holdings, header, self.tally, self._emit, protocol, epoch, self._checks, self._buffers
-        )
+        return Reception(self, header, protocol, epoch)
 
     def _check_fragment(self, fragment: int) -> None:
         if fragment >= len(self._plan.layout.fragments):
             self.tally.refused("fragment")
             raise Refusal(Status.NOT_FOUND, f"fragment is {fragment}: the run has no such fragment")
 
-    def _check_shape(self, header: PushHeader) -> None:
-        """Refuse, before reading a byte, impossible values and sizes that do not fit fragment and encoding."""
+    def _misshapen(self, header: PushHeader) -> str | None:
+        """Return which field, named first, has an impossible value or does not fit fragment and encoding."""
         numel = self._plan.layout.fragments[header.fragment].numel
         if not 1 <= header.tokens <= TOKENS_MAX:
-            raise self._malformed("tokens", f"tokens is {header.tokens}: 1 to {TOKENS_MAX} in one update")
+            return f"tokens is {header.tokens}: 1 to {TOKENS_MAX} in one update"
         if header.steps < 1:
-            raise self._malformed("steps", f"steps is {header.steps}: at least 1 in one update")
+            return f"steps is {header.steps}: at least 1 in one update"
         if header.encoding not in self._options.up_codecs:
-            allowed = ", ".join(self._options.up_codecs)
-            raise self._malformed("encoding", f"encoding is {header.encoding!r}: this run allows {allowed}")
+            return f"encoding is {header.encoding!r}: this run allows {', '.join(self._options.up_codecs)}"
         if header.numel != numel:
-            raise self._malformed("numel", f"numel is {header.numel}: fragment {header.fragment} has {numel} values")
+            return f"numel is {header.numel}: fragment {header.fragment} has {numel} values"
         codec = make_codec(header.encoding)
         exact, most = codec.payload_bytes(numel), codec.payload_bytes_max(numel)
         if header.payload_bytes > most or (exact == most and header.payload_bytes != exact):
             wanted = f"at most {most}" if exact != most else str(exact)
-            text = f"payload_bytes is {header.payload_bytes}: {header.encoding} of {numel} values has {wanted}"
-            raise self._malformed("payload_bytes", text)
-
-    def _malformed(self, field: str, text: str) -> Refusal:
-        self.tally.refused(field)
-        return Refusal(Status.INVALID_ARGUMENT, text)
+            return f"payload_bytes is {header.payload_bytes}: {header.encoding} of {numel} values has {wanted}"
+        return None
 
     def watch(self, site: str, incarnation: int) -> Feed:
         """Return the stream of events for ``site``, which begins with the present state."""
@@ -347,7 +320,7 @@ class Api:
                 raise Refusal(Status.FAILED_PRECONDITION, f"incarnation is {incarnation}: join first")
             if known.status is SiteStatus.EVICTED:
                 raise _refusal(Reason.EVICTED, site)
-            feed = self._feeds.open(site, incarnation, self._protocol(site))
+            feed = self._feeds.open(site, incarnation, self._protocols.get(site, PROTOCOL))
             # Events between the join and this instant reached no stream: send the state (again).
             for index, fragment in enumerate(machine.state.fragments):
                 feed.put(publish.published(machine, index, fragment.version, fragment.digest))
@@ -357,12 +330,12 @@ class Api:
                 feed.put(FinalAnnounced(machine.state.ending))
             return feed
 
-        return self._core.ask(begin)
+        return self.core.ask(begin)
 
     def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
         """Return a version, with the site's fates as of the same instant."""
         self._check_fragment(ask.fragment)
-        holdings = self._holdings
+        holdings = self.holdings
 
         def look(machine: OuterSync) -> tuple[PullSource, FragmentValues, bool]:
             for name in (ask.site_id, identity.site or ""):
@@ -374,47 +347,39 @@ class Api:
             source = holdings.choose(ask, publish.as_known(told, ask.protocol), machine.state)
             return source, holdings.values[ask.fragment], site is not None
 
-        source, held, known = self._core.ask(look)
+        source, held, is_site = self.core.ask(look)
         if ask.protocol < PROTOCOL:
-            source = self._as_in_2(source, held)
-        if known:
-            self._core.heard(ask.site_id)
+            # It reads a SHA-256 alone, which its first request computes from the values, and a checksum of the whole.
+            header, digest = source.header, source.header.digest
+            if header.version == held.version:
+                digest = self._earlier.of(ask.fragment, held)
+            elif not is_sha256(digest):
+                known = self._earlier.known(ask.fragment, header.version)
+                if known is None:
+                    text = f"version {header.version} of fragment {ask.fragment} cannot be sent any more"
+                    raise Refusal(Status.NOT_FOUND, text)
+                digest = known
+            source = replace(source, header=replace(header, digest=digest, payload_crc32=checksum(source.parts)))
+        if is_site:
+            self.core.heard(ask.site_id)
             self.tally.count(ask.site_id, payload_bytes_down=max(0, source.header.payload_bytes - ask.offset))
         return source
 
     def has_newer(self, fragment: int, version: int, timeout_s: float) -> bool:
         """Return whether a version newer than ``version`` is published, or is within ``timeout_s``."""
         self._check_fragment(fragment)
-        return self._holdings.has_newer(fragment, version, timeout_s)
-
-    def _as_in_2(self, source: PullSource, held: FragmentValues) -> PullSource:
-        """Return ``source`` with the digest of protocol 2, which the first request for it computes from the values, and
-        a checksum of the whole besides those of the chunks."""
-        fragment, version, digest = source.header.fragment, source.header.version, source.header.digest
-        if version == held.version:
-            digest = self._earlier.of(fragment, held)
-        elif not is_sha256(digest):
-            known = self._earlier.known(fragment, version)
-            if known is None:
-                text = f"version {version} of fragment {fragment} cannot be sent any more"
-                raise Refusal(Status.NOT_FOUND, text)
-            digest = known
-        header = replace(source.header, digest=digest, payload_crc32=checksum(source.parts))
-        return replace(source, header=header)
+        return self.holdings.has_newer(fragment, version, timeout_s)
 
     def report(self, report: ReportInfo) -> ReportReply:
         """Take a heartbeat: a sign of life, and figures for status."""
-        core = self._core
+        core = self.core
         core.heard(report.site_id)
         protocol = self._protocols.get(report.site_id)  # None: unknown in which form it got its digests.
         earlier = protocol is not None and protocol < PROTOCOL
         if earlier:  # Compute, after a start, the digests that the previous process sent to the site.
-            for fragment, held in enumerate(self._holdings.values[: len(report.versions)]):
+            for fragment, held in enumerate(self.holdings.values[: len(report.versions)]):
                 if report.versions[fragment] == held.version and any(report.digests[fragment : fragment + 1]):
                     self._earlier.of(fragment, held)
-
-        def told(fragment: int, version: int, digest: str) -> str | None:
-            return self._earlier.known(fragment, version) if earlier and not is_sha256(digest) else digest
 
         def look(machine: OuterSync) -> tuple[ReportReply, dict[int, int]]:
             site = machine.state.sites.get(report.site_id)
@@ -425,7 +390,8 @@ class Api:
                 self._feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
             state = machine.state
             compared = known and protocol is not None
-            bases = self._holdings.differing(report.versions, report.digests, told) if compared else {}
+            digests = self._earlier if earlier else None
+            bases = self.holdings.differing(report.versions, report.digests, digests) if compared else {}
             reply = ReportReply(
                 state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending, tuple(sorted(bases))
             )
@@ -433,23 +399,30 @@ class Api:
 
         reply, bases = core.ask(look)
         if reply.known:
-            reply = replace(reply, units=answered(core, report))
+            if (lacking := report.units) is not None:
+                asked = UnitsAsked(0, report.site_id, report.incarnation, **asdict(lacking))
+                units = core.ask(lambda machine: known_already(machine.options, machine.state, asked)) or core.call(
+                    lambda call: replace(asked, call=call)
+                )
+                assert isinstance(units, AnswerUnits), units
+                if units.reason is None:
+                    reply = replace(reply, units=UnitsTold(units.first, units.pieces))
             if self.tally.heard(report):
-                self._emit("reported", recorded(report))
+                self.emit("reported", recorded(report))
             for fragment, version in self.tally.differing(report.site_id, bases).items():
                 why = f"what it holds of fragment {fragment} is not version {version}; it is told to take it whole"
-                self._emit("note", {"note": "base_differs", "why": why, "site": report.site_id})
+                self.emit("note", {"note": "base_differs", "why": why, "site": report.site_id})
         return reply
 
     def leave(self, site: str, incarnation: int) -> None:
         """Let ``site`` leave; its last heartbeat is recorded, whenever it was."""
         if (last := self.tally.last_words(site)) is not None:
-            self._emit("reported", recorded(last))
+            self.emit("reported", recorded(last))
         self._done(site, lambda call: SiteLeft(call, site, incarnation))
 
     def drain(self) -> None:
         """Begin the last round of this part of the run."""
-        self._core.call(DrainRequested)
+        self.core.call(DrainRequested)
 
     def evict(self, site: str) -> None:
         """Evict ``site`` from the run."""
@@ -469,7 +442,7 @@ class Api:
 
     def _done(self, site: str, make: Callable[[int], OuterEvent], update: tuple[int, int] = (0, 0)) -> None:
         """Have the machine handle an operator's request for ``site``, or for its ``update`` (fragment, sequence)."""
-        answer, (fragment, sequence) = self._core.call(make), update
+        answer, (fragment, sequence) = self.core.call(make), update
         assert isinstance(answer, AnswerDone), answer
         if answer.reason is None:
             return
@@ -477,8 +450,11 @@ class Api:
             text = NO_SUCH[answer.reason].format(fragment=fragment, sequence=sequence, site=site)
             raise Refusal(Status.NOT_FOUND, text)
         if answer.reason is Reason.CONFLICT:
-            fate = self._core.ask(lambda machine: _fate(machine, site, fragment, sequence))
-            raise Refusal(Status.FAILED_PRECONDITION, f"update {sequence} of fragment {fragment} of {site} {fate}")
+            fates = self.core.ask(lambda machine: tuple(machine.state.sites[site].lines[fragment].fates))
+            fate, text = next((each for each in fates if each.sequence == sequence), None), "is being merged"
+            if fate is not None:
+                text = f"was refused: {fate.reason.value}" if fate.reason else f"is in version {fate.version} already"
+            raise Refusal(Status.FAILED_PRECONDITION, f"update {sequence} of fragment {fragment} of {site} {text}")
         raise Refusal(Status.FAILED_PRECONDITION, f"site {site}: {answer.reason.value}")
 
     def promote(self, *, lossy: bool) -> None:
@@ -488,7 +464,7 @@ class Api:
 
     def detach(self) -> None:
         """Continue without a standby until one has caught up."""
-        core, replicator = self._core, self._replicator
+        core, replicator = self.core, self._replicator
         if replicator.options.mode != "sync":
             raise Refusal(
                 Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {replicator.options.mode}"
@@ -511,14 +487,6 @@ def _refusal(reason: Reason, site: str) -> Refusal:
     return Refusal(status, text.format(site=site), reason=reason)
 
 
-def _fate(machine: OuterSync, site: str, fragment: int, sequence: int) -> str:
-    """Describe the fate that an update already has, for an operator who requested another."""
-    for fate in machine.state.sites[site].lines[fragment].fates:
-        if fate.sequence == sequence:
-            return f"was refused: {fate.reason.value}" if fate.reason else f"is in version {fate.version} already"
-    return "is being merged"
-
-
 # --- One incoming push -----------------------------------------------------------------------------------------------
 
 LARGEST = 2.0**100
@@ -539,13 +507,15 @@ class Vitals:
     intact: bool = True
 
 
+@dataclass(slots=True)
 class Measuring:
     """Accumulates the blocks of one update, in order."""
 
-    def __init__(self) -> None:
-        self.finite = True
-        """False once a value is not finite or exceeds ``LARGEST``; nothing else is reported of the update then."""
-        self._squares = self._products = self._momentum_squares = 0.0
+    finite: bool = True
+    """False once a value is not finite or exceeds ``LARGEST``; nothing else is reported of the update then."""
+    squares: float = 0.0
+    products: float = 0.0
+    momentum_squares: float = 0.0
 
     def add(self, sums: Sums) -> None:
         """Add the next block's ``sums``, taken against the same part of the momentum if there is one.
@@ -558,16 +528,16 @@ class Measuring:
         if sums.largest > LARGEST:
             self.finite = False
             return
-        self._squares += sums.squares
-        self._products += sums.products
-        self._momentum_squares += sums.against_squares
+        self.squares += sums.squares
+        self.products += sums.products
+        self.momentum_squares += sums.against_squares
 
     def vitals(self) -> Vitals:
         """Return the measurements of all blocks; ``cosine`` is None if either vector is zero."""
         if not self.finite:
             return Vitals(finite=False)
-        lengths = sqrt(self._squares) * sqrt(self._momentum_squares)
-        return Vitals(True, sqrt(self._squares), self._products / lengths if lengths > 0 else None)
+        lengths = sqrt(self.squares) * sqrt(self.momentum_squares)
+        return Vitals(True, sqrt(self.squares), self.products / lengths if lengths > 0 else None)
 
 
 class Inspection:
@@ -677,98 +647,99 @@ DECLARED = tuple({each.name for each in fields(UpdateArrived)} & {each.name for 
 class Reception:
     """Satisfies ``wire.handlers.PushSession``.  The ack it gives means: durable in spool and journal."""
 
-    def __init__(
-        self,
-        core: Core,
-        holdings: Holdings,
-        header: PushHeader,
-        tally: Tally,
-        emit: Callable[[str, dict[str, object]], None],
-        protocol: int,
-        epoch: int,
-        checks: AbstractContextManager[object],
-        buffers: Buffers,
-    ) -> None:
-        """``holdings`` have the momentum to measure against; ``protocol`` is the site's, ``epoch`` the syncer's;
-        ``checks`` is entered while some values are in memory, and admits as many as there is space for; ``buffers`` has
-        their memory."""
-        self._core, self._spool, self._header, self._tally, self._emit = core, core.store.spool, header, tally, emit
-        self._protocol, self._epoch = protocol, epoch
+    def __init__(self, api: Api, header: PushHeader, protocol: int, epoch: int) -> None:
+        """``protocol`` is the site's, ``epoch`` the syncer's."""
+        self._api, self._header, self._protocol, self._epoch = api, header, protocol, epoch
+        self._spool = api.core.store.spool
         self._busy_s = 0.0
         self._heard_s = -HEARD_EVERY_S
-        try:
+        with _storing():
             self._partial = self._spool.open_partial(header)
-        except OSError as error:
-            raise _storage_refusal(error) from error
         self._inspection = Inspection(
             self._partial.path,
             header,
-            lambda: holdings.values[header.fragment].optimizer.momentum,
-            checks,
-            tally.decoded,
-            buffers,
+            lambda: api.holdings.values[header.fragment].optimizer.momentum,
+            api.checks,
+            lambda: api.tally.count(header.site_id, payloads_decoded=1),
+            api.buffers,
         )
-        self._advance()  # Check once what an earlier attempt has brought.
+        with _storing(self._partial):
+            self._inspection.advance(self.offset)  # Check once what an earlier attempt has brought.
 
     @property
     def offset(self) -> int:
-        """Bytes that an earlier attempt has brought already."""
+        """Bytes that are here, from this attempt and earlier ones."""
         return self._partial.offset
 
     def write(self, offset: int, data: memoryview) -> None:
         """Store the next bytes, and check the values that they complete."""
         assert offset == self._partial.offset, (offset, self._partial.offset)
         began_s = time.perf_counter()
-        try:
+        with _storing(self._partial):
             self._partial.write(data)
-        except OSError as error:
-            raise self._no_room(error) from error
-        self._advance()
+            self._inspection.advance(self._partial.offset)
         ended_s = time.perf_counter()
         self._busy_s += ended_s - began_s
-        self._tally.count(self._header.site_id, payload_bytes_up=len(data))
+        self._api.tally.count(self._header.site_id, payload_bytes_up=len(data))
         if ended_s - self._heard_s >= HEARD_EVERY_S:
             self._heard_s = ended_s
-            self._core.heard(self._header.site_id)
+            self._api.core.heard(self._header.site_id)
 
     def commit(self, digest: str) -> PushResult:
         """Check the rest, make the update durable, and let the machine decide."""
         header = self._header
         began_s = time.perf_counter()
-        if digest != header.digest or self._partial.digest() != header.digest:
+        if digest != header.digest or self._partial.hash.text() != header.digest:
             self._partial.discard()
             raise Refusal(Status.DATA_LOSS, "digest of the payload is not the declared one; send it again")
         try:
-            found = self._inspection.finish()
-        except OSError as error:
-            raise self._no_room(error) from error
+            with _storing(self._partial):
+                found = self._inspection.finish()
         except DecodeError as error:
             self._partial.discard()
             raise Refusal(Status.INVALID_ARGUMENT, f"payload is no {header.encoding}: {error}") from error
         if not (found.finite and found.intact):
             self._partial.discard()
-            return self._told(self._decided("", found))
-        try:
+            return self._decided("", found)
+        with _storing(self._partial):  # Never retried with the same pages: after a failed fsync they count as written.
             reference = self._spool.keep(self._partial)
-        except OSError as error:
-            # Discarded, never retried with the same pages: after a failed fsync they count as written.
-            raise self._no_room(error) from error
-        self._tally.costs.received(reference, self._busy_s + time.perf_counter() - began_s)
-        try:
-            answer = self._decided(reference, found)
-        except NotHandedIn:
-            self._spool.settle(reference, Settled.GIVEN_BACK, self._partial)
-            raise
-        self._settle(reference, answer, self._partial)
-        return self._told(answer)
+        self._api.tally.costs.received(reference, self._busy_s + time.perf_counter() - began_s)
+        return self._decided(reference, found)
 
-    def _told(self, answer: AnswerPush) -> PushResult:
+    def _decided(self, reference: str, vitals: Vitals) -> PushResult:
+        """Let the machine decide on the update, and settle its payload: ``reference``, "" if it is not kept."""
+        header, tally = self._header, self._api.tally
+        try:
+            answer = self._api.core.call(
+                lambda call: UpdateArrived(
+                    call,
+                    header.site_id,
+                    **{name: getattr(header, name) for name in DECLARED},
+                    payload=reference,
+                    **asdict(vitals),
+                ),
+                late=lambda answer: self._settle(reference, answer),
+            )
+        except NotHandedIn:
+            if reference:
+                self._spool.settle(reference, Settled.GIVEN_BACK, self._partial)
+            raise
+        assert isinstance(answer, AnswerPush), answer
+        if answer.outcome is Outcome.REFUSED and answer.reason is not None:
+            tally.refused(answer.reason.value)
+        if answer.reason is Reason.CORRUPT:
+            tally.count(header.site_id, updates_corrupt=1)
+            why = f"update {header.sequence} of fragment {header.fragment} decodes to other values here than there"
+            self._api.emit("note", {"note": "update_corrupt", "why": why, "site": header.site_id})
+        self._settle(reference, answer, self._partial)
         result = PushResult(answer.outcome, answer.version, answer.reason, answer.fate, epoch=self._epoch)
-        return as_known(result, self._protocol)
+        return publish.as_known(result, self._protocol)
 
     def _settle(self, reference: str, answer: Answer, partial: PartialUpdate | None = None) -> None:
         """Release or keep the payload, as the answer requires; without ``partial`` no attempt can resume it."""
         assert isinstance(answer, AnswerPush), answer
+        if not reference:
+            return
         if answer.outcome is Outcome.RETRY:
             self._spool.settle(reference, Settled.GIVEN_BACK, partial)
         elif answer.outcome is Outcome.REFUSED and answer.reason is not Reason.FORGOTTEN:
@@ -776,38 +747,7 @@ class Reception:
         else:
             self._spool.settle(reference, Settled.KEPT)
             if answer.fate is not None or answer.outcome is Outcome.REFUSED:
-                self._core.store.release(reference)  # Decided long ago: only a replay could still need it.
-
-    def _decided(self, reference: str, vitals: Vitals) -> AnswerPush:
-        header = self._header
-        answer = self._core.call(
-            lambda call: UpdateArrived(
-                call,
-                header.site_id,
-                **{name: getattr(header, name) for name in DECLARED},
-                payload=reference,
-                **asdict(vitals),
-            ),
-            late=lambda answer: self._settle(reference, answer) if reference else None,
-        )
-        assert isinstance(answer, AnswerPush), answer
-        if answer.outcome is Outcome.REFUSED and answer.reason is not None:
-            self._tally.refused(answer.reason.value)
-        if answer.reason is Reason.CORRUPT:
-            self._tally.count(header.site_id, updates_corrupt=1)
-            why = f"update {header.sequence} of fragment {header.fragment} decodes to other values here than there"
-            self._emit("note", {"note": "update_corrupt", "why": why, "site": header.site_id})
-        return answer
-
-    def _advance(self) -> None:
-        try:
-            self._inspection.advance(self._partial.offset)
-        except OSError as error:
-            raise self._no_room(error) from error
-
-    def _no_room(self, error: OSError) -> Refusal:
-        self._partial.discard()
-        return _storage_refusal(error)
+                self._api.core.store.release(reference)  # Decided long ago: only a replay could still need it.
 
     def close(self) -> None:
         """End the push; without a commit its bytes stay for another attempt."""
@@ -818,6 +758,13 @@ class Reception:
             self._partial.discard()  # The file's content is not what was counted.
 
 
-def _storage_refusal(error: OSError) -> Refusal:
-    why = "disk full" if is_full(error) else "the update cannot be stored here now"
-    return Refusal(Status.UNAVAILABLE, f"{why}: {error.strerror or error}")
+@contextmanager
+def _storing(partial: PartialUpdate | None = None) -> Iterator[None]:
+    """Turn an error of the disk into a refusal for now, and discard ``partial``: the site sends all of it again."""
+    try:
+        yield
+    except OSError as error:
+        if partial is not None:
+            partial.discard()
+        why = "disk full" if is_full(error) else "the update cannot be stored here now"
+        raise Refusal(Status.UNAVAILABLE, f"{why}: {error.strerror or error}") from error

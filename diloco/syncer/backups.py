@@ -141,13 +141,15 @@ class Vault:
         """Read and verify a backup's marker."""
         where = f"{self.url}/{run_id}/{name}/{MARKER}"
         try:
-            plain = dict(parse_json(self._read(run_id, name, MARKER)))
+            plain = dict(parse_json(self._files.cat_file(self._at(run_id, name, MARKER))))
             known = plain.pop("sha256", None)  # Earlier releases wrote none.
             if (written := plain.get("format")) != FORMAT:
                 raise BackupError(f"it has format {shown(written)}, and {FORMAT} is wanted")
             if known not in (None, digest_of(plain)):
                 raise BackupError("its own digest does not match")
             found: BackupFacts = from_plain(BackupFacts, plain, "backup")
+        except FileNotFoundError as error:
+            raise BackupError(f"{where} is missing") from error
         except (ValueError, TypeError, PlainError) as error:
             raise BackupError(f"{where} is damaged: {error}") from error
         return found
@@ -168,7 +170,12 @@ class Vault:
         made: set[str] = set()
         for relative, content in files.items():
             path = self._at(run_id, name, relative)
-            self._make_folder(self._files._parent(path), made)
+            above = self._files._parent(path)
+            if above not in made and self._is_folder:
+                self._disk.settle(Path(above), Step.BACKUP_FILE)
+            elif above not in made:
+                self._files.makedirs(above, exist_ok=True)
+            made.add(above)
             known = digests.get(relative, "")
             seen = Hasher(known)  # An update's digest is in the form in which it was sent.
             told[relative] = self._copy(content, path, Step.BACKUP_FILE, seen)
@@ -223,16 +230,6 @@ class Vault:
     def _at(self, *parts: str) -> str:
         return "/".join([self._root.rstrip("/"), *parts])
 
-    def _make_folder(self, path: str, made: set[str]) -> None:
-        """Create the folder unless it is in ``made``; durably if the vault is a local folder."""
-        if path in made:
-            return
-        made.add(path)
-        if self._is_folder:
-            self._disk.settle(Path(path), Step.BACKUP_FILE)
-        else:
-            self._files.makedirs(path, exist_ok=True)
-
     def _folders(self, run_id: str) -> list[str]:
         self._files.invalidate_cache()
         try:
@@ -240,13 +237,6 @@ class Vault:
         except FileNotFoundError:
             return []
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory")
-
-    def _read(self, *parts: str) -> bytes:
-        try:
-            data: bytes = self._files.cat_file(self._at(*parts))
-        except FileNotFoundError as error:
-            raise BackupError(f"{self.url}/{'/'.join(parts)} is missing") from error
-        return data
 
     def _copy(self, content: Path | bytes, path: str, step: Step, seen: Hasher) -> FileFacts:
         """Copy a file there, updating ``seen``; return its facts as read here."""
@@ -319,14 +309,20 @@ def back_up(folder: Path, vault: Vault, note: Callable[[str], None] = lambda why
     kept = Kept(folder, note)
     for point in reversed(kept.points()):
         segments = kept.segments(point.segment)
-        name = NAME.format(*_reach(point, segments))
+        lineage, epoch = point.state.lineage, point.state.epoch
+        for event in (record.event for read in segments for record in read.records):
+            if isinstance(event, LineageBegan):
+                lineage = event.lineage
+            elif isinstance(event, SyncerStarted):
+                epoch = event.epoch
+        name = NAME.format(lineage, epoch, segments[-1].index, segments[-1].end)
         there = vault.backups(kept.card.run_id).get(name)
         if isinstance(there, BackupFacts):
             return name, there  # That backup holds the same journal.
         if there is not None:
             vault.drop(kept.card.run_id, name)
         try:
-            return name, _copied(kept, point, segments, vault, name)
+            return name, _copied(kept, point, segments, vault, name, lineage, epoch)
         except DamagedError as error:
             vault.drop(kept.card.run_id, name)
             if not error.relative.startswith("snapshots/"):
@@ -335,18 +331,10 @@ def back_up(folder: Path, vault: Vault, note: Callable[[str], None] = lambda why
     raise BackupError(f"{folder / 'snapshots'} has no whole snapshot: there is nothing to copy")
 
 
-def _reach(point: Point, segments: Sequence[SegmentRead]) -> tuple[int, int, int, int]:
-    """Return how far the folder goes, as ``BackupFacts.reach``; lineage and epoch are those at the journal's end."""
-    lineage, epoch = point.state.lineage, point.state.epoch
-    for event in (record.event for read in segments for record in read.records):
-        if isinstance(event, LineageBegan):
-            lineage = event.lineage
-        elif isinstance(event, SyncerStarted):
-            epoch = event.epoch
-    return lineage, epoch, segments[-1].index, segments[-1].end
-
-
-def _copied(kept: Kept, point: Point, segments: Sequence[SegmentRead], vault: Vault, name: str) -> BackupFacts:
+def _copied(
+    kept: Kept, point: Point, segments: Sequence[SegmentRead], vault: Vault, name: str, lineage: int, epoch: int
+) -> BackupFacts:
+    """Copy a snapshot and the journal after it, at whose end the run is in this ``lineage`` and ``epoch``."""
     folder = kept.folder
     files: dict[str, Path | bytes] = {"run.json": (folder / "run.json").read_bytes()}
     digests: dict[str, str] = {}
@@ -373,7 +361,6 @@ def _copied(kept: Kept, point: Point, segments: Sequence[SegmentRead], vault: Va
             for path in sorted((kept.lineages.folder / str(began)).iterdir()):
                 add(path, written)
     state = point.state
-    lineage, epoch, *_ = _reach(point, segments)
     facts = BackupFacts(
         format=FORMAT,
         run_id=kept.card.run_id,
@@ -437,31 +424,28 @@ class Backups:
                 wait_s = min(self._options.every_s, RETRY_S)
 
     def _once(self) -> None:
+        """Make a backup, and delete all but the newest ``keep``: never this one, nor one with an unreadable marker."""
         began = time.monotonic()
         for died in self._vault.leftovers(self._run_id):  # First, so that leftovers do not accumulate.
             self._vault.drop(self._run_id, died)
-        there = self._vault.names(self._run_id)
+        before = self._vault.names(self._run_id)
         name, facts = back_up(
             self._folder, self._vault, lambda why: self._emit("note", {"note": "backup_of_less", "why": why})
         )
         self._good_s, self._last = began, name
-        if name in there:
+        if name in before:
             return  # The run has not changed since it was made.
-        self._prune()
-        size = sum(each.bytes for each in facts.files.values())
-        seconds = round(time.monotonic() - began, 3)
-        self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})
-
-    def _prune(self) -> None:
-        """Delete all but the newest ``keep``; never the one just made, nor one whose marker cannot be read."""
         found = self._vault.backups(self._run_id)
         for damaged in found.values():
             if isinstance(damaged, BackupError):
                 self._emit("note", {"note": "backup_damaged", "why": str(damaged)})
-        names = [name for name, facts in found.items() if isinstance(facts, BackupFacts)]
-        if names[-1] != self._last:
-            why = f"{self._last} is made, and {names[-1]} there goes further: a restore takes that unless it is told"
+        names = [each for each, there in found.items() if isinstance(there, BackupFacts)]
+        if names[-1] != name:
+            why = f"{name} is made, and {names[-1]} there goes further: a restore takes that unless it is told"
             self._emit("note", {"note": "backup_behind", "why": why})
         for old in names[: -self._options.keep]:
-            if old != self._last:
+            if old != name:
                 self._vault.drop(self._run_id, old)
+        size = sum(each.bytes for each in facts.files.values())
+        seconds = round(time.monotonic() - began, 3)
+        self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})

@@ -186,12 +186,9 @@ class Room:
         free = found.f_bavail * found.f_frsize
         if free - more_bytes >= self._reserve_bytes:
             return None
-        needs = f"{_mb(more_bytes)} more and " if more_bytes else ""
-        return f"disk full: {_mb(free)} MB are free, {needs}{_mb(self._reserve_bytes)} MB in reserve are wanted"
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:.4g}"
+        needs = f"{more_bytes / 1e6:.4g} more and " if more_bytes else ""
+        needs += f"{self._reserve_bytes / 1e6:.4g} MB in reserve"
+        return f"disk full: {free / 1e6:.4g} MB are free, {needs} are wanted"
 
 
 Answer = AnswerJoin | AskToConfirm | AnswerPush | AnswerDone | AnswerUnits
@@ -245,11 +242,11 @@ class _Question:
 class Core:
     """The loop. It calls ``carry_out`` with every effect that is not an answer, in order.
 
-    ``on_held`` receives the condition that the loop waits for, and None when it goes on; ``held`` is its text. The loop
-    calls ``replicated`` with the end of each locally durable turn, again and again until it returns None; until then it
-    returns why no effect of that turn may be carried out yet. The loop calls ``leads`` in the same way right before it
-    carries out effects, or answers questions that only read; ``leads`` may raise, which ends the loop. All callbacks
-    run in the loop's thread. With ``acks_first`` the loop acknowledges an accepted update before ``replicated``.
+    ``on_held`` receives each new value of ``held``. The loop calls ``replicated`` with the end of each locally durable
+    turn, again and again until it returns None; until then it returns why no effect of that turn may be carried out
+    yet. The loop calls ``leads`` in the same way right before it carries out effects, or answers questions that only
+    read; ``leads`` may raise, which ends the loop. All callbacks run in the loop's thread. With ``acks_first`` the loop
+    acknowledges an accepted update before ``replicated``.
     """
 
     def __init__(
@@ -273,7 +270,8 @@ class Core:
         self._replicated = replicated
         self._leads = leads
         self._acks_first = acks_first
-        self._want: Want | None = None
+        self.held: Want | None = None
+        """The condition that the loop waits for; None when it does not wait."""
         self._clock_ns = clock_ns
         self._origin_ns = machine.state.now_ns - clock_ns()
         self.leases = Leases(machine.options.site_timeout_ns)
@@ -288,32 +286,21 @@ class Core:
         self._stopping = threading.Event()
         self.failed: BaseException | None = None
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outer-step")
-        self._thread = threading.Thread(target=self._run, name="syncer-core", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="syncer-core", daemon=True)
         for name, site in machine.state.sites.items():
             if site.status in (Status.LIVE, Status.SILENT):
                 self.leases.watch(name, machine.state.now_ns, silent=site.status is Status.SILENT)
 
     def start(self) -> None:
         """Start the loop's thread."""
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """End the loop after its present turn, and the worker after the task it is running."""
         self._stopping.set()
         self._inbox.put(None)
-        self._thread.join(TIMEOUT_S)
+        self.thread.join(TIMEOUT_S)
         self.worker.shutdown(wait=True, cancel_futures=True)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the loop's thread is running."""
-        return self._thread.is_alive()
-
-    @property
-    def held(self) -> str | None:
-        """The text of the condition that the loop waits for; None when it does not wait."""
-        want = self._want
-        return want.text if want is not None else None
 
     def now_ns(self) -> int:
         """Return the machine's time, which continues from where the last process left it."""
@@ -392,14 +379,14 @@ class Core:
         return future
 
     def _hand_in(self) -> None:
-        if (want := self._want) is not None:
+        if (want := self.held) is not None:
             raise NotHandedIn(want)
 
     def _wait(self, future: Future[T], timeout_s: float, early: bool = False) -> T:
         until = time.monotonic() + timeout_s
         while True:
-            alive = self.alive  # Read before the wait: a loop that ends meanwhile may still have answered.
-            want = None if early else self._want
+            alive = self.thread.is_alive()  # Read before the wait: a loop that ends meanwhile may still have answered.
+            want = None if early else self.held
             left_s = max(0.0, until - time.monotonic())
             if wait([future], timeout=min(HELD_AFTER_S, left_s) if alive and want is None else 0.0).done:
                 return future.result()
@@ -430,11 +417,15 @@ class Core:
         questions: list[_Question] = []
         wanted = [at for at in (self.machine.next_deadline_ns(), self.leases.next_deadline_ns()) if at is not None]
         patience_s = min(IDLE_S, max(0.0, (min(wanted) - self.now_ns()) / 1e9)) if wanted else IDLE_S
-        for item in self._arrived(patience_s):
+        arrived: list[OuterEvent | _Question | None] = []
+        with contextlib.suppress(queue.Empty):
+            arrived.append(self._inbox.get(timeout=patience_s))
+            while len(arrived) < BATCH_MAX:
+                arrived.append(self._inbox.get_nowait())
+        for item in arrived:
             if isinstance(item, _Question):
                 questions.append(item)
-                continue
-            if item is not None:
+            elif item is not None:
                 self._decide(item, decided, records)
         now_ns = self.now_ns()
         with self._heard_lock:
@@ -501,20 +492,19 @@ class Core:
                 why = attempt()
             except DiskFullError as error:
                 why = f"disk full: {error.strerror}"
+            held = None
+            if why is not None:
+                if self._stopping.is_set():
+                    return False
+                self._leads()  # Raises once this process no longer leads: waiting is useless then.
+                if time.monotonic() - began > HELD_AFTER_S:
+                    held = Want(kind, why)
+            if held != self.held:
+                self.held = held
+                self._on_held(held)
             if why is None:
-                self._hold(None)
                 return True
-            if self._stopping.is_set():
-                return False
-            self._leads()  # Raises once this process no longer leads: waiting is useless then.
-            if time.monotonic() - began > HELD_AFTER_S:
-                self._hold(Want(kind, why))
             self._answer_early(RETRY_S)
-
-    def _hold(self, want: Want | None) -> None:
-        if want != self._want:
-            self._want = want
-            self._on_held(want)
 
     def _answer_early(self, wait_s: float = 0.0) -> None:
         """Answer the early questions; wait at most ``wait_s`` for the first."""
@@ -524,15 +514,6 @@ class Core:
                 if question is not None:
                     question.answer(self.machine)
                 question = self._early.get_nowait()
-
-    def _arrived(self, patience_s: float) -> list[OuterEvent | _Question | None]:
-        """Wait at most ``patience_s`` for an item, then take all queued ones, up to ``BATCH_MAX``."""
-        items: list[OuterEvent | _Question | None] = []
-        with contextlib.suppress(queue.Empty):
-            items.append(self._inbox.get(timeout=patience_s))
-            while len(items) < BATCH_MAX:
-                items.append(self._inbox.get_nowait())
-        return items
 
     def _decide(self, event: OuterEvent, decided: list[OuterEffect], records: list[Record]) -> None:
         """Let the machine decide ``event``, and record it unless nothing changed.
@@ -548,8 +529,15 @@ class Core:
             events = [DeadlinePassed(), event]
         for each in events:
             effects = self.machine.handle(each, now_ns)
-            self._follow_leases(each, now_ns)
             decided += effects
+            name = getattr(each, "site", "")
+            site = self.machine.state.sites.get(name)
+            if site is not None and site.status in (Status.LEFT, Status.EVICTED):
+                self.leases.forget(name)
+            elif (site is not None and site.status is Status.LIVE) and (
+                isinstance(each, UpdateArrived) or (isinstance(each, JoinRequested) and each.process == site.process)
+            ):
+                self.leases.watch(name, now_ns)  # Both events can bring a silent site back: restart its lease.
             if changes_nothing(each, effects):
                 continue
             kept = each
@@ -560,18 +548,6 @@ class Core:
                 # The same payload may be accepted later, and a recorded name without an undecided update is dropped.
                 kept = replace(each, payload="")
             records.append(Record(now_ns, kept, digest_effects(effects)))
-
-    def _follow_leases(self, event: OuterEvent, now_ns: int) -> None:
-        name = getattr(event, "site", None)
-        site = self.machine.state.sites.get(name) if name is not None else None
-        if name is None or site is None:
-            return
-        if site.status in (Status.LEFT, Status.EVICTED):
-            self.leases.forget(name)
-        elif site.status is Status.LIVE and (
-            isinstance(event, UpdateArrived) or (isinstance(event, JoinRequested) and event.process == site.process)
-        ):
-            self.leases.watch(name, now_ns)  # Both events can bring a silent site back: restart its lease.
 
     def _answer(self, answer: Answer) -> None:
         """Answer a call, at most once."""

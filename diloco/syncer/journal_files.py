@@ -116,12 +116,6 @@ class JournalEnd:
         self._file.seek(SLOT_BYTES * (self._count % 2))
         self._disk.write(self._file, CHECKSUM.pack(zlib.crc32(rest)) + rest, Step.JOURNAL_END)
 
-    def clear(self) -> None:
-        """Remove the note: the journal starts over."""
-        self.close()
-        self._count = 0
-        self._disk.remove(self.path, Step.JOURNAL_END)
-
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
@@ -173,10 +167,6 @@ class JournalFiles:
     def segments(self) -> list[int]:
         """Return the numbers of the existing segments, rising."""
         return sorted(int(path.stem.removeprefix("journal-")) for path in self.folder.glob("journal-*.log"))
-
-    def size(self, index: int) -> int:
-        """Return a segment's size in bytes."""
-        return self.path(index).stat().st_size
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -240,7 +230,9 @@ class JournalFiles:
         """
         for index in self.segments():
             self._disk.remove(self.path(index), Step.JOURNAL_CUT)
-        self._noted.clear()
+        self._noted.close()
+        self._disk.remove(self._noted.path, Step.JOURNAL_END)
+        self._noted = JournalEnd(self._noted.path, self._disk)
         self.index, self.chain = 0, CHAIN_START
         if place is not None:
             self.index, self.chain = place.segment - 1, bytes.fromhex(place.chain)
@@ -324,7 +316,19 @@ class JournalFiles:
             self._disk.sync(self._file, Step.JOURNAL_SYNC)
         index, before = self.index + 1, self.chain
         header, chain = encode_header(index, before, self._run)
-        file = self._made(self.path(index), header)
+        path = self.path(index)
+        try:
+            with full_in_words(), contextlib.ExitStack() as opened:
+                file = opened.enter_context(self._disk.open(path, "ab", Step.JOURNAL_BEGIN, buffering=0))
+                self._disk.write(file, header, Step.JOURNAL_BEGIN)
+                self._disk.sync(file, Step.JOURNAL_BEGIN)
+                self._disk.sync_folder(self.folder, Step.JOURNAL_BEGIN)
+                opened.pop_all()
+        except OSError:
+            # Removed durably: if it came back, the old segment would not end where this header says.
+            self._disk.remove(path, Step.JOURNAL_CUT)
+            self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
+            raise
         if self._file is not None:
             self._file.close()
         self.index, self._file, self.chain = index, file, chain
@@ -333,22 +337,6 @@ class JournalFiles:
             self.flush()
         self.begun = index, len(header)
         return Position(index, before.hex())
-
-    def _made(self, path: Path, header: bytes) -> BinaryIO:
-        """Create a new segment durably, or leave nothing of it."""
-        try:
-            with full_in_words(), contextlib.ExitStack() as opened:
-                file = opened.enter_context(self._disk.open(path, "ab", Step.JOURNAL_BEGIN, buffering=0))
-                self._disk.write(file, header, Step.JOURNAL_BEGIN)
-                self._disk.sync(file, Step.JOURNAL_BEGIN)
-                self._disk.sync_folder(self.folder, Step.JOURNAL_BEGIN)
-                opened.pop_all()
-                return file
-        except OSError:
-            # Removed durably: if it came back, the old segment would not end where this header says.
-            self._disk.remove(path, Step.JOURNAL_CUT)
-            self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
-            raise
 
     def prune(self, first: int) -> None:
         """Delete the segments before ``first``."""

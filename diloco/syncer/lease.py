@@ -84,22 +84,14 @@ class LeaseRefusedError(LeaseError):
 class Lease(Protocol):
     """One run's lease, in any store; used by one thread at a time."""
 
-    @property
-    def place(self) -> str:
-        """Where it is kept: shown to users, and compared to recognise the same lease."""
-        ...
+    place: str
+    """Where it is kept: shown to users, and compared to recognise the same lease."""
+    ttl_s: float
+    """Seconds that it is held without renewal."""
 
-    @property
-    def ttl_s(self) -> float:
-        """Seconds that it is held without renewal."""
-        ...
-
-    def read(self) -> Standing | None:
-        """Return its content; None if there is none yet."""
-        ...
-
-    def vacant(self) -> bool:
-        """Return whether it is free, as far as this process knows; repeated calls find out."""
+    def read(self) -> tuple[Standing | None, bool]:
+        """Return its content, None if there is none yet, and whether it is free, as far as this process knows: repeated
+        calls find out."""
         ...
 
     def acquire(self, claim: Claim) -> Standing | None:
@@ -130,23 +122,19 @@ def not_trusted(place: object, what: str) -> LeaseError:
 
 def standing_of(plain: object, place: object) -> Standing:
     """Parse a ``Standing`` from the JSON value found at ``place``; raise ``LeaseError`` if it is invalid."""
-
-    def wrong(what: str) -> LeaseError:
-        return not_trusted(place, what)
-
     if not isinstance(plain, dict):
-        raise wrong("it is no object")
+        raise not_trusted(place, "it is no object")
     for name, kind in (("epoch", int), ("lineage", int), ("holder", str), ("heir", str), ("released", bool)):
         if type(plain.get(name)) is not kind:
-            raise wrong(f"{name} is {plain.get(name)!r}")
+            raise not_trusted(place, f"{name} is {plain.get(name)!r}")
     found: dict[str, Any] = plain
     standing = Standing(found["epoch"], found["lineage"], found["holder"], found["heir"], found["released"])
     for name, number in (("epoch", standing.epoch), ("lineage", standing.lineage)):
         if not 1 <= number < NUMBER_MAX:
-            raise wrong(f"{name} is {number}")
+            raise not_trusted(place, f"{name} is {number}")
     for name, text in (("holder", standing.holder), ("heir", standing.heir)):
         if len(text) > NAME_CHARS_MAX or (name == "holder" and not text):
-            raise wrong(f"{name} is {text[:80]!r}")
+            raise not_trusted(place, f"{name} is {text[:80]!r}")
     return standing
 
 
@@ -183,10 +171,6 @@ class LeaseHolder:
 
     # --- asked before anything is told -------------------------------------------------------------------------------
 
-    def valid(self) -> bool:
-        """Return whether this process leads the run now."""
-        return self.machine.valid(self._clock_ns())
-
     def wanting(self) -> str | None:
         """``Leadership.wanting`` at this moment."""
         return self.machine.wanting(self._clock_ns())
@@ -211,7 +195,7 @@ class LeaseHolder:
         return {
             "place": self._lease.place,
             "epoch": self.epoch,
-            "valid": self.valid(),
+            "valid": machine.valid(self._clock_ns()),
             "heir": machine.heir,
             "renewed_seconds_ago": round((self._clock_ns() - machine.confirmed_ns) / 1e9, 1),
             "trouble": machine.lost or machine.trouble,
@@ -354,7 +338,7 @@ def lead(
     until_s = time.monotonic() + (2 * lease.ttl_s if wait_s is None else wait_s)
     while (leadership := try_to_lead(lease, folder, disk, claim, emit)) is None:
         if time.monotonic() > until_s:
-            standing = lease.read()
+            standing, _ = lease.read()
             holder = standing.holder if standing is not None else "another process"
             raise LeaseRefusedError(f"{holder} holds the lease {lease.place} and renews it: the run has a syncer")
         time.sleep(lease.ttl_s * RETRY_SHARE)
@@ -412,6 +396,7 @@ class FileLease:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
+        self.place = f"file:{path}"
         self.ttl_s = ttl_s
         self._run_id = run_id
         self._disk = disk
@@ -419,46 +404,40 @@ class FileLease:
         self._seen: _Content | None = None
         self._since_s = 0.0
 
-    @property
-    def place(self) -> str:
-        """The file."""
-        return f"file:{self.path}"
-
-    def read(self) -> Standing | None:
-        """Read the file."""
-        content = self._read()
-        return content.standing if content is not None else None
-
-    def vacant(self) -> bool:
-        """Return whether it was released, or has not changed for too long."""
-        return self._runs_out(self._watched())
+    def read(self) -> tuple[Standing | None, bool]:
+        """Read the file; the lease is free once it was released, or has not changed for too long."""
+        content, is_free = self._watched()
+        return content.standing if content is not None else None, is_free
 
     def acquire(self, claim: Claim) -> Standing | None:
         """Take it; repeated calls succeed once the holder has been silent for long enough."""
-        content = self._watched()
+        content, is_free = self._watched()
         standing = content.standing if content is not None else None
         if (why := refusal(standing, claim, self.place)) is not None:
             raise LeaseRefusedError(why)
         # The holder's name is that of this data folder, whose lock this process has: the earlier holder has ended.
-        if not self._runs_out(content) and (standing is None or standing.holder != claim.name):
+        if not is_free and (standing is None or standing.holder != claim.name):
             return None
-        with self._errors():
-            self._probe()
+        with (
+            self._errors(),
+            self._locked() as file,
+            open(file.name, "a") as other,
+            contextlib.suppress(BlockingIOError),
+        ):
+            lock(other)  # Some file systems grant it to every caller.
+            raise LeaseError(f"{self.path} lies on a file system without locks (flock): take another, or kind=etcd")
         own, count = next_standing(standing, claim), content.count if content else 0
         taken = self._replace(content, _Content(own, count + 1, self.ttl_s, self._run_id))
         return own if taken else None
 
-    def _runs_out(self, content: _Content | None) -> bool:
-        if content is None or content.standing.released:
-            return True
-        return self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
-
-    def _watched(self) -> _Content | None:
-        """Read the file, and note since when its content has been the same."""
+    def _watched(self) -> tuple[_Content | None, bool]:
+        """Read the file, and note since when its content has been the same; return it, and whether it has run out."""
         content = self._read()
         if content != self._seen or content is None:
             self._seen, self._since_s = content, self._clock_s()
-        return content
+        if content is None or content.standing.released:
+            return content, True
+        return content, self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
 
     def change(self, own: Standing, **changes: Any) -> bool:
         """Increment the count, which renews the lease, and write the ``changes``."""
@@ -473,12 +452,6 @@ class FileLease:
                 return True
 
     # --- the file ----------------------------------------------------------------------------------------------------
-
-    def _probe(self) -> None:
-        """Raise ``LeaseError`` if the file system grants the lock twice at once: some grant it to every caller."""
-        with self._locked() as file, open(file.name, "a") as other, contextlib.suppress(BlockingIOError):
-            lock(other)
-            raise LeaseError(f"{self.path} lies on a file system without locks (flock): take another, or kind=etcd")
 
     def _replace(self, found: _Content | None, content: _Content) -> bool:
         """Write ``content`` if the file still holds ``found``; return whether it was written.
@@ -649,20 +622,14 @@ class EtcdLease:
         self._number = ""
         """The ID of the etcd lease under which the holder's key exists."""
         self._prefix = f"/diloco/{run_id}"
+        self.place = f"etcd:{self._prefix}/lease"
+        """The key. It names no endpoints: they change while the cluster stays."""
         self._timeout_s = max(0.3, self.ttl_s / 6 / len(self.endpoints))
 
-    @property
-    def place(self) -> str:
-        """The key. It names no endpoints: they change while the cluster stays."""
-        return f"etcd:{self._prefix}/lease"
-
-    def read(self) -> Standing | None:
-        """Read the lease's key."""
-        return self._found().standing
-
-    def vacant(self) -> bool:
-        """Return whether there is no holder's key."""
-        return self._found().held_epoch is None
+    def read(self) -> tuple[Standing | None, bool]:
+        """Read both keys; the lease is free while there is no holder's."""
+        found = self._found()
+        return found.standing, found.held_epoch is None
 
     def acquire(self, claim: Claim) -> Standing | None:
         """Take it, unless another holder's key exists."""
@@ -714,7 +681,8 @@ class EtcdLease:
             lease, holder = (answer["response_range"].get("kvs", [None])[0] for answer in answers)
             standing = standing_of(_plain(base64.b64decode(lease.get("value", ""))), self.place) if lease else None
             epoch = base64.b64decode(holder["value"]).decode() if holder else None
-            return _Found(standing, _revision(lease), epoch, _revision(holder))
+            changed, held_changed = (int(key["mod_revision"]) if key else 0 for key in (lease, holder))
+            return _Found(standing, changed, epoch, held_changed)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise LeaseError(f"{self.place}: etcd answered what cannot be read: {answers}") from error
 
@@ -786,10 +754,6 @@ def _text(text: str) -> str:
 
 def _number(text: object) -> int:
     return int(text) if isinstance(text, str) and text.isdecimal() else 0
-
-
-def _revision(value: dict[str, str] | None) -> int:
-    return int(value["mod_revision"]) if value else 0
 
 
 def _plain(data: bytes) -> object:

@@ -136,12 +136,6 @@ PAGES_BYTES = 2 * (2 << 20)
 """The kernel also loads neighbouring pages, up to 2 MiB; a payload is read in two places."""
 
 
-def spare_max(plan: RunPlan) -> int:
-    """Return the number of spare buffers between two versions (``Buffers``): the tensors and the down-link of the
-    replaced one. The next version takes them, so that they are among those of the new versions."""
-    return 3 + len(TENSORS_KEPT[plan.rule.optimizer.kind])
-
-
 def state_bytes_max(numels: Sequence[int], outer_kind: str, down_codec: str, downlinks_kept: int) -> int:
     """Return the bytes that grow with the model: the state, its down-links, and the new versions."""
     down = make_codec(down_codec)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.codec.base import NonFiniteError, digest, digest_of
 from diloco.codec.merging import Merging, State, outer_pass
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from diloco.codec.base import Buffers, Codec
-    from diloco.codec.merging import Payload, Ranges, Spread
+    from diloco.codec.merging import Payload, Ranges
     from diloco.outer.optimizer import OuterRule
-    from diloco.sync.effects import TellFate, UpdateRef
     from diloco.sync.events import Ending
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
@@ -97,16 +96,29 @@ def run_outer_step(
     staleness = [values.version - part.base_version for part in command.contributions]
     merging = Merging.of(rule, command.fragment, staleness)
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(threads, "fold")) if threads > 1 else None
-        contributions, payloads = _opened(command, spool, before.theta.numel(), pool)
+        parallel: Callable[..., Iterable[Any]] = map
+        if threads > 1:
+            pool = ThreadPoolExecutor(threads, "fold")
+            stack.callback(pool.shutdown, cancel_futures=True)  # After one that fails the others are cancelled.
+            parallel = pool.map
+        contributions, payloads = _opened(command, spool, values.theta.numel(), parallel)
         times.append(time.perf_counter())
-        spread, down = _spread(payloads, pool, stack), make_codec(down_codec)
+
+        def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
+            def some(bounds: Ranges) -> list[float]:
+                done = work(bounds)
+                for payload in payloads:
+                    payload.let_go()
+                return done
+
+            return parallel(some, ranges)
+
         try:
             stepped = outer_pass(
                 contributions,
                 before,
                 rule.optimizer,
-                down,
+                make_codec(down_codec),
                 spread,
                 buffers=buffers,
                 like=like,
@@ -131,37 +143,16 @@ def run_outer_step(
 
 
 def _opened(
-    command: StartOuterStep, spool: Spool, numel: int, pool: ThreadPoolExecutor | None
+    command: StartOuterStep, spool: Spool, numel: int, parallel: Callable[..., Iterable[Any]]
 ) -> tuple[list[tuple[float, list[Payload]]], list[Mapped]]:
-    """Return the contributions for ``outer_pass``, each update verified against its acknowledged digest; several at
-    once if there is a ``pool``."""
-
-    def found(update: UpdateRef) -> tuple[Codec, Mapped]:
-        return spool.opened(update.payload, update.digest, make_codec(update.encoding), numel)
-
+    """Return the contributions for ``outer_pass``, each update verified against its acknowledged digest."""
     updates = [update for part in command.contributions for update in part.updates]
-    here = list(map(found, updates) if pool is None else pool.map(found, updates))
-    payloads: Iterator[Payload] = ((codec, mapped.payload) for codec, mapped in here)
+    opened: list[tuple[Codec, Mapped]] = list(
+        parallel(lambda each: spool.opened(each.payload, each.digest, make_codec(each.encoding), numel), updates)
+    )
+    payloads: Iterator[Payload] = ((codec, mapped.payload) for codec, mapped in opened)
     contributions = [(part.weight, list(islice(payloads, len(part.updates)))) for part in command.contributions]
-    return contributions, [mapped for _, mapped in here]
-
-
-def _spread(payloads: list[Mapped], pool: ThreadPoolExecutor | None, stack: ExitStack) -> Spread:
-    """Return a function that runs ranges in turn, or in ``pool`` until ``stack`` ends, and releases payload pages."""
-
-    def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
-        def some(bounds: Ranges) -> list[float]:
-            done = work(bounds)
-            for payload in payloads:
-                payload.let_go()
-            return done
-
-        if pool is None:
-            return map(some, ranges)
-        stack.callback(pool.shutdown, cancel_futures=True)  # After a range that is not finite the others are cancelled.
-        return pool.map(some, ranges)
-
-    return spread
+    return contributions, [mapped for _, mapped in opened]
 
 
 STORED = "fp32"
@@ -267,13 +258,6 @@ def standstill_facts(machine: OuterSync, now_ns: int) -> dict[str, object] | Non
         return None
     seconds = round((now_ns - found.since_ns) / 1e9, 1)
     return {"fragment": found.fragment, "seconds": seconds, "waits_for": list(found.waits_for), "why": found.why}
-
-
-def refusal_facts(effect: TellFate) -> dict[str, object]:
-    """Return which update was refused, and why."""
-    fate = effect.fate
-    assert fate.reason is not None
-    return {"site": effect.site, "fragment": fate.fragment, "sequence": fate.sequence, "reason": fate.reason.value}
 
 
 def outer_step_facts(

@@ -39,7 +39,7 @@ from diloco.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
     from diloco.sync.events import Reason
     from diloco.sync.state import OuterState
@@ -127,7 +127,7 @@ class Feed:
         self.closed = False
         self._behind = False
         # Counts of fates: queued by the decision loop, taken and written by the stream's own thread.
-        self.told = self._taken = self._written = 0
+        self.told = self._taken = self.written = 0
 
     def put(self, event: WatchEvent) -> None:
         """Queue ``event``, however many are queued already."""
@@ -147,7 +147,7 @@ class Feed:
 
         A stream that missed an event raises ``Refusal`` (UNAVAILABLE): its site joins again, and gets the full state.
         """
-        self._written = self._taken  # The caller has written all earlier events.
+        self.written = self._taken  # The caller has written all earlier events.
         if self._behind:
             raise Refusal(Status.UNAVAILABLE, f"this stream is {EVENTS_MAX} events behind: join again")
         if self.closed and self._events.empty():
@@ -158,11 +158,6 @@ class Feed:
             return None
         self._taken += isinstance(event, FateTold)
         return as_known(event, self._protocol)
-
-    @property
-    def owes(self) -> bool:
-        """Whether a fate was queued that may not have been written yet."""
-        return self.told > self._written
 
     def close(self) -> None:
         """End the stream from either side."""
@@ -197,19 +192,15 @@ class Feeds:
             if feed not in self._feeds:
                 return
             self._feeds.remove(feed)
-            if feed.owes and feed.site not in self._content and all(other.site != feed.site for other in self._feeds):
+            owes = feed.told > feed.written
+            if owes and feed.site not in self._content and all(other.site != feed.site for other in self._feeds):
                 self._unheard.add(feed.site)
 
     def says(self, site: str, *, lacks: bool) -> None:
-        """Note that ``site``, which has left, still ``lacks`` fates, or has got all that it will ever get."""
+        """Note that ``site``, which has left, may still lack fates, or has got all that it will ever get."""
         with self._lock:
             (self._unheard.add if lacks else self._unheard.discard)(site)
             (self._content.discard if lacks else self._content.add)(site)
-
-    def miss(self, sites: Iterable[str]) -> None:
-        """Note that ``sites`` may lack fates of an earlier process: what it had sent is unknown."""
-        with self._lock:
-            self._unheard.update(sites)
 
     def standing(self) -> tuple[int, frozenset[str]]:
         """Return, as of one instant, the number of open streams and the sites that may have missed a fate.
@@ -295,19 +286,21 @@ class Holdings:
         self,
         versions: Sequence[int],
         echoed: Sequence[int],
-        told: Callable[[int, int, str], str | None] = lambda fragment, version, digest: digest,
+        earlier: EarlierDigests | None = None,
     ) -> dict[int, int]:
         """Return the fragments, with the version, for which a site holds other values than were published.
 
         ``echoed`` are the short digests of its values for ``versions``. A digest that is 0, or of a version not
-        remembered here, is skipped. ``told`` returns, for a version's digest, what the site was told, or None.
+        remembered here, is skipped. A site of protocol 2 has computed the ``earlier`` digests.
         """
         found: dict[int, int] = {}
         for fragment, (version, short) in enumerate(zip(versions, echoed, strict=False)):
             if not short or fragment >= len(self.values):
                 continue
             known = [digest for number, digest in self._digests[fragment] if number == version]
-            digest = told(fragment, version, known[-1]) if known else None
+            digest = known[-1] if known else None
+            if digest is not None and earlier is not None and not is_sha256(digest):
+                digest = earlier.known(fragment, version)
             if digest is not None and short_digest(digest) != short:
                 found[fragment] = version
         return found
@@ -328,12 +321,13 @@ class Holdings:
         """
         held, fragment = self.values[ask.fragment], ask.fragment
         numel, version = held.published.numel(), ask.want_version or held.version
-        chain = self._chain(fragment, ask.have_version, version) if ask.have_version >= 0 else None
+        links = [link for link in self._downlinks[fragment] if ask.have_version < link.version <= version]
+        is_chain = len(links) == version - ask.have_version > 0
         parts: list[bytes | memoryview]
         if ask.want_version == 0 and ask.have_version == held.version:
             parts, whole, digest = [], False, held.digest
-        elif chain is not None and sum(len(link.payload) for link in chain) < numel * 4:
-            parts, whole, digest = [link.payload for link in chain], False, chain[-1].digest
+        elif is_chain and sum(len(link.payload) for link in links) < numel * 4:
+            parts, whole, digest = [link.payload for link in links], False, links[-1].digest
         elif version == held.version:
             parts, whole, digest = [bytes_of(held.published)], True, held.digest
         else:
@@ -356,9 +350,3 @@ class Holdings:
             sites=self._sites[fragment][1],
         )
         return PullSource(header, parts)
-
-    def _chain(self, fragment: int, have: int, version: int) -> list[Downlink] | None:
-        links = [link for link in self._downlinks[fragment] if have < link.version <= version]
-        if not links or len(links) != version - have:  # Compared first: a caller may ask for any version.
-            return None
-        return links if [link.version for link in links] == list(range(have + 1, version + 1)) else None

@@ -1,7 +1,7 @@
 """Replay of a journal: the records of a run, one by one, on the state of a snapshot.
 
-A starting syncer, a following standby, and a reader of a past outer step all use this one replay. The machine decides
-again, every outer step is computed again from its payloads, and both are compared with the records.
+A starting syncer, a following standby, and a reader of a past outer step all use this one replay. It lets the machine
+decide again, computes every outer step again from its payloads, and compares both with the records.
 
 Left out. ``ReplayerWithout`` replays a journal with some of its updates left out: it computes the values that the other
 updates would have given. "The same journal without those updates" means this. The journal's own decisions stand: which
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from diloco.sync.effects import OuterEffect
     from diloco.sync.journal import Record
     from diloco.sync.rounds import Selection
-    from diloco.sync.state import OuterState, Pending
+    from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.snapshots import FragmentValues, Held, Lineages
     from diloco.syncer.spool import Spool
@@ -164,13 +164,29 @@ class ReplayerWithout(Replayer):
         self.snapshots = 0
         """Number of snapshots whose every value was compared on the way and is the same."""
         self._first: dict[int, int] = {}
-        self._merging: list[tuple[str, Pending]] = []
 
     def apply(self, record: Record) -> list[OuterEffect]:
-        """Like ``Replayer.apply``; ``LeaveOutError`` when a step without the left-out updates has no finite result."""
+        """Like ``Replayer.apply``; an outer step is made, and recorded here, without its left-out updates.
+
+        Raises ``LeaveOutError`` when that has no finite result.
+        """
         if isinstance(record.event, OuterStepDone):
-            self._merging = under_merge(self.machine.state, record.event.fragment)
-            self._lacking = self._without(record.event)
+            fragment, version = record.event.fragment, record.event.version
+            gone: set[tuple[str, int]] = set()
+            counts = self.last is None or version <= self.last
+            for site, pending in under_merge(self.machine.state, fragment) if counts else ():
+                on_old_base = pending.base_version >= self._first.get(fragment, pending.base_version + 1)
+                chosen = any(each.takes(site, fragment, pending.sequence, version) for each in self.selections)
+                if chosen or (on_old_base and self.and_later):
+                    gone.add((site, pending.sequence))
+                    self.left_out.append(LeftOut(site, fragment, pending.sequence, version, pending.tokens, chosen))
+                    self._first.setdefault(fragment, version)
+                    continue
+                tokens, updates = self.held.get((site, fragment), (0, 0))
+                self.held[site, fragment] = (tokens + pending.tokens, updates + 1)
+                if on_old_base:
+                    self.on_old_base[site] += 1
+            self._lacking = outer_step(self.machine.options, self.machine.state, fragment, gone)
         return super().apply(record)
 
     def step(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> OuterResult:
@@ -222,24 +238,6 @@ class ReplayerWithout(Replayer):
             if fragment in self._first
             for pending in line.undecided
         )
-
-    def _without(self, event: OuterStepDone) -> StartOuterStep:
-        """Return the step that ended in ``event`` without its left-out updates, and record those."""
-        fragment, version = event.fragment, event.version
-        gone: set[tuple[str, int]] = set()
-        for site, pending in self._merging if self.last is None or version <= self.last else ():
-            on_old_base = pending.base_version >= self._first.get(fragment, pending.base_version + 1)
-            chosen = any(each.takes(site, fragment, pending.sequence, version) for each in self.selections)
-            if chosen or (on_old_base and self.and_later):
-                gone.add((site, pending.sequence))
-                self.left_out.append(LeftOut(site, fragment, pending.sequence, version, pending.tokens, chosen))
-                self._first.setdefault(fragment, version)
-                continue
-            tokens, updates = self.held.get((site, fragment), (0, 0))
-            self.held[site, fragment] = (tokens + pending.tokens, updates + 1)
-            if on_old_base:
-                self.on_old_base[site] += 1
-        return outer_step(self.machine.options, self.machine.state, fragment, gone)
 
 
 def held_of(state: OuterState) -> Held:

@@ -5,11 +5,12 @@ the payloads that it names, and, if it has nothing, a snapshot first. A region's
 above that it has fetched, and its updates for the syncer above, which the heir may have to send again. So a standby far
 behind and one close behind are served the same way, and nothing is buffered for either.
 
-``sync/replication`` decides what may be told when.
+``sync/leadership.py`` decides what may be told when.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
@@ -73,14 +74,11 @@ class Replicator:
         self._emit = emit
         self._leadership = leadership
         self.changed = threading.Condition()
-
-    @property
-    def acks_first(self) -> bool:
+        self.acks_first = options.mode == "async"
         """Whether an update is acknowledged before a standby has it."""
-        return self.options.mode == "async"
 
     def begin(self, core: Core, *, detached: bool) -> None:
-        """Connect the loop that waits for the standby, before its first turn; ``detached``: the run's present state."""
+        """Connect the loop that waits for the standby, before its first turn; ``detached``: the run has no standby."""
         self.core = core
         journal = self.store.journal
         end = (journal.index, journal.path(journal.index).stat().st_size)
@@ -131,16 +129,12 @@ class Replicator:
             }
 
     def end(self) -> Place:
-        """Return the journal's durable end, also if no turn has come since a segment began."""
+        """Return the journal's durable end, even if the loop has made no turn since a segment began."""
         return max(self.machine.durable, self.store.journal.begun)
 
     def _pinned(self) -> Pin | None:
         follower = self.machine.follower
         return follower.pin() if isinstance(follower, Follower) else None
-
-    def waiting(self) -> set[str]:
-        """Return the payloads of the updates that have no fate yet."""
-        return set(self.core.ask(lambda machine: payloads_in(machine.snapshot()), early=True))
 
     # --- a standby's side --------------------------------------------------------------------------------------------
 
@@ -185,19 +179,24 @@ class Follower:
         self._closed = False
         self._wrong: str | None = None
         self._anew = self._copying = start.segment == 0
+        self.place: Place = (0, 0)
+        """Where the standby's journal ends as it begins."""
         if self._anew:
-            self._snapshot = self._newest()
-            state, self._segment, self._chain = self._snapshot[1:]
-            self._waiting = sorted(payloads_in(state))
+            for number in reversed(self._store.snapshots.numbers()):
+                # The next start reports a damaged one; a standby needs an intact one.
+                with contextlib.suppress(SnapshotError):
+                    snapshot = self._store.snapshots.load(number)
+                    if snapshot.journal_chain:
+                        break
+            else:
+                raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet that a standby could begin with: come back")
+            self._snapshot = self._store.snapshots.folder / f"{number:08d}"
+            self._segment, self._chain = snapshot.journal_segment, snapshot.journal_chain
+            self._waiting = sorted(payloads_in(snapshot.state))
             self._at = 0
         else:
             self._chain = start.chain
-            self._segment, self._at = self._find(start)
-
-    @property
-    def place(self) -> Place:
-        """Where the standby's journal ends as it begins."""
-        return (0, 0) if self._anew else (self._segment, self._at)
+            self.place = self._segment, self._at = self._find(start)
 
     def parts(self) -> Iterator[FollowPart]:
         """Yield a snapshot if the standby needs one, then the journal for as long as it listens."""
@@ -205,7 +204,14 @@ class Follower:
         lineage = replicator.core.machine.state.lineage  # It changes only with a new process.
         yield Follows(self._anew, self._segment, self._chain, lineage, replicator.options.mode == "sync")
         if self._anew:
-            yield from self._whole_snapshot()
+            try:
+                paths = sorted(self._snapshot.iterdir())
+            except FileNotFoundError:
+                raise self._too_slow(f"snapshots/{self._snapshot.name}") from None
+            for path in [*paths, *(self._store.spool.folder / payload for payload in self._waiting)]:
+                yield from self._file(path)
+            for path in sorted((self._store.folder / OUTBOX).glob("*.update")):
+                yield from self._file(path, may_be_gone=True)
             self._copying = False
         while not self._closed:
             yield from self._new_units()
@@ -220,7 +226,7 @@ class Follower:
 
     def pin(self) -> Pin:
         """Return what is still to be sent."""
-        return Pin(int(self._snapshot[0].name) if self._anew and self._copying else 0, self._segment)
+        return Pin(int(self._snapshot.name) if self._anew and self._copying else 0, self._segment)
 
     def acknowledged(self, ack: FollowAck) -> None:
         """Note that the standby has everything up to there. A claim beyond the journal's end ends the stream."""
@@ -242,28 +248,6 @@ class Follower:
         self._replicator.gone(self)
 
     # --- what is sent ------------------------------------------------------------------------------------------------
-
-    def _newest(self) -> tuple[Path, object, int, str]:
-        for number in reversed(self._store.snapshots.numbers()):
-            try:
-                snapshot = self._store.snapshots.load(number)
-            except SnapshotError:
-                continue  # The next start reports it; a standby needs an intact one.
-            if snapshot.journal_chain:
-                folder = self._store.snapshots.folder / f"{number:08d}"
-                return folder, snapshot.state, snapshot.journal_segment, snapshot.journal_chain
-        raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet that a standby could begin with: come back")
-
-    def _whole_snapshot(self) -> Iterator[FollowPart]:
-        folder = self._snapshot[0]
-        try:
-            paths = sorted(folder.iterdir())
-        except FileNotFoundError:
-            raise self._too_slow(f"snapshots/{folder.name}") from None
-        for path in [*paths, *(self._store.spool.folder / payload for payload in self._waiting)]:
-            yield from self._file(path)
-        for path in sorted((self._store.folder / OUTBOX).glob("*.update")):
-            yield from self._file(path, may_be_gone=True)
 
     def _file(self, path: Path, *, may_be_gone: bool = False) -> Iterator[FollowPart]:
         """Yield a file of the folder. A missing sealed update (``may_be_gone``) is no longer in flight: skip it."""
@@ -328,36 +312,31 @@ class Follower:
             self._segment, self._at = self._segment + 1, 0
 
     def _payloads(self, body: bytes, at: int) -> Iterator[FollowPart]:
+        """Yield what the records of a frame need to be replayed."""
         try:
             records = decode_records(body, at)
         except JournalError as error:
             raise Refusal(Status.FAILED_PRECONDITION, str(error)) from error
-        for record in records:
-            if isinstance(record.event, LineageBegan):
-                yield from self._beginning(record.event.lineage)
-            if isinstance(record.event, UpdateArrived | UpstreamFetched) and record.event.payload:
-                yield from self._payload(record.event.payload)
-            if isinstance(record.event, Sealed):
-                sealed = outbox_file(record.event.fragment, record.event.sequence)
-                yield from self._file(self._store.folder / sealed, may_be_gone=True)
-
-    def _beginning(self, lineage: int) -> Iterator[FollowPart]:
-        """Yield a lineage's first values, before its record is sent: a standby with the record cannot go back."""
-        folder = self._store.lineages.folder / str(lineage)
-        if not folder.exists():
-            text = f"lineage {lineage} began with values that are not kept any more: give the standby an empty folder"
-            raise Refusal(Status.FAILED_PRECONDITION, text)
-        for path in sorted(folder.iterdir()):
-            yield from self._file(path)
-
-    def _payload(self, reference: str) -> Iterator[FollowPart]:
-        """Yield a payload that is here. One of an update that was not accepted is missing, and not needed."""
-        path = self._store.spool.folder / reference
-        if path.exists():
-            yield from self._file(path)
-        elif reference in self._replicator.waiting():
-            why = f"spool/{reference} is missing on the syncer's disk, and its update has no fate yet"
-            raise Refusal(Status.FAILED_PRECONDITION, f"{why}: nothing can follow it")
+        for event in (record.event for record in records):
+            if isinstance(event, LineageBegan):
+                # Its first values go before its record: a standby with the record cannot go back.
+                folder = self._store.lineages.folder / str(event.lineage)
+                if not folder.exists():
+                    text = f"lineage {event.lineage} began with values that are not kept any more"
+                    raise Refusal(Status.FAILED_PRECONDITION, f"{text}: give the standby an empty folder")
+                for path in sorted(folder.iterdir()):
+                    yield from self._file(path)
+            if isinstance(event, UpdateArrived | UpstreamFetched) and event.payload:
+                path = self._store.spool.folder / event.payload
+                if path.exists():
+                    yield from self._file(path)
+                elif event.payload in self._replicator.core.ask(lambda it: payloads_in(it.snapshot()), early=True):
+                    # One of an update that was not accepted is missing, and not needed.
+                    why = f"spool/{event.payload} is missing on the syncer's disk, and its update has no fate yet"
+                    raise Refusal(Status.FAILED_PRECONDITION, f"{why}: nothing can follow it")
+            if isinstance(event, Sealed):
+                path = self._store.folder / outbox_file(event.fragment, event.sequence)
+                yield from self._file(path, may_be_gone=True)
 
 
 def _item(item: Item, data: bytes) -> Iterator[FollowPart]:

@@ -132,7 +132,9 @@ class Kept:
                 return self._replay(rules, selections, last, and_later, verify, shortest)
             except (KeptError, FileNotFoundError) as error:
                 if self.snapshots.numbers() == before:
-                    raise _in_words(error) from error
+                    if isinstance(error, KeptError):
+                        raise
+                    raise KeptError(f"{error.filename} is missing") from error
                 if attempt == ATTEMPTS - 1:
                     raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {error}") from error
         raise AssertionError("every attempt returns or raises")
@@ -147,11 +149,22 @@ class Kept:
         shortest: bool,
     ) -> ReplayerWithout:
         points = self.points()
-        fit = [point for point in points if _old_enough(point, selections, last)]
+        fit = [
+            point
+            for point in points
+            if (last is None or all(fragment.version <= last for fragment in point.state.fragments))
+            and not any(_merged_before(point.state, chosen) for chosen in selections)
+        ]
         if not fit:
             _check_sites(points[-1].state, selections)
             asked = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
-            raise KeptError(f"{asked}: outside what is kept; {_kept_words(points)}")
+            oldest, newest = points[0].state.fragments, points[-1].state.fragments
+            parts = [
+                f"{old.version + 1} (snapshot up to {new.version}) of fragment {index}"
+                for index, (old, new) in enumerate(zip(oldest, newest, strict=True))
+            ]
+            can = f"a replay can begin at version {', '.join(parts)}"
+            raise KeptError(f"{asked}: outside what is kept; {can}")
         from_oldest = verify or not (selections or shortest)
         for point in fit if from_oldest else reversed(fit):
             try:
@@ -184,7 +197,6 @@ class Kept:
             for point in compare:
                 if point.segment == read.index > snapshot.journal_segment and not replayer.left_out and last is None:
                     self._compare(point, replayer)
-                    replayer.snapshots += 1
             for record in read.records:
                 replayer.apply(record)
         _check_sites(state, replayer.selections)
@@ -197,14 +209,14 @@ class Kept:
 
     def _compare(self, point: Point, replayer: ReplayerWithout) -> None:
         """Raise ``KeptError`` unless the values equal those of a snapshot taken at this instant."""
-        for index, (mine, kept) in enumerate(
-            zip(replayer.values, self.snapshots.load(point.number).fragments, strict=True)
-        ):
+        there = self.snapshots.load(point.number).fragments
+        for index, (mine, kept) in enumerate(zip(replayer.values, there, strict=True)):
             if not same_values(mine, kept):
                 raise KeptError(
                     f"fragment {index} in snapshot {point.number} of {self.folder} is not what the journal gives: "
                     f"version {kept.version}, {shorter(kept.digest)} there, {shorter(mine.digest)} computed again"
                 )
+        replayer.snapshots += 1
 
 
 def _card(path: Path) -> RunCard:
@@ -219,10 +231,6 @@ def _card(path: Path) -> RunCard:
         raise KeptError(f"{path} is damaged: {error}") from error
 
 
-def _in_words(error: KeptError | FileNotFoundError) -> KeptError:
-    return error if isinstance(error, KeptError) else KeptError(f"{error.filename} is missing")
-
-
 def _check_sites(known: OuterState, selections: Sequence[Selection]) -> None:
     for chosen in selections:
         if chosen.site not in known.sites:
@@ -231,14 +239,8 @@ def _check_sites(known: OuterState, selections: Sequence[Selection]) -> None:
             raise KeptError(f"{chosen}: the run has no fragment {chosen.fragment}, only {len(known.fragments)}")
 
 
-def _old_enough(point: Point, selections: Sequence[Selection], last: int | None) -> bool:
-    """Return whether no selected update was merged before ``point``, and no fragment there is beyond ``last``."""
-    if last is not None and any(fragment.version > last for fragment in point.state.fragments):
-        return False
-    return not any(_merged_before(point.state, chosen) for chosen in selections)
-
-
 def _merged_before(state: OuterState, chosen: Selection) -> bool:
+    """Return whether a ``chosen`` update may have been merged in ``state``."""
     for index, fragment in enumerate(state.fragments):
         if not chosen.of(chosen.site, index):
             continue
@@ -251,14 +253,6 @@ def _merged_before(state: OuterState, chosen: Selection) -> bool:
             if not waiting.issuperset(accepted):
                 return True
     return False
-
-
-def _kept_words(points: Sequence[Point]) -> str:
-    oldest, newest = points[0].state.fragments, points[-1].state.fragments
-    parts = [f"{old.version + 1} (snapshot up to {new.version})" for old, new in zip(oldest, newest, strict=True)]
-    return "a replay can begin at version " + ", ".join(
-        f"{part} of fragment {index}" for index, part in enumerate(parts)
-    )
 
 
 KEEP_PAST = Retention(steps=1 << 40, bytes_max=1 << 60)

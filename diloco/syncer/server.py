@@ -17,13 +17,16 @@ import errno
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from diloco.codec import native
 from diloco.codec.base import Buffers
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked, when_there_is_room
+from diloco.outer.optimizer import TENSORS_KEPT
 from diloco.sync.effects import (
     AnnounceFinal,
     DropSite,
@@ -51,19 +54,18 @@ from diloco.sync.events import (
     VersionPublished,
 )
 from diloco.sync.members import places_taken
-from diloco.sync.region import has_joined, standing
+from diloco.sync.region import Above, has_joined, standing
 from diloco.sync.state import Part, Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
 from diloco.syncer.core import LOOK_EVERY_S, Core, CoreHeld, CoreStopped, Readiness, Room, Unready, Want
 from diloco.syncer.lease import LeaseError, lead
-from diloco.syncer.options import VERSIONS_MAX, memory_bytes_max, spare_max
+from diloco.syncer.options import VERSIONS_MAX, memory_bytes_max
 from diloco.syncer.outer_step import (
     OuterResult,
     merged_into,
     outer_step_facts,
-    refusal_facts,
     run_outer_step,
     standstill_facts,
     start_facts,
@@ -79,42 +81,19 @@ from diloco.wire.server import RunningServer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from diloco.durable import Disk
     from diloco.sync.events import RegionEvent, UpstreamStarted
     from diloco.sync.progress import Standing
-    from diloco.sync.region import Above
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.lease import Lease, LeaseHolder
     from diloco.syncer.options import RunPlan, SyncerOptions
-    from diloco.syncer.publish import Holdings
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.standby import Warm
     from diloco.wire.options import SecurityOptions, ServerOptions
 
 
 LOOK_S = 0.05
-
-
-def linger(core: Core, feeds: Feeds, linger_s: float) -> None:
-    """Wait, at most ``linger_s``, until every live site has left, has got its fates and has closed its streams."""
-
-    def wanted(machine: OuterSync) -> bool:
-        streams, unheard = feeds.standing()
-        waited_for = (
-            site.status is SiteStatus.LIVE or (site.status is SiteStatus.LEFT and name in unheard)
-            for name, site in machine.state.sites.items()
-        )
-        return streams > 0 or any(waited_for)
-
-    until = time.monotonic() + linger_s
-    while time.monotonic() < until:
-        with suppress(CoreHeld):  # A held loop decides nothing, so no site can leave.
-            if not core.ask(wanted):
-                return
-        time.sleep(LOOK_S)
 
 
 START_WAIT_S = 10.0
@@ -144,7 +123,7 @@ class Syncer:
         self._version_zero = version_zero
         self.network = network
         self._security = security
-        self._emit = emit
+        self.emit = emit
         self._disk = disk
         self._lease = lease
         self._make_above = above
@@ -153,7 +132,8 @@ class Syncer:
         self.leadership: LeaseHolder | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
-        self._buffers = Buffers(spare_max(plan))
+        # The tensors and the down-link of the version that is replaced: the next one takes their memory.
+        self._buffers = Buffers(3 + len(TENSORS_KEPT[plan.rule.optimizer.kind]))
         self._ended = threading.Event()
         self.ending: Ending | None = None
         self.feeds = Feeds()
@@ -181,8 +161,7 @@ class Syncer:
             raise
 
     def _start(self, warm: Warm | None) -> str:
-        away_ns = _since_last_record_ns(Path(self.options.folder) / "journal") if warm is None else 0
-        machine, records = self._open() if warm is None else self._take(warm)
+        machine, records, away_ns = self._open(warm)
         places = max(self.network.sites_max, places_taken(machine.state))  # Also if the limit is lower than before.
         self.network = replace(self.network, sites_max=places)
         epoch = self._lead(machine.state, warm)
@@ -191,7 +170,9 @@ class Syncer:
         is_region, was = self._make_above is not None, machine.state
         if (records or warm is not None) and was.ending is not None:
             # The process before did not linger for the sites that have left: they may rejoin for fates.
-            self.feeds.miss(name for name, site in was.sites.items() if site.status is SiteStatus.LEFT)
+            for name, site in was.sites.items():
+                if site.status is SiteStatus.LEFT:
+                    self.feeds.says(name, lacks=True)
         had_finished = is_region and was.phase is Phase.ENDED and was.ending is Ending.FINISHED
         if had_finished:
             self.core.post(UpstreamAsked())
@@ -209,7 +190,7 @@ class Syncer:
         updates_above = self.region.updates_max if self.region is not None else 0
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
         bound = {"memory_bytes_max": self.memory_bytes_max}
-        self._emit("syncer_started", {**facts, "recovered": records, "kernels": native.description(), **bound})
+        self.emit("syncer_started", {**facts, "recovered": records, "kernels": native.description(), **bound})
         if ended is not None:
             self.ending = ended
             self._ended.set()
@@ -218,7 +199,7 @@ class Syncer:
             self.api,
             self.network,
             self._security,
-            lambda what, why: self._emit("note", {"note": what, "why": why}),
+            lambda what, why: self.emit("note", {"note": what, "why": why}),
             self.replicator if self.options.replication.mode != "off" else None,
         )
         self._server.start(ready=False)
@@ -230,7 +211,7 @@ class Syncer:
         self.readiness.ends(Unready.STARTING)
         if self.options.backup.url:
             self.backups = Backups(
-                self.options.backup, self.store.folder, self.plan.agreement.run_id, self._emit, self._disk
+                self.options.backup, self.store.folder, self.plan.agreement.run_id, self.emit, self._disk
             )
             self.backups.start()
             self._taken.callback(self.backups.stop)
@@ -242,21 +223,19 @@ class Syncer:
         if self.options.memory_check_s:
             self._in_thread("memory-check", memory.run)
         self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
-        self.replicator = Replicator(self.options.replication, self.store, self._emit, self.leadership)
+        self.replicator = Replicator(self.options.replication, self.store, self.emit, self.leadership)
         self.core = Core(
             machine,
             self.store,
             self._carry_out,
-            on_failure=self._fail,
+            on_failure=self.fail,
             on_held=self.room.held,
             replicated=self.replicator.replicated,
             leads=self.leadership.wanting if self.leadership is not None else lambda: None,
             acks_first=self.replicator.acks_first,
         )
         self.replicator.begin(self.core, detached=alone)
-        self.keeper = Keeper(
-            self.store, self.core, self.holdings, memory, self.options.snapshot_every, self._emit, self._fail
-        )
+        self.keeper = Keeper(self, memory)
         self.api = Api(
             self.options,
             self.plan,
@@ -267,32 +246,37 @@ class Syncer:
             self.tally,
             self.room,
             self.replicator,
-            self._emit,
+            self.emit,
             status=self.status,
-            snapshot=lambda: self.keeper.now(lambda: self.failed),
+            snapshot=self.keeper.now,
         )
 
-    def _open(self) -> tuple[OuterSync, int]:
-        """Lock the folder; recover or begin the run. Return the machine and the number of records replayed."""
-        self._taken.enter_context(locked(Path(self.options.folder)))
-        options, rules = self.options, self.plan.rules(self.options)
-        self.store = Store(Path(options.folder), self.plan.card, self._disk, options.retention, self._emit)
+    def _open(self, warm: Warm | None) -> tuple[OuterSync, int, int | None]:
+        """Lock the folder; recover or begin the run. Or take over the folder, machine and values that a standby holds.
+
+        Return the machine, the number of records replayed, and how long ago the last process wrote its journal, by the
+        wall clock; None if that clock went back. The machine's own time stood still meanwhile. It uses this only as a
+        bound on what it assumes of the sites' steps.
+        """
+        if warm is not None:
+            self._taken.enter_context(warm.taken)
+            self.store, self.holdings = warm.store, warm.holdings
+            return warm.machine, 0, 0
+        folder, options, rules = Path(self.options.folder), self.options, self.plan.rules(self.options)
+        written_ns = max((path.stat().st_mtime_ns for path in folder.glob("journal/journal-*.log")), default=None)
+        away_ns = time.time_ns() - written_ns if written_ns is not None else 0
+        self._taken.enter_context(locked(folder))
+        self.store = Store(folder, self.plan.card, self._disk, options.retention, self.emit)
         self._taken.callback(self._close_journal)
         is_new = self.store.is_new()
         found = begun(self.store, rules, self._version_zero()) if is_new else self.store.recover(rules)
         self.holdings = found.holdings
-        return found.machine, found.records
-
-    def _take(self, warm: Warm) -> tuple[OuterSync, int]:
-        """Take over the folder, machine and values that a standby holds open."""
-        self._taken.enter_context(warm.taken)
-        self.store, self.holdings = warm.store, warm.holdings
-        return warm.machine, 0
+        return found.machine, found.records, away_ns if away_ns >= 0 else None
 
     def _lead(self, state: OuterState, warm: Warm | None) -> int:
         """Take the lease, where there is one; return the epoch of this start."""
         taken = warm.leadership if warm is not None else None
-        self.leadership = taken or lead(self._lease, Path(self.options.folder), self._disk, state, self._emit)
+        self.leadership = taken or lead(self._lease, Path(self.options.folder), self._disk, state, self.emit)
         if self.leadership is None:
             return warm.epoch if warm is not None else state.epoch + 1
         leadership = self.leadership  # After a failure it is not released: it expires, and an heir takes over.
@@ -304,7 +288,7 @@ class Syncer:
             check_site(machine.state, "")
             return
         self._above = above = self._make_above()
-        self.region = Region(above, self.core, self.store, self.holdings, self._fail)
+        self.region = Region(above, self)
         self.core.post(self.region.begin(machine))
         # Once that is durable, also at a standby: a syncer that another has replaced must not act for the region above.
         self.core.do_soon(lambda machine: above.start())
@@ -325,13 +309,13 @@ class Syncer:
                 time.sleep(LOOK_EVERY_S / 10)
 
     def _await_word(self, stopping: threading.Event) -> None:
-        """The thread of a region that had finished: the region stays finished unless the syncer above answers."""
+        """Keep a region finished that had finished before, unless the syncer above answers. Runs in its own thread."""
         while not stopping.wait(START_WAIT_S):
             with suppress(CoreHeld, CoreStopped):
                 if not self.core.ask(lambda machine: has_joined(machine.state)):
                     why = f"the syncer above gave no answer in {START_WAIT_S:g} s"
                     why += ": if the run above goes on, start its syncer, then this one again"
-                    self._emit("note", {"note": "stays_finished", "why": why})
+                    self.emit("note", {"note": "stays_finished", "why": why})
                     self.core.post(FinalAnnounced(Ending.FINISHED))
                 return
 
@@ -345,7 +329,7 @@ class Syncer:
             try:
                 work(stopping)
             except Exception as error:
-                self._fail(error)
+                self.fail(error)
 
         def end() -> None:
             stopping.set()
@@ -364,12 +348,12 @@ class Syncer:
                 self.readiness.ends(kind)
         if want is None:
             held = self.replicator.options.mode != "off" or self.leadership is not None
-            self._emit("note", {"note": "goes_on" if held else "disk_has_room"})
+            self.emit("note", {"note": "goes_on" if held else "disk_has_room"})
         elif want.kind is Unready.DISK_FULL:
             self.store.let_go_of_the_past()
-            self._emit("note", {"note": "disk_full", "why": want.text})
+            self.emit("note", {"note": "disk_full", "why": want.text})
         else:
-            self._emit("note", {"note": "held", "why": want.text})
+            self.emit("note", {"note": "held", "why": want.text})
 
     def wait(self, timeout_s: float) -> Ending | None:
         """Wait at most ``timeout_s`` for the last version; return the ending, or None when the run still goes on.
@@ -393,7 +377,7 @@ class Syncer:
                 "refused_at_the_door": self.tally.refusals(),
                 "not_ready": self.readiness.reasons(),
                 "calls": server.counters(),
-                "payloads_decoded": self.tally.payloads_decoded,
+                "payloads_decoded": sum(each.payloads_decoded for each in self.tally.sites().values()),
                 "identity_complaints": server.complaints(),
                 "kernels": native.description(),
                 "memory_bytes_max": self.memory_bytes_max,
@@ -408,10 +392,24 @@ class Syncer:
         )
 
     def linger(self) -> None:
-        """After the last version: wait until every live site has left and got its fates, at most ``linger_s``."""
+        """After the last version: wait, at most ``linger_s``, until every live site has left, has got its fates and has
+        closed its streams."""
         if self._above is not None:
             self._above.finish()  # The region's own last update, after those of its sites.
-        linger(self.core, self.feeds, self.options.linger_s)
+
+        def wanted(machine: OuterSync) -> bool:
+            streams, unheard = self.feeds.standing()
+            return streams > 0 or any(
+                site.status is SiteStatus.LIVE or (site.status is SiteStatus.LEFT and name in unheard)
+                for name, site in machine.state.sites.items()
+            )
+
+        until = time.monotonic() + self.options.linger_s
+        while time.monotonic() < until:
+            with suppress(CoreHeld):  # A held loop decides nothing, so no site can leave.
+                if not self.core.ask(wanted):
+                    return
+            time.sleep(LOOK_S)
 
     def drain(self) -> bool:
         """Begin the last round of this part of the run; return False if the loop is held, and so did not begin it."""
@@ -447,23 +445,24 @@ class Syncer:
         match effect:
             case StartOuterStep() | TakeVersion():
                 values = self.holdings.values[effect.fragment]
-                self._emit("outer_step_started", {"fragment": effect.fragment, "version": effect.version})
+                self.emit("outer_step_started", {"fragment": effect.fragment, "version": effect.version})
                 future = self.core.worker.submit(self._outer_step, effect, values)
-                future.add_done_callback(lambda done: None if done.cancelled() else self._fail(done.exception()))
+                future.add_done_callback(lambda done: None if done.cancelled() else self.fail(done.exception()))
             case PublishVersion():
                 self._publish(effect)
             case TellFate():
                 self.store.decided(effect.site, effect.fate)
                 self._disk.reached(Step.FATE)
                 self.feeds.tell(FateTold(effect.fate), effect.site)
-                if effect.fate.reason is not None:
-                    self._emit("refused", refusal_facts(effect))
+                if (reason := effect.fate.reason) is not None:
+                    update = {"fragment": effect.fate.fragment, "sequence": effect.fate.sequence}
+                    self.emit("refused", {"site": effect.site, **update, "reason": reason.value})
             case AnnounceFinal():
                 self.readiness.begins(Unready.DRAINING)
                 self.feeds.tell(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self.ending = effect.ending
-                self._emit("final", {"ending": effect.ending.value, "versions": list(effect.versions)})
+                self.emit("final", {"ending": effect.ending.value, "versions": list(effect.versions)})
                 if effect.ending is Ending.FINISHED:
                     # A large model takes long to write, and sites still need answers meanwhile.
                     self._in_thread("export", lambda stopping: self._export(effect.versions, stopping))
@@ -475,23 +474,23 @@ class Syncer:
                 if effect.what == "standby_attached":
                     self.replicator.attached()
                 facts = {name: value for name, value in asdict(effect).items() if value is not None}
-                self._emit(str(facts.pop("what")), facts)
+                self.emit(str(facts.pop("what")), facts)
             case _:
                 assert isinstance(effect, RegionEffect), effect
                 assert self.region is not None, "this syncer is no region"
                 self.region.carry_out(effect)
 
-    def _fail(self, error: BaseException | None) -> None:
+    def fail(self, error: BaseException | None) -> None:
         """Record a fatal error: ``wait`` returns at once and raises it."""
         if error is not None:
             self.failed = self.failed or error
-            self._emit("failed", {"why": str(error) or repr(error)})
+            self.emit("failed", {"why": str(error) or repr(error)})
             self._ended.set()
 
     def _outer_step(self, command: StartOuterStep | TakeVersion, values: FragmentValues) -> None:
         """Compute the version, then post the event that says so. Runs in the worker thread."""
         while not self._versions.acquire(timeout=LOOK_EVERY_S / 10):
-            if not self.core.alive:
+            if not self.core.thread.is_alive():
                 return  # The loop has ended: no candidate will be published any more.
         self._disk.reached(Step.MERGE)
         spool, rule, down_codec = self.store.spool, self.plan.rule, self.options.down_codec
@@ -503,7 +502,7 @@ class Syncer:
             self.core.post(OuterStepFailed(command.fragment, command.version))
             return
         self._candidates[command.fragment, command.version] = result
-        self._emit("outer_step", outer_step_facts(command, result, self.tally.costs.stepped(command, result)))
+        self.emit("outer_step", outer_step_facts(command, result, self.tally.costs.stepped(command, result)))
         self.core.post(OuterStepDone(command.fragment, command.version, result.values.digest, result.downlink_digest))
 
     def _publish(self, effect: PublishVersion) -> None:
@@ -520,78 +519,60 @@ class Syncer:
         }
         tokens: dict[str, object] = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
         tokens |= self.tally.costs.published(effect.fragment)
-        self._emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
+        self.emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
         self._disk.reached(Step.PUBLISH)
         self.keeper.published()
 
     def _say_standstill(self, stopping: threading.Event) -> None:
-        """The thread that reports a standstill (updates wait, no version is made), anew when it lacks other sites."""
+        """Report a standstill (updates wait, no version is made), and again when other sites are missing.
+
+        Runs in its own thread.
+        """
         said: tuple[object, ...] = ()
         while not stopping.wait(LOOK_EVERY_S):
             with suppress(CoreHeld, CoreStopped):
                 found = self.core.ask(lambda machine: standstill_facts(machine, self.core.now_ns())) or {}
                 told = (found.get("fragment"), found.get("waits_for"))
                 if found and told != said:
-                    self._emit("standstill", found)
+                    self.emit("standstill", found)
                 said = told
 
     def _export(self, versions: Sequence[int], stopping: threading.Event) -> None:
         """Write the final model to ``final/``. The values of the last version no longer change."""
         folder = Path(self.options.folder) / "final"
 
-        def write() -> None:
-            export(self._disk, folder, self.plan.layout, self.holdings.values, versions)
-
         def put_off(full: OSError | None) -> None:
             if full is not None:
-                self._emit("note", {"note": "export_put_off", "why": f"disk full: {full.strerror}"})
+                self.emit("note", {"note": "export_put_off", "why": f"disk full: {full.strerror}"})
 
-        when_there_is_room(write, stopping, LOOK_EVERY_S, put_off)
+        values = self.holdings.values
+        when_there_is_room(
+            lambda: export(self._disk, folder, self.plan.layout, values, versions), stopping, LOOK_EVERY_S, put_off
+        )
         self._ended.set()
-
-
-def _since_last_record_ns(folder: Path) -> int | None:
-    """Return how long ago the journal in ``folder`` was last written, by the wall clock; None if that clock went back.
-
-    The machine's own time stood still meanwhile. It uses this only as a bound on what it assumes of the sites' steps.
-    """
-    written_ns = [path.stat().st_mtime_ns for path in folder.glob("journal-*.log")]
-    away_ns = time.time_ns() - max(written_ns) if written_ns else 0
-    return away_ns if away_ns >= 0 else None
 
 
 BUSY = "a snapshot is being written"
 
 
+@dataclass(eq=False)
 class Keeper:
-    """Writes one snapshot at a time: every ``every`` outer steps and on request."""
+    """Writes one snapshot at a time: every ``snapshot_every`` outer steps and on request."""
 
-    def __init__(
-        self,
-        store: Store,
-        core: Core,
-        holdings: Holdings,
-        memory: MemoryCheck,
-        every: int,
-        emit: Callable[[str, dict[str, object]], None],
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._store, self._core, self._holdings, self._memory = store, core, holdings, memory
-        self._every = every
-        self._emit = emit
-        self._fail = fail
-        self._thread: threading.Thread | None = None
-        self._steps = 0
-        self._due = False
-        self._put_off: str | None = None
+    syncer: Syncer
+    memory: MemoryCheck
+    _thread: threading.Thread | None = None
+    _steps: int = 0
+    _due: bool = False
+    _put_off: str | None = None
 
     def published(self) -> None:
         """Count one outer step. Runs in the decision loop's thread."""
         self._steps += 1
-        if self._steps >= self._every and not self._due:
+        if self._steps >= self.syncer.options.snapshot_every and not self._due:
             # Not here: the machine may be ahead of the effects carried out so far, and a snapshot holds both.
             self._due = True
-            self._core.do_soon(self.begin)
+            self.syncer.core.do_soon(self.begin)
 
     def begin(self, machine: OuterSync) -> str | None:
         """Start a snapshot's thread; return why not, if it cannot. Runs in the loop's thread, between two turns."""
@@ -599,7 +580,7 @@ class Keeper:
         if self._thread is not None and self._thread.is_alive():
             return BUSY
         try:
-            write = self._store.snapshot_writer(machine, self._holdings.values, check=self._memory.check)
+            write = self.syncer.store.snapshot_writer(machine, self.syncer.holdings.values, check=self.memory.check)
         except DiskFullError as error:
             return self._later(error)
         self._steps = 0
@@ -615,27 +596,27 @@ class Keeper:
         except DiskFullError as error:
             self._later(error)
         except Exception as error:
-            self._fail(error)
+            self.syncer.fail(error)
         else:
             self._put_off = None
-            self._emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
+            self.syncer.emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
 
     def _later(self, error: DiskFullError) -> str:
         why = f"disk full: {error.strerror}"
         if self._put_off is None:
-            self._emit("note", {"note": "snapshot_put_off", "why": why})
+            self.syncer.emit("note", {"note": "snapshot_put_off", "why": why})
         self._put_off = why
-        self._steps = max(self._steps, self._every)  # The next version retries.
+        self._steps = max(self._steps, self.syncer.options.snapshot_every)  # The next version retries.
         return why
 
-    def now(self, failed: Callable[[], BaseException | None]) -> None:
+    def now(self) -> None:
         """Write a snapshot and wait until it is durable; raise ``Refusal`` (UNAVAILABLE) when it cannot be."""
-        while (why := self._core.do(self.begin)) is not None:
+        while (why := self.syncer.core.do(self.begin)) is not None:
             if why != BUSY:
                 raise Refusal(Status.UNAVAILABLE, why)
             time.sleep(0.02)
         self.finish()
-        if (error := failed()) is not None:
+        if (error := self.syncer.failed) is not None:
             raise Refusal(Status.UNAVAILABLE, f"the snapshot could not be kept: {error}")
         if (put_off := self._put_off) is not None:
             raise Refusal(Status.UNAVAILABLE, put_off)
@@ -644,7 +625,7 @@ class Keeper:
         """Begin a last snapshot as the process stops. A site may still be answered after it: the journal goes on."""
         with suppress(Refusal):  # The loop has ended, or waits for disk space: the journal has it all.
             self.finish()
-            self._core.do(self.begin)
+            self.syncer.core.do(self.begin)
 
     def finish(self) -> None:
         """Wait for the snapshot that is being written, if any."""
@@ -659,27 +640,22 @@ class UpstreamRefusedError(Exception):
     """The syncer above has refused this region for good; the text says why."""
 
 
+@dataclass(eq=False)
 class Region:
     """Connects the decision loop with ``above``, where up to ``updates_max`` of its updates may be in flight."""
 
-    def __init__(
-        self,
-        above: Above[Tensor],
-        core: Core,
-        store: Store,
-        holdings: Holdings,
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._above, self._core, self._store, self._holdings, self._fail = above, core, store, holdings, fail
-        self._published: dict[int, VersionPublished] = {}
-        self._published_lock = threading.Lock()
-        self.updates_max = 0  # Set by ``begin``.
+    above: Above[Tensor]
+    syncer: Syncer
+    updates_max: int = 0
+    """Set by ``begin``."""
+    _published: dict[int, VersionPublished] = field(default_factory=dict)
+    _published_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, machine: OuterSync) -> UpstreamStarted:
         """Return the machine's first event; ``StoreError`` if its state is that of another site, or of no region."""
         state = machine.state
         known = [Part() for _ in state.fragments] if state.upstream is None else state.upstream.parts
-        found = self._above.begin(self, known)
+        found = self.above.begin(self, known)
         check_site(state, found.site)
         self.updates_max = found.in_flight_max
         return found
@@ -693,33 +669,33 @@ class Region:
         the queue for each fragment, and the newest replaces the others.
         """
         if not isinstance(event, VersionPublished):
-            self._core.post(event)
+            self.syncer.core.post(event)
             return
         with self._published_lock:
             waits = event.fragment in self._published
             self._published[event.fragment] = event
         if not waits:
-            self._core.do_soon(lambda machine: self._post_newest(event.fragment))
+            self.syncer.core.do_soon(lambda machine: self._post_newest(event.fragment))
 
     def _post_newest(self, fragment: int) -> None:
         with self._published_lock:
             newest = self._published.pop(fragment)
-        self._core.post(newest)
+        self.syncer.core.post(newest)
 
     def keep(self, fragment: int, values: memoryview, digest: str) -> str:
         """Store the values of a version above durably; return their payload reference."""
-        return self._store.spool.put_above(fragment, values, digest)
+        return self.syncer.store.spool.put_above(fragment, values, digest)
 
     def standing(self) -> Standing | None:
         """Return the region's state; None while the loop gives no answer."""
         try:
-            return self._core.ask(lambda machine: standing(machine.state), early=True)
+            return self.syncer.core.ask(lambda machine: standing(machine.state), early=True)
         except Refusal:
             return None
 
     def give_up(self, why: str) -> None:
         """End the process with ``why``."""
-        self._fail(UpstreamRefusedError(why))
+        self.syncer.fail(UpstreamRefusedError(why))
 
     # --- effects, in the decision loop's thread ----------------------------------------------------------------------
 
@@ -728,15 +704,15 @@ class Region:
         assert not isinstance(effect, TakeVersion), "an outer step like any other"
         match effect:
             case LetGo():
-                self._store.release(effect.payload)
+                self.syncer.store.release(effect.payload)
             case StopTraining():
                 self.give_up(effect.why)
             case Seal():
-                values = self._holdings.values[effect.fragment]
+                values = self.syncer.holdings.values[effect.fragment]
                 assert values.reference is not None, "an update is made, and there is nothing to measure it from"
-                self._above.seal(effect, values.reference, values.theta)
+                self.above.seal(effect, values.reference, values.theta)
             case _:
-                self._above.order(effect)
+                self.above.order(effect)
 
 
 def check_site(state: OuterState, site: str) -> None:

@@ -52,9 +52,12 @@ import json
 import os
 import time
 import typing
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -62,16 +65,14 @@ import torch
 from torch import Tensor
 
 from diloco.codec.base import bytes_of, digest
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, full_in_words
+from diloco.durable import PLAIN_DISK, Disk, DiskFullError, Step, full_in_words
 from diloco.outer.optimizer import OuterState, evaluated
 from diloco.sync.journal import JournalError, canonical, from_plain, parse_json, shown
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from diloco.durable import Disk
     from diloco.outer.fragments import Layout
     from diloco.sync.events import LineageBegan
 
@@ -92,12 +93,14 @@ RECOVERY_ONLY = Retention()
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A snapshot: the outer steps made before it, the first journal segment after it, and its size in bytes."""
+    """A snapshot: the outer steps over all fragments before it, the first journal segment after it, its size in bytes,
+    and the lineage in which it was taken."""
 
     number: int
     steps: int
     segment: int
     size: int
+    lineage: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +109,6 @@ class Choice:
 
     kept: tuple[Point, ...]
     cut: bool
-
-    def reaches(self, retention: Retention) -> bool:
-        """Return whether all that ``retention`` asks for can be replayed, or the run from its first step."""
-        oldest, newest = self.kept[0], self.kept[-1]
-        return oldest.steps == 0 or newest.steps - oldest.steps >= retention.steps
 
 
 def choose(points: Sequence[Point], retention: Retention, bytes_in: Callable[[range], int]) -> Choice:
@@ -163,25 +161,6 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
             yield values[start : start + PIECE_BYTES]
 
 
-class Written:
-    """Passes pieces on, and counts their bytes and SHA-256."""
-
-    def __init__(self, parts: Iterable[bytes | memoryview]) -> None:
-        self._parts = parts
-        self._hash = hashlib.sha256()
-        self.size = 0
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        for part in self._parts:
-            self._hash.update(part)
-            self.size += len(part)
-            yield part
-
-    def facts(self) -> dict[str, object]:
-        """Return size and SHA-256 as a manifest holds them."""
-        return {"bytes": self.size, "sha256": self._hash.hexdigest()}
-
-
 FILES_MAX = 4
 """Files read at the same time, at most: more would only compete for the disk."""
 
@@ -190,14 +169,17 @@ class NotAsWritten(ValueError):
     """A file's length or digest differs from what was written."""
 
 
-def read_verified(files: Sequence[tuple[Path, int, str]]) -> list[Tensor]:
-    """Return each (path, length, SHA-256)'s content as a uint8 tensor; ``NotAsWritten`` names a damaged file."""
-    with ThreadPoolExecutor(max_workers=min(FILES_MAX, os.cpu_count() or 1, len(files) or 1)) as pool:
-        return list(pool.map(_read_one, files))
+Facts = dict[str, dict[str, typing.Any]]
+"""By file name, each file's length in bytes and SHA-256, as a manifest holds them."""
 
 
-def _read_one(file: tuple[Path, int, str]) -> Tensor:
-    path, size, wanted = file
+def read_verified(folder: Path, facts: Facts, names: Sequence[str]) -> list[Tensor]:
+    """Return each file's content as a uint8 tensor; ``NotAsWritten`` names one that is not as ``facts`` say."""
+    with ThreadPoolExecutor(max_workers=min(FILES_MAX, os.cpu_count() or 1, len(names) or 1)) as pool:
+        return list(pool.map(lambda name: _read_one(folder / name, facts[name]["bytes"], facts[name]["sha256"]), names))
+
+
+def _read_one(path: Path, size: int, wanted: str) -> Tensor:
     if path.stat().st_size == size:
         found, data = hashlib.sha256(), torch.empty(size, dtype=torch.uint8)
         pieces = [data[start : start + PIECE_BYTES].numpy().data for start in range(0, size, PIECE_BYTES)]
@@ -209,27 +191,32 @@ def _read_one(file: tuple[Path, int, str]) -> Tensor:
     raise NotAsWritten(f"{path} is damaged: it is not what was written")
 
 
-Facts = dict[str, dict[str, typing.Any]]
-"""By file name, each file's length in bytes and SHA-256, as a manifest holds them."""
-
-
 def _write_files(
-    disk: Disk, folder: Path, files: Iterable[tuple[str, Iterable[bytes | memoryview]]], step: Step
+    disk: Disk,
+    folder: Path,
+    files: Iterable[tuple[str, Iterable[bytes | memoryview]]],
+    manifest: tuple[str, dict[str, object]],
+    step: Step,
 ) -> Facts:
+    """Write ``files`` and last the named ``manifest``, with their facts and a digest of its own; return the facts."""
     facts: Facts = {}
     for name, parts in files:
-        written = Written(parts)
-        disk.write_parts(folder / name, written, step)
-        facts[name] = written.facts()
+        found = hashlib.sha256()
+        disk.write_parts(folder / name, _hashed(parts, found), step)
+        facts[name] = {"bytes": (folder / name).stat().st_size, "sha256": found.hexdigest()}
+    name, content = manifest[0], {**manifest[1], "files": facts}
+    disk.write_file(folder / name, _manifest_text({**content, "sha256": digest_of(content)}), step)
     return facts
+
+
+def _hashed(parts: Iterable[bytes | memoryview], found: hashlib._Hash) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        found.update(part)
+        yield part
 
 
 def _fragment_file(index: int) -> str:
     return f"fragment-{index}.safetensors"
-
-
-def _write_manifest(disk: Disk, path: Path, manifest: dict[str, object], step: Step) -> None:
-    disk.write_file(path, _manifest_text({**manifest, "sha256": digest_of(manifest)}), step)
 
 
 def _manifest_text(manifest: dict[str, typing.Any]) -> bytes:
@@ -343,20 +330,24 @@ class Snapshots:
         number = max((int(path.name[:8]) for path in self.folder.glob("[0-9]*")), default=0) + 1
         beside = self.folder / f".{number:08d}.tmp"
         own = enumerate(snapshot.fragments) if fragments is None else fragments
+        fragment_files = ((_fragment_file(index), pack(values)) for index, values in own)
+        state = {
+            "state": snapshot.state,
+            "journal_segment": snapshot.journal_segment,
+            "journal_chain": snapshot.journal_chain,
+        }
+        rest = [("state.json", [json.dumps(state, sort_keys=True).encode()])]
         try:
             with full_in_words():
                 self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
-                facts = _write_files(self._disk, beside, _files(snapshot, own), Step.SNAPSHOT_FILE)
-                manifest: dict[str, object] = {"format": FORMAT, "files": facts}
-                _write_manifest(self._disk, beside / "manifest.json", manifest, Step.SNAPSHOT_FILE)
+                manifest: tuple[str, dict[str, object]] = "manifest.json", {"format": FORMAT}
+                facts = _write_files(self._disk, beside, chain(fragment_files, rest), manifest, Step.SNAPSHOT_FILE)
                 self._disk.rename(beside, self._path(number), Step.SNAPSHOT_RENAME)
                 self._disk.sync_folder(self.folder, Step.SNAPSHOT_FOLDER)
         except DiskFullError:
             self._disk.remove(beside, Step.SNAPSHOT_PRUNE)
             raise
-        size = sum(int(each["bytes"]) for each in facts.values())
-        self._points[number] = Point(number, _steps(snapshot.state), snapshot.journal_segment, size)
-        return size
+        return self._note_point(number, snapshot.state, snapshot.journal_segment, facts).size
 
     def load(self, number: int) -> Snapshot:
         """Read and verify one snapshot; raise ``SnapshotError``, naming the file, if one is missing or damaged."""
@@ -387,8 +378,14 @@ class Snapshots:
         if number not in self._points:
             with self._reading(number) as facts:
                 state, segment, _ = _state(self._path(number), facts)
-                size = sum(each["bytes"] for each in facts.values())
-                self._points[number] = Point(number, _steps(state), segment, size)
+                return self._note_point(number, state, segment, facts)
+        return self._points[number]
+
+    def _note_point(self, number: int, state: object, segment: int, facts: Facts) -> Point:
+        assert isinstance(state, dict)
+        steps = sum(int(fragment["version"]) for fragment in state.get("fragments", ()))
+        size = sum(int(each["bytes"]) for each in facts.values())
+        self._points[number] = Point(number, steps, segment, size, int(state.get("lineage", 1)))
         return self._points[number]
 
     def prune(self, retention: Retention, bytes_in: Callable[[range], int], spared: int = 0) -> Choice:
@@ -410,14 +407,6 @@ class Snapshots:
             self._disk.remove(doomed, Step.SNAPSHOT_PRUNE)
             del self._points[number]
         return choice
-
-    def oldest_lineage(self) -> int:
-        """Return the lineage in which the oldest snapshot was taken; 0 when that cannot be read."""
-        try:
-            state = self.peek(self.numbers()[0])[0]
-        except SnapshotError:
-            return 0
-        return int(state.get("lineage", 1)) if isinstance(state, dict) else 0
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
@@ -441,38 +430,14 @@ class Snapshots:
             yield files
 
 
-def _files(
-    snapshot: Snapshot, fragments: Iterable[tuple[int, FragmentValues]]
-) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
-    for index, values in fragments:
-        yield _fragment_file(index), pack(values)
-    state = {
-        "state": snapshot.state,
-        "journal_segment": snapshot.journal_segment,
-        "journal_chain": snapshot.journal_chain,
-    }
-    yield "state.json", [json.dumps(state, sort_keys=True).encode()]
-
-
 def _state(folder: Path, facts: Facts) -> tuple[object, int, str]:
-    (data,) = read_verified([_wanted(folder, facts, "state.json")])
+    (data,) = read_verified(folder, facts, ["state.json"])
     plain = parse_json(data.numpy().tobytes())
     return plain["state"], int(plain["journal_segment"]), str(plain.get("journal_chain", ""))
 
 
 def _read_fragments(folder: Path, facts: Facts, count: int) -> list[FragmentValues]:
-    files = [_wanted(folder, facts, _fragment_file(index)) for index in range(count)]
-    return [unpack(data) for data in read_verified(files)]
-
-
-def _wanted(folder: Path, facts: Facts, name: str) -> tuple[Path, int, str]:
-    return folder / name, facts[name]["bytes"], facts[name]["sha256"]
-
-
-def _steps(state: object) -> int:
-    """Return the number of outer steps made before a snapshot, over all fragments."""
-    assert isinstance(state, dict)
-    return sum(int(fragment["version"]) for fragment in state.get("fragments", ()))
+    return [unpack(data) for data in read_verified(folder, facts, [_fragment_file(index) for index in range(count)])]
 
 
 def same_values(left: FragmentValues, right: FragmentValues) -> bool:
@@ -562,8 +527,6 @@ def write_image(
     beside = folder.with_name(f".{folder.name}.tmp")
     disk.remove(beside, step)
     disk.make_folder(beside, step)
-    files = ((_fragment_file(index), pack(values)) for index, values in enumerate(image.fragments))
-    facts = _write_files(disk, beside, files, step)
     if parameters is not None:
         disk.write_parts(beside / MODEL, tensor_file(parameters), step)
     manifest: dict[str, object] = {
@@ -574,9 +537,9 @@ def write_image(
         "momentum": all(values.optimizer.tensors for values in image.fragments),
         "held": [[site, index, *counts] for (site, index), counts in sorted(image.held.items())],
         "facts": image.facts,
-        "files": facts,
     }
-    _write_manifest(disk, beside / IMAGE_MANIFEST, manifest, step)
+    files = ((_fragment_file(index), pack(values)) for index, values in enumerate(image.fragments))
+    _write_files(disk, beside, files, (IMAGE_MANIFEST, manifest), step)
     disk.rename(beside, folder, step)
     disk.sync_folder(folder.parent, step)
 
@@ -611,12 +574,12 @@ def _image_manifest(folder: Path) -> dict[str, typing.Any]:
     return manifest
 
 
+@dataclass(frozen=True, slots=True)
 class Lineages:
     """The folder with the first values of each lineage. It exists once a run was restored."""
 
-    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
-        self.folder = folder
-        self._disk = disk
+    folder: Path
+    disk: Disk = PLAIN_DISK
 
     def numbers(self) -> list[int]:
         """Return the lineages whose first values are kept, rising."""
@@ -624,11 +587,11 @@ class Lineages:
 
     def keep(self, lineage: int, image: Image) -> None:
         """Store the values of a lineage that is about to begin, durably."""
-        self._disk.make_folder(self.folder, Step.LINEAGE_FOLDER)
-        self._disk.sync_folder(self.folder.parent, Step.LINEAGE_FOLDER)
+        self.disk.make_folder(self.folder, Step.LINEAGE_FOLDER)
+        self.disk.sync_folder(self.folder.parent, Step.LINEAGE_FOLDER)
         path = self.folder / str(lineage)
-        self._disk.remove(path, Step.LINEAGE_PRUNE)  # Left by an attempt that ended before the journal record.
-        write_image(path, image, disk=self._disk, step=Step.LINEAGE_IMAGE)
+        self.disk.remove(path, Step.LINEAGE_PRUNE)  # Left by an attempt that ended before the journal record.
+        write_image(path, image, disk=self.disk, step=Step.LINEAGE_IMAGE)
 
     def values(self, event: LineageBegan) -> tuple[FragmentValues, ...]:
         """Return the values that ``event`` names, verified; ``JournalError`` names what is missing or damaged."""
@@ -645,7 +608,7 @@ class Lineages:
         """Delete the first values of all lineages up to and including ``lineage``: every snapshot left is newer."""
         for number in self.numbers():
             if number <= lineage:
-                self._disk.remove(self.folder / str(number), Step.LINEAGE_PRUNE)
+                self.disk.remove(self.folder / str(number), Step.LINEAGE_PRUNE)
 
 
 def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentValues], versions: Sequence[int]) -> None:
@@ -692,39 +655,38 @@ class MemoryDamaged(RuntimeError):
     """Values in memory were corrupted; the run may continue only from disk."""
 
 
+@dataclass(frozen=True, slots=True)
 class MemoryCheck:
-    """Checks one fragment after the other for corrupted memory; ``check`` may also be called from any thread."""
+    """Checks one fragment after the other for corrupted memory; ``check`` may also be called from any thread.
 
-    def __init__(self, values: Sequence[FragmentValues], every_s: float) -> None:
-        """``values`` always holds the present versions; ``every_s`` is the pause between two fragments."""
-        self._values = values
-        self._every_s = every_s
-        self._seen: dict[int, tuple[int, dict[str, str]]] = {}
+    ``values`` always holds the present versions; ``every_s`` is the pause between two fragments.
+    """
+
+    values: Sequence[FragmentValues]
+    every_s: float
+    seen: dict[int, tuple[int, dict[str, str]]] = field(default_factory=dict)
 
     def run(self, stopping: threading.Event) -> None:
         """Check fragments in turn until ``stopping``; raise ``MemoryDamaged``. Runs in its own thread."""
-        pause_s, turn = self._every_s, 0
+        pause_s, turn = self.every_s, 0
         while not stopping.wait(pause_s):
             began_s = time.monotonic()
-            self.check(turn, self._values[turn])
-            turn = (turn + 1) % len(self._values)
-            pause_s = max(self._every_s, IDLE_SHARE * (time.monotonic() - began_s))
+            self.check(turn, self.values[turn])
+            turn = (turn + 1) % len(self.values)
+            pause_s = max(self.every_s, IDLE_SHARE * (time.monotonic() - began_s))
 
     def check(self, fragment: int, held: FragmentValues) -> None:
         """Raise ``MemoryDamaged`` if published values do not match their digest, or others changed since last seen."""
-        if digest(held.published, held.digest) != held.digest:
-            raise _damaged(fragment, held, "what is published")
         others = {"the parameters": held.theta, "what a region measures from": held.reference}
         others |= {f"the optimizer's {name}": each for name, each in held.optimizer.tensors.items()}
+        damaged = "what is published" if digest(held.published, held.digest) != held.digest else None
         own = (held.version, {name: digest(each) for name, each in others.items() if each is not None})
-        seen = self._seen.get(fragment, own)
-        if seen[0] == held.version and seen != own:
-            raise _damaged(fragment, held, next(name for name in own[1] if seen[1].get(name) != own[1][name]))
-        self._seen[fragment] = own
-
-
-def _damaged(fragment: int, held: FragmentValues, what: str) -> MemoryDamaged:
-    return MemoryDamaged(
-        f"{what} of version {held.version} of fragment {fragment} changed in this process's memory: this machine "
-        "corrupts data; started again, here or on another one, the syncer goes on from its disk"
-    )
+        seen = self.seen.get(fragment, own)
+        if damaged is None and seen[0] == held.version and seen != own:
+            damaged = next(name for name in own[1] if seen[1].get(name) != own[1][name])
+        if damaged is not None:
+            raise MemoryDamaged(
+                f"{damaged} of version {held.version} of fragment {fragment} changed in this process's memory: this "
+                "machine corrupts data; started again, here or on another one, the syncer goes on from its disk"
+            )
+        self.seen[fragment] = own

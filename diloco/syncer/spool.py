@@ -246,18 +246,18 @@ class Spool:
 
 
 class PartialUpdate:
-    """An incoming update. ``offset`` bytes are here; ``write`` appends, ``digest`` is over all of them."""
+    """An incoming update. ``offset`` bytes are here; ``write`` appends, ``hash`` is over all of them."""
 
     def __init__(self, path: Path, reference: str, payload_bytes: int, disk: Disk, like: str) -> None:
         """``reference`` is its final name; ``like`` is the declared digest, which sets the digest's form."""
         self.path, self.reference = path, reference
         self._disk = disk
-        self._hash = Hasher(like)
+        self.hash = Hasher(like)
         self.offset = 0
         if path.exists() and path.stat().st_size <= payload_bytes:
             with path.open("rb", buffering=0) as held:
                 for block in _blocks(held):
-                    self._hash.update(block)
+                    self.hash.update(block)
                     self.offset += len(block)
         self._file = disk.open(path, "r+b" if self.offset else "wb", Step.SPOOL_WRITE, buffering=0)
         self._file.seek(self.offset)
@@ -265,12 +265,8 @@ class PartialUpdate:
     def write(self, data: memoryview) -> None:
         """Append ``data``."""
         self._disk.write(self._file, data, Step.SPOOL_WRITE)
-        self._hash.update(data)
+        self.hash.update(data)
         self.offset += len(data)
-
-    def digest(self) -> str:
-        """Return the digest of everything written."""
-        return self._hash.text()
 
     def close(self) -> None:
         """Close the file; its bytes, if any, stay for a later attempt."""

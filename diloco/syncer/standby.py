@@ -98,15 +98,12 @@ class Incoming:
             rooms = {"spool": store.spool.folder, "lineages": store.lineages.folder, "above": store.folder / "above"}
             above = rooms.get(kind, store.snapshots.folder)
             target = above / (f".incoming-{folder}" if kind == "snapshots" else folder)
-            self._path = target / name
+            self._path, self._beside = target / name, target / f".{name}.tmp"
             with full_in_words():
                 disk.make_folder(target, Step.STANDBY_FILE)
                 disk.sync_folder(above.parent, Step.STANDBY_FILE)  # The first lineage creates the lineages folder.
-                self._file = disk.open(self._beside(self._path), "wb", Step.STANDBY_FILE, buffering=0)
+                self._file = disk.open(self._beside, "wb", Step.STANDBY_FILE, buffering=0)
         self._offset = 0
-
-    def _beside(self, path: Path) -> Path:
-        return path.with_name(f".{path.name}.tmp")
 
     def accept(self, chunk: Chunk) -> None:
         """Append one chunk."""
@@ -136,7 +133,7 @@ class Incoming:
         self._disk.sync(self._file, Step.STANDBY_FILE)
         self._file.close()
         with full_in_words():
-            self._disk.rename(self._beside(self._path), self._path, Step.STANDBY_FILE)
+            self._disk.rename(self._beside, self._path, Step.STANDBY_FILE)
         self._disk.sync_folder(self._path.parent, Step.STANDBY_FILE)
         self._disk.sync_folder(self._path.parent.parent, Step.STANDBY_FILE)
         return b""
@@ -145,7 +142,7 @@ class Incoming:
         """Delete the incomplete item."""
         if self._file is not None and self._path is not None:
             self._file.close()
-            self._disk.remove(self._beside(self._path), Step.STANDBY_FILE)
+            self._disk.remove(self._beside, Step.STANDBY_FILE)
 
 
 BEHIND_MAX = 1024
@@ -231,11 +228,6 @@ class Standby:
             self._threads.append(threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True))
         for thread in self._threads:
             thread.start()
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is a state to continue from."""
-        return self.state() is not None
 
     def state(self) -> OuterState | None:
         """A recent state of the run; None while there is none to continue from."""
@@ -553,8 +545,17 @@ class Succession:
 
     def refusal(self, *, lossy: bool) -> str | None:
         """Return why an operator's command to take over cannot be followed now; None when it can."""
+        anew = "promote this one with --lossy, which begins a new lineage with what it has"
         if self._lease is None:
-            return None if lossy else self._unsafe()
+            if lossy:
+                return None
+            if self._standby.still_hears():
+                return (
+                    "the syncer that this standby follows is still heard: stop that first, so that never two lead; or "
+                    f"{anew}, and what the other tells from then on is given up"
+                )
+            why = self._standby.may_lack()
+            return why and f"{why}, so that this standby may lack what was told: start that one again; or {anew}"
         if self._trouble is not None or self._standing is None:
             return f"what the lease {self._lease.place} says is not known: {self._trouble or 'it was not read yet'}"
         standing, name = self._standing, self._standby.identity
@@ -566,20 +567,8 @@ class Succession:
         if not lossy and name not in (standing.heir, standing.holder):
             return (
                 f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
-                "or promote this one with --lossy, which begins a new lineage with what it has"
+                f"or {anew}"
             )
-        return None
-
-    def _unsafe(self) -> str | None:
-        """Return why continuing the same lineage without a lease is unsafe; None when it is not."""
-        lossy = "promote this one with --lossy, which begins a new lineage with what it has"
-        if self._standby.still_hears():
-            return (
-                "the syncer that this standby follows is still heard: stop that first, so that never two lead; or "
-                f"{lossy}, and what the other tells from then on is given up"
-            )
-        if (why := self._standby.may_lack()) is not None:
-            return f"{why}, so that this standby may lack what was told: start that one again; or {lossy}"
         return None
 
     def hand_over(self, warm: Warm, *, lossy: bool) -> Warm:
@@ -620,32 +609,22 @@ class Succession:
 
     def _look(self, lease: Lease) -> bool:
         """Take the lease if it is free for this standby; return whether it is taken."""
+        standby, why = self._standby, None
         try:
-            self._standing = lease.read()
-            self._vacant = lease.vacant()
-            taken = self._taken(lease)
-            self._trouble = None
-            return taken
+            self._standing, self._vacant = lease.read()
+            state = standby.state()
+            if state is not None and may_take_over(self._standing, standby.identity):  # Most standbys cannot at first.
+                claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
+                self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
         except LeaseError as error:
-            self._troubled(str(error))
+            why = str(error)
         except OSError as error:
             if not is_full(error):
                 raise
-            self._troubled(f"disk full: {error.strerror}")  # Taken or not, a retry is safe.
-        return False
-
-    def _troubled(self, why: str) -> None:
-        if self._trouble is None:
-            self._standby.emit("note", {"note": "lease", "why": why})
+            why = f"disk full: {error.strerror}"  # Taken or not, a retry is safe.
+        if why is not None and self._trouble is None:
+            standby.emit("note", {"note": "lease", "why": why})
         self._trouble = why
-
-    def _taken(self, lease: Lease) -> bool:
-        standby = self._standby
-        state = standby.state()
-        if state is None or not may_take_over(self._standing, standby.identity):
-            return False  # Most standbys begin so.
-        claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
-        self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
         return self._leadership is not None
 
 
@@ -756,7 +735,7 @@ class StandingBy:
 
     def promote(self, *, lossy: bool) -> None:
         """Take over as soon as everything received is replayed."""
-        if not self.standby.ready:
+        if self.standby.state() is None:
             raise Refusal(Status.FAILED_PRECONDITION, "this standby has no state to go on from yet")
         if (why := self._succession.refusal(lossy=lossy)) is not None:
             raise Refusal(Status.FAILED_PRECONDITION, why)

@@ -32,6 +32,8 @@ class SiteTally:
 
     payload_bytes_up: int = 0
     payload_bytes_down: int = 0
+    payloads_decoded: int = 0
+    """Payloads that a codec has begun to read."""
     updates_corrupt: int = 0
     """Updates that decoded to other values here than at the site."""
     bases_differed: int = 0
@@ -54,8 +56,6 @@ class Tally:
         self._sites: defaultdict[str, SiteTally] = defaultdict(SiteTally)
         self._refusals: Counter[str] = Counter()
         self._differing: dict[str, dict[int, int]] = {}
-        self.payloads_decoded = 0
-        """How many payloads from sites a codec has read."""
         self.began_s = time.monotonic()
         self.costs = RoundCosts()
 
@@ -70,11 +70,6 @@ class Tally:
         """Count a refusal before acceptance; ``why`` is a reason or the name of a field."""
         with self._lock:
             self._refusals[why] += 1
-
-    def decoded(self) -> None:
-        """Count a payload that a codec is about to read; only updates of joined sites get so far."""
-        with self._lock:
-            self.payloads_decoded += 1
 
     def heard(self, report: ReportInfo) -> bool:
         """Store a heartbeat of a site that is in the run; return whether it is time to record one."""
@@ -157,9 +152,22 @@ HELD = ("norm", "ratio", "cosine", "z", "why")
 
 
 def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
-    """Return the status of versions, rounds and sites."""
+    """Return the status of versions, rounds and sites.
+
+    ``units``: where the data units are; None if none are leased. ``processed`` are those that accepted updates have
+    covered, each counted once per site. ``upstream``: the versions above that a region is based on, and where its
+    sites' tokens are; None if there is no syncer above.
+    """
     state, known, now_s = machine.state, tally.sites(), time.monotonic()
     versions = [fragment.version for fragment in state.fragments]
+    units = upstream = None
+    if state.units is not None:
+        unit = machine.options.unit_sequences
+        processed = sum(max(line.cursor for line in site.lines) // unit for site in state.sites.values())
+        units = {"processed": processed, **asdict(columns_of(machine.options, state)), "sequences": unit}
+    if state.upstream is not None and (above := standing(state)) is not None:
+        tokens = {f"tokens_{name}": getattr(above.ledger, name) for name in above.ledger.__slots__}
+        upstream = {"site": state.upstream.site, "base_versions": list(above.versions), **tokens}
     return {
         "lineage": state.lineage,
         "epoch": state.epoch,
@@ -167,8 +175,8 @@ def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
         "ending": state.ending.value if state.ending else None,
         "run_tokens": state.run_tokens(),
         "progress": machine.progress_ppm() / 1e6,
-        "units": _units(machine),
-        "upstream": _upstream(machine),
+        "units": units,
+        "upstream": upstream,
         "fragments": [
             {
                 "version": fragment.version,
@@ -185,28 +193,6 @@ def describe(machine: OuterSync, tally: Tally) -> dict[str, object]:
             for name, site in sorted(state.sites.items())
         },
     }
-
-
-def _units(machine: OuterSync) -> dict[str, int] | None:
-    """Return where the data units are; None if none are leased.
-
-    ``processed`` are those that accepted updates have covered, each counted once per site.
-    """
-    if machine.state.units is None:
-        return None
-    unit = machine.options.unit_sequences
-    processed = sum(max(line.cursor for line in site.lines) // unit for site in machine.state.sites.values())
-    return {"processed": processed, **asdict(columns_of(machine.options, machine.state)), "sequences": unit}
-
-
-def _upstream(machine: OuterSync) -> dict[str, object] | None:
-    """Return a region's state towards the syncer above: the versions that it is based on, and where its sites' tokens
-    are; None if there is no syncer above."""
-    upstream, found = machine.state.upstream, standing(machine.state)
-    if upstream is None or found is None:
-        return None
-    tokens = {f"tokens_{name}": getattr(found.ledger, name) for name in found.ledger.__slots__}
-    return {"site": upstream.site, "base_versions": list(found.versions), **tokens}
 
 
 def _site(site: Site, known: SiteTally, versions: Sequence[int], now_ns: int, now_s: float) -> dict[str, object]:

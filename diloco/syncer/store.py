@@ -157,7 +157,11 @@ class Store:
         self._cut = False
         self._pruning = threading.Lock()
         disk.settle(folder, Step.FOLDER)
-        self._check_staging()
+        staging = folder / STAGING
+        if staging.exists():
+            if not any(folder.glob("snapshots/[0-9]*")):
+                raise StoreError(f"{folder} is being restored, or was when that was cut short: restore it again")
+            disk.remove(staging, Step.FOLDER)  # Left by a restore that is complete.
         self._check_card(card)
         self.spool = Spool(folder / "spool", disk)
         run = {"run_id": card.run_id, "layout_fingerprint": card.layout_fingerprint}
@@ -170,21 +174,13 @@ class Store:
         disk.sync_folder(folder, Step.FOLDER)
         self._decided: deque[_Decided] = deque()
 
-    def _check_staging(self) -> None:
-        """Refuse a folder that an interrupted restore left incomplete; remove the staging folder of a complete one."""
-        staging = self.folder / STAGING
-        if staging.exists():
-            if not any(self.folder.glob("snapshots/[0-9]*")):
-                raise StoreError(f"{self.folder} is being restored, or was when that was cut short: restore it again")
-            self.disk.remove(staging, Step.FOLDER)
-
     def _check_card(self, card: RunCard) -> None:
         path = self.folder / "run.json"
         ours = {"format": FORMAT, **card.facts()}
         if not path.exists():
             # It is the first file in a folder: if others exist, it was lost, and the recovery says so.
             if not any(any((self.folder / name).glob("*")) for name in ("snapshots", "journal")):
-                self._write_card({**ours, "lineage": 1})
+                self.write_lineage(1, Step.CARD)
             return
         try:
             theirs = dict(parse_json(path.read_bytes()))
@@ -199,18 +195,15 @@ class Store:
                 "another folder, please"
             )
         if {**theirs, **ours} != theirs:  # An earlier release wrote it.
-            self._write_card({"lineage": 1, **theirs, **ours})
+            self.write_lineage(theirs.get("lineage", 1), Step.CARD)
 
     def _note(self, note: str, why: str) -> None:
         self._emit("note", {"note": note, "why": why})
 
-    def _write_card(self, card: dict[str, object], step: Step = Step.CARD) -> None:
-        text = json.dumps(card, indent=1, sort_keys=True).encode()
-        self.disk.write_file(self.folder / "run.json", text, step)
-
-    def write_lineage(self, lineage: int) -> None:
-        """Write the run's present lineage to ``run.json``."""
-        self._write_card({"format": FORMAT, **self.card.facts(), "lineage": lineage}, Step.LINEAGE_CARD)
+    def write_lineage(self, lineage: object, step: Step = Step.LINEAGE_CARD) -> None:
+        """Write ``run.json`` with the run's present lineage."""
+        card = {"format": FORMAT, **self.card.facts(), "lineage": lineage}
+        self.disk.write_file(self.folder / "run.json", json.dumps(card, indent=1, sort_keys=True).encode(), step)
 
     def _mend_card(self, lineage: int) -> None:
         """Make ``run.json`` name the lineage that journal and snapshots give; note a different or missing value."""
@@ -332,7 +325,9 @@ class Store:
                     "retention",
                     f"less than the last {steps} outer steps can be replayed: {most} bytes do not hold them",
                 )
-            self._cut = choice.cut or (self._cut and bool(choice.kept) and not choice.reaches(self._retention))
+            kept = choice.kept  # Noted again only after all that retention asks for could be replayed.
+            falls_short = bool(kept) and kept[0].steps > 0 and kept[-1].steps - kept[0].steps < self._retention.steps
+            self._cut = choice.cut or (self._cut and falls_short)
             return size
 
         return write
@@ -361,7 +356,8 @@ class Store:
             self.disk.sync_folder(self.snapshots.folder, Step.SNAPSHOT_PRUNE)
             self.journal.prune(first)
             self.disk.sync_folder(self.journal.folder, Step.JOURNAL_PRUNE)
-            self.lineages.prune(self.snapshots.oldest_lineage())
+            if choice.kept:
+                self.lineages.prune(self.snapshots.point(self.snapshots.numbers()[0]).lineage)
             while self._decided and self._decided[0].segment < first:
                 self.spool.drop(self._decided.popleft().reference)
             return choice
@@ -369,7 +365,8 @@ class Store:
     def _bytes_in(self, segments: range) -> int:
         """Return the bytes of these segments of the journal, and of the payloads that were decided in them."""
         payloads = sum(each.size for each in tuple(self._decided) if each.segment in segments)
-        return payloads + sum(self.journal.size(index) for index in self.journal.segments() if index in segments)
+        paths = [self.journal.path(index) for index in self.journal.segments() if index in segments]
+        return payloads + sum(path.stat().st_size for path in paths)
 
     def _sweep_spool(self, machine: OuterSync) -> None:
         """Drop the payloads that no remaining snapshot or record names; register those that only a replay needs."""

@@ -565,7 +565,7 @@ def lease(path: Path) -> Reader:
 
     def read(raw: bytes) -> object:
         path.write_bytes(raw)
-        found = FileLease(path, "run-1", 5.0).read()
+        found, _ = FileLease(path, "run-1", 5.0).read()
         assert found == standing, f"{found} holds it"
         return found
 

@@ -117,7 +117,6 @@ def _gives_back(folder: Path, step: str, passage: int) -> None:
     spool = Spool(folder, KillingDisk(Step(step), passage))
     partial = spool.open_partial(HEADER)
     partial.write(memoryview(PAYLOAD))
-    partial.digest()
     spool.settle(spool.keep(partial), Settled.GIVEN_BACK, partial)
 
 
@@ -278,7 +277,7 @@ class ShortLives:
             assert spool.sweep(set()) == 1
         else:
             partial = spool.open_partial(HEADER)
-            assert (partial.offset, partial.digest()) == (len(PAYLOAD), HEADER.digest)
+            assert (partial.offset, partial.hash.text()) == (len(PAYLOAD), HEADER.digest)
             partial.close()
 
     # --- parts ---------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class StandbyLives:
         lease, until = self.toy.made_lease(), time.monotonic() + BOUND_S
         assert lease is not None
         while self.lives[-1].wait(0.02) is None:
-            standing, known = lease.read(), self.folder / "node-1" / REMEMBERED
+            (standing, _), known = lease.read(), self.folder / "node-1" / REMEMBERED
             if standing is not None and known.exists() and standing.heir == json.loads(known.read_bytes())["name"]:
                 return
             assert time.monotonic() < until, f"the standby does not become the heir: {standing}"

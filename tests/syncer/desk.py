@@ -86,7 +86,6 @@ class Desk:
     def push(self, header: PushHeader, payload: bytes) -> list[OuterEffect]:
         partial = self.store.spool.open_partial(header)
         partial.write(memoryview(payload)[partial.offset :])
-        partial.digest()
         reference = self.store.spool.keep(partial)
         partial.close()
         declared = {name: getattr(header, name) for name in DECLARED}

@@ -55,7 +55,7 @@ def take_often(lease: Lease, name: str, epochs: int, bound_s: float = 50.0) -> I
     """Take it whenever it is free, give it back, and leave the next epoch to another, until there were ``epochs``."""
     until_s, last, mine = time.monotonic() + bound_s, None, -1
     while (last is None or last.epoch < epochs) and time.monotonic() < until_s:
-        last = lease.read()
+        last, _ = lease.read()
         if last is not None and last.epoch == mine:
             time.sleep(0.001)
             continue

@@ -39,8 +39,8 @@ class Backed:
     def go_on(self) -> None:
         """So long until something has happened that the journal has."""
         journal = self.desk.store.journal
-        before = journal.size(journal.index)
-        while journal.size(journal.index) == before:
+        before = journal.path(journal.index).stat().st_size
+        while journal.path(journal.index).stat().st_size == before:
             self.story.tell()
 
     def check(self, name: str) -> None:
@@ -111,8 +111,8 @@ def test_without_a_whole_snapshot_there_is_no_backup(backed: Backed) -> None:
 def test_a_damaged_payload_is_no_backup_and_the_last_good_one_stays(backed: Backed) -> None:
     backups, desk = backed.backups, backed.desk
     backups._once()
-    good, length = backups._good_s, desk.store.journal.size(desk.store.journal.index)
-    while not desk.under_way or desk.store.journal.size(desk.store.journal.index) == length:
+    good, length = backups._good_s, desk.store.journal.path(desk.store.journal.index).stat().st_size
+    while not desk.under_way or desk.store.journal.path(desk.store.journal.index).stat().st_size == length:
         backed.story.tell()
     payload = next(iter(payloads_in(desk.machine.snapshot())))
     flip(backed.source / "spool" / payload)

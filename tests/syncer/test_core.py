@@ -144,7 +144,7 @@ def running(**options: Any) -> Iterator[Desk]:
     finally:
         desk.disk.gate.set()
         desk.core.stop()
-        assert not desk.core.alive
+        assert not desk.core.thread.is_alive()
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_an_event_that_cannot_be_or_work_that_fails_ends_the_loop_and_is_told() 
                     desk.core.do(work)
             else:
                 desk.core.post(OuterStepDone(0, 1, "x", "y"))  # No step is under way.
-            eventually(lambda: not desk.core.alive, "the loop ends")
+            eventually(lambda: not desk.core.thread.is_alive(), "the loop ends")
             assert isinstance(desk.core.failed, OSError if work_fails else AssertionError)
             assert desk.failures == [desk.core.failed]
             with pytest.raises(CoreStopped):
@@ -366,7 +366,7 @@ def test_a_stop_ends_whoever_waits_and_what_it_waits_for_has_never_happened(desk
     desk.disk.gate.set()
     for thread in (stopping, *(thread for thread, _ in calls)):
         thread.join(10.0)
-    assert not desk.core.alive
+    assert not desk.core.thread.is_alive()
     assert all(isinstance(got, Refusal if is_held else CoreStopped | AnswerPush) for _, (got,) in calls)
     assert not is_held or desk.effects == effects
     assert (desk.failures, desk.core.failed) == ([], None)
@@ -455,7 +455,8 @@ def test_a_full_disk_holds_everything_back_but_early_questions_fills_no_inbox_an
         (refusal,) = pushed
         assert isinstance(refusal, CoreHeld)
         assert (refusal.status, refusal.text) == (WireStatus.UNAVAILABLE, "disk full: No space left on device")
-        assert desk.core.held == refusal.text
+        assert desk.core.held is not None
+        assert desk.core.held.text == refusal.text
         waiting = desk.core._inbox.qsize()
         for _ in range(20):
             for call in (

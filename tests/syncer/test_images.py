@@ -216,7 +216,7 @@ def test_a_snapshot_writes_first_what_has_a_newer_version_by_then(tmp_path: Path
 
 
 def point(number: int, steps: int, size: int = 10) -> Point:
-    return Point(number, steps, number, size)
+    return Point(number, steps, number, size, 1)
 
 
 def kept(points: Sequence[Point], retention: Retention) -> Choice:

@@ -159,7 +159,7 @@ def test_it_is_valid_from_the_instant_at_which_the_renewal_was_sent(hand: Hand, 
     hand.takes_s = 2.0
     guard.step()
     hand.now_s += 3.9
-    assert guard.valid(), "sent at 5.9 s, and it is 11.8 s"
+    assert guard.status()["valid"], "sent at 5.9 s, and it is 11.8 s"
     hand.now_s += 0.2
     assert "was not renewed in time" in str(guard.wanting())
 
@@ -184,7 +184,7 @@ def test_what_is_lost_stays_lost(hand: Hand, guard: LeaseHolder, by_mark: bool) 
         guard.name_heir("second")
     else:
         hand.now_s += 100.0
-        assert not guard.valid(), "before the keeper is asked: this process may just have been frozen"
+        assert not guard.status()["valid"], "before the keeper is asked: this process may just have been frozen"
     hand.answer = False
     guard.step()
     with pytest.raises(LeaseLostError, match="epoch 3 is lost"):
@@ -192,7 +192,7 @@ def test_what_is_lost_stays_lost(hand: Hand, guard: LeaseHolder, by_mark: bool) 
     assert (guard.heir_is("") is not None) == by_mark
     hand.answer = True
     guard.step()
-    assert not guard.valid()
+    assert not guard.status()["valid"]
     guard.stop(release=True)
     assert not hand.released
 
@@ -280,9 +280,9 @@ def test_it_is_given_back_and_its_folder_led_under_no_other_or_none(tmp_path: Pa
     assert lead(None, data, PLAIN_DISK, state, lambda what, facts: None) is None
     guard = led(path, data, epoch=4, ttl_s=0.5)
     assert guard.epoch == 5
-    assert guard.valid()
+    assert guard.status()["valid"]
     guard.stop(release=True)
-    standing = lease.read()
+    standing, _ = lease.read()
     assert standing is not None
     assert standing.released
     claim = claim_of(lease, data, PLAIN_DISK, state)
@@ -304,7 +304,7 @@ def test_a_copied_folder_is_not_the_one_that_was_copied(tmp_path: Path, path: Pa
         shutil.copytree(data, tmp_path / "copy")
         with pytest.raises(LeaseRefusedError, match=r'copied or moved here, .* remove "home" from'):
             led(path, tmp_path / "copy", epoch=1)
-        assert guard.valid()
+        assert guard.status()["valid"]
     finally:
         guard.stop(release=False)
     # Where it is the same folder, whoever held the lease under its name has ended: nobody is waited for.
@@ -319,7 +319,7 @@ def test_nobody_else_gets_it_and_it_is_said_who_has_it(tmp_path: Path, path: Pat
         with pytest.raises(LeaseRefusedError, match="led the run last"):
             led(path, tmp_path / "two", ttl_s=2.0)
         guard.name_heir(heir)
-        while (standing := FileLease(path, "run", 2.0).read()) is None or standing.heir != heir:
+        while (standing := FileLease(path, "run", 2.0).read()[0]) is None or standing.heir != heir:
             guard.step()
         with pytest.raises(LeaseRefusedError, match="the run has a syncer"):
             led(path, tmp_path / "two", ttl_s=2.0)
@@ -374,11 +374,13 @@ def test_an_heir_takes_over_when_the_count_has_stood_still_for_the_holders_own_t
     clock.now_s += TTL_S
     second = taken(heir, HEIR)
     assert second.epoch == held.epoch + 1
-    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False)
+    assert heir.read()[0] == Standing(second.epoch, 1, "second", "", released=False)
     assert not held.renew()
     assert not held.mark("anybody")
     held.release()
-    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False), "what is not held is not given back"
+    assert heir.read()[0] == Standing(second.epoch, 1, "second", "", released=False), (
+        "what is not held is not given back"
+    )
 
 
 def test_the_same_folder_takes_it_again_at_once_and_another_run_never(path: Path) -> None:
@@ -473,7 +475,7 @@ def test_a_holder_that_is_frozen_while_it_writes_keeps_no_heir_from_the_lease(pa
     disk.go_on.set()
     frozen.join(60.0)
     assert renewed == [passage == 7], "what was not yet renamed is not written over the heir's"
-    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False)
+    assert heir.read()[0] == Standing(second.epoch, 1, "second", "", released=False)
     assert not holder.renew()
     assert sorted(each.name for each in path.parent.iterdir()) == ["lease.json", "lease.json.lock"]
 
@@ -538,6 +540,6 @@ def test_a_death_while_it_is_written_leaves_the_old_lease_or_the_new_one(path: P
     process.join(60.0)
     assert process.exitcode == -9
     renamed = passage > 5
-    assert lease.read() == Standing(before.epoch + renamed, 1, "first", "", released=False)
+    assert lease.read()[0] == Standing(before.epoch + renamed, 1, "first", "", released=False)
     assert before.renew() is not renamed
     assert taken(FileLease(path, "run", TTL_S), Claim("first", 1, 1)).epoch == before.epoch + 1 + renamed

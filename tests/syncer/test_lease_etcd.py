@@ -37,7 +37,7 @@ def lease(etcd: Etcd, request: pytest.FixtureRequest) -> Callable[[], EtcdLease]
 
 def test_an_heir_takes_over_when_it_has_run_out_and_the_epoch_goes_on(lease: Callable[[], EtcdLease]) -> None:
     holder, heir = lease(), lease()
-    assert holder.read() is None
+    assert holder.read()[0] is None
     held = taken(holder)
     assert held.epoch == 1
     assert held.mark("second")
@@ -45,15 +45,15 @@ def test_an_heir_takes_over_when_it_has_run_out_and_the_epoch_goes_on(lease: Cal
     while time.monotonic() - began < 3.0:
         assert held.renew()
         assert heir.acquire(SECOND) is None
-        assert not heir.vacant()
+        assert not heir.read()[1]
         time.sleep(0.3)
     second: list[Standing | None] = []
     eventually(lambda: second.append(heir.acquire(SECOND)) or second[-1] is not None, BOUND_S, "it has run out")  # type: ignore[func-returns-value]
-    assert heir.read() == Standing(2, 1, "second")
+    assert heir.read()[0] == Standing(2, 1, "second")
     assert not held.renew()
     assert not held.mark("anybody")
     held.release()
-    assert heir.read() == Standing(2, 1, "second"), "what is not held is not given back"
+    assert heir.read()[0] == Standing(2, 1, "second"), "what is not held is not given back"
 
 
 def test_the_same_folder_takes_it_again_at_once_and_a_stranger_never(lease: Callable[[], EtcdLease]) -> None:
@@ -66,7 +66,7 @@ def test_the_same_folder_takes_it_again_at_once_and_a_stranger_never(lease: Call
         assert again.renew(), "the end of the first one's etcd lease does not take the key along"
         time.sleep(0.3)
     again.release()
-    assert lease().vacant()
+    assert lease().read()[1]
     with pytest.raises(LeaseRefusedError, match="may lack"):
         lease().acquire(Claim("third", 8, 1))
 
@@ -115,7 +115,7 @@ def succeeds(call: Callable[[], object]) -> bool:
 
 def test_an_endpoint_that_is_dead_or_frozen_is_passed_over_and_all_of_them_are_named(etcd: Etcd) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
-    assert EtcdLease([dead, etcd.endpoint], "another", 2).read() is None
+    assert EtcdLease([dead, etcd.endpoint], "another", 2).read()[0] is None
     alone = EtcdLease([dead, etcd.endpoint], "another", 2)
     etcd.send(signal.SIGSTOP)
     try:
@@ -189,7 +189,7 @@ def test_a_user_with_a_certificate_leads_and_who_lacks_either_does_not(guarded: 
     with pytest.raises(LeaseError, match=endpoints[0]):
         EtcdLease(endpoints, "of-another-run", TTL_S, access).read()
     held.release()
-    assert lease.vacant()
+    assert lease.read()[1]
 
 
 def test_a_token_that_etcd_does_not_know_any_more_is_made_again(guarded: Guarded) -> None:
@@ -214,7 +214,7 @@ def test_the_lease_outlives_the_member_that_it_was_taken_at(guarded: Guarded, tm
         eventually(lambda: succeeds(lambda: both.ask("cluster/member/remove", {"ID": old})), BOUND_S, "it is out")
         first.send(signal.SIGKILL)
         eventually(lambda: succeeds(held.renew), BOUND_S, "the second goes on alone")
-        assert EtcdLease([second.endpoint], "guarded", TTL_S, guarded.access).read() == Standing(1, 1, "first")
+        assert EtcdLease([second.endpoint], "guarded", TTL_S, guarded.access).read()[0] == Standing(1, 1, "first")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from diloco.codec.site_pass import follow
 from diloco.outer.fragments import plan_layout
 from diloco.outer.merge import MEAN, Correction, Gate, MergeOptions, corrected, merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterRule, OuterState, outer_rule, outer_step
-from diloco.sync.effects import Contribution, StartOuterStep, TellFate, UpdateRef
+from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
 from diloco.sync.events import Ending, Fate, JoinRequested, Reason
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import FragmentState, Line, Phase, Site
@@ -35,7 +35,6 @@ from diloco.syncer.outer_step import (
     RoundCosts,
     merged_into,
     outer_step_facts,
-    refusal_facts,
     run_outer_step,
     start_facts,
 )
@@ -52,7 +51,6 @@ def stored(spool: Spool, site: str, sequence: int, values: Tensor, encoding: str
     header, payload = update(site, sequence, values=values, encoding=encoding)
     partial = spool.open_partial(header)
     partial.write(memoryview(payload))
-    partial.digest()
     reference = spool.keep(partial)
     partial.close()
     return UpdateRef(sequence, reference, encoding, header.digest)
@@ -256,9 +254,7 @@ def test_a_start_says_where_the_run_stands_and_whether_it_is_over() -> None:
     assert start_facts(machine)[1] is Ending.DRAINED
 
 
-def test_an_outer_step_says_who_was_in_it_and_how_stale_and_a_refusal_which_update_and_why() -> None:
-    told = TellFate("a", Fate(1, 5, 9, 100, "digest", Reason.STALE))
-    assert refusal_facts(told) == {"site": "a", "fragment": 1, "sequence": 5, "reason": "stale"}
+def test_an_outer_step_says_who_was_in_it_and_how_stale() -> None:
     update = UpdateRef(4, "payload", "fp32", "digest")
     command = StartOuterStep(0, 6, (Contribution("a", 0.25, 5, (update,)), Contribution("b", 0.75, 3, (update,))))
     result = OuterResult(None, b"", "", 1.5, 0.125)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.codec.base import Buffers, digest
+from diloco.codec.base import digest
 from diloco.codec.merging import sums_of
 from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError, Step
@@ -26,7 +26,6 @@ from diloco.sync.options import PROTOCOL
 from diloco.syncer import api
 from diloco.syncer.api import LARGEST, Measuring, Reception, Vitals
 from diloco.syncer.server import Syncer
-from diloco.syncer.status import Tally
 from diloco.syncer.store import verify
 from diloco.wire.messages import PushHeader, PushResult, Refusal, Status
 from tests.syncer.building import Events, dice, eventually, files, join, push, serving, update
@@ -45,13 +44,9 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
         yield syncer
 
 
-def reception(
-    syncer: Syncer, header: PushHeader, tally: Tally | None = None, checks: threading.BoundedSemaphore | None = None
-) -> Reception:
+def reception(syncer: Syncer, header: PushHeader) -> Reception:
     """A push that the syncer would admit."""
-    checks = checks or threading.BoundedSemaphore()
-    emit = Events().emit
-    return Reception(syncer.core, syncer.holdings, header, tally or Tally(), emit, PROTOCOL, 0, checks, Buffers(1))
+    return Reception(syncer.api, header, PROTOCOL, 0)
 
 
 def finish(session: Reception, header: PushHeader, payload: bytes) -> PushResult:
@@ -217,15 +212,15 @@ def test_the_payload_is_durable_before_the_machine_hears_of_it(syncer: Syncer, m
 
 
 def test_values_are_in_memory_only_where_there_is_room_for_them(syncer: Syncer) -> None:
-    tally, checks = Tally(), threading.BoundedSemaphore(1)
+    checks = syncer.api.checks = threading.BoundedSemaphore(1)
     checks.acquire()
     with ThreadPoolExecutor(1) as pushing:
-        done = pushing.submit(finish, reception(syncer, HEADER, tally, checks), HEADER, PAYLOAD)
+        done = pushing.submit(finish, reception(syncer, HEADER), HEADER, PAYLOAD)
         time.sleep(0.3)
         assert not done.done()
         checks.release()
         assert done.result(30.0) == PushResult(Outcome.ACCEPTED, 0)
-    assert tally.payloads_decoded == 1
+    assert syncer.tally.sites()["a"].payloads_decoded == 1
     assert checks.acquire(blocking=False), "there is room again"
 
 

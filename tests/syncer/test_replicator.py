@@ -231,9 +231,8 @@ def test_a_payload_that_is_gone_is_needed_only_while_its_update_has_no_fate(
     end = journal.append([Record(5, an_update(payload), "e" * 16)])
     journal.flush()
     replicator.replicated(end)
-    assert replicator.waiting() == set()
     assert units_of(follower.parts()) == [begin]
-    monkeypatch.setattr(replicator, "waiting", lambda: {payload})
+    monkeypatch.setattr("diloco.syncer.replicator.payloads_in", lambda state: {payload: "d" * 64})
     with pytest.raises(Refusal, match=f"spool/{payload} is missing on the syncer's disk"):
         units_of(replicator.follow(from_here).parts())
 

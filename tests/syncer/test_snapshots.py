@@ -27,7 +27,6 @@ from diloco.syncer.snapshots import (
     Snapshot,
     SnapshotError,
     Snapshots,
-    Written,
     digest_of,
     export,
     full_parameters,
@@ -226,9 +225,9 @@ def test_no_room_is_said_as_such_and_any_other_failure_is_one(tmp_path: Path, er
 # --- Files come as they were written, or are named, whatever their length against the pieces that they are read in ---
 
 
-def told(path: Path, content: bytes) -> tuple[Path, int, str]:
+def told(path: Path, content: bytes) -> dict[str, object]:
     path.write_bytes(content)
-    return path, len(content), hashlib.sha256(content).hexdigest()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def test_many_files_of_any_length_come_as_they_were_written_in_their_order(
@@ -237,9 +236,9 @@ def test_many_files_of_any_length_come_as_they_were_written_in_their_order(
     monkeypatch.setattr(snapshots_module, "PIECE_BYTES", PIECE)
     sizes = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE, 10 * PIECE + 5, *range(0, 1000, 50)]
     contents = [random.Random(size).randbytes(size) for size in sizes]
-    files = [told(tmp_path / str(number), content) for number, content in enumerate(contents)]
-    assert [found.numpy().tobytes() for found in read_verified(files)] == contents
-    assert read_verified([]) == []
+    files = {str(number): told(tmp_path / str(number), content) for number, content in enumerate(contents)}
+    assert [found.numpy().tobytes() for found in read_verified(tmp_path, files, list(files))] == contents
+    assert read_verified(tmp_path, {}, []) == []
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +252,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(torch, "empty", cut)
     with pytest.raises(NotAsWritten, match="a is damaged"):
-        read_verified([wanted])
+        read_verified(tmp_path, {"a": wanted}, ["a"])
 
 
 # --- What is written piece by piece is the file that the library would have written, and is no copy of the values ----
@@ -269,10 +268,7 @@ def test_it_is_what_the_library_writes(piece_bytes: int, dtype: torch.dtype, mon
     tensors["shares the memory of"] = tensors["b"]
     whole = {**tensors, "shares the memory of": tensors["b"].clone()}
     assert b"".join(tensor_file(tensors)) == save(whole)
-    written = Written(tensor_file(tensors, {"version": "7"}))
-    data = b"".join(written)
-    assert data == save(whole, metadata={"version": "7"})
-    assert written.facts() == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert b"".join(tensor_file(tensors, {"version": "7"})) == save(whole, metadata={"version": "7"})
 
 
 def test_the_pieces_are_views_of_tensors_of_a_known_kind() -> None:

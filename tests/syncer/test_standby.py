@@ -287,7 +287,7 @@ def test_an_heir_takes_over_by_itself_once_the_holder_is_silent_and_hands_its_le
         warm = succession.hand_over(Warm(None, None, None, None), lossy=False)  # type: ignore[arg-type]
         assert warm.leadership is not None
         assert warm.leadership.epoch == 2
-        assert warm.leadership.valid()
+        assert warm.leadership.status()["valid"]
         warm.leadership.stop(release=True)
     assert not scene.held.renew()
 

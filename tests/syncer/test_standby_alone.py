@@ -37,7 +37,7 @@ def test_an_old_syncer_that_is_started_again_is_older_than_the_one_that_was_prom
     other = replace(toy, outer={**toy.outer, "sites_max": 2}, port=free_port())
     with following(other, f"127.0.0.1:{toy.port}") as (standby, _):
         with serving(toy):
-            eventually(lambda: standby.ready, BOUND_S, "it has a state")
+            eventually(lambda: standby.state() is not None, BOUND_S, "it has a state")
         promoted = other.syncer(log.emit, folder="standby")
         promoted.start(standby.promote())
         try:
@@ -69,7 +69,7 @@ def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_
     with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):
         with serving(toy) as (_, address, log), SiteThread(toy, "a", address, step_s=STEP_S):
             log.wait_for("published", 6, BOUND_S)
-            eventually(lambda: standby.ready, BOUND_S, "it has a state")
+            eventually(lambda: standby.state() is not None, BOUND_S, "it has a state")
         restored(toy, 5)
         if not kept:
             shutil.rmtree(tmp_path / "syncer" / "lineages" / "5")
@@ -107,7 +107,7 @@ def test_it_does_not_end_with_a_run_whose_syncer_has_not_said_that_it_stops(
         log.wait_for("disconnected", 1, BOUND_S)
         eventually(lambda: standby._orders.empty(), BOUND_S, "everything is carried out")
         assert not standby.ended
-        assert standby.ready
+        assert standby.state() is not None
 
 
 def test_why_a_standby_is_not_let_in_is_said_once_and_it_does_not_take_over(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_syncer_of_an_earlier_release_is_followed_by_the_digest_that_it_knows(
             standby.start()
             try:
                 if earlier == "shared":
-                    eventually(lambda: standby.ready, BOUND_S, "it has a state")  # noqa: B023
+                    eventually(lambda: standby.state() is not None, BOUND_S, "it has a state")  # noqa: B023
                     assert log.of("note") == []
                 else:
                     log.wait_for("note", 1, BOUND_S)
@@ -178,7 +178,7 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(
             health = health_pb2_grpc.HealthStub(channel)
             answer = health.Check(health_pb2.HealthCheckRequest(service=toy.run_id))
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
+            eventually(lambda: standing.standby.state() is not None, BOUND_S, "it has a state")
             assert standing.wait(0.0) is None
             said = operators.submit(operator.promote, lossy=True)
             warm = standing.wait(BOUND_S)
@@ -211,7 +211,7 @@ def test_without_a_lease_an_operator_hears_why_it_is_not_promoted_or_gives_up_wh
             syncer.core.post = lambda event: None  # type: ignore[method-assign]  # It never catches up.
         standing = standing_by(toy, first, 0)
         with AdminClient(standing.start()) as operator:
-            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
+            eventually(lambda: standing.standby.state() is not None, BOUND_S, "it has a state")
             with pytest.raises(Refused, match="still heard: stop that first"):
                 operator.promote()
             assert standing.wait(0.0) is None
@@ -346,6 +346,6 @@ def test_one_that_begins_on_a_full_disk_begins_when_there_is_room(tmp_path: Path
     with serving(toy) as (_, address, _said), following(toy, address, disk=disk) as (standby, _):
         eventually(lambda: disk.met > 2, BOUND_S, "it tries again and again")
         assert "disk full" in str(standby.status()["trouble"]) or standby.connected
-        assert not standby.ready
+        assert standby.state() is None
         disk.full = False
-        eventually(lambda: standby.ready, BOUND_S, "it has a state")
+        eventually(lambda: standby.state() is not None, BOUND_S, "it has a state")

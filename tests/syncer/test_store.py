@@ -23,7 +23,7 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer import snapshots as snapshots_module
 from diloco.syncer.replaying import Replayer, Rules
 from diloco.syncer.restoring import begin_lineage
-from diloco.syncer.snapshots import Retention, SnapshotError
+from diloco.syncer.snapshots import Facts, Retention, SnapshotError
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store, StoreError, payloads_in, verify
 from tests.sooner import sooner
@@ -374,9 +374,9 @@ def test_nothing_that_is_not_needed_is_read_at_a_start(tmp_path: Path, monkeypat
     read: list[str] = []
     real = snapshots_module.read_verified
 
-    def noted(files: Sequence[tuple[Path, int, str]]) -> list[Tensor]:
-        read.extend(path.name for path, _, _ in files)
-        return real(files)
+    def noted(folder: Path, facts: Facts, names: Sequence[str]) -> list[Tensor]:
+        read.extend(names)
+        return real(folder, facts, names)
 
     monkeypatch.setattr(snapshots_module, "read_verified", noted)
     Desk(tmp_path).close()
