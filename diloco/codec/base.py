@@ -65,7 +65,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -145,12 +145,12 @@ class KernelDigest:
         return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
 
 
-def hashing_kernels(total: int, like: str, *granules: int) -> tuple[Kernels, KernelDigest] | None:
+def hashing_kernels(total: int, like: str, *blocks: int) -> tuple[Kernels, KernelDigest] | None:
     """Return the kernels, and a digest of ``total`` bytes in the form of ``like`` for them to compute in their pass.
 
-    None where torch makes the pass and a ``Hasher`` the digest; ``granules`` as in ``native.kernels``.
+    None where torch makes the pass and a ``Hasher`` the digest; ``blocks`` as in ``native.kernels``.
     """
-    fast = kernels(SUM_BLOCK, *granules)
+    fast = kernels(SUM_BLOCK, *blocks)
     return None if fast is None or total < BYTES_MIN or is_sha256(like) else (fast, KernelDigest(total))
 
 
@@ -283,21 +283,25 @@ class Codec(ABC):
 
 
 class PlainCodec(Codec):
-    """A codec without an entropy stage: each run of ``granule`` values has its own bytes at fixed offsets.
+    """A codec without an entropy stage: each block of ``block`` values has its own bytes at fixed offsets.
 
     ``encode_into`` and ``decode_into`` work in the caller's memory, and on a part of a tensor at a time.  Several
     threads may handle different ranges, and no bit depends on how the ranges are cut.
 
     A subclass defines how rows of values are rounded, and where and how the result is stored.  A row is a whole
-    granule, or the last one of a tensor, alone, which may be shorter.
+    block, or the last one of a tensor, alone, which may be shorter.
     """
 
     __slots__ = ()
+    kind: ClassVar[Kind]
+    """The format's number in the compiled kernels."""
+    block: int
+    """Number of values coded together: a range starts at a multiple of it and ends at one, or with the tensor."""
 
     @property
-    @abstractmethod
     def layout(self) -> Layout:
         """The format's description for the compiled kernels."""
+        return Layout(self.kind, self.block)
 
     @abstractmethod
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
@@ -322,11 +326,6 @@ class PlainCodec(Codec):
     @abstractmethod
     def unpack(self, pieces: Sequence[Tensor], rows: int, width: int) -> tuple[Tensor, ...]:
         """Return the codes of ``rows`` of ``width`` values; ``DecodeError`` for bytes that ``pack`` never produces."""
-
-    @property
-    def granule(self) -> int:
-        """Number of values coded together: a range starts at a multiple of it and ends at one, or with the tensor."""
-        return self.layout.block
 
     @property
     def plain(self) -> PlainCodec:
@@ -377,7 +376,7 @@ class PlainCodec(Codec):
         assert payload.is_contiguous(), "payload is not contiguous"
         assert payload.dim() == 1, f"payload has shape {tuple(payload.shape)}"
         assert payload.numel() >= length, f"payload has room for {payload.numel()} bytes, {length} are needed"
-        fast = kernels(self.granule)
+        fast = kernels(self.block)
         if fast is None:
             self.encode_plain(terms, carry, payload[:length], decoded, start, whole)
         elif values.numel():
@@ -441,7 +440,7 @@ class PlainCodec(Codec):
         self.opened(payload, numel)  # Refuses another length.
         check_values(out)
         self.check_place(out.numel(), start, numel)
-        fast, layout = kernels(self.granule), self.layout
+        fast, layout = kernels(self.block), self.layout
         if fast is None:
             self.decode_plain(payload, numel, out, start, accumulate)
         elif out.numel():
@@ -463,23 +462,23 @@ class PlainCodec(Codec):
             accumulate_into(out[first:last], self.decode_rows(*codes).view(-1), accumulate)
 
     def check_place(self, count: int, start: int, numel: int) -> None:
-        """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole granules."""
-        stop, granule = start + count, self.granule
+        """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole blocks."""
+        stop = start + count
         assert 0 <= start <= stop <= numel, f"values {start} to {stop} of {numel}"
-        assert start % granule == 0, f"a range of {self.name} starts at {start}"
-        assert stop % granule == 0 or stop == numel, f"a range of {self.name} ends at {stop} of {numel}"
+        assert start % self.block == 0, f"a range of {self.name} starts at {start}"
+        assert stop % self.block == 0 or stop == numel, f"a range of {self.name} ends at {stop} of {numel}"
 
     def _chunks(self, numel: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of ``numel`` values, cut at granules so that temporaries stay in the cache; a short last granule
-        is a range of its own."""
-        step, whole = max(1, CHUNK_VALUES // self.granule) * self.granule, numel // self.granule * self.granule
+        """Yield ranges of ``numel`` values, cut at blocks so that temporaries stay in the cache; a short last block is
+        a range of its own."""
+        step, whole = max(1, CHUNK_VALUES // self.block) * self.block, numel // self.block * self.block
         yield from ((start, min(start + step, whole)) for start in range(0, whole, step))
         if whole < numel:
             yield whole, numel
 
     def _rows(self, chunk: Tensor) -> Tensor:
-        """Return a view of the chunk as rows of a granule each; a shorter chunk is one row."""
-        return chunk.view(-1, min(self.granule, chunk.numel()))
+        """Return a view of the chunk as rows of a block each; a shorter chunk is one row."""
+        return chunk.view(-1, min(self.block, chunk.numel()))
 
 
 def check_values(values: Tensor) -> None:
@@ -523,11 +522,6 @@ class Buffers:
 
     def __init__(self, spare_max: int) -> None:
         self._spare: deque[np.ndarray[tuple[int], np.dtype[np.uint8]]] = deque(maxlen=spare_max)
-
-    @property
-    def spare_bytes(self) -> int:
-        """Total size of the spare memory."""
-        return sum(each.nbytes for each in tuple(self._spare))
 
     def values(self, numel: int) -> Tensor:
         """Return a flat, uninitialised fp32 tensor of ``numel`` values."""

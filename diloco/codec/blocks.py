@@ -106,7 +106,7 @@ from diloco.codec.base import (
     units,
     unpack,
 )
-from diloco.codec.kernel_library import Kind, Layout
+from diloco.codec.kernel_library import Kind
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -128,7 +128,6 @@ class BlockCodec(PlainCodec):
     name: str
     block: int
 
-    kind: ClassVar[Kind]
     bits: ClassVar[int]
     """Bits of a field: 1, 2, 4 or 8."""
     filling: ClassVar[int] = 0
@@ -144,11 +143,6 @@ class BlockCodec(PlainCodec):
         step, most, words = self.sizes
         if not (step <= self.block <= most and self.block % step == 0):
             raise ValueError(f"codec is {self.name!r}: its block must be {words} from {step} to {most}")
-
-    @property
-    def layout(self) -> Layout:
-        """See :class:`~diloco.codec.base.PlainCodec`."""
-        return Layout(self.kind, self.block)
 
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, length) of the scales and the fields; ``start`` is that of a block, so of a whole byte."""
@@ -333,16 +327,11 @@ class Fp32Codec(PlainCodec):
     """fp32, lossless.  Layout: the values, fp32 little-endian."""
 
     name: str = "fp32"
+    block: int = 1
 
-    @property
-    def layout(self) -> Layout:
-        """See :class:`~diloco.codec.base.PlainCodec`."""
-        return Layout(Kind.FP32, 1)
-
-    @property
-    def stored(self) -> torch.dtype:
-        """The dtype of a value in a payload."""
-        return torch.float32
+    kind = Kind.FP32
+    stored: ClassVar[torch.dtype] = torch.float32
+    """The dtype of a value in a payload."""
 
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Return the one piece."""
@@ -371,28 +360,18 @@ class Fp32Codec(PlainCodec):
         return (values,)
 
 
+@dataclass(frozen=True, slots=True)
 class Bf16Codec(Fp32Codec):
     """Layout: the values, bfloat16 little-endian, rounded to nearest even.
 
     Values that would round to infinity (above 3.396e38) become the largest bf16 (3.390e38) of their sign.
     """
 
-    __slots__ = ()
+    name: str = "bf16"
 
-    def __init__(self) -> None:
-        super().__init__("bf16")
-
-    @property
-    def layout(self) -> Layout:
-        """See :class:`~diloco.codec.base.PlainCodec`."""
-        return Layout(Kind.BF16, 1)
-
-    @property
-    def stored(self) -> torch.dtype:
-        """The dtype of a value in a payload."""
-        return torch.bfloat16
+    kind, stored = Kind.BF16, torch.bfloat16
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the rows in the stored dtype."""
-        (finite,) = super().encode_rows(rows)
+        (finite,) = Fp32Codec.encode_rows(self, rows)  # ``slots`` makes the class anew: ``super()`` would miss it.
         return (finite.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16),)
