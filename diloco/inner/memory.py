@@ -78,17 +78,13 @@ class Machines:
         self.here = self.of_rank[group.rank]
         self.ranks = [[rank for rank, at in enumerate(self.of_rank) if at == machine] for machine in range(len(names))]
         """The ranks of each machine."""
-        self._rank = group.rank
+        self.is_first_here = self.ranks[self.here][0] == group.rank
+        """Whether this rank is the first of its machine, which publishes and transfers for it."""
         self._broken = ""
         self._beside: dist.ProcessGroup | None = None
         if len(names) > 1:
             with group.bounded("making a group for copies"):
                 self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.timeout_s))
-
-    @property
-    def is_first_here(self) -> bool:
-        """Whether this rank is the first of its machine, which publishes and transfers for it."""
-        return self.ranks[self.here][0] == self._rank
 
     def second_of(self, rank: int) -> int | None:
         """Return the rank on the next machine that keeps the second copy of ``rank``; None if there is one machine."""
@@ -203,6 +199,7 @@ class MemoryWriter(PartWriter):
         super().__init__(root, KEPT, synchronous, wait_s, group, disk)
         private_folder(root)
         self._machines = Machines(group, root)
+        self._tidies = self._machines.is_first_here
         self._digest = ""
         """Sha256 hex of the manifest of this rank's part."""
         self._bytes = 0
@@ -215,10 +212,6 @@ class MemoryWriter(PartWriter):
         last call; empty if none was."""
         size, self._fresh = self._fresh, 0
         return {"bytes": size, "copies": min(2, len(self._machines.ranks))} if size else {}
-
-    @property
-    def _tidies(self) -> bool:
-        return self._machines.is_first_here
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
