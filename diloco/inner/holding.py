@@ -135,10 +135,17 @@ class Holding:
         self.shapes = _shapes(told, in_stages)
         """Full shapes of the whole model's parameters, by name."""
         self._narrow = _narrow(told)
-        self._held = {
-            name: _sharing(name, shape, {rank: each[name].box for rank, each in enumerate(told) if name in each})
-            for name, shape in self.shapes.items()
-        }
+        self._held: dict[str, dict[Box, tuple[int, ...]]] = {}
+        """The ranks that hold each box of a parameter."""
+        for name, shape in self.shapes.items():
+            held = self._held[name] = {}
+            for rank, each in enumerate(told):
+                if name in each and not each[name].box.is_empty:
+                    box = each[name].box
+                    held[box] = (*held.get(box, ()), rank)
+            there = sum(prod(box.sizes) for box in held)
+            if there != prod(shape):
+                raise HoldingError(f"parameter {name} has {prod(shape)} values, and the ranks hold {there} of them")
         self._plans: dict[tuple[tuple[str, int, int], ...], tuple[Share, ...]] = {}  # One for each fragment.
 
     def parts(self) -> Iterator[Tensor]:
@@ -267,14 +274,17 @@ class Holding:
         parts: dict[tuple[int, ...], list[Part]] = {}
         offset = 0
         for name, start, stop in key:
-            for box, ranks in self._held[name].items():
-                found = parts.setdefault(ranks, [])
-                found += _parts_of(name, self.shapes[name], box, start, stop, offset)
-            offset += stop - start
+            for slab in _slabs(self.shapes[name], start, stop):
+                for box, ranks in self._held[name].items():
+                    meet = box.within(slab)
+                    if meet is not None:
+                        part = Part(name, meet.seen_from(box), meet.seen_from(slab), slab.sizes, offset)
+                        parts.setdefault(ranks, []).append(part)
+                offset += prod(slab.sizes)
         shares = [Share(ranks, tuple(each), sum(part.numel for part in each)) for ranks, each in sorted(parts.items())]
         assert sum(share.numel for share in shares) == offset, "the pieces are not those of this model"
-        plan = self._plans[key] = tuple(share for share in shares if share.numel)
-        return plan
+        self._plans[key] = tuple(shares)
+        return self._plans[key]
 
 
 def _check(values: Tensor, plan: Sequence[Share]) -> None:
@@ -338,27 +348,6 @@ def _shapes(told: Sequence[Mapping[str, Told]], in_stages: bool) -> dict[str, tu
                 shapes = f"{list(each.shape)} on rank {rank} and {list(found[name])} on another"
                 raise HoldingError(f"parameter {name} is of shape {shapes}")
     return dict(sorted(found.items()))
-
-
-def _sharing(name: str, shape: tuple[int, ...], held: Mapping[int, Box]) -> dict[Box, tuple[int, ...]]:
-    """Return the ranks that hold each box; HoldingError unless the boxes hold each value of the parameter once."""
-    found: dict[Box, tuple[int, ...]] = {}
-    for rank, box in held.items():
-        if not box.is_empty:
-            found[box] = (*found.get(box, ()), rank)
-    there = sum(prod(box.sizes) for box in found)
-    if there != prod(shape):
-        raise HoldingError(f"parameter {name} has {prod(shape)} values, and the ranks hold {there} of them")
-    return found
-
-
-def _parts_of(name: str, shape: tuple[int, ...], held: Box, start: int, stop: int, offset: int) -> Iterator[Part]:
-    """Yield the parts of the values ``[start, stop)`` that are in the box ``held``; these begin at ``offset``."""
-    for slab in _slabs(shape, start, stop):
-        meet = held.within(slab)
-        if meet is not None:
-            yield Part(name, meet.seen_from(held), meet.seen_from(slab), slab.sizes, offset)
-        offset += prod(slab.sizes)
 
 
 def _slabs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

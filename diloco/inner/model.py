@@ -155,24 +155,15 @@ def prepare(model: Transformer, options: ComputeOptions, device: torch.device) -
     model.loss_chunk = options.loss_chunk
     model.compute_by(kernels_of(options.kernels, device))
     if options.compile:
-        _try_compile(device)
+        try:  # So that a missing compiler shows now and not in the first step.
+            torch.compile(lambda x: functional.silu(x) * 2.0)(torch.ones(8, device=device))
+        except Exception as error:  # compilers, and their absence, raise errors of any kind
+            why = " ".join(str(error).split())
+            raise CompileError(f"torch.compile does not work here on {device.type}: {why[:300]}") from error
     for block in model.layers:
         block.keeps = options.activation_checkpoint
         if options.compile:
             block.layer = torch.compile(block.layer)  # type: ignore[method-assign]
-
-
-def _try_compile(device: torch.device) -> None:
-    """Compile something small, so that a missing compiler shows now and not in the first step."""
-    try:
-        torch.compile(_small)(torch.ones(8, device=device))
-    except Exception as error:  # compilers, and their absence, raise errors of any kind
-        why = " ".join(str(error).split())
-        raise CompileError(f"torch.compile does not work here on {device.type}: {why[:300]}") from error
-
-
-def _small(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(x) * 2.0
 
 
 def contexts() -> Callable[[], Any]:

@@ -85,7 +85,10 @@ class ByteTokenizer(Tokenizer):
     """
 
     def __init__(self, end_of_file: bool) -> None:
-        vocab = {letter: byte for byte, letter in enumerate(byte_letters())}
+        # GPT-2's letter for a byte: the byte's own character if it is printable, else one from U+0100 on.
+        prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        above = iter(range(256, 512))
+        vocab = {chr(byte if byte in prints else next(above)): byte for byte in range(256)}
         own = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         own.decoder = decoders.ByteLevel()
@@ -117,7 +120,13 @@ class FileTokenizer(Tokenizer):
     def __init__(self, path: str, end_of_file: bool) -> None:
         """ValueError names a file that is no tokenizer, or without a token that ends a text if ``end_of_file``."""
         text = _read(Path(path))
-        own = _parsed(path, text)
+        try:
+            own = tokenizers.Tokenizer.from_str(text.decode())
+        except Exception as error:  # The library has no error class of its own.
+            raise ValueError(f"tokenizer is {path!r}: no tokenizer.json: {str(error)[:200]}") from error
+        own.no_truncation()
+        own.no_padding()
+        own.encode_special_tokens = True  # Those spelled in a text are plain text: no document can end another.
         vocab_size = max(own.get_vocab(with_added_tokens=True).values(), default=0) + 1
         require(vocab_size <= VOCAB_SIZE_MAX, "tokenizer", path, f"{vocab_size} ids, at most {VOCAB_SIZE_MAX}")
         end = _end_of(Path(path), own) if end_of_file else None
@@ -136,17 +145,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"tokenizer is {str(path)!r}: {error.strerror}") from error
-
-
-def _parsed(path: str, text: bytes) -> tokenizers.Tokenizer:
-    try:
-        found = tokenizers.Tokenizer.from_str(text.decode())
-    except Exception as error:  # The library has no error class of its own.
-        raise ValueError(f"tokenizer is {path!r}: no tokenizer.json: {str(error)[:200]}") from error
-    found.no_truncation()
-    found.no_padding()
-    found.encode_special_tokens = True  # Special tokens spelled in a text are plain text: no document can end another.
-    return found
 
 
 def _end_of(path: Path, own: tokenizers.Tokenizer) -> int:
@@ -193,13 +191,6 @@ def check_name(name: str) -> None:
     """Raise ValueError unless ``name`` is the name of a tokenizer or the path of a file that may be one."""
     wanted = f"one of {', '.join(TOKENIZERS)}, or the path of a tokenizer.json"
     require(name in TOKENIZERS or is_file(name), "tokenizer", name, wanted)
-
-
-def byte_letters() -> list[str]:
-    """Return GPT-2's letter for each byte: the byte's own character if it is printable, else one from U+0100 on."""
-    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    above = iter(range(256, 512))
-    return [chr(byte if byte in prints else next(above)) for byte in range(256)]
 
 
 def train_bpe1024(texts: Iterable[str]) -> str:
