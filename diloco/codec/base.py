@@ -247,13 +247,13 @@ class Codec(ABC):
     def opened(self, payload: bytes | memoryview, numel: int) -> tuple[PlainCodec, memoryview]:
         """Undo the entropy stage: return the plain codec and its payload, which is a view where it is stored raw."""
 
-    @abstractmethod
     def closed(self, payload: Tensor) -> memoryview:
         """Apply the entropy stage to a whole payload of :attr:`plain` (flat uint8); return what ``encode`` would."""
+        return bytes_of(payload)
 
-    @abstractmethod
     def payload_bytes_max(self, numel: int) -> int:
         """Return the largest length of a result of ``encode``: ``payload_bytes``, plus one with an entropy stage."""
+        return self.payload_bytes(numel)
 
     @property
     def lossless(self) -> bool:
@@ -338,14 +338,6 @@ class PlainCodec(Codec):
             expected = f"{numel} values take {self.payload_bytes(numel)}"
             raise DecodeError(f"{self.name} payload has {len(payload)} bytes, {expected}")
         return self, memoryview(payload)
-
-    def closed(self, payload: Tensor) -> memoryview:
-        """Return the payload as it is."""
-        return bytes_of(payload)
-
-    def payload_bytes_max(self, numel: int) -> int:
-        """Return the same as :meth:`payload_bytes`."""
-        return self.payload_bytes(numel)
 
     def encode_into(
         self,
@@ -526,10 +518,6 @@ class Buffers:
     def values(self, numel: int) -> Tensor:
         """Return a flat, uninitialised fp32 tensor of ``numel`` values."""
         return self.raw(4 * numel).view(torch.float32)
-
-    def like(self, values: Tensor) -> Tensor:
-        """Return a tensor of the size of ``values``, uninitialised."""
-        return self.values(values.numel())
 
     def raw(self, size: int) -> Tensor:
         """Return a flat, uninitialised uint8 tensor of ``size`` bytes."""

@@ -182,7 +182,11 @@ class IntCodec(BlockCodec):
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """See :class:`BlockCodec`."""
-        scale_bits = self._scale_bits(rows)
+        peaks = torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())  # both propagate NaN
+        if not is_finite(peaks):
+            raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+        rounded_up = ((peaks / self.code_max).view(torch.int32) + 0xFFFF) >> 16
+        scale_bits = torch.where(peaks > 0, rounded_up.clamp_(min=SCALE_MIN_BITS), 0)[:, None]
         scales = scale_values(scale_bits)
         # Where the scale is 0 all values are 0, and 0 / 1 gives the code 0.
         divisors = torch.where(scales > 0, scales, 1.0)
@@ -191,13 +195,6 @@ class IntCodec(BlockCodec):
             held = torch.floor(FP32_MAX / divisors)
             quotients = torch.minimum(torch.maximum(quotients, -held), held)
         return scale_bits, quotients.to(torch.int8).view(torch.uint8) + self.filling
-
-    def _scale_bits(self, rows: Tensor) -> Tensor:
-        peaks = torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())  # both propagate NaN
-        if not is_finite(peaks):
-            raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
-        rounded_up = ((peaks / self.code_max).view(torch.int32) + 0xFFFF) >> 16
-        return torch.where(peaks > 0, rounded_up.clamp_(min=SCALE_MIN_BITS), 0)[:, None]
 
     def check(self, scales: Tensor, fields: Tensor) -> None:
         """See :class:`BlockCodec`."""

@@ -177,7 +177,11 @@ def merge_into(
     segments, one_by_one = merging.segments, [(bounds,) for bounds in cut]
     assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), out.numel()], "no partition"
     work = _Merge(out, sites, merging, None if merging.correction.is_none else momentum)
-    blocks = work.blocks()
+    blocks = [
+        _Block(start, stop, segment)
+        for segment in segments
+        for start, stop in pairwise((segment.start, *segment.cuts, segment.stop))
+    ]
     totals = {block: [0.0] * len(work.pairs(block)) for block in blocks}
     for bounds, found in zip(cut, spread(functools.partial(work.products, blocks), one_by_one), strict=True):
         each = iter(found)
@@ -205,14 +209,6 @@ class _Merge:
     sites: Sites
     merging: Merging
     momentum: Tensor | None
-
-    def blocks(self) -> list[_Block]:
-        """Return the blocks of the whole fragment."""
-        return [
-            _Block(start, stop, segment)
-            for segment in self.merging.segments
-            for start, stop in pairwise((segment.start, *segment.cuts, segment.stop))
-        ]
 
     def pairs(self, block: _Block) -> list[tuple[int, int]]:
         """Return the (row, column) pairs whose products a block needs."""

@@ -254,19 +254,16 @@ class TokenStream:
 
     def window_indices(self, cursor: int) -> NDArray[np.int64]:
         """Return the windows that ``batch`` reads, int64 [batch_sequences]; ValueError for a negative cursor."""
-        return self.windows_at(self.drawn(cursor))
-
-    def drawn(self, cursor: int) -> NDArray[np.int64]:
-        """Return the cursors of this rank's sequences, int64 [batch_sequences]."""
         require(cursor >= 0, "cursor", cursor, "not negative")
         first = cursor + self._rank * self.batch_sequences
-        return np.arange(first, first + self.batch_sequences, dtype=np.int64)
-
-    def windows_at(self, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the windows at the places ``drawn`` of the endless order."""
+        drawn = self._places_in_order(cursor, np.arange(first, first + self.batch_sequences, dtype=np.int64))
         key = f"{self._seed}/site/{self._site_index}/{self._num_sites}"
         dealt = in_epochs(drawn, self.sequences_per_epoch, key) * self._num_sites + self._site_index
         return permuted(dealt, self._windows.count, f"{self._seed}/deal")
+
+    def _places_in_order(self, cursor: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places in the endless order of this rank's sequences, ``drawn``, of the batch at ``cursor``."""
+        return drawn
 
 
 def validation_batches(
@@ -361,6 +358,5 @@ class LeasedStream(TokenStream):
         self.identity = f"{manifest.identity}/{split}/{sequence_length}/units-of-{unit_sequences}/seed-{seed}"
         self._places = UnitPlaces(unit_sequences, source, group)
 
-    def window_indices(self, cursor: int) -> NDArray[np.int64]:
-        """Return the windows that ``batch`` reads, int64 [batch_sequences]; ValueError for a negative cursor."""
-        return self.windows_at(self._places.numbers(cursor, cursor + self.sequences_per_batch, self.drawn(cursor)))
+    def _places_in_order(self, cursor: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._places.numbers(cursor, cursor + self.sequences_per_batch, drawn)

@@ -132,9 +132,8 @@ class Holding:
         self.group = group
         self._parameters = dict(sorted(parameters.items()))
         told = _told(group, self._parameters)
-        self.shapes = _shapes(told, in_stages)
-        """Full shapes of the whole model's parameters, by name."""
-        self._narrow = _narrow(told)
+        self.shapes, self._narrow = _agreed(told, in_stages)
+        """Full shapes of the whole model's parameters, and the dtypes narrower than fp32, by name."""
         self._held: dict[str, dict[Box, tuple[int, ...]]] = {}
         """The ranks that hold each box of a parameter."""
         for name, shape in self.shapes.items():
@@ -323,20 +322,14 @@ def _told(group: SiteGroup, parameters: Mapping[str, Tensor]) -> list[dict[str, 
     ]
 
 
-def _narrow(told: Sequence[Mapping[str, Told]]) -> dict[str, torch.dtype]:
-    """Return the parameters whose dtype is narrower than fp32; HoldingError if two ranks have different dtypes."""
-    found: dict[str, str] = {}
-    for rank, here in enumerate(told):
-        for name, each in here.items():
-            if found.setdefault(name, each.dtype) != each.dtype:
-                raise HoldingError(f"parameter {name} is {each.dtype} on rank {rank} and {found[name]} on another")
-    dtypes = {name: getattr(torch, each) for name, each in found.items()}
-    return {name: dtype for name, dtype in dtypes.items() if dtype not in (torch.float32, torch.float64)}
+def _agreed(
+    told: Sequence[Mapping[str, Told]], in_stages: bool
+) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """Return all parameters' shapes, in the order of the names, and the dtypes that are narrower than fp32.
 
-
-def _shapes(told: Sequence[Mapping[str, Told]], in_stages: bool) -> dict[str, tuple[int, ...]]:
-    """Return all parameters' shapes, in the order of the names; HoldingError if ranks differ that should not."""
-    found: dict[str, tuple[int, ...]] = {}
+    HoldingError if ranks differ that should not.
+    """
+    found: dict[str, Told] = {}
     first = [[name, list(each.shape)] for name, each in told[0].items()]
     for rank, here in enumerate(told):
         named = [[name, list(each.shape)] for name, each in here.items()]
@@ -344,10 +337,15 @@ def _shapes(told: Sequence[Mapping[str, Told]], in_stages: bool) -> dict[str, tu
             other = next(pair for pair in itertools.zip_longest(named, first) if pair[0] != pair[1])
             raise HoldingError(f"rank {rank} has the parameter {other[0]} where rank 0 has {other[1]}")
         for name, each in here.items():
-            if found.setdefault(name, each.shape) != each.shape:
-                shapes = f"{list(each.shape)} on rank {rank} and {list(found[name])} on another"
+            known = found.setdefault(name, each)
+            if known.shape != each.shape:
+                shapes = f"{list(each.shape)} on rank {rank} and {list(known.shape)} on another"
                 raise HoldingError(f"parameter {name} is of shape {shapes}")
-    return dict(sorted(found.items()))
+            if known.dtype != each.dtype:
+                raise HoldingError(f"parameter {name} is {each.dtype} on rank {rank} and {known.dtype} on another")
+    dtypes = {name: getattr(torch, each.dtype) for name, each in found.items()}
+    narrow = {name: dtype for name, dtype in dtypes.items() if dtype not in (torch.float32, torch.float64)}
+    return {name: found[name].shape for name in sorted(found)}, narrow
 
 
 def _slabs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

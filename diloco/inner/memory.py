@@ -253,7 +253,12 @@ class MemoryWriter(PartWriter):
         why: CheckpointError | None = None
         try:
             with writing(self._root / name):
-                self._refuse_to_fill(parts)
+                self._bytes = sum(part.values.nbytes for part in parts.values())
+                told = os.statvfs(self._root)
+                free = told.f_bavail * told.f_frsize
+                if self._bytes > (1.0 - ROOM_LEFT) * free:
+                    where = f"{self._root}, where {free:,} are free and a tenth stays so"
+                    raise CheckpointError(f"{self._bytes:,} bytes do not fit into {where}")
                 write_part(self._root, name, self._group.rank, parts, self._disk)
                 self._digest = digest_of_file(folder / f"{mine}.json")
         except CheckpointError as error:
@@ -271,16 +276,6 @@ class MemoryWriter(PartWriter):
             why = why or error
         if why is not None:
             raise why
-
-    def _refuse_to_fill(self, parts: Mapping[str, Part]) -> None:
-        """Raise CheckpointError if the part would leave less than ``ROOM_LEFT`` of the folder's free space."""
-        self._bytes = sum(part.values.nbytes for part in parts.values())
-        told = os.statvfs(self._root)
-        free = told.f_bavail * told.f_frsize
-        if self._bytes > (1.0 - ROOM_LEFT) * free:
-            raise CheckpointError(
-                f"{self._bytes:,} bytes do not fit into {self._root}, where {free:,} are free and a tenth stays so"
-            )
 
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
         mine = {"digest": self._digest, "meta": meta if self._group.is_first else {}}
