@@ -72,7 +72,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.codec.kernel_library import SUM_BLOCK, DecodeJob, DigestState, EncodeJob, Fold, Kind, Layout, Status
+from diloco.codec.kernel_library import SUM_BLOCK, DecodeJob, DigestState, EncodeJob, Fold, Format, Kind, Status
 from diloco.codec.native import address, kernels, pointer, pointers
 
 if TYPE_CHECKING:
@@ -133,11 +133,8 @@ class KernelDigest:
     def __init__(self, total: int) -> None:
         assert total >= BYTES_MIN, total
         self._state = DigestState(total)
-
-    @property
-    def address(self) -> int:
+        self.address = ctypes.addressof(self._state)
         """The address of the state, for a job of the kernels."""
-        return ctypes.addressof(self._state)
 
     def text(self) -> str:
         """Return the digest in its written form, once all bytes are in."""
@@ -196,7 +193,7 @@ MALFORMED: Mapping[Status, str] = MappingProxyType(
 )
 
 
-def refuse(status: Status, name: str, layout: Layout) -> None:
+def refuse(status: Status, name: str, kind: Kind) -> None:
     """Raise the ``DecodeError`` of the plain version of decoding for ``status``; do nothing for ``DONE``."""
     if status is Status.DONE:
         return
@@ -204,7 +201,7 @@ def refuse(status: Status, name: str, layout: Layout) -> None:
         raise NonFinitePayload(f"{name} payload holds a NaN or an infinity")
     what = MALFORMED[status]
     if status is Status.BAD_CODE:
-        what += " -127" if layout.kind is Kind.INT8 else " -7"
+        what += " -127" if kind is Kind.INT8 else " -7"
     raise DecodeError(f"{name} payload {what}")
 
 
@@ -258,7 +255,7 @@ class Codec(ABC):
     @property
     def lossless(self) -> bool:
         """Whether ``decode(encode(values))`` is ``values``, bit for bit."""
-        return self.plain.layout.kind is Kind.FP32
+        return self.plain.kind is Kind.FP32
 
     def payload_bytes(self, numel: int) -> int:
         """Return the exact length of the payload before the entropy stage."""
@@ -298,10 +295,9 @@ class PlainCodec(Codec):
     block: int
     """Number of values coded together: a range starts at a multiple of it and ends at one, or with the tensor."""
 
-    @property
-    def layout(self) -> Layout:
-        """The format's description for the compiled kernels."""
-        return Layout(self.kind, self.block)
+    def format(self, numel: int) -> Format:
+        """Return the description of a payload of ``numel`` values for the compiled kernels."""
+        return Format(self.kind, self.block, numel, 0)
 
     @abstractmethod
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
@@ -373,7 +369,7 @@ class PlainCodec(Codec):
             self.encode_plain(terms, carry, payload[:length], decoded, start, whole)
         elif values.numel():
             job = EncodeJob(
-                self.layout.format(whole),
+                self.format(whole),
                 start,
                 values.numel(),
                 pointer(values),
@@ -432,15 +428,15 @@ class PlainCodec(Codec):
         self.opened(payload, numel)  # Refuses another length.
         check_values(out)
         self.check_place(out.numel(), start, numel)
-        fast, layout = kernels(self.block), self.layout
+        fast = kernels(self.block)
         if fast is None:
             self.decode_plain(payload, numel, out, start, accumulate)
         elif out.numel():
             fold = Fold.WRITE if accumulate is None else Fold.ADD if isinstance(accumulate, Add) else Fold.TOWARDS
             share = accumulate.share if isinstance(accumulate, Towards) else 0.0
             at = pointer(out)
-            job = DecodeJob(layout.format(numel), start, out.numel(), address(payload), at, at, fold, share)
-            refuse(fast.run(job), self.name, layout)
+            job = DecodeJob(self.format(numel), start, out.numel(), address(payload), at, at, fold, share)
+            refuse(fast.run(job), self.name, self.kind)
 
     def decode_plain(
         self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, accumulate: Add | Towards | None

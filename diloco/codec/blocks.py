@@ -174,11 +174,8 @@ class IntCodec(BlockCodec):
 
     __slots__ = ()
     sizes = (2, 65536, "an even number")
-
-    @property
-    def code_max(self) -> int:
-        """Largest magnitude of a code; the type's most negative number is unused, for symmetry."""
-        return int(2 ** (self.bits - 1) - 1)
+    code_max: ClassVar[int]
+    """Largest magnitude of a code; the type's most negative number is unused, for symmetry."""
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """See :class:`BlockCodec`."""
@@ -218,14 +215,14 @@ class Int8Codec(IntCodec):
     """See the module for the format."""
 
     __slots__ = ()
-    kind, bits = Kind.INT8, 8
+    kind, bits, code_max = Kind.INT8, 8, 127
 
 
 class Int4Codec(IntCodec):
     """See the module for the format."""
 
     __slots__ = ()
-    kind, bits, filling = Kind.INT4, 4, 8
+    kind, bits, filling, code_max = Kind.INT4, 4, 8, 7
 
 
 class E3m0Codec(BlockCodec):

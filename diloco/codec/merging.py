@@ -460,7 +460,7 @@ class _Work:
         numel = self.state.theta.numel()
         updates = [
             Update(
-                codec.layout.format(numel),
+                codec.format(numel),
                 address(payload),
                 (0 if site else Place.IN_MEAN)
                 | (0 if index else Place.OPENS_SITE)
@@ -487,7 +487,7 @@ class _Work:
             len(updates),
             *(pointer(each) for each in (self.state.theta, self.state.published, self.state.optimizer.momentum)),
             *(pointer(each) for each in (self.new.theta, self.new.published, self.new.optimizer.momentum)),
-            self.codec.layout.format(numel),
+            self.codec.format(numel),
             pointer(self.payload),
             self.codec.lossless,
             rule,
@@ -500,7 +500,7 @@ class _Work:
             status = fast.run(job)
             if job.culprit >= 0:
                 codec = self.codecs[1 + job.culprit]
-                refuse(status, codec.name, codec.layout)
+                refuse(status, codec.name, codec.kind)
             if status is not Status.DONE:
                 other = f"{self.codec.name} was to encode a NaN or an infinity"
                 raise NonFiniteError(REFUSED.get(status, other))
@@ -543,7 +543,7 @@ class Reading:
             assert against.shape == (count,), (against.shape, count)
         fast, made = self._hashing
         job = MeasureJob(
-            codec.layout.format(numel),
+            codec.format(numel),
             start,
             count,
             tile(SUM_BLOCK, codec.block),
@@ -551,7 +551,7 @@ class Reading:
             pointer(against),
             digest=made.address,
         )
-        refuse(fast.run(job), codec.name, codec.layout)
+        refuse(fast.run(job), codec.name, codec.kind)
         return Sums(job.largest, job.squares, job.products, job.against_squares)
 
     def digest(self) -> str:

@@ -78,7 +78,7 @@ def seal_pieces(
         return Measured(found.text(), sqrt(squares))
     fast, made = hashing
     job = SealJob(
-        codec.layout.format(numel),
+        codec.format(numel),
         0,
         numel,
         tile(SUM_BLOCK, *blocks),
@@ -128,7 +128,7 @@ def updates(held: Sequence[Coded]) -> object:
     """Return the payloads in the form of the kernels; the payloads must outlive the result."""
     found = (Update * max(1, len(held)))()
     for update, each in zip(found, held, strict=False):
-        update.format, update.payload = each.codec.layout.format(each.numel), address(each.payload)
+        update.format, update.payload = each.codec.format(each.numel), address(each.payload)
     return found
 
 
@@ -152,7 +152,7 @@ def pieces_of(pieces: Sequence[Tensor]) -> Pieces:
 def _check(status: Status, held: Sequence[Coded]) -> None:
     """Raise for a refused payload of ``held``; any other failure is a bug, as the site's own codecs made them."""
     for each in held:
-        refuse(status, f"an update in flight: {each.codec.name}", each.codec.layout)
+        refuse(status, f"an update in flight: {each.codec.name}", each.codec.kind)
     assert status is Status.DONE, status
 
 
@@ -230,7 +230,7 @@ class Following:
             size = tile(SUM_BLOCK, plain.block)
             places = (self._published.data_ptr(), self._parts, len(self._opened))
             job = FollowJob(begin, stop, size, *places, self._out.data_ptr(), made.address, codec.lossless)
-            refuse(fast.run(job), codec.name, plain.layout)
+            refuse(fast.run(job), codec.name, plain.kind)
         else:
             for start, end in ranges(stop - begin, [plain]):
                 part = self._out[begin + start : begin + end]

@@ -665,9 +665,14 @@ class _Reading:
 
     def _batches(self, stream: Any, into: str) -> Iterator[Batch]:
         """Yield batches of about ``BATCH_BYTES``; at each yield the stream's position is just after the batch."""
-        batch, held = Batch(), 0
+        batch, held, wanted = Batch(), 0, self._options.field
         for row in self._rows(stream):
-            text = self._text(row)
+            if wanted not in row:
+                raise self._without_field(row)
+            text = "" if row[wanted] is None else row[wanted]
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise DataError(f"field is {wanted!r}: in document {self._mark.documents} it is no text, but {kind}")
             self._mark.documents += 1
             try:
                 content = text.encode()
@@ -691,16 +696,6 @@ class _Reading:
         except Exception as error:
             where = f"the stream of {self._options.path!r} broke off behind {self._mark.documents:,} documents"
             raise DataError(f"{where}: {_line(error)}; the next start goes on behind the last whole shard") from error
-
-    def _text(self, row: Mapping[str, Any]) -> str:
-        wanted = self._options.field
-        if wanted not in row:
-            raise self._without_field(row)
-        text = row[wanted]
-        if text is not None and not isinstance(text, str):
-            kind = type(text).__name__
-            raise DataError(f"field is {wanted!r}: in document {self._mark.documents} it is no text, but {kind}")
-        return text or ""
 
     def _without_field(self, columns: Any) -> DataError:
         there = ", ".join(map(str, columns)) or "none"

@@ -250,20 +250,20 @@ class Holding:
         return self.part(part.name)[part.held.slices]
 
     def compared(self) -> list[Compared]:
-        """Return the parameters with copies on several ranks, with digests of what each rank holds.  A collective."""
+        """Return the parameters that several ranks hold alike, with digests of each rank's fp32 values.  A collective."""
         alike: dict[tuple[tuple[int, ...], ...], list[str]] = {}
         for name, shares in self._held.items():
             if any(len(ranks) > 1 for ranks in shares.values()):
                 alike.setdefault(tuple(sorted(shares.values())), []).append(name)
-        return [Compared(names, ranks, self._digests(names)) for ranks, names in sorted(alike.items())]
-
-    def _digests(self, names: Sequence[str]) -> list[str]:
-        """Return, for every rank, the sha256 hex of what it holds of ``names``, in fp32.  A collective."""
-        hashed = hashlib.sha256()
-        for name in (each for each in names if each in self._parameters):
-            hashed.update(self.part(name).to("cpu", torch.float32).contiguous().numpy().data)
-        mine = torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
-        return [bytes(digest.tolist()).hex() for digest in self.group.all_gather(mine)]
+        found = []
+        for ranks, names in sorted(alike.items()):
+            hashed = hashlib.sha256()
+            for name in (each for each in names if each in self._parameters):
+                hashed.update(self.part(name).to("cpu", torch.float32).contiguous().numpy().data)
+            mine = torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
+            digests = [bytes(digest.tolist()).hex() for digest in self.group.all_gather(mine)]
+            found.append(Compared(names, ranks, digests))
+        return found
 
     def _plan(self, pieces: Sequence[Piece]) -> tuple[Share, ...]:
         """Return which ranks hold which parts of ``pieces``; cached."""

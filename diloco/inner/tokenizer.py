@@ -37,11 +37,6 @@ VOCAB_SIZE_MAX = 1 << 24
 FILE_BYTES_MAX = 256 << 20
 
 
-def is_file(name: str) -> bool:
-    """Whether ``name`` is the path of a file, not the name of a built-in tokenizer."""
-    return name.endswith(".json")
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the little-endian dtype that holds every id below ``vocab_size``: uint16 or uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
@@ -179,7 +174,7 @@ def _json_beside(path: Path, name: str) -> dict[str, Any]:
 def make_tokenizer(name: str, end_of_file: bool = True) -> Tokenizer:
     """Return the tokenizer called ``name``, or that of the file ``name``; ValueError names an unknown one."""
     check_name(name)
-    if is_file(name):
+    if name not in TOKENIZERS:
         return FileTokenizer(name, end_of_file)
     if name == "bytes":
         return ByteTokenizer(end_of_file)
@@ -190,7 +185,7 @@ def make_tokenizer(name: str, end_of_file: bool = True) -> Tokenizer:
 def check_name(name: str) -> None:
     """Raise ValueError unless ``name`` is the name of a tokenizer or the path of a file that may be one."""
     wanted = f"one of {', '.join(TOKENIZERS)}, or the path of a tokenizer.json"
-    require(name in TOKENIZERS or is_file(name), "tokenizer", name, wanted)
+    require(name in TOKENIZERS or name.endswith(".json"), "tokenizer", name, wanted)
 
 
 def train_bpe1024(texts: Iterable[str]) -> str:
