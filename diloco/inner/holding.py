@@ -250,7 +250,10 @@ class Holding:
         return self.part(part.name)[part.held.slices]
 
     def compared(self) -> list[Compared]:
-        """Return the parameters that several ranks hold alike, with digests of each rank's fp32 values.  A collective."""
+        """Return the parameters with copies on several ranks, with digests of what each rank holds, in fp32.
+
+        A collective.
+        """
         alike: dict[tuple[tuple[int, ...], ...], list[str]] = {}
         for name, shares in self._held.items():
             if any(len(ranks) > 1 for ranks in shares.values()):

@@ -150,6 +150,15 @@ def _read(paths: Sequence[Path]) -> Iterator[Tensor]:
                 yield chunk
 
 
+@contextlib.contextmanager
+def _noting(path: Path, whys: list[str]) -> Iterator[None]:
+    """Append a message about an error of writing ``path`` to ``whys`` instead of raising it."""
+    try:
+        yield
+    except OSError as error:
+        whys.append(f"{path} cannot be written: {error}")
+
+
 def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator[Tensor]:
     """Yield empty buffers for the messages of ``_read``; each must be filled before the next one is requested.
 
@@ -158,31 +167,24 @@ def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator
     for path in paths:
         size = torch.zeros(1, dtype=torch.int64)
         yield size
-        left, why = int(size), ""
+        left, whys, file = int(size), list[str](), None
         if left == ABSENT:
             lacking.append(f"{path.name} did not come: its rank could not write it")
             continue
-        try:
+        with _noting(path, whys):
             disk.make_folder(path.parent, Step.CHECKPOINT_BEGIN)
             file = disk.open(path, "wb", Step.CHECKPOINT_FILE)
-        except OSError as error:
-            file, why = None, f"{path} cannot be written: {error}"
         while left:
             chunk = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8)
             yield chunk
             left -= len(chunk)
-            try:
-                if file is not None and not why:
+            with _noting(path, whys):
+                if file is not None and not whys:
                     disk.write(file, memoryview(chunk.numpy()), Step.CHECKPOINT_FILE)  # type: ignore[arg-type]
-            except OSError as error:
-                why = f"{path} cannot be written: {error}"
-        try:
+        with _noting(path, whys):
             if file is not None:
                 file.close()
-        except OSError as error:
-            why = why or f"{path} cannot be written: {error}"
-        if why:
-            lacking.append(why)
+        lacking += whys[:1]
 
 
 KEPT = 2
