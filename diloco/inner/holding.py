@@ -396,13 +396,9 @@ class ParallelOptions:
             value = getattr(self, name)
             require(value >= 0, name, value, "0 (derived) or more")
             require(value == 0 or self.parallel in where, name, value, f"only under {', '.join(where)}")
-        require(self.parallel != "hsdp" or self.shard_ranks > 0, "shard_ranks", self.shard_ranks, "to be said for hsdp")
-        require(
-            self.parallel != "tp+fsdp" or self.tensor_ranks > 0,
-            "tensor_ranks",
-            self.tensor_ranks,
-            "to be said for tp+fsdp",
-        )
+        for parallel, name in (("hsdp", "shard_ranks"), ("tp+fsdp", "tensor_ranks")):
+            value = getattr(self, name)
+            require(self.parallel != parallel or value > 0, name, value, f"to be said for {parallel}")
 
     def sizes(self, world: int) -> tuple[int, int, int]:
         """Return (copies, shards, tensor ranks) for ``world`` ranks; ValueError if they do not divide evenly."""

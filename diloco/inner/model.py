@@ -130,12 +130,8 @@ class ComputeOptions:
     def __post_init__(self) -> None:
         kept = self.activation_checkpoint
         require(kept in KEPT, "activation_checkpoint", kept, f"one of {', '.join(KEPT)}")
-        require(
-            kept != "selective" or not self.compile,
-            "activation_checkpoint",
-            kept,
-            "full or none with compile=true, which decides by itself what of a block it keeps",
-        )
+        wanted = "full or none with compile=true, which decides by itself what of a block it keeps"
+        require(kept != "selective" or not self.compile, "activation_checkpoint", kept, wanted)
         require(self.loss_chunk >= 0, "loss_chunk", self.loss_chunk, "0 (all at once) or more")
         require(self.kernels in KINDS, "kernels", self.kernels, f"one of {', '.join(KINDS)}")
         if self.kernels == "torch":
@@ -217,12 +213,8 @@ class ModelOptions:
             self.head_dim % 2 == 0, "heads", self.heads, f"dim/heads must be even for rotary positions, dim={self.dim}"
         )
         require(self.kv_heads >= 0, "kv_heads", self.kv_heads, "0 (as many as heads) or more")
-        require(
-            self.kv_heads == 0 or self.heads % self.kv_heads == 0,
-            "kv_heads",
-            self.kv_heads,
-            f"0 or a divisor of heads={self.heads}",
-        )
+        wanted = f"0 or a divisor of heads={self.heads}"
+        require(self.heads % self.kv_heads_used == 0, "kv_heads", self.kv_heads, wanted)
         require(self.ffn_dim >= 0, "ffn_dim", self.ffn_dim, "0 (derived) or more")
         require(self.context >= 1, "context", self.context, "at least 1")
         require(self.rope_theta > 1.0, "rope_theta", self.rope_theta, "above 1")

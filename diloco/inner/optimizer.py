@@ -33,17 +33,6 @@ STEADY = 1e-6
 """Added to the norm before dividing by it, as in torch."""
 
 
-def _holders(gradient: Tensor, world: int) -> int:
-    """Return how many ranks hold the same part of ``gradient``."""
-    if not is_cut(gradient):
-        return world
-    mesh, parts = gradient.device_mesh, 1
-    for side, placement in enumerate(gradient.placements):
-        assert not placement.is_partial(), "a gradient is summed by the time that it is clipped"
-        parts *= 1 if placement.is_replicate() else mesh.size(side)
-    return world // parts
-
-
 class Muon(torch.optim.Muon):
     """Muon for DTensors and plain matrices.  Its state is that of torch's Muon: ``momentum_buffer``, sharded alike."""
 
@@ -148,12 +137,8 @@ class InnerOptions:
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, name, value, "finite and not negative")
         require(0 <= self.muon_momentum < 1, "muon_momentum", self.muon_momentum, "0 or more and below 1")
-        require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            "betas",
-            self.betas,
-            "two numbers, each 0 or more and below 1",
-        )
+        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(good, "betas", self.betas, "two numbers, each 0 or more and below 1")
         require(self.batch_sequences >= 1, "batch_sequences", self.batch_sequences, "at least 1")
         require(self.accumulation >= 1, "accumulation", self.accumulation, "at least 1")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "not negative")
@@ -213,9 +198,12 @@ class InnerOptimizers:
         if group is None or not any(is_cut(parameter) for parameter in self._parameters):
             return float(clip_grad_norm_(self._parameters, bound))
         by_holders: dict[int, list[Tensor]] = {}
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                by_holders.setdefault(_holders(parameter.grad, group.world), []).append(local(parameter.grad))
+        for gradient in (each.grad for each in self._parameters if each.grad is not None):
+            holders = group.world
+            for side, placement in enumerate(gradient.placements if is_cut(gradient) else ()):
+                assert not placement.is_partial(), "a gradient is summed by the time that it is clipped"
+                holders //= 1 if placement.is_replicate() else gradient.device_mesh.size(side)
+            by_holders.setdefault(holders, []).append(local(gradient))
         mine = sum(float(get_total_norm(parts)) ** 2 / holders for holders, parts in by_holders.items())
         norm = math.sqrt(group.all_reduce_sum([mine])[0])
         factor = min(1.0, bound / (norm + STEADY))

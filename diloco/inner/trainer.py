@@ -380,12 +380,9 @@ class Trainer:
         disk: Disk = PLAIN_DISK,
         spread: Spread | None = None,
     ) -> None:
-        require(
-            options.checkpoint_steps == 0 or checkpoint_dir is not None,
-            "checkpoint_steps",
-            options.checkpoint_steps,
-            "0, because no checkpoint folder was given",
-        )
+        steps = options.checkpoint_steps
+        wanted = "0, because no checkpoint folder was given"
+        require(steps == 0 or checkpoint_dir is not None, "checkpoint_steps", steps, wanted)
         self.model, self.optimizers, self.stream, self.options, self.group = model, optimizers, stream, options, group
         self.step = 0
         self.tokens = 0
