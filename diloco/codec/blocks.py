@@ -367,5 +367,5 @@ class Bf16Codec(Fp32Codec):
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the rows in the stored dtype."""
-        (finite,) = Fp32Codec.encode_rows(self, rows)  # ``slots`` makes the class anew: ``super()`` would miss it.
+        (finite,) = Fp32Codec.encode_rows(self, rows)  # ``super()`` fails: ``slots`` creates the class twice.
         return (finite.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16),)

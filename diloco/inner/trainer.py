@@ -436,16 +436,25 @@ class Trainer:
             while not verdict.stop:
                 if until_step is not None and self.step >= until_step:
                     verdict = Verdict(stop=True, reason=f"reached step {until_step}")
-                elif until_tokens is not None and self.tokens >= until_tokens:
+                    break
+                if until_tokens is not None and self.tokens >= until_tokens:
                     verdict = Verdict(stop=True, reason=f"reached {until_tokens} tokens")
-                else:
-                    info = self._train_step(until_step, until_tokens)
-                    for saving in self._savings:
-                        saving.if_due(self.step, self.model, capture)
-                    self._log("step", self._facts(info))
-                    verdict = after_step(info)
-                    if not info.applied:
-                        self._not_applied(info)
+                    break
+                info = self._train_step(until_step, until_tokens)
+                for saving in self._savings:
+                    saving.if_due(self.step, self.model, capture)
+                self._log("step", self._facts(info))
+                verdict = after_step(info)
+                if info.applied:
+                    continue
+                why = f"loss {info.loss}, gradient norm {info.grad_norm}"
+                self._log("note", {"note": "step not applied", "why": why, "step": info.step})
+                if self._nonfinite_in_row >= self.options.nonfinite_max:
+                    first = info.step - self._nonfinite_in_row + 1
+                    raise TrainingError(
+                        f"steps {first} to {info.step} gave no finite loss and gradient ({why}), nonfinite_max="
+                        f"{self.options.nonfinite_max}: lower the learning rate, or look at the data"
+                    )
             if self._last is not None and self._nonfinite_in_row == 0:
                 self.saving.at_end(self.step, self.model, capture)
             if self._memory is not None:
@@ -615,15 +624,6 @@ class Trainer:
             operations = flops_per_token(self.model.options, self.stream.sequence_length) * info.tokens
             facts["mfu"] = operations / step_s / peak
         return facts
-
-    def _not_applied(self, info: StepInfo) -> None:
-        why = f"loss {info.loss}, gradient norm {info.grad_norm}"
-        self._log("note", {"note": "step not applied", "why": why, "step": info.step})
-        if self._nonfinite_in_row >= self.options.nonfinite_max:
-            raise TrainingError(
-                f"steps {info.step - self._nonfinite_in_row + 1} to {info.step} gave no finite loss and gradient "
-                f"({why}), nonfinite_max={self.options.nonfinite_max}: lower the learning rate, or look at the data"
-            )
 
     def _capture(self, extra_state: ExtraState | None, in_parts: bool, after_step_done: bool) -> Captured | None:
         """Return the state as tensors (references) and plain values, None on a rank that writes nothing.  A
