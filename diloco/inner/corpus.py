@@ -228,14 +228,14 @@ class Notes:
 
         ``width`` is the number of bytes of a token.  With ``marked``, notes after the last mark are dropped.
         """
-        self.path, self._text, self._width = folder / NOTES, text, width
+        self._path, self._text, self._width = folder / NOTES, text, width
         self.mark: dict[str, Any] | None = None
         """The last mark that an earlier process has written; None without one."""
         self._notes = self._read(folder, marked)
         kept = {NOTES, *(note.shard.file for note in self._notes)}
         for left in [path for path in folder.iterdir() if path.name not in kept]:
             left.unlink()
-        self.path.write_bytes(b"")  # Rewrite the file without a torn last line.
+        self._path.write_bytes(b"")  # Rewrite the file without a torn last line.
         for told in ({"text": text}, *(asdict(note) for note in self._notes)):
             self.append(told)
         if self.mark is not None:
@@ -245,7 +245,7 @@ class Notes:
         found: list[Note] = []
         whole = 0
         try:
-            first, *lines = self.path.read_bytes().splitlines()
+            first, *lines = self._path.read_bytes().splitlines()
             told = json.loads(first)
             told.pop("crc32", None)
             if told != {"text": self._text}:
@@ -273,10 +273,14 @@ class Notes:
     def append(self, told: dict[str, object]) -> None:
         """Record a ``Note`` on a durable shard, as a dictionary, or ``{"mark": ...}``, a position up to which all
         shards are durable."""
-        with self.path.open("ab") as file:
+        with self._path.open("ab") as file:
             file.write(json.dumps({**told, "crc32": _crc32(told)}).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def remove(self) -> None:
+        """Delete the file, once everything is written."""
+        self._path.unlink()
 
 
 def _crc32(told: dict[str, Any]) -> int:
@@ -525,7 +529,7 @@ def _write_documents(
         told(name, text_bytes, text_bytes)
         splits[name] = _split_of(len(documents), text_bytes, writer.close())
     left_out = {"num_duplicates": corpus.num_duplicates, "num_not_text": corpus.num_not_text}
-    notes.path.unlink()
+    notes.remove()
     _write_manifest(directory, options, tokenizer, corpus.digest, splits, **left_out)
 
 
@@ -625,7 +629,7 @@ class _Reading:
             splits[name] = _split_of(writer.documents, self._mark.text_bytes[name], shards)
         digests = [shard.sha256 for name in SPLITS for shard in splits[name].shards]
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        self._notes.path.unlink()
+        self._notes.remove()
         left_out = {"num_duplicates": 0, "num_not_text": self._mark.left_out}
         _write_manifest(self._folder, options, self._tokenizer, digest, splits, **left_out)
 
