@@ -169,7 +169,7 @@ def memory(pid: int) -> dict[str, int]:
 def update_of(work: Work, site: int, version: int, fragment: int, numel: int) -> tuple[memoryview, str]:
     """A payload and the digest of its values, of which only a block is ever in memory."""
     codec, values_digest = make_codec(work.codec).plain, Hasher()
-    assert BLOCK % codec.granule == 0, f"{work.codec} cannot be cut every {BLOCK} values"
+    assert BLOCK % codec.block == 0, f"{work.codec} cannot be cut every {BLOCK} values"
     payload = torch.empty(codec.payload_bytes_max(numel), dtype=torch.uint8)
     for start in range(0, numel, BLOCK):
         values = work.block(f"site-{site} {version}", fragment, start, min(BLOCK, numel - start), 1e-3)

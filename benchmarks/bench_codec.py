@@ -53,7 +53,7 @@ class Bench:
         self.base, self.local, self.out = base, local, out
         self.payload = room.raw(self.codec.payload_bytes(base.numel()))
         self.sent = bytes(self.encode())
-        self.carry = Carry(room.like(base).zero_(), BETA)
+        self.carry = Carry(room.values(base.numel()).zero_(), BETA)
 
     def encode(self, carry: Carry | None = None) -> memoryview:
         """The payload of the difference, as it is sent."""

@@ -65,14 +65,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from diloco.codec.kernel_library import SUM_BLOCK, DecodeJob, DigestState, EncodeJob, Fold, Kind, Layout, Status
+from diloco.codec.kernel_library import SUM_BLOCK, DecodeJob, DigestState, EncodeJob, Fold, Format, Kind, Status
 from diloco.codec.native import address, kernels, pointer, pointers
 
 if TYPE_CHECKING:
@@ -133,11 +133,8 @@ class KernelDigest:
     def __init__(self, total: int) -> None:
         assert total >= BYTES_MIN, total
         self._state = DigestState(total)
-
-    @property
-    def address(self) -> int:
+        self.address = ctypes.addressof(self._state)
         """The address of the state, for a job of the kernels."""
-        return ctypes.addressof(self._state)
 
     def text(self) -> str:
         """Return the digest in its written form, once all bytes are in."""
@@ -145,12 +142,12 @@ class KernelDigest:
         return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
 
 
-def hashing_kernels(total: int, like: str, *granules: int) -> tuple[Kernels, KernelDigest] | None:
+def hashing_kernels(total: int, like: str, *blocks: int) -> tuple[Kernels, KernelDigest] | None:
     """Return the kernels, and a digest of ``total`` bytes in the form of ``like`` for them to compute in their pass.
 
-    None where torch makes the pass and a ``Hasher`` the digest; ``granules`` as in ``native.kernels``.
+    None where torch makes the pass and a ``Hasher`` the digest; ``blocks`` as in ``native.kernels``.
     """
-    fast = kernels(SUM_BLOCK, *granules)
+    fast = kernels(SUM_BLOCK, *blocks)
     return None if fast is None or total < BYTES_MIN or is_sha256(like) else (fast, KernelDigest(total))
 
 
@@ -196,7 +193,7 @@ MALFORMED: Mapping[Status, str] = MappingProxyType(
 )
 
 
-def refuse(status: Status, name: str, layout: Layout) -> None:
+def refuse(status: Status, name: str, kind: Kind) -> None:
     """Raise the ``DecodeError`` of the plain version of decoding for ``status``; do nothing for ``DONE``."""
     if status is Status.DONE:
         return
@@ -204,7 +201,7 @@ def refuse(status: Status, name: str, layout: Layout) -> None:
         raise NonFinitePayload(f"{name} payload holds a NaN or an infinity")
     what = MALFORMED[status]
     if status is Status.BAD_CODE:
-        what += " -127" if layout.kind is Kind.INT8 else " -7"
+        what += " -127" if kind is Kind.INT8 else " -7"
     raise DecodeError(f"{name} payload {what}")
 
 
@@ -247,18 +244,18 @@ class Codec(ABC):
     def opened(self, payload: bytes | memoryview, numel: int) -> tuple[PlainCodec, memoryview]:
         """Undo the entropy stage: return the plain codec and its payload, which is a view where it is stored raw."""
 
-    @abstractmethod
     def closed(self, payload: Tensor) -> memoryview:
         """Apply the entropy stage to a whole payload of :attr:`plain` (flat uint8); return what ``encode`` would."""
+        return bytes_of(payload)
 
-    @abstractmethod
     def payload_bytes_max(self, numel: int) -> int:
         """Return the largest length of a result of ``encode``: ``payload_bytes``, plus one with an entropy stage."""
+        return self.payload_bytes(numel)
 
     @property
     def lossless(self) -> bool:
         """Whether ``decode(encode(values))`` is ``values``, bit for bit."""
-        return self.plain.layout.kind is Kind.FP32
+        return self.plain.kind is Kind.FP32
 
     def payload_bytes(self, numel: int) -> int:
         """Return the exact length of the payload before the entropy stage."""
@@ -283,21 +280,24 @@ class Codec(ABC):
 
 
 class PlainCodec(Codec):
-    """A codec without an entropy stage: each run of ``granule`` values has its own bytes at fixed offsets.
+    """A codec without an entropy stage: each block of ``block`` values has its own bytes at fixed offsets.
 
     ``encode_into`` and ``decode_into`` work in the caller's memory, and on a part of a tensor at a time.  Several
     threads may handle different ranges, and no bit depends on how the ranges are cut.
 
     A subclass defines how rows of values are rounded, and where and how the result is stored.  A row is a whole
-    granule, or the last one of a tensor, alone, which may be shorter.
+    block, or the last one of a tensor, alone, which may be shorter.
     """
 
     __slots__ = ()
+    kind: ClassVar[Kind]
+    """The format's number in the compiled kernels."""
+    block: int
+    """Number of values coded together: a range starts at a multiple of it and ends at one, or with the tensor."""
 
-    @property
-    @abstractmethod
-    def layout(self) -> Layout:
-        """The format's description for the compiled kernels."""
+    def format(self, numel: int) -> Format:
+        """Return the description of a payload of ``numel`` values for the compiled kernels."""
+        return Format(self.kind, self.block, numel, 0)
 
     @abstractmethod
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
@@ -324,11 +324,6 @@ class PlainCodec(Codec):
         """Return the codes of ``rows`` of ``width`` values; ``DecodeError`` for bytes that ``pack`` never produces."""
 
     @property
-    def granule(self) -> int:
-        """Number of values coded together: a range starts at a multiple of it and ends at one, or with the tensor."""
-        return self.layout.block
-
-    @property
     def plain(self) -> PlainCodec:
         """The codec itself."""
         return self
@@ -339,14 +334,6 @@ class PlainCodec(Codec):
             expected = f"{numel} values take {self.payload_bytes(numel)}"
             raise DecodeError(f"{self.name} payload has {len(payload)} bytes, {expected}")
         return self, memoryview(payload)
-
-    def closed(self, payload: Tensor) -> memoryview:
-        """Return the payload as it is."""
-        return bytes_of(payload)
-
-    def payload_bytes_max(self, numel: int) -> int:
-        """Return the same as :meth:`payload_bytes`."""
-        return self.payload_bytes(numel)
 
     def encode_into(
         self,
@@ -377,12 +364,12 @@ class PlainCodec(Codec):
         assert payload.is_contiguous(), "payload is not contiguous"
         assert payload.dim() == 1, f"payload has shape {tuple(payload.shape)}"
         assert payload.numel() >= length, f"payload has room for {payload.numel()} bytes, {length} are needed"
-        fast = kernels(self.granule)
+        fast = kernels(self.block)
         if fast is None:
             self.encode_plain(terms, carry, payload[:length], decoded, start, whole)
         elif values.numel():
             job = EncodeJob(
-                self.layout.format(whole),
+                self.format(whole),
                 start,
                 values.numel(),
                 pointer(values),
@@ -441,15 +428,15 @@ class PlainCodec(Codec):
         self.opened(payload, numel)  # Refuses another length.
         check_values(out)
         self.check_place(out.numel(), start, numel)
-        fast, layout = kernels(self.granule), self.layout
+        fast = kernels(self.block)
         if fast is None:
             self.decode_plain(payload, numel, out, start, accumulate)
         elif out.numel():
             fold = Fold.WRITE if accumulate is None else Fold.ADD if isinstance(accumulate, Add) else Fold.TOWARDS
             share = accumulate.share if isinstance(accumulate, Towards) else 0.0
             at = pointer(out)
-            job = DecodeJob(layout.format(numel), start, out.numel(), address(payload), at, at, fold, share)
-            refuse(fast.run(job), self.name, layout)
+            job = DecodeJob(self.format(numel), start, out.numel(), address(payload), at, at, fold, share)
+            refuse(fast.run(job), self.name, self.kind)
 
     def decode_plain(
         self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, accumulate: Add | Towards | None
@@ -463,23 +450,23 @@ class PlainCodec(Codec):
             accumulate_into(out[first:last], self.decode_rows(*codes).view(-1), accumulate)
 
     def check_place(self, count: int, start: int, numel: int) -> None:
-        """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole granules."""
-        stop, granule = start + count, self.granule
+        """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole blocks."""
+        stop = start + count
         assert 0 <= start <= stop <= numel, f"values {start} to {stop} of {numel}"
-        assert start % granule == 0, f"a range of {self.name} starts at {start}"
-        assert stop % granule == 0 or stop == numel, f"a range of {self.name} ends at {stop} of {numel}"
+        assert start % self.block == 0, f"a range of {self.name} starts at {start}"
+        assert stop % self.block == 0 or stop == numel, f"a range of {self.name} ends at {stop} of {numel}"
 
     def _chunks(self, numel: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of ``numel`` values, cut at granules so that temporaries stay in the cache; a short last granule
-        is a range of its own."""
-        step, whole = max(1, CHUNK_VALUES // self.granule) * self.granule, numel // self.granule * self.granule
+        """Yield ranges of ``numel`` values, cut at blocks so that temporaries stay in the cache; a short last block is
+        a range of its own."""
+        step, whole = max(1, CHUNK_VALUES // self.block) * self.block, numel // self.block * self.block
         yield from ((start, min(start + step, whole)) for start in range(0, whole, step))
         if whole < numel:
             yield whole, numel
 
     def _rows(self, chunk: Tensor) -> Tensor:
-        """Return a view of the chunk as rows of a granule each; a shorter chunk is one row."""
-        return chunk.view(-1, min(self.granule, chunk.numel()))
+        """Return a view of the chunk as rows of a block each; a shorter chunk is one row."""
+        return chunk.view(-1, min(self.block, chunk.numel()))
 
 
 def check_values(values: Tensor) -> None:
@@ -524,18 +511,9 @@ class Buffers:
     def __init__(self, spare_max: int) -> None:
         self._spare: deque[np.ndarray[tuple[int], np.dtype[np.uint8]]] = deque(maxlen=spare_max)
 
-    @property
-    def spare_bytes(self) -> int:
-        """Total size of the spare memory."""
-        return sum(each.nbytes for each in tuple(self._spare))
-
     def values(self, numel: int) -> Tensor:
         """Return a flat, uninitialised fp32 tensor of ``numel`` values."""
         return self.raw(4 * numel).view(torch.float32)
-
-    def like(self, values: Tensor) -> Tensor:
-        """Return a tensor of the size of ``values``, uninitialised."""
-        return self.values(values.numel())
 
     def raw(self, size: int) -> Tensor:
         """Return a flat, uninitialised uint8 tensor of ``size`` bytes."""

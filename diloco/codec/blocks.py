@@ -106,7 +106,7 @@ from diloco.codec.base import (
     units,
     unpack,
 )
-from diloco.codec.kernel_library import Kind, Layout
+from diloco.codec.kernel_library import Kind
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -128,7 +128,6 @@ class BlockCodec(PlainCodec):
     name: str
     block: int
 
-    kind: ClassVar[Kind]
     bits: ClassVar[int]
     """Bits of a field: 1, 2, 4 or 8."""
     filling: ClassVar[int] = 0
@@ -144,11 +143,6 @@ class BlockCodec(PlainCodec):
         step, most, words = self.sizes
         if not (step <= self.block <= most and self.block % step == 0):
             raise ValueError(f"codec is {self.name!r}: its block must be {words} from {step} to {most}")
-
-    @property
-    def layout(self) -> Layout:
-        """See :class:`~diloco.codec.base.PlainCodec`."""
-        return Layout(self.kind, self.block)
 
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, length) of the scales and the fields; ``start`` is that of a block, so of a whole byte."""
@@ -180,15 +174,16 @@ class IntCodec(BlockCodec):
 
     __slots__ = ()
     sizes = (2, 65536, "an even number")
-
-    @property
-    def code_max(self) -> int:
-        """Largest magnitude of a code; the type's most negative number is unused, for symmetry."""
-        return int(2 ** (self.bits - 1) - 1)
+    code_max: ClassVar[int]
+    """Largest magnitude of a code; the type's most negative number is unused, for symmetry."""
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """See :class:`BlockCodec`."""
-        scale_bits = self._scale_bits(rows)
+        peaks = torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())  # both propagate NaN
+        if not is_finite(peaks):
+            raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
+        rounded_up = ((peaks / self.code_max).view(torch.int32) + 0xFFFF) >> 16
+        scale_bits = torch.where(peaks > 0, rounded_up.clamp_(min=SCALE_MIN_BITS), 0)[:, None]
         scales = scale_values(scale_bits)
         # Where the scale is 0 all values are 0, and 0 / 1 gives the code 0.
         divisors = torch.where(scales > 0, scales, 1.0)
@@ -197,13 +192,6 @@ class IntCodec(BlockCodec):
             held = torch.floor(FP32_MAX / divisors)
             quotients = torch.minimum(torch.maximum(quotients, -held), held)
         return scale_bits, quotients.to(torch.int8).view(torch.uint8) + self.filling
-
-    def _scale_bits(self, rows: Tensor) -> Tensor:
-        peaks = torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())  # both propagate NaN
-        if not is_finite(peaks):
-            raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
-        rounded_up = ((peaks / self.code_max).view(torch.int32) + 0xFFFF) >> 16
-        return torch.where(peaks > 0, rounded_up.clamp_(min=SCALE_MIN_BITS), 0)[:, None]
 
     def check(self, scales: Tensor, fields: Tensor) -> None:
         """See :class:`BlockCodec`."""
@@ -227,14 +215,14 @@ class Int8Codec(IntCodec):
     """See the module for the format."""
 
     __slots__ = ()
-    kind, bits = Kind.INT8, 8
+    kind, bits, code_max = Kind.INT8, 8, 127
 
 
 class Int4Codec(IntCodec):
     """See the module for the format."""
 
     __slots__ = ()
-    kind, bits, filling = Kind.INT4, 4, 8
+    kind, bits, filling, code_max = Kind.INT4, 4, 8, 7
 
 
 class E3m0Codec(BlockCodec):
@@ -333,16 +321,11 @@ class Fp32Codec(PlainCodec):
     """fp32, lossless.  Layout: the values, fp32 little-endian."""
 
     name: str = "fp32"
+    block: int = 1
 
-    @property
-    def layout(self) -> Layout:
-        """See :class:`~diloco.codec.base.PlainCodec`."""
-        return Layout(Kind.FP32, 1)
-
-    @property
-    def stored(self) -> torch.dtype:
-        """The dtype of a value in a payload."""
-        return torch.float32
+    kind = Kind.FP32
+    stored: ClassVar[torch.dtype] = torch.float32
+    """The dtype of a value in a payload."""
 
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Return the one piece."""
@@ -371,28 +354,18 @@ class Fp32Codec(PlainCodec):
         return (values,)
 
 
+@dataclass(frozen=True, slots=True)
 class Bf16Codec(Fp32Codec):
     """Layout: the values, bfloat16 little-endian, rounded to nearest even.
 
     Values that would round to infinity (above 3.396e38) become the largest bf16 (3.390e38) of their sign.
     """
 
-    __slots__ = ()
+    name: str = "bf16"
 
-    def __init__(self) -> None:
-        super().__init__("bf16")
-
-    @property
-    def layout(self) -> Layout:
-        """See :class:`~diloco.codec.base.PlainCodec`."""
-        return Layout(Kind.BF16, 1)
-
-    @property
-    def stored(self) -> torch.dtype:
-        """The dtype of a value in a payload."""
-        return torch.bfloat16
+    kind, stored = Kind.BF16, torch.bfloat16
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the rows in the stored dtype."""
-        (finite,) = super().encode_rows(rows)
+        (finite,) = Fp32Codec.encode_rows(self, rows)  # ``super()`` fails: ``slots`` creates the class twice.
         return (finite.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16),)

@@ -68,14 +68,22 @@ class EntropyCodec(Codec):
             return self.inner.opened(body, numel)
         if flag != ZSTD:
             raise DecodeError(f"{self.name} payload starts with {flag.hex() or 'nothing'}: must be 00 or 01")
-        return self.inner.opened(self._decompress(body, self.inner.payload_bytes(numel)), numel)
+        expected = self.payload_bytes(numel)
+        # The library allocates the size that the header declares and then ignores any other limit: so the header first.
+        self._check_header(body, expected)
+        try:
+            decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
+            raw = decompressor.decompress(body, max_output_size=expected, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise DecodeError(f"{self.name} frame is damaged: {error}") from None
+        return self.inner.opened(raw, numel)
 
     def unpacked(self, staged: BinaryIO, numel: int) -> Iterator[bytes]:
         """Yield the inner payload, in pieces, of a flag and frame read from ``staged``; refuse as ``opened`` does.
 
         ``UNPACK_BYTES_MAX`` bounds the memory.
         """
-        flag, expected, held = staged.read(1), self.inner.payload_bytes(numel), staged.read(FEED_BYTES)
+        flag, expected, held = staged.read(1), self.payload_bytes(numel), staged.read(FEED_BYTES)
         if flag != ZSTD:
             raise DecodeError(f"{self.name} payload starts with {flag.hex() or 'nothing'}: 01 is a frame")
         self._check_header(held, expected)
@@ -96,7 +104,9 @@ class EntropyCodec(Codec):
         """See :class:`~diloco.codec.base.Codec`."""
         compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True, write_checksum=False)
         if self.asks and payload.numel() > SAMPLE_PIECES * PIECE_BYTES:
-            sample = _sample(payload)
+            apart = (payload.numel() - PIECE_BYTES) / (SAMPLE_PIECES - 1)
+            starts = [int(index * apart) for index in range(SAMPLE_PIECES)]
+            sample = b"".join(bytes_of(payload[start : start + PIECE_BYTES]) for start in starts)
             if len(compressor.compress(sample)) > (1 - SAVED_MIN) * len(sample):
                 return memoryview(RAW + bytes_of(payload))
         frame = compressor.compress(bytes_of(payload))
@@ -115,23 +125,6 @@ class EntropyCodec(Codec):
             raise DecodeError(f"{self.name} frame declares {header.content_size} bytes, must be {expected}")
         if header.window_size > WINDOW_BYTES_MAX:
             raise DecodeError(f"{self.name} frame asks for a window of {header.window_size} bytes")
-
-    def _decompress(self, frame: memoryview, expected: int) -> bytes:
-        # The library allocates the size that the header declares and ignores any other limit then, so check the
-        # header first.
-        self._check_header(frame, expected)
-        try:
-            decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
-            return decompressor.decompress(frame, max_output_size=expected, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise DecodeError(f"{self.name} frame is damaged: {error}") from None
-
-
-def _sample(raw: Tensor) -> bytes:
-    """Return evenly spread pieces, from the first bytes to the last."""
-    apart = (raw.numel() - PIECE_BYTES) / (SAMPLE_PIECES - 1)
-    starts = [int(index * apart) for index in range(SAMPLE_PIECES)]
-    return b"".join(bytes_of(raw[start : start + PIECE_BYTES]) for start in starts)
 
 
 def stage_of(codec: Codec, payload: bytes | memoryview) -> str | None:

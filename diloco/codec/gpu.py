@@ -29,7 +29,7 @@ from diloco.codec.blocks import BlockCodec, IntCodec
 from diloco.codec.topk import INDEX_BITS, TopKCodec, pack_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from diloco.codec.base import Codec
 
@@ -112,16 +112,14 @@ class DeviceBlocks(DevicePasses):
         assert isinstance(codec, BlockCodec)
         (_, front), _ = codec.sections(numel, 0, numel)
         scales, codes = payload[:front].view(codec.scales_type), payload[front:]
+        constants = chosen | self._constants()
         from diloco.codec import gpu_kernels
 
-        constants = chosen | self._constants()
-
-        def run(programs: int, first: int, masked: bool) -> None:
-            gpu_kernels.encode_blocks[(programs,)](
-                *terms, scales, codes, *told, numel, first, masked=masked, **constants
-            )
-
-        run_programs(terms[0], codec.block, constants["width"], constants["rows"], run)
+        with on_device(terms[0].device):
+            for programs, first, masked in launches(numel, codec.block, constants["width"], constants["rows"]):
+                gpu_kernels.encode_blocks[(programs,)](
+                    *terms, scales, codes, *told, numel, first, masked=masked, **constants
+                )
 
     def _constants(self) -> dict[str, Any]:
         codec = self.codec
@@ -144,17 +142,13 @@ def held_from(code_max: int) -> int:
     return ((exponent + 127) << 23) + ((mantissa - 128) << 16)
 
 
-def run_programs(values: Tensor, block: int, width: int, rows: int, run: Callable[[int, int, bool], None]) -> None:
-    """Launch ``run(programs, first program, masked)`` for the whole programs, and once more for a rest."""
-    numel = values.numel()
+def launches(numel: int, block: int, width: int, rows: int) -> list[tuple[int, int, bool]]:
+    """Return (programs, first program, masked) of the launch for the whole programs, and of one for a rest."""
     whole, rest = divmod(numel, rows * block)
     if width != block:
         whole, rest = 0, numel
-    with on_device(values.device):
-        if whole:
-            run(whole, 0, False)
-        if rest:
-            run(-(-rest // (rows * block)), whole, True)
+    both = [(whole, 0, False), (-(-rest // (rows * block)), whole, True)]
+    return [launch for launch in both if launch[0]]
 
 
 def new_fault(device: torch.device) -> Tensor:
@@ -181,21 +175,20 @@ class DeviceTopK(DevicePasses):
         assert isinstance(codec, TopKCodec)
         (at, size), *packed = codec.sections(numel, 0, numel)
         levels = payload[at : at + size].view(torch.int16)
-        index_bits = INDEX_BITS[codec.chunk]
+        index_bits = INDEX_BITS[codec.block]
         num_kept = packed[0][1] * 8 // index_bits
         # A multiple of four, so that the last byte is padded with zero fields.
         room = num_kept + -num_kept % 4
         indices = torch.zeros(room, dtype=torch.int16, device=payload.device)
         fields = torch.zeros(room, dtype=torch.uint8, device=payload.device)
-        rows = max(1, self.launch.program_values // codec.chunk)
+        rows = max(1, self.launch.program_values // codec.block)
+        outputs = (levels, indices, fields, *told)
+        constants = chosen | {"k": codec.k, "block": codec.block, "rows": rows}
         from diloco.codec import gpu_kernels
 
-        def run(programs: int, first: int, masked: bool) -> None:
-            kept = (levels, indices, fields)
-            sizes = {"k": codec.k, "block": codec.chunk, "rows": rows}
-            gpu_kernels.encode_sparse[(programs,)](*terms, *kept, *told, numel, first, masked=masked, **sizes, **chosen)
-
-        run_programs(terms[0], codec.chunk, codec.chunk, rows, run)
+        with on_device(terms[0].device):
+            for programs, first, masked in launches(numel, codec.block, codec.block, rows):
+                gpu_kernels.encode_sparse[(programs,)](*terms, *outputs, numel, first, masked=masked, **constants)
         pieces = (pack_indices(indices, index_bits), pack(fields, FIELD_BITS))
         for (at, size), piece in zip(packed, pieces, strict=True):
             payload[at : at + size] = piece[:size]
@@ -208,6 +201,6 @@ def accelerated(codec: Codec, launch: Launch | None = None) -> DevicePasses | No
     """
     if isinstance(codec, BlockCodec):
         return DeviceBlocks(codec, launch or (Launch() if isinstance(codec, IntCodec) else Launch(program_values=2048)))
-    if isinstance(codec, TopKCodec) and codec.chunk <= CHUNK_MAX:
+    if isinstance(codec, TopKCodec) and codec.block <= CHUNK_MAX:
         return DeviceTopK(codec, launch or Launch(num_warps=16))
     return None

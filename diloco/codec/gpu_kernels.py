@@ -75,15 +75,6 @@ def _remainder(
 
 
 @triton.jit
-def _scale_bits(peaks: tl.tensor, code_max: tl.tensor) -> tl.tensor:
-    """Return the scale of each block as fp32 bits, from the bits of its peak."""
-    quotients = tl.div_rn(peaks.to(tl.float32, bitcast=True), code_max)
-    # Add 2**16 - 1 and keep the upper half: this rounds away from zero to bf16.
-    rounded_up = (quotients.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
-    return tl.where(peaks > 0, tl.maximum(rounded_up, SCALE_MIN), 0)
-
-
-@triton.jit
 def _store_codes(
     codes: tl.tensor,
     code: tl.tensor,
@@ -178,21 +169,6 @@ def powers(found: tl.tensor, negative: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def power_values(fields: tl.tensor, level: tl.tensor) -> tl.tensor:
-    """Return the values of e3m0 fields in a block whose largest level is ``level``."""
-    power = (level[:, None] - 7 + (fields & 7)) << 23
-    return tl.where((fields & 7) > 0, power | ((fields & 8) << 28), 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def two_levels(found: tl.tensor, counts: tl.tensor, top: tl.tensor, negative: tl.tensor) -> tl.tensor:
-    """Return levels and fields of int2; ``found`` are units of 64 bits."""
-    is_big = found > ((5 * tl.sum(found, axis=1) + 4 * counts - 1) // (4 * counts))[:, None]
-    both = levels_of(found, is_big, counts, top)
-    return both, two_fields(is_big, negative, both)
-
-
-@triton.jit
 def store_fields(
     codes: tl.tensor,
     fields: tl.tensor,
@@ -231,7 +207,10 @@ def _int_codes(
 
     ``held_from`` is the smallest scale, as the bits of an fp32, at which ``code_max * scale`` overflows.
     """
-    scale_bits = _scale_bits(peaks, tl.full([rows], code_max, tl.float32))
+    quotients = tl.div_rn(peaks.to(tl.float32, bitcast=True), tl.full([rows], code_max, tl.float32))
+    # Add 2**16 - 1 and keep the upper half: this rounds away from zero to bf16.
+    rounded_up = (quotients.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
+    scale_bits = tl.where(peaks > 0, tl.maximum(rounded_up, SCALE_MIN), 0)
     scale = scale_bits.to(tl.float32, bitcast=True)
     _store(scales, row, (scale_bits >> 16).to(tl.int16), exists, masked)
     divisor = tl.where(scale_bits > 0, scale, 1.0)[:, None]
@@ -294,9 +273,13 @@ def encode_blocks(
             fields = powers(found, negative)
             level = tl.minimum((peaks + HALF_STEP) >> 23, EXPONENT_MAX)
             _store(scales + first_block, row, level.to(tl.uint8), exists, masked)
-            sent = power_values(fields, level)
+            power = (level[:, None] - 7 + (fields & 7)) << 23
+            sent = tl.where((fields & 7) > 0, power | ((fields & 8) << 28), 0).to(tl.float32, bitcast=True)
         elif bits == 2:
-            both, fields = two_levels(units(found, peaks >> 23).to(tl.int64), counts, peaks >> 23, negative)
+            wide = units(found, peaks >> 23).to(tl.int64)
+            is_big = wide > ((5 * tl.sum(wide, axis=1) + 4 * counts - 1) // (4 * counts))[:, None]
+            both = levels_of(wide, is_big, counts, peaks >> 23)
+            fields = two_fields(is_big, negative, both)
             _store(scales + 2 * first_block, row * 2, both.to(tl.int16), exists, masked)
             _store(scales + 2 * first_block + 1, row * 2, (both >> 16).to(tl.int16), exists, masked)
             sent = two_values(fields, both)
@@ -311,22 +294,18 @@ def encode_blocks(
 
 
 @triton.jit
-def _least_kept(found: tl.tensor, kept: tl.tensor) -> tl.tensor:
-    """Return the ``kept``-th largest of each row's ``found``, which are below 2**24; entries of -1 do not count."""
+def _is_kept(found: tl.tensor, kept: tl.tensor) -> tl.tensor:
+    """Return the mask of the ``kept`` largest of each row's ``found``, which are below 2**24; of equal ones the first.
+
+    Entries of -1 do not count.
+    """
     least = tl.zeros_like(kept).to(tl.int32)
     for step in range(24):
         tried = least | (1 << (23 - step))
         enough = tl.sum((found >= tried[:, None]).to(tl.int32), axis=1) >= kept
         least = tl.where(enough, tried, least)
-    return least
-
-
-@triton.jit
-def _is_kept(found: tl.tensor, kept: tl.tensor) -> tl.tensor:
-    """Return the mask of the kept: those above the least kept value, and the first ones equal to it."""
-    least = _least_kept(found, kept)[:, None]
-    above = found > least
-    equal = found == least
+    above = found > least[:, None]
+    equal = found == least[:, None]
     wanted = (kept - tl.sum(above.to(tl.int32), axis=1))[:, None]
     return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= wanted))
 

@@ -99,22 +99,6 @@ class Format(Structure):
     _fields_ = (("kind", c_int32), ("block", c_int32), ("numel", c_int64), ("kept", c_int64))
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The format of a codec that has kernels: its kind and the size of its blocks, 1 for a cast.
-
-    ``kept`` is the number of values that top-k keeps of a block.
-    """
-
-    kind: Kind
-    block: int
-    kept: int = 0
-
-    def format(self, numel: int) -> Format:
-        """Return the format of a payload of ``numel`` values."""
-        return Format(self.kind, self.block, numel, self.kept)
-
-
 class Job(Structure):
     """A pass over memory."""
 

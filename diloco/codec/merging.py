@@ -106,7 +106,9 @@ def sum_of_products(a: Tensor, b: Tensor) -> float:
     check_values(b)
     assert a.shape == b.shape, (a.shape, b.shape)
     fast = kernels()
-    return sum_plain(a, b) if fast is None else fast.sum_of_products(a, b)
+    if fast is None:
+        return sum_plain(a, b)
+    return float(fast.library.diloco_sum_products(fast.level, a.data_ptr(), b.data_ptr(), a.numel(), 0.0))
 
 
 def sums_of(values: Tensor, against: Tensor | None) -> Sums:
@@ -139,7 +141,7 @@ def sum_plain(a: Tensor, b: Tensor) -> float:
     return total
 
 
-def decoded(updates: Sequence[tuple[PlainCodec, memoryview]], numel: int, bounds: Range) -> Tensor:
+def decoded(updates: Sequence[tuple[PlainCodec, bytes | memoryview]], numel: int, bounds: Range) -> Tensor:
     """Return a range of one site's contribution: its updates added up in their order."""
     contribution = torch.empty(bounds[1] - bounds[0])
     for index, (codec, payload) in enumerate(updates):
@@ -175,7 +177,11 @@ def merge_into(
     segments, one_by_one = merging.segments, [(bounds,) for bounds in cut]
     assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), out.numel()], "no partition"
     work = _Merge(out, sites, merging, None if merging.correction.is_none else momentum)
-    blocks = work.blocks()
+    blocks = [
+        _Block(start, stop, segment)
+        for segment in segments
+        for start, stop in pairwise((segment.start, *segment.cuts, segment.stop))
+    ]
     totals = {block: [0.0] * len(work.pairs(block)) for block in blocks}
     for bounds, found in zip(cut, spread(functools.partial(work.products, blocks), one_by_one), strict=True):
         each = iter(found)
@@ -203,14 +209,6 @@ class _Merge:
     sites: Sites
     merging: Merging
     momentum: Tensor | None
-
-    def blocks(self) -> list[_Block]:
-        """Return the blocks of the whole fragment."""
-        return [
-            _Block(start, stop, segment)
-            for segment in self.merging.segments
-            for start, stop in pairwise((segment.start, *segment.cuts, segment.stop))
-        ]
 
     def pairs(self, block: _Block) -> list[tuple[int, int]]:
         """Return the (row, column) pairs whose products a block needs."""
@@ -380,9 +378,11 @@ def outer_pass(
     size = codec.plain.payload_bytes(numel)
     payload = theta.view(torch.uint8) if lossless else room.raw(size)
     assert payload.numel() == size, f"{codec.name} is lossless and does not send the values as they are"
-    work = _Work(shares(sites), state, new, optimizer, share, codec.plain, payload)
-    codecs = work.codecs()
-    found = kernels(SUM_BLOCK, *(each.granule for each in codecs)) if work.rule() is not None else None
+    rule = Rule.PART if share < 1 and optimizer.kind in LINEAR else RULES.get(optimizer.kind)
+    weighed = shares(sites)
+    codecs = [codec.plain, *(each for _, updates in weighed for each, _ in updates)]
+    work = _Work(weighed, state, new, optimizer, share, codec.plain, payload, codecs, rule)
+    found = kernels(SUM_BLOCK, *(each.block for each in codecs)) if rule is not None else None
     some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
     if found is not None:
         some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
@@ -401,7 +401,7 @@ def ranges(numel: int, codecs: Iterable[PlainCodec], about: int | None = None) -
 
     Block sizes without a common factor make the ranges longer, up to the whole.
     """
-    step = lcm(SUM_BLOCK, *(codec.granule for codec in codecs))
+    step = lcm(SUM_BLOCK, *(codec.block for codec in codecs))
     step *= max(1, (about or RANGE_VALUES) // step)
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
@@ -417,52 +417,42 @@ class _Work:
     share: float
     codec: PlainCodec
     payload: Tensor
-
-    def rule(self) -> Rule | None:
-        """Return the kernels' rule for the step; None: torch makes the step."""
-        kind = self.optimizer.kind
-        return Rule.PART if self.share < 1 and kind in LINEAR else RULES.get(kind)
-
-    def codecs(self) -> list[PlainCodec]:
-        """Return all codecs that the pass reads or writes."""
-        return [self.codec, *(codec for _, updates in self.sites for codec, _ in updates)]
+    codecs: Sequence[PlainCodec]
+    """All codecs that the pass writes or reads; first ``codec``, then those of the updates in their order."""
+    rule: Rule | None
+    """The kernels' rule for the step; None: torch makes the step."""
 
     def plain_ranges(self, some: Ranges) -> list[float]:
         """Compute ranges in torch, the definition; return each one's sum of squares of the merged pseudo-gradient."""
-        return [self._plain_range(bounds) for bounds in some]
-
-    def _plain_range(self, bounds: Range) -> float:
-        state, new, part = self.state, self.new, slice(*bounds)
-        merged = self._mean(bounds)
-        theta, following = outer_step(state.theta[part], merged, state.optimizer.part(part), self.optimizer, self.share)
-        if not is_finite(theta):
-            raise NonFiniteError(THETA)
-        new.theta[part] = theta
-        for name, values in following.tensors.items():
-            new.optimizer.tensors[name][part] = values
-        published, before = new.published[part], state.published[part]
-        numel = state.theta.numel()
-        if not self.codec.lossless:
-            self.codec.encode_into((theta, before), self.payload, published, start=bounds[0], numel=numel)
-            if not is_finite(published.add_(before)):
-                raise NonFiniteError(PUBLISHED)
-        return sum_of_products(merged, merged)
+        state, new, numel, squares = self.state, self.new, self.state.theta.numel(), []
+        for bounds in some:
+            part, merged = slice(*bounds), self._mean(bounds)
+            optimizer = state.optimizer.part(part)
+            theta, following = outer_step(state.theta[part], merged, optimizer, self.optimizer, self.share)
+            if not is_finite(theta):
+                raise NonFiniteError(THETA)
+            new.theta[part] = theta
+            for name, values in following.tensors.items():
+                new.optimizer.tensors[name][part] = values
+            published, before = new.published[part], state.published[part]
+            if not self.codec.lossless:
+                self.codec.encode_into((theta, before), self.payload, published, start=bounds[0], numel=numel)
+                if not is_finite(published.add_(before)):
+                    raise NonFiniteError(PUBLISHED)
+            squares.append(sum_of_products(merged, merged))
+        return squares
 
     def _mean(self, bounds: Range) -> Tensor:
         """Return the range of ``merge_mean``."""
         numel = self.state.theta.numel()
-        mean: Tensor | None = None
-        for share, updates in self.sites:
-            if mean is not None and len(updates) == 1:
-                codec, payload = updates[0]
+        (_, first), *others = self.sites
+        mean = decoded(first, numel, bounds)
+        for share, updates in others:
+            if len(updates) == 1:
+                [(codec, payload)] = updates
                 codec.decode_into(payload, numel, mean, bounds[0], Towards(share))
-                continue
-            contribution = decoded(updates, numel, bounds)
-            if mean is None:
-                mean = contribution
             else:
-                accumulate_into(mean, contribution, Towards(share))
-        assert mean is not None
+                accumulate_into(mean, decoded(updates, numel, bounds), Towards(share))
         return mean
 
     def native_updates(self) -> ctypes.Array[Update]:
@@ -470,7 +460,7 @@ class _Work:
         numel = self.state.theta.numel()
         updates = [
             Update(
-                codec.layout.format(numel),
+                codec.format(numel),
                 address(payload),
                 (0 if site else Place.IN_MEAN)
                 | (0 if index else Place.OPENS_SITE)
@@ -484,7 +474,7 @@ class _Work:
 
     def native_ranges(self, fast: Kernels, updates: ctypes.Array[Update], some: Ranges) -> list[float]:
         """Compute what ``plain_ranges`` does, with one pass of the kernels for each range."""
-        numel, rule, options = self.state.theta.numel(), self.rule(), self.optimizer
+        numel, rule, options = self.state.theta.numel(), self.rule, self.optimizer
         factors = (-options.lr * self.share, options.momentum, 0.0, 0.0)
         if rule is Rule.PART:
             part = linear_part(options, self.share)
@@ -492,12 +482,12 @@ class _Work:
         job = OuterJob(
             0,
             0,
-            tile(SUM_BLOCK, *(codec.granule for codec in self.codecs())),
+            tile(SUM_BLOCK, *(codec.block for codec in self.codecs)),
             updates,
             len(updates),
             *(pointer(each) for each in (self.state.theta, self.state.published, self.state.optimizer.momentum)),
             *(pointer(each) for each in (self.new.theta, self.new.published, self.new.optimizer.momentum)),
-            self.codec.layout.format(numel),
+            self.codec.format(numel),
             pointer(self.payload),
             self.codec.lossless,
             rule,
@@ -509,8 +499,8 @@ class _Work:
             (job.start, job.stop), job.squares = bounds, 0.0
             status = fast.run(job)
             if job.culprit >= 0:
-                codec = [codec for _, parts in self.sites for codec, _ in parts][job.culprit]
-                refuse(status, codec.name, codec.layout)
+                codec = self.codecs[1 + job.culprit]
+                refuse(status, codec.name, codec.kind)
             if status is not Status.DONE:
                 other = f"{self.codec.name} was to encode a NaN or an infinity"
                 raise NonFiniteError(REFUSED.get(status, other))
@@ -529,7 +519,7 @@ class Reading:
         """The digest of the values gets the form of ``like``."""
         self._codec = codec
         self._numel = numel
-        self._hashing = hashing_kernels(4 * numel, like, codec.granule)
+        self._hashing = hashing_kernels(4 * numel, like, codec.block)
         self._hasher = Hasher(like)
 
     def ranges(self) -> list[Range]:
@@ -553,15 +543,15 @@ class Reading:
             assert against.shape == (count,), (against.shape, count)
         fast, made = self._hashing
         job = MeasureJob(
-            codec.layout.format(numel),
+            codec.format(numel),
             start,
             count,
-            tile(SUM_BLOCK, codec.granule),
+            tile(SUM_BLOCK, codec.block),
             address(payload),
             pointer(against),
             digest=made.address,
         )
-        refuse(fast.run(job), codec.name, codec.layout)
+        refuse(fast.run(job), codec.name, codec.kind)
         return Sums(job.largest, job.squares, job.products, job.against_squares)
 
     def digest(self) -> str:

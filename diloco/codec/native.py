@@ -37,14 +37,10 @@ class Kernels:
         """Do a pass over memory, which ``kernels.cpp`` documents at the job's structure."""
         return Status(getattr(self.library, job.function)(self.level, byref(job)))
 
-    def sum_of_products(self, a: Tensor, b: Tensor) -> float:
-        """See ``merging.sum_of_products``."""
-        return float(self.library.diloco_sum_products(self.level, a.data_ptr(), b.data_ptr(), a.numel(), 0.0))
 
-
-def tile(*granules: int) -> int:
-    """Return how many values the kernels handle at a time, in whole granules of all; 0 where that is impossible."""
-    step = lcm(*granules)
+def tile(*blocks: int) -> int:
+    """Return how many values the kernels handle at a time, in whole blocks of all sizes; 0 where that is impossible."""
+    step = lcm(*blocks)
     return 0 if step > TILE_MAX else max(1, TILE_USUAL // step) * step
 
 
@@ -63,13 +59,13 @@ def pointer(values: Tensor | None) -> int | None:
     return None if values is None else values.data_ptr()
 
 
-def kernels(*granules: int) -> Kernels | None:
+def kernels(*blocks: int) -> Kernels | None:
     """Return the kernels that this process runs; None where it runs plain torch.
 
-    None too where no tile can hold whole blocks of all ``granules``.
+    None too where no tile can hold whole blocks of all sizes.
     """
     chosen = choice()
-    if chosen.library is None or not tile(*granules):
+    if chosen.library is None or not tile(*blocks):
         return None
     return Kernels(chosen.library, chosen.level)
 

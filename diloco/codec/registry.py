@@ -66,26 +66,23 @@ def make_codec(name: str) -> Codec:
         raise ValueError(
             f"codec is {name!r}: one of {', '.join(CODEC_NAMES)}, then :<block>, then +zstd<level> or +auto<level>"
         )
+    kind, block, k = match["kind"], match["block"], match["k"]
     plain = name.removesuffix(match["stage"] or "")
-    codec = _plain_codec(plain, match["kind"], match["block"], match["k"])
+    codec: PlainCodec = Fp32Codec() if kind == "fp32" else Bf16Codec()
+    if kind == "topk":
+        if (block is None) != (k is None):
+            raise ValueError(f"codec is {plain!r}: topk, or topk:<chunk>x<k>")
+        codec = TopKCodec(plain, int(block or TOPK_CHUNK), int(k or TOPK_K))
+    elif k is not None:
+        raise ValueError(f"codec is {plain!r}: only topk keeps so many of a chunk")
+    elif kind in BLOCKS:
+        make, usual = BLOCKS[kind]
+        codec = make(plain, int(block or usual))
+    elif block is not None:
+        raise ValueError(f"codec is {plain!r}: {kind} has no blocks")
     if match["stage"] is None:
         return codec
     return EntropyCodec(name, codec, int(match["level"] or ZSTD_LEVEL), asks=match["how"] == "auto")
-
-
-def _plain_codec(name: str, kind: str, block: str | None, k: str | None) -> PlainCodec:
-    if kind == "topk":
-        if (block is None) != (k is None):
-            raise ValueError(f"codec is {name!r}: topk, or topk:<chunk>x<k>")
-        return TopKCodec(name, int(block or TOPK_CHUNK), int(k or TOPK_K))
-    if k is not None:
-        raise ValueError(f"codec is {name!r}: only topk keeps so many of a chunk")
-    if kind in BLOCKS:
-        codec, usual = BLOCKS[kind]
-        return codec(name, int(block or usual))
-    if block is not None:
-        raise ValueError(f"codec is {name!r}: {kind} has no blocks")
-    return Fp32Codec() if kind == "fp32" else Bf16Codec()
 
 
 @dataclass(frozen=True, slots=True)

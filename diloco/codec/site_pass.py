@@ -35,7 +35,7 @@ from diloco.codec.base import (
 )
 from diloco.codec.entropy import stage_of
 from diloco.codec.kernel_library import SUM_BLOCK, FollowJob, Pieces, SealJob, Status, TakeJob, Update
-from diloco.codec.merging import RANGE_VALUES, ranges, sum_of_products
+from diloco.codec.merging import RANGE_VALUES, decoded, ranges, sum_of_products
 from diloco.codec.native import address, kernels, pointers, tile
 from diloco.codec.registry import Coded
 from diloco.outer.pseudo_gradient import rebase
@@ -65,16 +65,23 @@ def seal_pieces(
     """
     numel = _checked(pieces, base, sent)
     assert payload.numel() == codec.payload_bytes(numel), (payload.numel(), numel)
-    granules = codec.granule, *(each.codec.granule for each in sent)
-    hashing = hashing_kernels(4 * numel, "", *granules)
-    if hashing is None:
-        return _seal_plain(pieces, base, sent, codec, payload)
+    blocks = codec.block, *(each.codec.block for each in sent)
+    hashing = hashing_kernels(4 * numel, "", *blocks)
+    if hashing is None:  # Each range is hashed and measured while it is in the cache.
+        found, squares = Hasher(), 0.0
+        for start, stop in ranges(numel, [codec, *(each.codec for each in sent)]):
+            local = torch.cat(_parts(pieces, start, stop))
+            in_flight = [decoded([(each.codec, each.payload)], numel, (start, stop)) for each in sent]
+            codec.encode_into((base[start:stop], local, *in_flight), payload, local, start=start, numel=numel)
+            found.update(bytes_of(local))
+            squares += sum_of_products(local, local)
+        return Measured(found.text(), sqrt(squares))
     fast, made = hashing
     job = SealJob(
-        codec.layout.format(numel),
+        codec.format(numel),
         0,
         numel,
-        tile(SUM_BLOCK, *granules),
+        tile(SUM_BLOCK, *blocks),
         pieces_of(pieces),
         base.data_ptr(),
         updates(sent),
@@ -94,15 +101,20 @@ def rebase_pieces(pieces: Sequence[Tensor], old_base: Tensor, new_base: Tensor, 
     numel = _checked(pieces, old_base, merged)
     check_values(new_base)
     assert new_base.numel() == numel, (new_base.numel(), numel)
-    granules = SUM_BLOCK, *(each.codec.granule for each in merged)
-    fast = kernels(*granules)
+    blocks = SUM_BLOCK, *(each.codec.block for each in merged)
+    fast = kernels(*blocks)
     if fast is None:
-        _rebase_plain(pieces, old_base, new_base, merged)
+        for start, stop in ranges(numel, [each.codec for each in merged]):
+            parts = _parts(pieces, start, stop)
+            own = [decoded([(each.codec, each.payload)], numel, (start, stop)) for each in merged]
+            values = rebase(torch.cat(parts), old_base[start:stop], new_base[start:stop], own)
+            for here, part in zip(parts, torch.split(values, [each.numel() for each in parts]), strict=True):
+                here.copy_(part)
         return
     job = TakeJob(
         0,
         numel,
-        tile(*granules),
+        tile(*blocks),
         pieces_of(pieces),
         old_base.data_ptr(),
         new_base.data_ptr(),
@@ -116,31 +128,8 @@ def updates(held: Sequence[Coded]) -> object:
     """Return the payloads in the form of the kernels; the payloads must outlive the result."""
     found = (Update * max(1, len(held)))()
     for update, each in zip(found, held, strict=False):
-        update.format, update.payload = each.codec.layout.format(each.numel), address(each.payload)
+        update.format, update.payload = each.codec.format(each.numel), address(each.payload)
     return found
-
-
-def _seal_plain(
-    pieces: Sequence[Tensor], base: Tensor, sent: Sequence[Coded], codec: PlainCodec, payload: Tensor
-) -> Measured:
-    """Do the same by ranges without the fused kernel; each range is hashed and measured while it is in the cache."""
-    numel, found, squares = base.numel(), Hasher(), 0.0
-    for start, stop in ranges(numel, [codec, *(each.codec for each in sent)]):
-        local = _gathered(pieces, start, stop)
-        in_flight = [_decoded(each, start, stop) for each in sent]
-        codec.encode_into((base[start:stop], local, *in_flight), payload, local, start=start, numel=numel)
-        found.update(bytes_of(local))
-        squares += sum_of_products(local, local)
-    return Measured(found.text(), sqrt(squares))
-
-
-def _rebase_plain(pieces: Sequence[Tensor], old_base: Tensor, new_base: Tensor, merged: Sequence[Coded]) -> None:
-    for start, stop in ranges(old_base.numel(), [each.codec for each in merged]):
-        local, own = _gathered(pieces, start, stop), [_decoded(each, start, stop) for each in merged]
-        values = rebase(local, old_base[start:stop], new_base[start:stop], own)
-        parts = _parts(pieces, start, stop)
-        for here, part in zip(parts, torch.split(values, [each.numel() for each in parts]), strict=True):
-            here.copy_(part)
 
 
 def _checked(pieces: Sequence[Tensor], base: Tensor, held: Sequence[Coded]) -> int:
@@ -163,7 +152,7 @@ def pieces_of(pieces: Sequence[Tensor]) -> Pieces:
 def _check(status: Status, held: Sequence[Coded]) -> None:
     """Raise for a refused payload of ``held``; any other failure is a bug, as the site's own codecs made them."""
     for each in held:
-        refuse(status, f"an update in flight: {each.codec.name}", each.codec.layout)
+        refuse(status, f"an update in flight: {each.codec.name}", each.codec.kind)
     assert status is Status.DONE, status
 
 
@@ -176,17 +165,6 @@ def _parts(pieces: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
             found.append(each[first:last])
         at += each.numel()
     return found
-
-
-def _gathered(pieces: Sequence[Tensor], start: int, stop: int) -> Tensor:
-    """Return a copy of the values between ``start`` and ``stop``."""
-    return torch.cat(_parts(pieces, start, stop))
-
-
-def _decoded(held: Coded, start: int, stop: int) -> Tensor:
-    values = torch.empty(stop - start)
-    held.codec.decode_into(held.payload, held.numel, values, start)
-    return values
 
 
 def publish(theta: Tensor, published: Tensor, codec: Codec) -> tuple[bytes, Tensor]:
@@ -240,7 +218,7 @@ class Following:
             check_values(each)
             assert each.shape == (numel,), (each.shape, numel)
         self._at = 0
-        self._hashing = hashing_kernels(4 * numel, like, codec.plain.granule)
+        self._hashing = hashing_kernels(4 * numel, like, codec.plain.block)
         self._hasher = Hasher(like)
         self._parts = updates([Coded(plain, payload, numel) for plain, payload in opened])
 
@@ -249,22 +227,19 @@ class Following:
         codec, plain, begin = self._codec, self._codec.plain, self._at
         if self._hashing is not None:
             fast, made = self._hashing
-            size = tile(SUM_BLOCK, plain.granule)
+            size = tile(SUM_BLOCK, plain.block)
             places = (self._published.data_ptr(), self._parts, len(self._opened))
             job = FollowJob(begin, stop, size, *places, self._out.data_ptr(), made.address, codec.lossless)
-            refuse(fast.run(job), codec.name, plain.layout)
+            refuse(fast.run(job), codec.name, plain.kind)
         else:
             for start, end in ranges(stop - begin, [plain]):
-                self._go_on_plain(begin + start, begin + end)
+                part = self._out[begin + start : begin + end]
+                if not (codec.lossless and self._opened):
+                    part.copy_(self._published[begin + start : begin + end])
+                for each, payload in self._opened:
+                    each.decode_into(payload, self._numel, part, begin + start, None if codec.lossless else Add())
+                self._hasher.update(bytes_of(part))
         self._at = stop
-
-    def _go_on_plain(self, start: int, stop: int) -> None:
-        part, lossless = self._out[start:stop], self._codec.lossless
-        if not (lossless and self._opened):
-            part.copy_(self._published[start:stop])
-        for plain, payload in self._opened:
-            plain.decode_into(payload, self._numel, part, start, None if lossless else Add())
-        self._hasher.update(bytes_of(part))
 
     def digest(self) -> str:
         """Return the digest of all values, once they are complete."""
@@ -285,11 +260,8 @@ class Arriving:
     """
 
     def __init__(self, held: Tensor, payload: memoryview, codec: Codec, out: Tensor, like: str = "") -> None:
-        self.held = held
-        self.out = out
-        self._payload = payload
-        self._codec = codec
-        self._like = like
+        self.held, self.out = held, out
+        self._payload, self._codec, self._like = payload, codec, like
         self._following: Following | None = None
         self._ranges: list[tuple[int, int]] = []
         """Pairs (bytes needed, stop of the values that can then be computed), in reverse order."""

@@ -46,7 +46,7 @@ from diloco.codec.base import (
     units,
     unpack,
 )
-from diloco.codec.kernel_library import Kind, Layout
+from diloco.codec.kernel_library import Format, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,29 +58,30 @@ INDEX_BITS = MappingProxyType({256: 8, 4096: 12, 65536: 16})
 
 @dataclass(frozen=True, slots=True)
 class TopKCodec(PlainCodec):
-    """The ``k`` largest of each ``chunk`` values, a multiple of 4; see the module for the format."""
+    """The ``k`` largest of each chunk of ``block`` values, a multiple of 4; see the module for the format."""
 
     name: str
-    chunk: int
+    block: int
     k: int
 
-    def __post_init__(self) -> None:
-        if self.chunk not in INDEX_BITS:
-            raise ValueError(f"codec is {self.name!r}: its chunk must be 256, 4096 or 65536")
-        if not (4 <= self.k <= self.chunk // 4 and self.k % 4 == 0):
-            raise ValueError(f"codec is {self.name!r}: it keeps a multiple of 4 values, from 4 to {self.chunk // 4}")
+    kind = Kind.TOPK
 
-    @property
-    def layout(self) -> Layout:
+    def __post_init__(self) -> None:
+        if self.block not in INDEX_BITS:
+            raise ValueError(f"codec is {self.name!r}: its chunk must be 256, 4096 or 65536")
+        if not (4 <= self.k <= self.block // 4 and self.k % 4 == 0):
+            raise ValueError(f"codec is {self.name!r}: it keeps a multiple of 4 values, from 4 to {self.block // 4}")
+
+    def format(self, numel: int) -> Format:
         """See :class:`~diloco.codec.base.PlainCodec`."""
-        return Layout(Kind.TOPK, self.chunk, self.k)
+        return Format(self.kind, self.block, numel, self.k)
 
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, length) of the levels, the indices and the fields."""
-        index_bits = INDEX_BITS[self.chunk]
-        first, last = LEVELS_BYTES * (start // self.chunk), LEVELS_BYTES * -(-stop // self.chunk)
+        index_bits = INDEX_BITS[self.block]
+        first, last = LEVELS_BYTES * (start // self.block), LEVELS_BYTES * -(-stop // self.block)
         before, count = self._num_kept(start), self._num_kept(stop) - self._num_kept(start)
-        indices_start = LEVELS_BYTES * -(-numel // self.chunk)
+        indices_start = LEVELS_BYTES * -(-numel // self.block)
         fields_start = indices_start + packed_bytes(self._num_kept(numel), index_bits)
         return (
             (first, last - first),
@@ -90,11 +91,11 @@ class TopKCodec(PlainCodec):
 
     def _kept(self, count: int) -> int:
         """Return how many values of a chunk of ``count`` are kept."""
-        return min(count, -(-count * self.k // (4 * self.chunk)) * 4)
+        return min(count, -(-count * self.k // (4 * self.block)) * 4)
 
     def _num_kept(self, numel: int) -> int:
         """Return how many of ``numel`` values are kept."""
-        return numel // self.chunk * self.k + self._kept(numel % self.chunk)
+        return numel // self.block * self.k + self._kept(numel % self.block)
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return each row's two levels (int32), fields (uint8), kept indices (int64, ascending), and zeros."""
@@ -118,13 +119,13 @@ class TopKCodec(PlainCodec):
         """See :class:`~diloco.codec.base.PlainCodec`."""
         levels, fields, indices, _ = codes
         stored = levels.to(torch.int16).view(-1).view(torch.uint8)
-        return stored, pack_indices(indices.view(-1), INDEX_BITS[self.chunk]), pack(fields.view(-1), FIELD_BITS)
+        return stored, pack_indices(indices.view(-1), INDEX_BITS[self.block]), pack(fields.view(-1), FIELD_BITS)
 
     def unpack(self, pieces: Sequence[Tensor], rows: int, width: int) -> tuple[Tensor, ...]:
         """See :class:`~diloco.codec.base.PlainCodec`."""
         kept = self._kept(width)
         levels = pieces[0].view(torch.int16).to(torch.int32).view(-1, 2)
-        indices = _unpack_indices(pieces[1], rows * kept, INDEX_BITS[self.chunk], self.name).view(-1, kept)
+        indices = _unpack_indices(pieces[1], rows * kept, INDEX_BITS[self.block], self.name).view(-1, kept)
         fields = unpack(pieces[2], rows * kept, FIELD_BITS, self.name).view(-1, kept)
         check_levels(levels, fields, self.name)
         if not bool((indices[:, 1:] > indices[:, :-1]).all()) or int(indices.max()) >= width:

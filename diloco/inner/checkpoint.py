@@ -137,42 +137,46 @@ class Checkpoint:
         self.path = path
         self.skipped = skipped
         """One message for each newer checkpoint that was skipped, with the reason."""
+        self.digests: dict[str, str] = {}
+        """Sha256 hex of each tensor file; in format 2 one file for each rank that wrote it."""
+        self._boxes: dict[str, list[tuple[str, tuple[int, ...], Box]]] = {}
         manifest = path / MANIFEST
         told = read_sealed(manifest)
         try:
-            self._format, self.meta = told["format"], told["meta"]
+            self._format = told["format"]
+            self.meta: dict[str, Any] = told["meta"]
+            """The writer's plain values, as JSON."""
             if self._format not in (WHOLE, PARTS):
                 raise CheckpointError(f"{manifest} has format {self._format!r}, and this program reads 1 and 2")
-            if self._format == PARTS:
-                self._digests, self._boxes = _parts(path, told)
-            else:
-                files = told["files"].items()
-                self._digests, self._boxes = {f"{part}.safetensors": str(facts["sha256"]) for part, facts in files}, {}
+            if self._format == WHOLE:
+                self.digests = {f"{part}.safetensors": str(facts["sha256"]) for part, facts in told["files"].items()}
+                return
+            for rank, digest in told["ranks"].items():
+                listed, file = files_of(path, rank)
+                check_digest(listed, digest)
+                own = read_sealed(listed)
+                self.digests[file.name] = str(own["sha256_of_file"])
+                self._boxes[file.name] = [
+                    (name, tuple(facts["shape"]), Box(tuple(facts["starts"]), tuple(facts["sizes"])))
+                    for name, facts in own["tensors"].items()
+                ]
         except (LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{manifest} cannot be read: {error}") from error
-
-    meta: dict[str, Any]
-    """The writer's plain values, as JSON."""
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
         """Read every file and compare its digest; CheckpointError names the first that is damaged.
 
         With ``world`` ranks the work is shared: each checks every ``world``-th file.
         """
-        for file in sorted(self._digests)[rank::world]:
-            check_digest(self.path / file, self._digests[file])
-
-    @property
-    def num_parts(self) -> int:
-        """Number of tensor files: in format 2 one for each rank that wrote it."""
-        return len(self._digests)
+        for file in sorted(self.digests)[rank::world]:
+            check_digest(self.path / file, self.digests[file])
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
         """All tensors by name."""
         found: dict[str, list[tuple[str, Box]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(self._digests):
+        for file in sorted(self.digests):
             for name, shape, box in self._boxes[file] if self._format == PARTS else self._listed(file):
                 if shapes.setdefault(name, shape) != shape:
                     raise CheckpointError(f"{self.path} holds {name} in two shapes, {shapes[name]} and {shape}")
@@ -238,25 +242,6 @@ class Prefixed(Mapping[str, "Tensor"]):
         return sum(1 for _ in self)
 
 
-_Boxes = dict[str, list[tuple[str, tuple[int, ...], Box]]]
-
-
-def _parts(path: Path, told: dict[str, Any]) -> tuple[dict[str, str], _Boxes]:
-    """Read digests and boxes by file from the ranks' own manifests."""
-    digests: dict[str, str] = {}
-    boxes: _Boxes = {}
-    for rank, digest in told["ranks"].items():
-        listed = path / f"{rank}.json"
-        check_digest(listed, digest)
-        own, file = read_sealed(listed), f"{rank}.safetensors"
-        digests[file] = str(own["sha256_of_file"])
-        boxes[file] = [
-            (name, tuple(facts["shape"]), Box(tuple(facts["starts"]), tuple(facts["sizes"])))
-            for name, facts in own["tensors"].items()
-        ]
-    return digests, boxes
-
-
 def save(
     root: Path,
     name: str,
@@ -278,7 +263,12 @@ def save(
             disk.remove(temporary, Step.CHECKPOINT_PRUNE)
             disk.make_folder(temporary, Step.CHECKPOINT_BEGIN)
             files = {}
-            for part, named in _by_part(tensors).items():
+            parts: dict[str, dict[str, Tensor]] = {}
+            for key, tensor in tensors.items():
+                part, slash, rest = key.partition("/")
+                require(bool(slash and rest and part.isidentifier()), "tensor name", key, "part/rest")
+                parts.setdefault(part, {})[rest] = tensor.detach().contiguous()
+            for part, named in parts.items():
                 file = temporary / f"{part}.safetensors"
                 digest = _write_tensors(file, named, disk)
                 files[part] = {"bytes": file.stat().st_size, "sha256": digest}
@@ -356,15 +346,6 @@ def said(group: SiteGroup | None, text: str) -> list[str]:
     return [each[1:].decode() for each in group.all_gather_bytes(b" " + text.encode())]
 
 
-def _by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        part, slash, rest = key.partition("/")
-        require(bool(slash and rest and part.isidentifier()), "tensor name", key, "part/rest")
-        parts.setdefault(part, {})[rest] = tensor.detach().contiguous()
-    return parts
-
-
 def _write_tensors(file: Path, tensors: dict[str, Tensor], disk: Disk) -> str:
     """Write ``tensors`` to ``file``, fsync it and return its digest."""
     disk.make(file, lambda path: safetensors.torch.save_file(tensors, path), Step.CHECKPOINT_FILE)
@@ -379,8 +360,8 @@ class AsyncWriter:
     background write.  ``synchronous`` writes in the caller's thread, for deterministic runs.
     """
 
-    def __init__(self, root: Path, keep: int = 3, synchronous: bool = False, disk: Disk = PLAIN_DISK) -> None:
-        self.root, self._keep, self._synchronous, self._disk = root, keep, synchronous, disk
+    def __init__(self, root: Path, synchronous: bool) -> None:
+        self.root, self._synchronous = root, synchronous
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -394,10 +375,6 @@ class AsyncWriter:
             error, self._error = self._error, None
             raise error
         return self._thread is not None
-
-    def submit(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Start writing ``root/name``; must not be called while ``busy``."""
-        self.start(lambda: save(self.root, name, tensors, meta, self._keep, self._disk))
 
     def start(self, write: Callable[[], object]) -> None:
         """Start ``write``; must not be called while ``busy``."""
@@ -436,17 +413,12 @@ class Part:
 def kept(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], place: Mapping[str, int]) -> dict[str, Part]:
     """Copy what the rank at ``place`` writes: its box of each tensor that it keeps (``is_keeper``), and all ``own``."""
     found: dict[str, Part] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in (*tensors.items(), *own.items()):
         box = box_of(tensor, name)
-        if is_keeper(tensor, place) and not box.is_empty:
-            found[name] = Part(_copy(local(tensor)), box.starts, tuple(tensor.shape))
-    for name, tensor in own.items():
-        found[name] = Part(_copy(tensor), (0,) * tensor.ndim, tuple(tensor.shape))
+        if name in own or (is_keeper(tensor, place) and not box.is_empty):
+            values = local(tensor).to("cpu", copy=True).contiguous()
+            found[name] = Part(values, box.starts, tuple(tensor.shape))
     return found
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def write_part(root: Path, name: str, rank: int, parts: Mapping[str, Part], disk: Disk = PLAIN_DISK) -> None:
@@ -501,12 +473,14 @@ class PartWriter:
 
     def __init__(self, root: Path, keep: int, synchronous: bool, wait_s: float, group: SiteGroup, disk: Disk) -> None:
         self._root, self._keep, self._wait_s, self._group, self._disk = root, keep, wait_s, group, disk
-        self.writer = AsyncWriter(root, keep, synchronous, disk)
+        self.writer = AsyncWriter(root, synchronous)
         self._name = ""
         """Name of the checkpoint whose parts are being written; empty if none."""
         self._meta: Mapping[str, Any] = {}
         self._why = ""
         """Why this rank's part could not be written; empty if it has not failed."""
+        self._tidies = group.is_first
+        """Whether this rank is the one that publishes and removes in its folder."""
 
     def begin(self) -> None:
         """Remove what writers that died have left.  A collective; CheckpointError if the folder cannot be used."""
@@ -559,11 +533,6 @@ class PartWriter:
             return self._why or f"another rank could not write its part of {self._root / name}"
         self._finish(name, self._meta)
         return ""
-
-    @property
-    def _tidies(self) -> bool:
-        """Whether this rank is the one that publishes and removes in its folder."""
-        return self._group.is_first
 
     def _write(self, name: str, parts: Mapping[str, Part]) -> None:
         """Make this rank's part durable; runs in the background."""

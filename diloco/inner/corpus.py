@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from diloco.durable import lock, write_file
+from diloco.durable import PLAIN_DISK, Step, lock, write_file
 from diloco.inner import require
 from diloco.inner.data import (
     FORMAT,
@@ -144,41 +144,33 @@ def read_corpus(kind: str, files: Iterable[Path], field: str = FIELD) -> Corpus:
     documents = sorted(kept.values(), key=lambda document: document.digest)
     digest = hashlib.sha256(b"".join(document.digest for document in documents)).hexdigest()
     corpus = Corpus(documents, duplicates, not_text, digest)
-    _check_enough(kind, corpus)
-    return corpus
-
-
-def _check_enough(kind: str, corpus: Corpus) -> None:
     if kind == "stdlib" and corpus.text_bytes < STDLIB_BYTES_MIN:
         root = sysconfig.get_paths()["stdlib"]
         raise DataError(
             f"this Python's standard library at {root} holds {corpus.text_bytes} bytes of source, and the built-in "
             f"corpus needs {STDLIB_BYTES_MIN}: use a Python with its .py files, or a folder of text of your own"
         )
-    if len(corpus.documents) < len(SPLITS):
+    if len(documents) < len(SPLITS):
         raise DataError(
-            f"the text holds {len(corpus.documents)} distinct document(s), and a split into training and validation by "
+            f"the text holds {len(documents)} distinct document(s), and a split into training and validation by "
             "document needs 2 or more: cut it into several files, or give more"
         )
+    return corpus
 
 
 def _found(kind: str, files: Iterable[Path], field: str) -> Iterator[Document | None]:
     for file in files:
-        if kind == "jsonl":
-            yield from _found_in_jsonl(file, field)
-        else:
+        if kind != "jsonl":
             content = file.read_bytes()
             yield _as_document(content, file, 0, len(content))
-
-
-def _found_in_jsonl(file: Path, field: str) -> Iterator[Document | None]:
-    offset = 0
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                text = _text_of_line(line, f"{file}:{number}", field)
-                yield _as_document(text.encode(errors="surrogatepass"), file, offset, len(line))
-            offset += len(line)
+            continue
+        offset = 0
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    text = _text_of_line(line, f"{file}:{number}", field)
+                    yield _as_document(text.encode(errors="surrogatepass"), file, offset, len(line))
+                offset += len(line)
 
 
 def _text_of_line(line: bytes, where: str, field: str) -> str:
@@ -245,9 +237,9 @@ class Notes:
             left.unlink()
         self._path.write_bytes(b"")  # Rewrite the file without a torn last line.
         for told in ({"text": text}, *(asdict(note) for note in self._notes)):
-            self._append(told)
+            self.append(told)
         if self.mark is not None:
-            self.put(self.mark)
+            self.append({"mark": self.mark})
 
     def _read(self, folder: Path, marked: bool) -> list[Note]:
         found: list[Note] = []
@@ -278,15 +270,9 @@ class Notes:
         """Return the notes of one split, in order."""
         return [note for note in self._notes if note.split == split]
 
-    def add(self, note: Note) -> None:
-        """Record that ``note.shard`` is durable."""
-        self._append(asdict(note))
-
-    def put(self, mark: dict[str, Any]) -> None:
-        """Record that all shards up to the position in ``mark`` are durable."""
-        self._append({"mark": mark})
-
-    def _append(self, told: dict[str, object]) -> None:
+    def append(self, told: dict[str, object]) -> None:
+        """Record a ``Note`` on a durable shard, as a dictionary, or ``{"mark": ...}``, a position up to which all
+        shards are durable."""
         with self._path.open("ab") as file:
             file.write(json.dumps({**told, "crc32": _crc32(told)}).encode() + b"\n")
             file.flush()
@@ -343,7 +329,7 @@ class ShardWriter:
         write_file(self._directory / name, content)
         shard = Shard(name, len(values), hashlib.sha256(content).hexdigest())
         self._shards.append(shard)
-        self._notes.add(Note(self._split, self.documents, within, shard))
+        self._notes.append(asdict(Note(self._split, self.documents, within, shard)))
         self._pending, self.held = [], 0
 
 
@@ -409,11 +395,6 @@ class DataOptions:
         require(self.shard_tokens >= 1024, "shard_tokens", self.shard_tokens, "at least 1024")
         require(self.lock_wait_s > 0, "lock_wait_s", self.lock_wait_s, "positive")
 
-    @property
-    def pattern_used(self) -> str:
-        """``pattern`` with the empty default resolved."""
-        return self.pattern or PATTERNS.get(self.kind, "**/*")
-
 
 def prepare_corpus(
     options: DataOptions, cache_dir: Path, told: Progress = lambda split, done, total: None
@@ -428,9 +409,14 @@ def prepare_corpus(
     """
     tokenizer, path = make_tokenizer(options.tokenizer, options.end_of_file), Path(options.path).expanduser()
     if options.kind == "tokens" and (path / "manifest.json").is_file():
-        return _ours(path, tokenizer)
+        found = load_manifest(path)
+        if found.tokenizer_sha256 != tokenizer.digest:
+            made = f"{path} was made by the tokenizer {found.tokenizer}"
+            raise DataError(f"{made}, and data.tokenizer is {tokenizer.name}, or another of that name")
+        return found
     is_here = options.kind != "hf" or path.exists() or path.is_absolute() or options.path.startswith((".", "~"))
-    files = source_files(options.kind, options.path, options.pattern_used) if is_here else []
+    pattern = options.pattern or PATTERNS.get(options.kind, "**/*")
+    files = source_files(options.kind, options.path, pattern) if is_here else []
     made_by = [tokenizer.digest, options.end_of_file]
     if options.kind == "tokens":
         name, how = f"tokens-{options.dtype}", [FILES_FORMAT, options.dtype, *made_by]
@@ -441,48 +427,30 @@ def prepare_corpus(
     else:
         name, how = f"{options.kind}-{tokenizer.name}", [FORMAT, options.kind, *made_by, options.shard_tokens]
         how += [] if options.field == FIELD else [options.field]
-
-    def make(folder: Path) -> None:
-        if options.kind == "tokens":
-            _describe_files(options, tokenizer, path.parent if path.is_file() else path, files, folder)
-        elif options.kind == "hf":
-            _Reading(
-                options, tokenizer, _opened(options, path if is_here else None, cache_dir), folder, how, told
-            ).write()
-        else:
-            _write_documents(read_corpus(options.kind, files, options.field), options, tokenizer, folder, told)
-
-    return _made_once(cache_dir, f"{name}-{_key_of(how, files)[:16]}", options.lock_wait_s, make)
-
-
-def _made_once(cache_dir: Path, key: str, wait_s: float, make: Callable[[Path], None]) -> CorpusManifest:
-    """Return the manifest in ``cache_dir/key``; if there is none, have ``make`` write it into a temporary folder.
-
-    ``make`` finds in that folder what an earlier process that died has left.  One process at a time calls it.
-    """
-    directory = cache_dir / key
+    key = hashlib.sha256(json.dumps(how).encode())
+    for file in files:
+        facts = file.stat()
+        key.update(f"\n{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
+    name = f"{name}-{key.hexdigest()[:16]}"
+    directory, temporary = cache_dir / name, cache_dir / f"{name}.tmp"
     if (directory / "manifest.json").is_file():
         return load_manifest(directory)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    temporary = cache_dir / f"{key}.tmp"
-    with _lock(cache_dir / f"{key}.lock", wait_s, temporary / NOTES):
+    with _lock(cache_dir / f"{name}.lock", options.lock_wait_s, temporary / NOTES):
         if not (directory / "manifest.json").is_file():
-            for left in cache_dir.glob(f"{key}.tmp-*"):
+            for left in cache_dir.glob(f"{name}.tmp-*"):
                 shutil.rmtree(left)  # Left by an earlier release, which did not resume.
             temporary.mkdir(exist_ok=True)
-            make(temporary)
+            if options.kind == "tokens":
+                _describe_files(options, tokenizer, path.parent if path.is_file() else path, files, temporary)
+            elif options.kind == "hf":
+                digest, streams = _opened(options, path if is_here else None, cache_dir)
+                _Reading(options, tokenizer, streams, temporary, json.dumps([*how, digest]), told).write()
+            else:
+                _write_documents(read_corpus(options.kind, files, options.field), options, tokenizer, temporary, told)
             temporary.rename(directory)
-            _sync_directory(cache_dir)
+            PLAIN_DISK.sync_folder(cache_dir, Step.FILE)
     return load_manifest(directory)
-
-
-def _key_of(how: Sequence[object], files: Sequence[Path]) -> str:
-    """Return the sha256 hex of the recipe ``how`` and of the names, sizes and times of ``files``."""
-    told = hashlib.sha256(json.dumps(how).encode())
-    for file in files:
-        facts = file.stat()
-        told.update(f"\n{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
-    return told.hexdigest()
 
 
 @contextmanager
@@ -514,15 +482,6 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _sync_directory(directory: Path) -> None:
-    """Fsync ``directory``, so that the names in it are durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_manifest(
@@ -588,22 +547,16 @@ def _text_batches(options: DataOptions, documents: list[Document]) -> Iterator[t
         yield texts, held
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """An opened data set, of which no text has been read yet."""
-
-    digest: str
-    """The state of the data set (on the hub, its commit) and the release of ``datasets``, because another release may
-    not understand a saved position of a stream."""
-    streams: Mapping[str, Any]
-    """Streams by split name."""
-
-
 Batch = list[tuple[str, str]]
 """Pairs of (split, text)."""
 
 
-def _opened(options: DataOptions, here: Path | None, cache_dir: Path) -> _Opened:
+def _opened(options: DataOptions, here: Path | None, cache_dir: Path) -> tuple[str, Mapping[str, Any]]:
+    """Open a data set; return the digest of its state, and its streams by split name, before any text is read.
+
+    The state is the data set's (on the hub, its commit) and the release of ``datasets``, because another release may
+    not understand a saved position of a stream.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -619,7 +572,7 @@ def _opened(options: DataOptions, here: Path | None, cache_dir: Path) -> _Opened
             cache_dir=str(cache_dir / "datasets"),
             revision=options.revision or None,
         )
-        return _Opened(f"{builder.hash} {datasets.__version__}", builder.as_streaming_dataset())
+        return f"{builder.hash} {datasets.__version__}", builder.as_streaming_dataset()
     except Exception as error:
         nothing_here = "" if here is not None else "there is no such file or folder here, and of the hub: "
         raise DataError(f"path is {options.path!r}: {nothing_here}{_line(error)}") from error
@@ -646,15 +599,15 @@ class _Reading:
         self,
         options: DataOptions,
         tokenizer: Tokenizer,
-        opened: _Opened,
+        streams: Mapping[str, Any],
         folder: Path,
-        how: list[object],
+        text: str,
         told: Progress,
     ) -> None:
-        self._options, self._tokenizer, self._streams = options, tokenizer, opened.streams
+        """``text`` describes the text and all that decides its tokens, for ``Notes``."""
+        self._options, self._tokenizer, self._streams = options, tokenizer, streams
         self._folder, self._told = folder, told
-        text, width = json.dumps([*how, opened.digest]), token_dtype(tokenizer.vocab_size).itemsize
-        self._notes = Notes(folder, text, width, marked=True)
+        self._notes = Notes(folder, text, token_dtype(tokenizer.vocab_size).itemsize, marked=True)
         self._mark = _Mark(**self._notes.mark) if self._notes.mark is not None else _Mark()
         # The writers never end a shard by themselves: all shards end at a mark.
         self._writers = {name: ShardWriter(folder, name, sys.maxsize, tokenizer, self._notes) for name in SPLITS}
@@ -667,19 +620,18 @@ class _Reading:
             parts = [(options.split, "train"), (options.validation_split, "validation")]
         for split, into in parts[self._mark.stream :]:
             self._read(self._stream(split), into)
-        splits = {name: self._split(name) for name in SPLITS}
+        splits = {}
+        for name, writer in self._writers.items():
+            shards = writer.close()
+            if not shards:
+                train = ": give documents, or validation_split where the data set has one"
+                raise DataError(f"{options.path} has no document for {name}{train if name == 'validation' else ''}")
+            splits[name] = _split_of(writer.documents, self._mark.text_bytes[name], shards)
         digests = [shard.sha256 for name in SPLITS for shard in splits[name].shards]
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()
         self._notes.remove()
         left_out = {"num_duplicates": 0, "num_not_text": self._mark.left_out}
         _write_manifest(self._folder, options, self._tokenizer, digest, splits, **left_out)
-
-    def _split(self, name: str) -> SplitManifest:
-        shards = self._writers[name].close()
-        if not shards:
-            more = ": give documents, or validation_split where the data set has one" if name == "validation" else ""
-            raise DataError(f"{self._options.path} has no document for {name}{more}")
-        return _split_of(self._writers[name].documents, self._mark.text_bytes[name], shards)
 
     def _stream(self, split: str) -> Any:
         if split not in self._streams:
@@ -713,11 +665,19 @@ class _Reading:
 
     def _batches(self, stream: Any, into: str) -> Iterator[Batch]:
         """Yield batches of about ``BATCH_BYTES``; at each yield the stream's position is just after the batch."""
-        batch, held = Batch(), 0
+        batch, held, wanted = Batch(), 0, self._options.field
         for row in self._rows(stream):
-            text = self._text(row)
+            if wanted not in row:
+                raise self._without_field(row)
+            text = "" if row[wanted] is None else row[wanted]
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise DataError(f"field is {wanted!r}: in document {self._mark.documents} it is no text, but {kind}")
             self._mark.documents += 1
-            content = _utf8(text)
+            try:
+                content = text.encode()
+            except UnicodeEncodeError:
+                content = b""  # The tokenizer could not restore it.
             self._mark.left_out += not content
             if content:
                 low = hashlib.sha256(content).digest()[0] < VALIDATION_FIRST_BYTE
@@ -737,16 +697,6 @@ class _Reading:
             where = f"the stream of {self._options.path!r} broke off behind {self._mark.documents:,} documents"
             raise DataError(f"{where}: {_line(error)}; the next start goes on behind the last whole shard") from error
 
-    def _text(self, row: Mapping[str, Any]) -> str:
-        wanted = self._options.field
-        if wanted not in row:
-            raise self._without_field(row)
-        text = row[wanted]
-        if text is not None and not isinstance(text, str):
-            kind = type(text).__name__
-            raise DataError(f"field is {wanted!r}: in document {self._mark.documents} it is no text, but {kind}")
-        return text or ""
-
     def _without_field(self, columns: Any) -> DataError:
         there = ", ".join(map(str, columns)) or "none"
         return DataError(f"field is {self._options.field!r}: the documents of {self._options.path} have {there}")
@@ -755,28 +705,12 @@ class _Reading:
         for writer in self._writers.values():
             writer.close()
         self._mark.state = state
-        self._notes.put(asdict(self._mark))
-
-
-def _utf8(text: str) -> bytes:
-    """Return ``text`` in UTF-8; empty if it cannot be encoded, because the tokenizer could not restore it."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return b""
+        self._notes.append({"mark": asdict(self._mark)})
 
 
 def _line(error: Exception) -> str:
     """Return the error's message in one line."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _ours(directory: Path, tokenizer: Tokenizer) -> CorpusManifest:
-    found = load_manifest(directory)
-    if found.tokenizer_sha256 != tokenizer.digest:
-        made = f"{directory} was made by the tokenizer {found.tokenizer}"
-        raise DataError(f"{made}, and data.tokenizer is {tokenizer.name}, or another of that name")
-    return found
 
 
 def _describe_files(
@@ -789,7 +723,9 @@ def _describe_files(
             wanted = 'one whose name begins with "val"' if name == "validation" else "one that does not begin so"
             raise DataError(f"path is {options.path!r}: no file of it is for {name}: {wanted} is wanted")
         shards = [_shard(file, root, options.dtype, tokenizer) for file in mine]
-        text_bytes = _text_bytes(mine, options.dtype, tokenizer) if name == "validation" else 0
+        # Of the validation split, the UTF-8 that it decodes to; a character cut at a piece's end counts as U+FFFD.
+        read = (piece for file in mine for piece in _pieces(file, options.dtype) if name == "validation")
+        text_bytes = sum(len(tokenizer.decode(piece.tolist()).encode()) for piece in read)
         splits[name] = _split_of(0, text_bytes, shards)
     digests = sorted(shard.sha256 for split in splits.values() for shard in split.shards)
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()
@@ -801,9 +737,8 @@ def _shard(file: Path, root: Path, dtype: str, tokenizer: Tokenizer) -> Shard:
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
         raise DataError(f"{file} has {size} bytes: a multiple of {width}, more than 0, is wanted (data.dtype={dtype})")
-    tokens, hashed = _tokens(file, dtype), hashlib.sha256()
-    for at in range(0, len(tokens), READ_TOKENS):
-        piece = tokens[at : at + READ_TOKENS]
+    hashed = hashlib.sha256()
+    for piece in _pieces(file, dtype):
         hashed.update(piece.tobytes())
         largest = int(piece.max())
         if largest >= tokenizer.vocab_size:
@@ -811,18 +746,11 @@ def _shard(file: Path, root: Path, dtype: str, tokenizer: Tokenizer) -> Shard:
                 f"{file} has the id {largest}, and the tokenizer {tokenizer.name} has {tokenizer.vocab_size}: give the "
                 "tokenizer that made it (data.tokenizer), and the width of an id (data.dtype)"
             )
-    return Shard(str(file.relative_to(root)), len(tokens), hashed.hexdigest())
+    return Shard(str(file.relative_to(root)), size // width, hashed.hexdigest())
 
 
-def _tokens(file: Path, dtype: str) -> NDArray[np.uint16 | np.uint32]:
-    return np.memmap(file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
-
-
-def _text_bytes(files: Sequence[Path], dtype: str, tokenizer: Tokenizer) -> int:
-    """Return the bytes of UTF-8 that the files decode to; a character cut at the end of a piece counts as U+FFFD."""
-    found = 0
-    for file in files:
-        tokens = _tokens(file, dtype)
-        for at in range(0, len(tokens), READ_TOKENS):
-            found += len(tokenizer.decode(tokens[at : at + READ_TOKENS].tolist()).encode())
-    return found
+def _pieces(file: Path, dtype: str) -> Iterator[NDArray[np.uint16 | np.uint32]]:
+    """Yield the tokens of ``file``, at most ``READ_TOKENS`` at a time."""
+    tokens = np.memmap(file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+    for at in range(0, len(tokens), READ_TOKENS):
+        yield tokens[at : at + READ_TOKENS]

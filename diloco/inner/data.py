@@ -153,31 +153,33 @@ ROUNDS = 6
 def permuted(places: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
     """Map ``places`` by the permutation of 0 .. ``size`` - 1 that ``key`` seeds; returns int64, same shape."""
     assert size >= 1
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
     keys = np.frombuffer(hashlib.shake_256(key.encode()).digest(8 * ROUNDS), dtype="<u8").astype(np.uint64)
     values = places.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)
     # The network permutes 0 .. 4^half_bits - 1, and each of its cycles returns below size, so the walk ends.  It is
     # short, because the domain is less than 4 times (for tiny sizes a few times more) too large.
     while outside.any():
-        values[outside] = _network(values[outside], np.uint64(half_bits), keys)
+        left, right = values[outside] >> half_bits, values[outside] & mask
+        for round_key in keys:
+            # The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), modulo 2^64.
+            mixed = right + round_key
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+        values[outside] = (left << half_bits) | right
         outside = values >= np.uint64(size)
     return values.astype(np.int64)
 
 
-def _network(values: NDArray[np.uint64], half_bits: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
-    for index in range(len(keys)):
-        left, right = right, left ^ (_mixed(right + keys[index]) & mask)
-    return (left << half_bits) | right
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), modulo 2^64."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def in_epochs(places: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
+    """Map the ``places`` of an endless order to 0 .. ``size`` - 1: each epoch is a permutation of its own."""
+    epochs, found = np.divmod(places, size)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        found[here] = permuted(found[here], size, f"{key}/epoch/{epoch}")
+    return found
 
 
 class _Windows:
@@ -241,13 +243,10 @@ class TokenStream:
         self.batch_sequences = batch_sequences
         self.sequences_per_batch = batch_sequences * world
         """Sequences in a batch of the whole site, by which the cursor advances."""
+        self.tokens_per_batch = self.sequences_per_batch * sequence_length
+        """Target tokens of one batch of the whole site."""
         self.sequences_per_epoch = len(range(site_index, self._windows.count, num_sites))
         self._site_index, self._num_sites, self._rank, self._seed = site_index, num_sites, rank, seed
-
-    @property
-    def tokens_per_batch(self) -> int:
-        """Target tokens of one batch of the whole site."""
-        return self.sequences_per_batch * self.sequence_length
 
     def batch(self, cursor: int) -> tuple[Tensor, Tensor]:
         """Return this rank's inputs and targets at ``cursor``, int64 [batch_sequences, sequence_length] each."""
@@ -255,23 +254,16 @@ class TokenStream:
 
     def window_indices(self, cursor: int) -> NDArray[np.int64]:
         """Return the windows that ``batch`` reads, int64 [batch_sequences]; ValueError for a negative cursor."""
-        return self.windows_at(self.drawn(cursor))
-
-    def drawn(self, cursor: int) -> NDArray[np.int64]:
-        """Return the cursors of this rank's sequences, int64 [batch_sequences]."""
         require(cursor >= 0, "cursor", cursor, "not negative")
         first = cursor + self._rank * self.batch_sequences
-        return np.arange(first, first + self.batch_sequences, dtype=np.int64)
-
-    def windows_at(self, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the windows at the places ``drawn`` of the endless order."""
-        epochs, places = np.divmod(drawn, self.sequences_per_epoch)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            key = f"{self._seed}/site/{self._site_index}/{self._num_sites}/epoch/{epoch}"
-            places[here] = permuted(places[here], self.sequences_per_epoch, key)
-        dealt = places * self._num_sites + self._site_index
+        drawn = self._places_in_order(cursor, np.arange(first, first + self.batch_sequences, dtype=np.int64))
+        key = f"{self._seed}/site/{self._site_index}/{self._num_sites}"
+        dealt = in_epochs(drawn, self.sequences_per_epoch, key) * self._num_sites + self._site_index
         return permuted(dealt, self._windows.count, f"{self._seed}/deal")
+
+    def _places_in_order(self, cursor: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places in the endless order of this rank's sequences, ``drawn``, of the batch at ``cursor``."""
+        return drawn
 
 
 def validation_batches(
@@ -308,27 +300,20 @@ class UnitPlaces:
         """Return the numbers in the endless order of the sequences at the cursors ``drawn``, int64, same shape.
 
         A collective: all ranks pass the same ``cursor`` and ``stop``, and each its own ``drawn`` between them.
+        Every batch asks for its units, without a cache, because the list changes when a run is restored.
         """
-        first, last = cursor // self._unit, (stop - 1) // self._unit
-        places, within = np.divmod(drawn, self._unit)
-        units = np.array(self._units(first, last + 1 - first), dtype=np.int64)
-        found: NDArray[np.int64] = units[places - first] * self._unit + within
-        return found
-
-    def _units(self, first: int, count: int) -> list[int]:
-        """Return the units at ``count`` places from ``first`` on.
-
-        Every batch requests them anew, without a cache, because the list changes when a run is restored.
-        """
-        found: list[int] = []
-        while len(found) < count:
+        first, count = cursor // self._unit, (stop - 1) // self._unit + 1 - cursor // self._unit
+        units: list[int] = []
+        while len(units) < count:
             told: list[int] = []
             if self._group.is_first:
-                pieces = self._source(first + len(found), count - len(found))
+                pieces = self._source(first + len(units), count - len(units))
                 told = [number for piece in pieces[:PIECES_MAX] for number in piece]
             told = self._group.broadcast_small(told)
             for start, number in zip(told[::2], told[1::2], strict=True):
-                found += range(start, start + number)
+                units += range(start, start + number)
+        places, within = np.divmod(drawn, self._unit)
+        found: NDArray[np.int64] = np.array(units, dtype=np.int64)[places - first] * self._unit + within
         return found
 
 
@@ -345,11 +330,7 @@ class LeasedSamples:
 
     def indices(self, cursor: int, stop: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sample indices at the cursors ``drawn``; a collective, like ``UnitPlaces.numbers``."""
-        epochs, places = np.divmod(self._places.numbers(cursor, stop, drawn), self._samples)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            places[here] = permuted(places[here], self._samples, f"{self._seed}/samples/epoch/{epoch}")
-        return places
+        return in_epochs(self._places.numbers(cursor, stop, drawn), self._samples, f"{self._seed}/samples")
 
 
 class LeasedStream(TokenStream):
@@ -377,6 +358,5 @@ class LeasedStream(TokenStream):
         self.identity = f"{manifest.identity}/{split}/{sequence_length}/units-of-{unit_sequences}/seed-{seed}"
         self._places = UnitPlaces(unit_sequences, source, group)
 
-    def window_indices(self, cursor: int) -> NDArray[np.int64]:
-        """Return the windows that ``batch`` reads, int64 [batch_sequences]; ValueError for a negative cursor."""
-        return self.windows_at(self._places.numbers(cursor, cursor + self.sequences_per_batch, self.drawn(cursor)))
+    def _places_in_order(self, cursor: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._places.numbers(cursor, cursor + self.sequences_per_batch, drawn)

@@ -46,15 +46,18 @@ def evaluate(
     dtype = autocast_dtype(precision, where, together.group if together else None)
     was_training = model.training
     model.eval()
-    summed, tokens = 0.0, 0
+    summed, tokens, every = 0.0, 0, list(batches)
+    rank, world = (together.data_rank, together.data_world) if together else (0, 1)
     try:
-        for counts, inputs, targets in _mine(list(batches), together):
+        for first in range(0, len(every), world):
+            # Repeats of the last batch, which do not count, make the number of calls equal on all ranks.
+            inputs, targets = every[min(first + rank, len(every) - 1)]
             with torch.autocast(where.type, dtype=dtype, enabled=dtype is not None):
                 if together is not None:
                     loss = model(inputs.to(where), targets.to(where))
                 else:
                     loss = next_token_loss(model(inputs.to(where)), targets.to(where))
-            if counts:
+            if first + rank < len(every):
                 summed += float(loss) * targets.numel()
                 tokens += targets.numel()
     finally:
@@ -66,14 +69,6 @@ def evaluate(
         tokens = round(all_tokens)
     require(tokens > 0, "batches", tokens, "at least one batch to evaluate")
     return summed / tokens
-
-
-def _mine(batches: list[tuple[Tensor, Tensor]], together: Spread | None) -> Iterator[tuple[bool, Tensor, Tensor]]:
-    """Yield this rank's batches, each with whether it counts: repeats make the number of calls equal on all ranks."""
-    rank, world = (together.data_rank, together.data_world) if together else (0, 1)
-    for first in range(0, len(batches), world):
-        mine = first + rank
-        yield mine < len(batches), *batches[min(mine, len(batches) - 1)]
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
@@ -105,28 +100,27 @@ def likelihoods(
     """
     require(batch >= 1, "batch", batch, "at least 1")
     model.eval()
-    rows = [_row(model, *pair) for pair in pairs]
+    options, rows = model.options, []
+    for before, behind in pairs:
+        require(len(before) > 0, "before", "", "at least one token to begin with")
+        wanted = f"from 1 to the context of {options.context}"
+        require(1 <= len(behind) <= options.context, "tokens behind it", len(behind), wanted)
+        highest = max(max(before), max(behind))
+        require(highest < options.vocab_size, "token", highest, f"below the model's {options.vocab_size}")
+        rows.append(([*before, *behind][-options.context - 1 : -1], list(behind)))
     order = sorted(range(len(rows)), key=lambda place: -len(rows[place][0]))
     while order:
-        logits_each = len(rows[order[0]][0]) * model.options.vocab_size
+        logits_each = len(rows[order[0]][0]) * options.vocab_size
         count = max(1, min(batch, LOGITS_MAX // logits_each))
         places, order = order[:count], order[count:]
         yield from zip(places, _read(model, [rows[place] for place in places], precision), strict=True)
 
 
-def _row(model: Transformer, before: Sequence[int], behind: Sequence[int]) -> Pair:
-    """Return the model's input, and the tokens to predict at its last places."""
-    options = model.options
-    require(len(before) > 0, "before", "", "at least one token to begin with")
-    wanted = f"from 1 to the context of {options.context}"
-    require(1 <= len(behind) <= options.context, "tokens behind it", len(behind), wanted)
-    highest = max(max(before), max(behind))
-    require(highest < options.vocab_size, "token", highest, f"below the model's {options.vocab_size}")
-    return [*before, *behind][-options.context - 1 : -1], list(behind)
-
-
 def _read(model: Transformer, rows: Sequence[Pair], precision: str) -> list[Likelihood]:
-    """Compute the likelihoods of ``rows`` in one batch; padding at a row's end does not change what precedes it."""
+    """Compute the likelihoods of ``rows``, each the model's input and the tokens to predict at its last places.
+
+    They are one batch; padding at a row's end does not change what precedes it.
+    """
     device = model.cosines.device
     longest = max(len(inputs) for inputs, _ in rows)
     tokens = torch.tensor([[*inputs, *[0] * (longest - len(inputs))] for inputs, _ in rows], device=device)
@@ -171,15 +165,12 @@ class Reader:
         self._model = model
         self._kept = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in model.blocks]
         self.length = 0
+        """Number of tokens read; 0 starts again at the first position, with an empty cache."""
 
     @property
     def room(self) -> int:
         """Number of tokens that still fit into the context."""
         return self._model.options.context - self.length
-
-    def forget(self) -> None:
-        """Start again at the first position, with an empty cache."""
-        self.length = 0
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -241,7 +232,7 @@ def generate(
         if reader.room:
             logits = reader.read([token])
         else:
-            reader.forget()
+            reader.length = 0
             logits = reader.read(text[-half:])
 
 

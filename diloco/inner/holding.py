@@ -132,13 +132,19 @@ class Holding:
         self.group = group
         self._parameters = dict(sorted(parameters.items()))
         told = _told(group, self._parameters)
-        self.shapes = _shapes(told, in_stages)
-        """Full shapes of the whole model's parameters, by name."""
-        self._narrow = _narrow(told)
-        self._held = {
-            name: _sharing(name, shape, {rank: each[name].box for rank, each in enumerate(told) if name in each})
-            for name, shape in self.shapes.items()
-        }
+        self.shapes, self._narrow = _agreed(told, in_stages)
+        """Full shapes of the whole model's parameters, and the dtypes narrower than fp32, by name."""
+        self._held: dict[str, dict[Box, tuple[int, ...]]] = {}
+        """The ranks that hold each box of a parameter."""
+        for name, shape in self.shapes.items():
+            held = self._held[name] = {}
+            for rank, each in enumerate(told):
+                if name in each and not each[name].box.is_empty:
+                    box = each[name].box
+                    held[box] = (*held.get(box, ()), rank)
+            there = sum(prod(box.sizes) for box in held)
+            if there != prod(shape):
+                raise HoldingError(f"parameter {name} has {prod(shape)} values, and the ranks hold {there} of them")
         self._plans: dict[tuple[tuple[str, int, int], ...], tuple[Share, ...]] = {}  # One for each fragment.
 
     def parts(self) -> Iterator[Tensor]:
@@ -244,20 +250,23 @@ class Holding:
         return self.part(part.name)[part.held.slices]
 
     def compared(self) -> list[Compared]:
-        """Return the parameters with copies on several ranks, with digests of what each rank holds.  A collective."""
+        """Return the parameters with copies on several ranks, with digests of what each rank holds, in fp32.
+
+        A collective.
+        """
         alike: dict[tuple[tuple[int, ...], ...], list[str]] = {}
         for name, shares in self._held.items():
             if any(len(ranks) > 1 for ranks in shares.values()):
                 alike.setdefault(tuple(sorted(shares.values())), []).append(name)
-        return [Compared(names, ranks, self._digests(names)) for ranks, names in sorted(alike.items())]
-
-    def _digests(self, names: Sequence[str]) -> list[str]:
-        """Return, for every rank, the sha256 hex of what it holds of ``names``, in fp32.  A collective."""
-        hashed = hashlib.sha256()
-        for name in (each for each in names if each in self._parameters):
-            hashed.update(self.part(name).to("cpu", torch.float32).contiguous().numpy().data)
-        mine = torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
-        return [bytes(digest.tolist()).hex() for digest in self.group.all_gather(mine)]
+        found = []
+        for ranks, names in sorted(alike.items()):
+            hashed = hashlib.sha256()
+            for name in (each for each in names if each in self._parameters):
+                hashed.update(self.part(name).to("cpu", torch.float32).contiguous().numpy().data)
+            mine = torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
+            digests = [bytes(digest.tolist()).hex() for digest in self.group.all_gather(mine)]
+            found.append(Compared(names, ranks, digests))
+        return found
 
     def _plan(self, pieces: Sequence[Piece]) -> tuple[Share, ...]:
         """Return which ranks hold which parts of ``pieces``; cached."""
@@ -267,14 +276,17 @@ class Holding:
         parts: dict[tuple[int, ...], list[Part]] = {}
         offset = 0
         for name, start, stop in key:
-            for box, ranks in self._held[name].items():
-                found = parts.setdefault(ranks, [])
-                found += _parts_of(name, self.shapes[name], box, start, stop, offset)
-            offset += stop - start
+            for slab in _slabs(self.shapes[name], start, stop):
+                for box, ranks in self._held[name].items():
+                    meet = box.within(slab)
+                    if meet is not None:
+                        part = Part(name, meet.seen_from(box), meet.seen_from(slab), slab.sizes, offset)
+                        parts.setdefault(ranks, []).append(part)
+                offset += prod(slab.sizes)
         shares = [Share(ranks, tuple(each), sum(part.numel for part in each)) for ranks, each in sorted(parts.items())]
         assert sum(share.numel for share in shares) == offset, "the pieces are not those of this model"
-        plan = self._plans[key] = tuple(share for share in shares if share.numel)
-        return plan
+        self._plans[key] = tuple(shares)
+        return self._plans[key]
 
 
 def _check(values: Tensor, plan: Sequence[Share]) -> None:
@@ -313,20 +325,14 @@ def _told(group: SiteGroup, parameters: Mapping[str, Tensor]) -> list[dict[str, 
     ]
 
 
-def _narrow(told: Sequence[Mapping[str, Told]]) -> dict[str, torch.dtype]:
-    """Return the parameters whose dtype is narrower than fp32; HoldingError if two ranks have different dtypes."""
-    found: dict[str, str] = {}
-    for rank, here in enumerate(told):
-        for name, each in here.items():
-            if found.setdefault(name, each.dtype) != each.dtype:
-                raise HoldingError(f"parameter {name} is {each.dtype} on rank {rank} and {found[name]} on another")
-    dtypes = {name: getattr(torch, each) for name, each in found.items()}
-    return {name: dtype for name, dtype in dtypes.items() if dtype not in (torch.float32, torch.float64)}
+def _agreed(
+    told: Sequence[Mapping[str, Told]], in_stages: bool
+) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """Return all parameters' shapes, in the order of the names, and the dtypes that are narrower than fp32.
 
-
-def _shapes(told: Sequence[Mapping[str, Told]], in_stages: bool) -> dict[str, tuple[int, ...]]:
-    """Return all parameters' shapes, in the order of the names; HoldingError if ranks differ that should not."""
-    found: dict[str, tuple[int, ...]] = {}
+    HoldingError if ranks differ that should not.
+    """
+    found: dict[str, Told] = {}
     first = [[name, list(each.shape)] for name, each in told[0].items()]
     for rank, here in enumerate(told):
         named = [[name, list(each.shape)] for name, each in here.items()]
@@ -334,31 +340,15 @@ def _shapes(told: Sequence[Mapping[str, Told]], in_stages: bool) -> dict[str, tu
             other = next(pair for pair in itertools.zip_longest(named, first) if pair[0] != pair[1])
             raise HoldingError(f"rank {rank} has the parameter {other[0]} where rank 0 has {other[1]}")
         for name, each in here.items():
-            if found.setdefault(name, each.shape) != each.shape:
-                shapes = f"{list(each.shape)} on rank {rank} and {list(found[name])} on another"
+            known = found.setdefault(name, each)
+            if known.shape != each.shape:
+                shapes = f"{list(each.shape)} on rank {rank} and {list(known.shape)} on another"
                 raise HoldingError(f"parameter {name} is of shape {shapes}")
-    return dict(sorted(found.items()))
-
-
-def _sharing(name: str, shape: tuple[int, ...], held: Mapping[int, Box]) -> dict[Box, tuple[int, ...]]:
-    """Return the ranks that hold each box; HoldingError unless the boxes hold each value of the parameter once."""
-    found: dict[Box, tuple[int, ...]] = {}
-    for rank, box in held.items():
-        if not box.is_empty:
-            found[box] = (*found.get(box, ()), rank)
-    there = sum(prod(box.sizes) for box in found)
-    if there != prod(shape):
-        raise HoldingError(f"parameter {name} has {prod(shape)} values, and the ranks hold {there} of them")
-    return found
-
-
-def _parts_of(name: str, shape: tuple[int, ...], held: Box, start: int, stop: int, offset: int) -> Iterator[Part]:
-    """Yield the parts of the values ``[start, stop)`` that are in the box ``held``; these begin at ``offset``."""
-    for slab in _slabs(shape, start, stop):
-        meet = held.within(slab)
-        if meet is not None:
-            yield Part(name, meet.seen_from(held), meet.seen_from(slab), slab.sizes, offset)
-        offset += prod(slab.sizes)
+            if known.dtype != each.dtype:
+                raise HoldingError(f"parameter {name} is {each.dtype} on rank {rank} and {known.dtype} on another")
+    dtypes = {name: getattr(torch, each.dtype) for name, each in found.items()}
+    narrow = {name: dtype for name, dtype in dtypes.items() if dtype not in (torch.float32, torch.float64)}
+    return {name: found[name].shape for name in sorted(found)}, narrow
 
 
 def _slabs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
@@ -406,13 +396,9 @@ class ParallelOptions:
             value = getattr(self, name)
             require(value >= 0, name, value, "0 (derived) or more")
             require(value == 0 or self.parallel in where, name, value, f"only under {', '.join(where)}")
-        require(self.parallel != "hsdp" or self.shard_ranks > 0, "shard_ranks", self.shard_ranks, "to be said for hsdp")
-        require(
-            self.parallel != "tp+fsdp" or self.tensor_ranks > 0,
-            "tensor_ranks",
-            self.tensor_ranks,
-            "to be said for tp+fsdp",
-        )
+        for parallel, name in (("hsdp", "shard_ranks"), ("tp+fsdp", "tensor_ranks")):
+            value = getattr(self, name)
+            require(self.parallel != parallel or value > 0, name, value, f"to be said for {parallel}")
 
     def sizes(self, world: int) -> tuple[int, int, int]:
         """Return (copies, shards, tensor ranks) for ``world`` ranks; ValueError if they do not divide evenly."""

@@ -78,17 +78,13 @@ class Machines:
         self.here = self.of_rank[group.rank]
         self.ranks = [[rank for rank, at in enumerate(self.of_rank) if at == machine] for machine in range(len(names))]
         """The ranks of each machine."""
-        self._rank = group.rank
+        self.is_first_here = self.ranks[self.here][0] == group.rank
+        """Whether this rank is the first of its machine, which publishes and transfers for it."""
         self._broken = ""
         self._beside: dist.ProcessGroup | None = None
         if len(names) > 1:
             with group.bounded("making a group for copies"):
                 self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.timeout_s))
-
-    @property
-    def is_first_here(self) -> bool:
-        """Whether this rank is the first of its machine, which publishes and transfers for it."""
-        return self.ranks[self.here][0] == self._rank
 
     def second_of(self, rank: int) -> int | None:
         """Return the rank on the next machine that keeps the second copy of ``rank``; None if there is one machine."""
@@ -154,6 +150,15 @@ def _read(paths: Sequence[Path]) -> Iterator[Tensor]:
                 yield chunk
 
 
+@contextlib.contextmanager
+def _noting(path: Path, whys: list[str]) -> Iterator[None]:
+    """Append a message about an error of writing ``path`` to ``whys`` instead of raising it."""
+    try:
+        yield
+    except OSError as error:
+        whys.append(f"{path} cannot be written: {error}")
+
+
 def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator[Tensor]:
     """Yield empty buffers for the messages of ``_read``; each must be filled before the next one is requested.
 
@@ -162,31 +167,24 @@ def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator
     for path in paths:
         size = torch.zeros(1, dtype=torch.int64)
         yield size
-        left, why = int(size), ""
+        left, whys, file = int(size), list[str](), None
         if left == ABSENT:
             lacking.append(f"{path.name} did not come: its rank could not write it")
             continue
-        try:
+        with _noting(path, whys):
             disk.make_folder(path.parent, Step.CHECKPOINT_BEGIN)
             file = disk.open(path, "wb", Step.CHECKPOINT_FILE)
-        except OSError as error:
-            file, why = None, f"{path} cannot be written: {error}"
         while left:
             chunk = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8)
             yield chunk
             left -= len(chunk)
-            try:
-                if file is not None and not why:
+            with _noting(path, whys):
+                if file is not None and not whys:
                     disk.write(file, memoryview(chunk.numpy()), Step.CHECKPOINT_FILE)  # type: ignore[arg-type]
-            except OSError as error:
-                why = f"{path} cannot be written: {error}"
-        try:
+        with _noting(path, whys):
             if file is not None:
                 file.close()
-        except OSError as error:
-            why = why or f"{path} cannot be written: {error}"
-        if why:
-            lacking.append(why)
+        lacking += whys[:1]
 
 
 KEPT = 2
@@ -203,6 +201,7 @@ class MemoryWriter(PartWriter):
         super().__init__(root, KEPT, synchronous, wait_s, group, disk)
         private_folder(root)
         self._machines = Machines(group, root)
+        self._tidies = self._machines.is_first_here
         self._digest = ""
         """Sha256 hex of the manifest of this rank's part."""
         self._bytes = 0
@@ -215,10 +214,6 @@ class MemoryWriter(PartWriter):
         last call; empty if none was."""
         size, self._fresh = self._fresh, 0
         return {"bytes": size, "copies": min(2, len(self._machines.ranks))} if size else {}
-
-    @property
-    def _tidies(self) -> bool:
-        return self._machines.is_first_here
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -260,7 +255,12 @@ class MemoryWriter(PartWriter):
         why: CheckpointError | None = None
         try:
             with writing(self._root / name):
-                self._refuse_to_fill(parts)
+                self._bytes = sum(part.values.nbytes for part in parts.values())
+                told = os.statvfs(self._root)
+                free = told.f_bavail * told.f_frsize
+                if self._bytes > (1.0 - ROOM_LEFT) * free:
+                    where = f"{self._root}, where {free:,} are free and a tenth stays so"
+                    raise CheckpointError(f"{self._bytes:,} bytes do not fit into {where}")
                 write_part(self._root, name, self._group.rank, parts, self._disk)
                 self._digest = digest_of_file(folder / f"{mine}.json")
         except CheckpointError as error:
@@ -278,16 +278,6 @@ class MemoryWriter(PartWriter):
             why = why or error
         if why is not None:
             raise why
-
-    def _refuse_to_fill(self, parts: Mapping[str, Part]) -> None:
-        """Raise CheckpointError if the part would leave less than ``ROOM_LEFT`` of the folder's free space."""
-        self._bytes = sum(part.values.nbytes for part in parts.values())
-        told = os.statvfs(self._root)
-        free = told.f_bavail * told.f_frsize
-        if self._bytes > (1.0 - ROOM_LEFT) * free:
-            raise CheckpointError(
-                f"{self._bytes:,} bytes do not fit into {self._root}, where {free:,} are free and a tenth stays so"
-            )
 
     def _finish(self, name: str, meta: Mapping[str, Any]) -> None:
         mine = {"digest": self._digest, "meta": meta if self._group.is_first else {}}

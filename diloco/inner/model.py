@@ -130,12 +130,8 @@ class ComputeOptions:
     def __post_init__(self) -> None:
         kept = self.activation_checkpoint
         require(kept in KEPT, "activation_checkpoint", kept, f"one of {', '.join(KEPT)}")
-        require(
-            kept != "selective" or not self.compile,
-            "activation_checkpoint",
-            kept,
-            "full or none with compile=true, which decides by itself what of a block it keeps",
-        )
+        wanted = "full or none with compile=true, which decides by itself what of a block it keeps"
+        require(kept != "selective" or not self.compile, "activation_checkpoint", kept, wanted)
         require(self.loss_chunk >= 0, "loss_chunk", self.loss_chunk, "0 (all at once) or more")
         require(self.kernels in KINDS, "kernels", self.kernels, f"one of {', '.join(KINDS)}")
         if self.kernels == "torch":
@@ -155,24 +151,15 @@ def prepare(model: Transformer, options: ComputeOptions, device: torch.device) -
     model.loss_chunk = options.loss_chunk
     model.compute_by(kernels_of(options.kernels, device))
     if options.compile:
-        _try_compile(device)
+        try:  # So that a missing compiler shows now and not in the first step.
+            torch.compile(lambda x: functional.silu(x) * 2.0)(torch.ones(8, device=device))
+        except Exception as error:  # compilers, and their absence, raise errors of any kind
+            why = " ".join(str(error).split())
+            raise CompileError(f"torch.compile does not work here on {device.type}: {why[:300]}") from error
     for block in model.layers:
         block.keeps = options.activation_checkpoint
         if options.compile:
             block.layer = torch.compile(block.layer)  # type: ignore[method-assign]
-
-
-def _try_compile(device: torch.device) -> None:
-    """Compile something small, so that a missing compiler shows now and not in the first step."""
-    try:
-        torch.compile(_small)(torch.ones(8, device=device))
-    except Exception as error:  # compilers, and their absence, raise errors of any kind
-        why = " ".join(str(error).split())
-        raise CompileError(f"torch.compile does not work here on {device.type}: {why[:300]}") from error
-
-
-def _small(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(x) * 2.0
 
 
 def contexts() -> Callable[[], Any]:
@@ -226,12 +213,8 @@ class ModelOptions:
             self.head_dim % 2 == 0, "heads", self.heads, f"dim/heads must be even for rotary positions, dim={self.dim}"
         )
         require(self.kv_heads >= 0, "kv_heads", self.kv_heads, "0 (as many as heads) or more")
-        require(
-            self.kv_heads == 0 or self.heads % self.kv_heads == 0,
-            "kv_heads",
-            self.kv_heads,
-            f"0 or a divisor of heads={self.heads}",
-        )
+        wanted = f"0 or a divisor of heads={self.heads}"
+        require(self.heads % self.kv_heads_used == 0, "kv_heads", self.kv_heads, wanted)
         require(self.ffn_dim >= 0, "ffn_dim", self.ffn_dim, "0 (derived) or more")
         require(self.context >= 1, "context", self.context, "at least 1")
         require(self.rope_theta > 1.0, "rope_theta", self.rope_theta, "above 1")

@@ -33,22 +33,11 @@ STEADY = 1e-6
 """Added to the norm before dividing by it, as in torch."""
 
 
-def _holders(gradient: Tensor, world: int) -> int:
-    """Return how many ranks hold the same part of ``gradient``."""
-    if not is_cut(gradient):
-        return world
-    mesh, parts = gradient.device_mesh, 1
-    for side, placement in enumerate(gradient.placements):
-        assert not placement.is_partial(), "a gradient is summed by the time that it is clipped"
-        parts *= 1 if placement.is_replicate() else mesh.size(side)
-    return world // parts
-
-
 class Muon(torch.optim.Muon):
     """Muon for DTensors and plain matrices.  Its state is that of torch's Muon: ``momentum_buffer``, sharded alike."""
 
     def __init__(self, matrices: Iterable[Tensor], *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
-        """``dtype`` is that of the Newton-Schulz steps; ``options`` are those of torch's Muon."""
+        """``dtype`` is that of the Newton-Schulz steps; ``options`` are those of torch's Muon but ``adjust_lr_fn``."""
         super().__init__(matrices, **options)
         self._dtype = dtype
 
@@ -70,7 +59,8 @@ class Muon(torch.optim.Muon):
                 update = whole(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
                 moved = orthogonalize(update, self._dtype, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                lr = adjusted_lr(group["lr"], group["adjust_lr_fn"], *update.shape)
+                rows, columns = update.shape
+                lr = group["lr"] * math.sqrt(max(1, rows / columns))  # As torch's Muon adjusts it.
                 local(parameter).add_(moved[box_of(parameter).slices], alpha=-lr)
 
 
@@ -90,13 +80,6 @@ def orthogonalize(
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if rows > columns else x
-
-
-def adjusted_lr(lr: float, rule: str | None, rows: int, columns: int) -> float:
-    """Return the learning rate of a [rows, columns] matrix under torch's ``adjust_lr_fn``."""
-    if rule == "match_rms_adamw":  # "Muon is Scalable for LLM Training", arXiv 2502.16982.
-        return lr * 0.2 * math.sqrt(max(rows, columns))
-    return lr * math.sqrt(max(1, rows / columns))
 
 
 def whole(value: Tensor) -> Tensor:
@@ -154,12 +137,8 @@ class InnerOptions:
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, name, value, "finite and not negative")
         require(0 <= self.muon_momentum < 1, "muon_momentum", self.muon_momentum, "0 or more and below 1")
-        require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            "betas",
-            self.betas,
-            "two numbers, each 0 or more and below 1",
-        )
+        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(good, "betas", self.betas, "two numbers, each 0 or more and below 1")
         require(self.batch_sequences >= 1, "batch_sequences", self.batch_sequences, "at least 1")
         require(self.accumulation >= 1, "accumulation", self.accumulation, "at least 1")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "not negative")
@@ -219,9 +198,12 @@ class InnerOptimizers:
         if group is None or not any(is_cut(parameter) for parameter in self._parameters):
             return float(clip_grad_norm_(self._parameters, bound))
         by_holders: dict[int, list[Tensor]] = {}
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                by_holders.setdefault(_holders(parameter.grad, group.world), []).append(local(parameter.grad))
+        for gradient in (each.grad for each in self._parameters if each.grad is not None):
+            holders = group.world
+            for side, placement in enumerate(gradient.placements if is_cut(gradient) else ()):
+                assert not placement.is_partial(), "a gradient is summed by the time that it is clipped"
+                holders //= 1 if placement.is_replicate() else gradient.device_mesh.size(side)
+            by_holders.setdefault(holders, []).append(local(gradient))
         mine = sum(float(get_total_norm(parts)) ** 2 / holders for holders, parts in by_holders.items())
         norm = math.sqrt(group.all_reduce_sum([mine])[0])
         factor = min(1.0, bound / (norm + STEADY))
@@ -276,16 +258,6 @@ class InnerOptimizers:
             optimizer.load_state_dict({"state": states[part], "param_groups": groups})
 
 
-def _muon_takes(model: nn.Module) -> set[int]:
-    """Return the ids of the 2-D matrices of hidden layers: of each Linear that is neither a head nor tied."""
-    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    return {
-        id(module.weight)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != "head" and id(module.weight) not in embeddings
-    }
-
-
 def build_optimizers(model: nn.Module, options: InnerOptions, precision: str = "fp32") -> InnerOptimizers:
     """Build optimizers over ``model``, with every parameter in exactly one of them.
 
@@ -296,7 +268,13 @@ def build_optimizers(model: nn.Module, options: InnerOptions, precision: str = "
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parts: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}
     if options.optimizer == "muon":
-        ids = _muon_takes(model)
+        # The matrices of hidden layers: of each Linear that is neither a head nor tied.
+        embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+        ids = {
+            id(module.weight)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] != "head"
+        } - embeddings
         hidden = {name: parameter for name, parameter in trained.items() if id(parameter) in ids}
         trained = {name: parameter for name, parameter in trained.items() if id(parameter) not in ids}
         if hidden:

@@ -166,13 +166,14 @@ LATEST_MAX = 8
 SETTLE_S = 5.0
 
 
-class OpenStore:
-    """The rendezvous for ranks that several processes start; this process serves it while the object lives."""
+class OpenStore(TCPStore):
+    """The rendezvous for ranks that several processes start; this process serves it while the object lives.
+
+    The operating system chooses its ``port``.
+    """
 
     def __init__(self) -> None:
-        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.port: int = self._store.port
-        """The port, chosen by the operating system."""
+        super().__init__("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def device_of(device: str, local_rank: int = 0) -> torch.device:
@@ -208,6 +209,8 @@ class SiteGroup:
         self.rank, self.local_rank, self.world, self.timeout_s = rank, local_rank, world, timeout_s
         self.master_addr = master_addr
         """The address at which this machine reaches the rendezvous."""
+        self._bound = f" (bound {timeout_s:g} s)"
+        """What an error says about the timeout."""
         self._latest: deque[weakref.ref[Tensor]] = deque(maxlen=LATEST_MAX)
         on_cuda = self.device.type == "cuda"
         self.backend = ("nccl" if on_cuda else "gloo") if world > 1 else ""
@@ -355,9 +358,7 @@ class SiteGroup:
         try:
             yield
         except RuntimeError as error:
-            raise GroupError(
-                f"rank {self.rank} of {self.world} failed in {what} (bound {self.timeout_s:g} s): {error}"
-            ) from error
+            raise GroupError(f"rank {self.rank} of {self.world} failed in {what}{self._bound}: {error}") from error
 
 
 class PresentGroup(SiteGroup):
@@ -371,6 +372,7 @@ class PresentGroup(SiteGroup):
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._bound = ""  # It is the process group's.
         self.backend = str(dist.get_backend())
         if "nccl" in self.backend:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -378,11 +380,3 @@ class PresentGroup(SiteGroup):
 
     def close(self) -> None:
         """Do nothing: the process group is its owner's to destroy."""
-
-    @contextmanager
-    def bounded(self, what: str) -> Iterator[None]:
-        """Do as in ``SiteGroup``; the message omits the bound, which is the process group's."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise GroupError(f"rank {self.rank} of {self.world} failed in {what}: {error}") from error

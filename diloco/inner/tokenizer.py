@@ -37,11 +37,6 @@ VOCAB_SIZE_MAX = 1 << 24
 FILE_BYTES_MAX = 256 << 20
 
 
-def is_file(name: str) -> bool:
-    """Whether ``name`` is the path of a file, not the name of a built-in tokenizer."""
-    return name.endswith(".json")
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the little-endian dtype that holds every id below ``vocab_size``: uint16 or uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
@@ -85,7 +80,10 @@ class ByteTokenizer(Tokenizer):
     """
 
     def __init__(self, end_of_file: bool) -> None:
-        vocab = {letter: byte for byte, letter in enumerate(byte_letters())}
+        # GPT-2's letter for a byte: the byte's own character if it is printable, else one from U+0100 on.
+        prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        above = iter(range(256, 512))
+        vocab = {chr(byte if byte in prints else next(above)): byte for byte in range(256)}
         own = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         own.decoder = decoders.ByteLevel()
@@ -117,7 +115,13 @@ class FileTokenizer(Tokenizer):
     def __init__(self, path: str, end_of_file: bool) -> None:
         """ValueError names a file that is no tokenizer, or without a token that ends a text if ``end_of_file``."""
         text = _read(Path(path))
-        own = _parsed(path, text)
+        try:
+            own = tokenizers.Tokenizer.from_str(text.decode())
+        except Exception as error:  # The library has no error class of its own.
+            raise ValueError(f"tokenizer is {path!r}: no tokenizer.json: {str(error)[:200]}") from error
+        own.no_truncation()
+        own.no_padding()
+        own.encode_special_tokens = True  # Those spelled in a text are plain text: no document can end another.
         vocab_size = max(own.get_vocab(with_added_tokens=True).values(), default=0) + 1
         require(vocab_size <= VOCAB_SIZE_MAX, "tokenizer", path, f"{vocab_size} ids, at most {VOCAB_SIZE_MAX}")
         end = _end_of(Path(path), own) if end_of_file else None
@@ -136,17 +140,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"tokenizer is {str(path)!r}: {error.strerror}") from error
-
-
-def _parsed(path: str, text: bytes) -> tokenizers.Tokenizer:
-    try:
-        found = tokenizers.Tokenizer.from_str(text.decode())
-    except Exception as error:  # The library has no error class of its own.
-        raise ValueError(f"tokenizer is {path!r}: no tokenizer.json: {str(error)[:200]}") from error
-    found.no_truncation()
-    found.no_padding()
-    found.encode_special_tokens = True  # Special tokens spelled in a text are plain text: no document can end another.
-    return found
 
 
 def _end_of(path: Path, own: tokenizers.Tokenizer) -> int:
@@ -181,7 +174,7 @@ def _json_beside(path: Path, name: str) -> dict[str, Any]:
 def make_tokenizer(name: str, end_of_file: bool = True) -> Tokenizer:
     """Return the tokenizer called ``name``, or that of the file ``name``; ValueError names an unknown one."""
     check_name(name)
-    if is_file(name):
+    if name not in TOKENIZERS:
         return FileTokenizer(name, end_of_file)
     if name == "bytes":
         return ByteTokenizer(end_of_file)
@@ -192,14 +185,7 @@ def make_tokenizer(name: str, end_of_file: bool = True) -> Tokenizer:
 def check_name(name: str) -> None:
     """Raise ValueError unless ``name`` is the name of a tokenizer or the path of a file that may be one."""
     wanted = f"one of {', '.join(TOKENIZERS)}, or the path of a tokenizer.json"
-    require(name in TOKENIZERS or is_file(name), "tokenizer", name, wanted)
-
-
-def byte_letters() -> list[str]:
-    """Return GPT-2's letter for each byte: the byte's own character if it is printable, else one from U+0100 on."""
-    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    above = iter(range(256, 512))
-    return [chr(byte if byte in prints else next(above)) for byte in range(256)]
+    require(name in TOKENIZERS or name.endswith(".json"), "tokenizer", name, wanted)
 
 
 def train_bpe1024(texts: Iterable[str]) -> str:

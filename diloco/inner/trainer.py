@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,24 +144,11 @@ AfterStep = Callable[[StepInfo], Verdict]
 ExtraState = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
 
 
-def go_on(info: StepInfo) -> Verdict:
-    """The ``after_step`` of a site that trains alone."""
-    return Verdict()
-
-
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters (tied ones once, under their first name) and persistent buffers of a plain model, no copies."""
     persistent = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **buffers}
-
-
-def first_nonfinite(model: nn.Module) -> str:
-    """Return the name of the first parameter or buffer with a NaN or an infinity in this rank's part; empty if none."""
-    for name, tensor in model_tensors(model).items():
-        if not bool(torch.isfinite(local(tensor)).all()):
-            return name
-    return ""
 
 
 def capture_state(
@@ -170,32 +158,6 @@ def capture_state(
     tensors, values = optimizers.state_dict()
     named = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
     return {**named, **{f"optimizer/{name}": tensor for name, tensor in tensors.items()}}, values
-
-
-def gather_random(group: SiteGroup) -> dict[str, Tensor]:
-    """Return the random state of every rank.  A collective."""
-    gathered: dict[str, Tensor] = {}
-    for kind, mine in random_state(group.device).items():
-        for rank, theirs in enumerate(group.all_gather(mine)):
-            gathered[f"random/{rank}/{kind}"] = theirs
-    return gathered
-
-
-def restore(found: Checkpoint, model: nn.Module, optimizers: InnerOptimizers, group: SiteGroup, seed: int) -> None:
-    """Load a checkpoint into the live objects, in place.  CheckpointError if it is of another model or optimizer.
-
-    A rank without a random state in the checkpoint (the site has grown) is seeded with ``seed`` + its rank.
-    """
-    load_parameters(found, model)
-    try:
-        optimizers.load_state_dict(_optimizer_tensors(found, model), found.meta["optimizer"])
-    except ValueError as error:
-        raise CheckpointError(f"{found.path} is of another optimizer: {error}") from error
-    mine = found.part(f"random/{group.rank}")
-    if "cpu" in mine:
-        set_random_state(mine, group.device)
-    else:
-        torch.manual_seed(seed + group.rank)
 
 
 @torch.no_grad()
@@ -212,44 +174,6 @@ def load_parameters(found: Checkpoint, model: nn.Module) -> None:
             raise CheckpointError(f"{found.path} is of another model: {name} is {here} here and {there} there")
     for name, tensor in live.items():
         local(tensor).copy_(found.read(f"model/{name}", box_of(tensor, name)))
-
-
-def files_read(found: Checkpoint, model: nn.Module, group: SiteGroup) -> set[str]:
-    """Return the files of a checkpoint in parts that this rank reads to resume: in ``restore``, and for ``extra``.
-
-    With as many ranks as at its writing, a rank's extra state lies in its own file; otherwise it is read from all.
-    """
-    live = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
-    own, as_many = f"{rank_name(group.rank)}.safetensors", found.num_parts == group.world
-    files: set[str] = set()
-    for name, entry in found.entries.items():
-        kind, _, path = name.partition("/")
-        lies_in = {file for file, _ in entry.stretches}
-        if kind == "random":
-            files |= lies_in if path.startswith(f"{group.rank}/") else set()
-        elif kind == "extra":
-            files |= lies_in & {own} if as_many else lies_in
-        else:
-            tensor = live.get(name if kind == "model" else f"model/{path.partition('/')[2].rpartition('/')[0]}")
-            whole = Box((0,) * len(entry.shape), entry.shape)
-            box = whole if tensor is None or tuple(tensor.shape) != entry.shape else box_of(tensor)
-            files |= {file for file, _, _ in entry.meets(box)}
-    return files
-
-
-def _optimizer_tensors(found: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """Read the optimizers' tensors: this rank's part of those with their parameter's shape, the others whole."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    for path in found.part("optimizer"):
-        name = path.partition("/")[2].rpartition("/")[0]
-        parameter, key = parameters.get(name), f"optimizer/{path}"
-        if parameter is not None and tuple(parameter.shape) == found.entries[key].shape:
-            part = found.read(key, box_of(parameter)).to(local(parameter).device)
-            tensors[path] = alike(parameter, part)
-        else:
-            tensors[path] = found.read(key)
-    return tensors
 
 
 Captured = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]
@@ -278,33 +202,31 @@ class Saving:
         memory: MemoryWriter | None = None,
     ) -> None:
         """With ``memory`` the checkpoints go there, and ``root`` is None."""
-        self._root, self._every_steps = root, every_steps
+        self._root, self._every_steps, self._keep, self._disk = root, every_steps, options.checkpoints_kept, disk
         self._wait_s, self._synchronous = options.checkpoint_wait_s, options.deterministic
         self._spread, self._group, self._log = spread, spread.group, log
         self._memory = memory
         self._parts: PartWriter | None = memory
         self.writer: AsyncWriter | None = memory.writer if memory is not None else None
         if root is not None and spread.is_sharded:
-            self._parts = PartWriter(
-                root, options.checkpoints_kept, self._synchronous, self._wait_s, spread.group, disk
-            )
+            self._parts = PartWriter(root, self._keep, self._synchronous, self._wait_s, spread.group, disk)
             self.writer = self._parts.writer
         elif root is not None:
-            self.writer = AsyncWriter(root, options.checkpoints_kept, self._synchronous, disk)
+            self.writer = AsyncWriter(root, self._synchronous)
         self._num_writing = spread.group.world if self._parts is not None else 1
         self.written = ""
         """Name of the newest checkpoint that is written or being written."""
         self._due = False
         self._now = False
 
-    def begin(self) -> None:
-        """Prepare the folder before the first step.  A collective."""
+    def begin(self, *, resumed: bool) -> None:
+        """Prepare the folder before the first step.  A collective.
+
+        CheckpointError if the folder holds checkpoints and the run did not resume from one.
+        """
         if self._parts is not None:
             self._parts.begin()
-
-    def refuse_leftovers(self) -> None:
-        """Raise CheckpointError if the folder holds checkpoints; called by a run that resumed from none."""
-        left = checkpoint.names(self._root) if self._root else []
+        left = checkpoint.names(self._root) if self._root and not resumed else []
         if left:
             raise CheckpointError(
                 f"{self._root} already holds {left[-1]}, and this run did not resume: do, or take another folder"
@@ -314,9 +236,14 @@ class Saving:
         """Return this rank's numbers for the collective at the end of ``step``; ``heard`` gets their sums."""
         self._due = self._due or (self._every_steps > 0 and step % self._every_steps == 0)
         # A write still under way makes the due checkpoint wait for a later step instead of blocking training.
-        writes = self._parts is not None or self._group.is_first
-        free = float(writes and self._is_free(step) and self._due)
-        return [free, *(self._parts.words() if self._parts is not None else ())]
+        free = self._parts is not None or self._group.is_first
+        if free:
+            try:
+                free = self._parts.is_free if self._parts is not None else not (self.writer is None or self.writer.busy)
+            except CheckpointError as error:
+                # The next one is tried when it is due.  The older ones are valid: a full disk does not end training.
+                self._not_written(step, str(error))
+        return [float(free and self._due), *(self._parts.words() if self._parts is not None else ())]
 
     def heard(self, step: int, words: Sequence[float], sound: bool) -> None:
         """Take the sums of all ranks' ``words``, and decide whether to save now.
@@ -388,17 +315,6 @@ class Saving:
         else:
             self.writer.wait(self._wait_s)
 
-    def _is_free(self, step: int) -> bool:
-        """Whether a checkpoint can start now.  If the last write failed, log it and return True: the next one is tried
-        when it is due.  The older ones are valid, so a full disk does not end training."""
-        try:
-            if self._parts is not None:
-                return self._parts.is_free
-            return self.writer is not None and not self.writer.busy
-        except CheckpointError as error:
-            self._not_written(step, str(error))
-            return True
-
     def _not_written(self, step: int, why: str) -> None:
         self.written = ""
         what = "checkpoint not written" if self._memory is None else "memory checkpoint not written"
@@ -412,7 +328,8 @@ class Saving:
         """Clone the state in the training thread and hand the clones to the writer.  A collective."""
         assert self.writer is not None
         self.written = name = _name(step, after_step_done)
-        lost = first_nonfinite(model) if self._parts is not None or self._group.is_first else ""
+        held = model_tensors(model) if self._parts is not None or self._group.is_first else {}
+        lost = next((each for each, value in held.items() if not bool(torch.isfinite(local(value)).all())), "")
         if lost:
             self._log("note", {"note": "checkpoint not written", "why": f"parameter {lost} is not finite"})
         if any(self._group.all_reduce_sum([float(bool(lost))])):
@@ -428,7 +345,7 @@ class Saving:
                 self._say_fresh()
         else:
             clones = {key: tensor.detach().to("cpu", copy=True) for key, tensor in {**tensors, **own}.items()}
-            self.writer.submit(name, clones, meta)
+            self.writer.start(partial(checkpoint.save, self.writer.root, name, clones, meta, self._keep, self._disk))
         if self._memory is None:
             self._log("checkpoint", {"step": step, "name": name})
 
@@ -463,12 +380,9 @@ class Trainer:
         disk: Disk = PLAIN_DISK,
         spread: Spread | None = None,
     ) -> None:
-        require(
-            options.checkpoint_steps == 0 or checkpoint_dir is not None,
-            "checkpoint_steps",
-            options.checkpoint_steps,
-            "0, because no checkpoint folder was given",
-        )
+        steps = options.checkpoint_steps
+        wanted = "0, because no checkpoint folder was given"
+        require(steps == 0 or checkpoint_dir is not None, "checkpoint_steps", steps, wanted)
         self.model, self.optimizers, self.stream, self.options, self.group = model, optimizers, stream, options, group
         self.step = 0
         self.tokens = 0
@@ -497,7 +411,7 @@ class Trainer:
         *,
         until_step: int | None = None,
         until_tokens: int | None = None,
-        after_step: AfterStep = go_on,
+        after_step: AfterStep = lambda info: Verdict(),
         extra_state: ExtraState | None = None,
     ) -> RunEnd:
         """Train until a bound is reached or ``after_step`` returns stop; then write a last checkpoint, if enabled.
@@ -508,26 +422,39 @@ class Trainer:
         Raises TrainingError after ``nonfinite_max`` non-finite steps in a row.  Raises CheckpointError if the last
         checkpoint cannot be written, the folder cannot be used, or it holds checkpoints that were not resumed.
         """
-        self._begin()
-
-        def capture(in_parts: bool, after_step_done: bool) -> Captured | None:
-            return self._capture(extra_state, in_parts, after_step_done)
-
+        for each in self._savings:
+            each.begin(resumed=self._last is not None)
+        if self._last is None:
+            torch.manual_seed(self.options.seed + self.group.rank)
+        if self._asked_progress is not None and self._progress is None:
+            mine = self._asked_progress() if self.group.is_first else 0.0
+            self._progress = self.group.all_reduce_sum([mine])[0]
+        capture = partial(self._capture, extra_state)
         with deterministic(self.options.deterministic):
             redo, self._redo = self._redo, None
             verdict = after_step(redo) if redo is not None else Verdict()
             while not verdict.stop:
                 if until_step is not None and self.step >= until_step:
                     verdict = Verdict(stop=True, reason=f"reached step {until_step}")
-                elif until_tokens is not None and self.tokens >= until_tokens:
+                    break
+                if until_tokens is not None and self.tokens >= until_tokens:
                     verdict = Verdict(stop=True, reason=f"reached {until_tokens} tokens")
-                else:
-                    info = self._train_step(self._share(until_step, until_tokens))
-                    for saving in self._savings:
-                        saving.if_due(self.step, self.model, capture)
-                    self._log("step", {**_facts(info), **self._utilisation(info)})
-                    verdict = after_step(info)
-                    self._stop_if_lost(info)
+                    break
+                info = self._train_step(until_step, until_tokens)
+                for saving in self._savings:
+                    saving.if_due(self.step, self.model, capture)
+                self._log("step", self._facts(info))
+                verdict = after_step(info)
+                if info.applied:
+                    continue
+                why = f"loss {info.loss}, gradient norm {info.grad_norm}"
+                self._log("note", {"note": "step not applied", "why": why, "step": info.step})
+                if self._nonfinite_in_row >= self.options.nonfinite_max:
+                    first = info.step - self._nonfinite_in_row + 1
+                    raise TrainingError(
+                        f"steps {first} to {info.step} gave no finite loss and gradient ({why}), nonfinite_max="
+                        f"{self.options.nonfinite_max}: lower the learning rate, or look at the data"
+                    )
             if self._last is not None and self._nonfinite_in_row == 0:
                 self.saving.at_end(self.step, self.model, capture)
             if self._memory is not None:
@@ -545,13 +472,12 @@ class Trainer:
         CheckpointError if all checkpoints are damaged or it is of another model.
         """
         began = time.perf_counter()
-        reads = lambda hot: files_read(hot, self.model, self.group)  # noqa: E731
-        found, skipped = (found, found.skipped) if found else self.saving.newest(self._memory, reads)
+        found, skipped = (found, found.skipped) if found else self.saving.newest(self._memory, self._files_read)
         for words in skipped:
             self._log("note", {"note": "checkpoint skipped", "why": words})
         if found is None:
             return None
-        restore(found, self.model, self.optimizers, self.group, self.options.seed)
+        self._restore(found)
         told = found.meta["trainer"]
         self.step, self.tokens, self.cursor = told["step"], told["tokens"], told["cursor"]
         self.nonfinite_steps, self._progress = told["nonfinite_steps"], told["progress"]
@@ -566,31 +492,74 @@ class Trainer:
         extra = found.meta["extra"]
         return Resumed(self.step, found.part("extra"), extra, tuple(skipped), self._redo)
 
+    def _files_read(self, found: Checkpoint) -> set[str]:
+        """Return the files of a checkpoint in parts that this rank reads to resume.
+
+        With as many ranks as at its writing, a rank's extra state lies in its own file; otherwise it is read from all.
+        """
+        live = {f"model/{name}": tensor for name, tensor in model_tensors(self.model).items()}
+        rank, as_many = self.group.rank, len(found.digests) == self.group.world
+        files: set[str] = set()
+        for name, entry in found.entries.items():
+            kind, _, path = name.partition("/")
+            lies_in = {file for file, _ in entry.stretches}
+            if kind == "random":
+                files |= lies_in if path.startswith(f"{rank}/") else set()
+            elif kind == "extra":
+                files |= lies_in & {f"{rank_name(rank)}.safetensors"} if as_many else lies_in
+            else:
+                tensor = live.get(name if kind == "model" else f"model/{path.partition('/')[2].rpartition('/')[0]}")
+                whole = Box((0,) * len(entry.shape), entry.shape)
+                box = whole if tensor is None or tuple(tensor.shape) != entry.shape else box_of(tensor)
+                files |= {file for file, _, _ in entry.meets(box)}
+        return files
+
+    def _restore(self, found: Checkpoint) -> None:
+        """Load a checkpoint into the live objects, in place.  CheckpointError if it is of another model or optimizer.
+
+        A rank reads its part of an optimizer's tensor of its parameter's shape, and others whole.  A rank without a
+        random state in the checkpoint (the site has grown) is seeded with the seed + its rank.
+        """
+        load_parameters(found, self.model)
+        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        tensors: dict[str, Tensor] = {}
+        for path in found.part("optimizer"):
+            name = path.partition("/")[2].rpartition("/")[0]
+            parameter, key = parameters.get(name), f"optimizer/{path}"
+            if parameter is not None and tuple(parameter.shape) == found.entries[key].shape:
+                part = found.read(key, box_of(parameter)).to(local(parameter).device)
+                tensors[path] = alike(parameter, part)
+            else:
+                tensors[path] = found.read(key)
+        try:
+            self.optimizers.load_state_dict(tensors, found.meta["optimizer"])
+        except ValueError as error:
+            raise CheckpointError(f"{found.path} is of another optimizer: {error}") from error
+        mine = found.part(f"random/{self.group.rank}")
+        if "cpu" in mine:
+            set_random_state(mine, self.group.device)
+        else:
+            torch.manual_seed(self.options.seed + self.group.rank)
+
     # One step.
 
-    def _begin(self) -> None:
-        for each in self._savings:
-            each.begin()
-        if self._last is None:
-            self.saving.refuse_leftovers()
-            torch.manual_seed(self.options.seed + self.group.rank)
-        if self._asked_progress is not None and self._progress is None:
-            mine = self._asked_progress() if self.group.is_first else 0.0
-            self._progress = self.group.all_reduce_sum([mine])[0]
-
-    def _share(self, until_step: int | None, until_tokens: int | None) -> float:
-        """Return the run's progress: agreed at the end of the last step, or measured against this call's bounds."""
-        if self._progress is not None:
-            return self._progress
-        by_step = self.step / until_step if until_step else 0.0
-        by_tokens = self.tokens / until_tokens if until_tokens else 0.0
-        return max(by_step, by_tokens)
-
-    def _train_step(self, progress: float) -> StepInfo:
+    def _train_step(self, until_step: int | None, until_tokens: int | None) -> StepInfo:
         begin_ns = time.perf_counter_ns()
-        inner = self.optimizers.options
+        inner, device = self.optimizers.options, self.group.device
+        progress = self._progress
+        if progress is None:  # It is then measured against the bounds of ``run``.
+            by_step = self.step / until_step if until_step else 0.0
+            progress = max(by_step, self.tokens / until_tokens if until_tokens else 0.0)
         self.optimizers.set_lr_factor(lr_factor(inner, progress, self.step))
-        loss = self._accumulate_gradients(inner.accumulation)
+        summed = torch.zeros((), device=device)
+        for micro in range(inner.accumulation):
+            inputs, targets = self.stream.batch(self.cursor + micro * self.stream.sequences_per_batch)
+            with self.spread.micro_batch(last=micro == inner.accumulation - 1):
+                with torch.autocast(device.type, dtype=self._dtype, enabled=self._dtype is not None):
+                    mean = self.spread.module(inputs.to(device), targets.to(device)) / inner.accumulation
+                mean.backward()
+            summed += mean.detach()
+        loss = float(summed)
         norm = self.optimizers.clip(self.group)
         loss, applied, passes = self._agree(loss, norm)
         if applied:
@@ -602,8 +571,8 @@ class Trainer:
         self.tokens += tokens
         self._nonfinite_in_row = 0 if applied else self._nonfinite_in_row + 1
         self.nonfinite_steps += not applied
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         if self.options.slowdown > 1.0:
             time.sleep((self.options.slowdown - 1.0) * (time.perf_counter_ns() - begin_ns) / SECOND_NS)
         step_ns = time.perf_counter_ns() - begin_ns
@@ -611,20 +580,6 @@ class Trainer:
         facts = (self.step, loss, tokens, self.tokens, step_ns, self.cursor, norm, lr, applied)
         self._last = StepInfo(*facts, passes=passes)
         return self._last
-
-    def _accumulate_gradients(self, accumulation: int) -> float:
-        """Run forward and backward over the micro-batches; return this rank's mean loss in nats per token."""
-        device = self.group.device
-        total = torch.zeros((), device=device)
-        for micro in range(accumulation):
-            inputs, targets = self.stream.batch(self.cursor + micro * self.stream.sequences_per_batch)
-            last = micro == accumulation - 1
-            with self.spread.micro_batch(last):
-                with torch.autocast(device.type, dtype=self._dtype, enabled=self._dtype is not None):
-                    loss = self.spread.module(inputs.to(device), targets.to(device)) / accumulation
-                loss.backward()
-            total += loss.detach()
-        return float(total)
 
     def _agree(self, loss: float, norm: float) -> tuple[float, bool, bool]:
         """Agree among the ranks on loss, progress, saving and acting, in one collective.
@@ -646,27 +601,29 @@ class Trainer:
             each.heard(self.step + 1, heard, applied)
         return mean, applied, not acts
 
-    def _utilisation(self, info: StepInfo) -> dict[str, object]:
-        """Return the model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B); empty if the peak is unknown.
+    def _facts(self, info: StepInfo) -> dict[str, object]:
+        """Return the fields of a step's log line.
 
-        It counts the operations that the model needs: recomputation to save memory does not count.
+        ``mfu``, where the peak is known, is the model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B).  It
+        counts the operations that the model needs: recomputation to save memory does not count.
         """
+        step_s = info.step_ns / SECOND_NS
+        facts: dict[str, object] = {
+            "step": info.step,
+            "loss": info.loss,
+            "tokens": info.tokens,
+            "tokens_total": info.tokens_total,
+            "tokens_per_s": info.tokens / step_s,
+            "lr": info.lr,
+            "grad_norm": info.grad_norm,
+            "step_s": step_s,
+            "applied": info.applied,
+        }
         peak = self.options.peak_tflops * 1e12 * self.group.world
-        if not peak or not isinstance(self.model, Transformer):
-            return {}
-        operations = flops_per_token(self.model.options, self.stream.sequence_length) * info.tokens
-        return {"mfu": operations / (info.step_ns / SECOND_NS) / peak}
-
-    def _stop_if_lost(self, info: StepInfo) -> None:
-        if info.applied:
-            return
-        why = f"loss {info.loss}, gradient norm {info.grad_norm}"
-        self._log("note", {"note": "step not applied", "why": why, "step": info.step})
-        if self._nonfinite_in_row >= self.options.nonfinite_max:
-            raise TrainingError(
-                f"steps {info.step - self._nonfinite_in_row + 1} to {info.step} gave no finite loss and gradient "
-                f"({why}), nonfinite_max={self.options.nonfinite_max}: lower the learning rate, or look at the data"
-            )
+        if peak and isinstance(self.model, Transformer):
+            operations = flops_per_token(self.model.options, self.stream.sequence_length) * info.tokens
+            facts["mfu"] = operations / step_s / peak
+        return facts
 
     def _capture(self, extra_state: ExtraState | None, in_parts: bool, after_step_done: bool) -> Captured | None:
         """Return the state as tensors (references) and plain values, None on a rank that writes nothing.  A
@@ -676,7 +633,11 @@ class Trainer:
             rank = self.group.rank
             own = {f"random/{rank}/{kind}": mine for kind, mine in random_state(self.group.device).items()}
         else:
-            own = gather_random(self.group)
+            own = {
+                f"random/{rank}/{kind}": theirs
+                for kind, mine in random_state(self.group.device).items()
+                for rank, theirs in enumerate(self.group.all_gather(mine))
+            }
             if not self.group.is_first:
                 return None
         extra_tensors, extra_meta = extra_state() if extra_state else ({}, {})
@@ -693,19 +654,3 @@ class Trainer:
             "last": asdict(self._last),
         }
         return tensors, own, {"trainer": told, "optimizer": values, "extra": extra_meta}
-
-
-def _facts(info: StepInfo) -> dict[str, object]:
-    """Return the fields of a step's log line."""
-    step_s = info.step_ns / SECOND_NS
-    return {
-        "step": info.step,
-        "loss": info.loss,
-        "tokens": info.tokens,
-        "tokens_total": info.tokens_total,
-        "tokens_per_s": info.tokens / step_s,
-        "lr": info.lr,
-        "grad_norm": info.grad_norm,
-        "step_s": step_s,
-        "applied": info.applied,
-    }

@@ -62,7 +62,7 @@ def test_memory_stays_with_whatever_can_still_read_it(reader: object) -> None:
     held = reader(values)  # type: ignore[operator]
     del values
     gc.collect(1)  # What was made here is young; all that a run of tests has imported is not.
-    assert buffers.spare_bytes == 0
+    assert not buffers._spare
     others = [buffers.values(NUMEL).fill_(-1.0) for _ in range(4)]
     assert at not in [each.data_ptr() for each in others]
     del held
@@ -76,7 +76,7 @@ def test_no_more_than_the_bound_lies_idle_also_of_what_referred_to_itself() -> N
     held.append(held)
     del held
     gc.collect(1)
-    assert buffers.spare_bytes == 2 * (4 * NUMEL + ALIGNMENT)
+    assert sum(each.nbytes for each in buffers._spare) == 2 * (4 * NUMEL + ALIGNMENT)
     assert Buffers(0).values(NUMEL).numel() == NUMEL
 
 
@@ -89,7 +89,7 @@ def test_memory_that_is_too_short_or_far_too_long_is_not_used_and_one_piece_of_i
     assert buffers.raw(100).data_ptr() == short
     held = [buffers.raw(1000)]
     assert held[0].data_ptr() not in (short, long)
-    assert buffers.spare_bytes == 100 + ALIGNMENT, "the longer one was idle for longer"
+    assert sum(each.nbytes for each in buffers._spare) == 100 + ALIGNMENT, "the longer one was idle for longer"
 
 
 def test_threads_that_take_and_drop_never_share_memory() -> None:
@@ -308,9 +308,9 @@ def room(codec: Codec, numel: int) -> torch.Tensor:
 
 
 def cuts(codec: PlainCodec, numel: int, seed: int) -> list[int]:
-    """Bounds of ranges, at multiples of the granule, drawn from ``seed``."""
-    blocks = numel // codec.granule
-    drawn = torch.randint(0, blocks + 1, (4,), generator=torch.Generator().manual_seed(seed)) * codec.granule
+    """Bounds of ranges, at multiples of a block, drawn from ``seed``."""
+    blocks = numel // codec.block
+    drawn = torch.randint(0, blocks + 1, (4,), generator=torch.Generator().manual_seed(seed)) * codec.block
     return sorted({0, numel, *drawn.tolist()})
 
 

@@ -140,7 +140,7 @@ def test_corners(name: str, kernel_device: torch.device) -> None:
         [5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0],
         [7 * 2.0**-126, 3.5 * 2.0**-126, 2.5 * 2.0**-126, least],
     )
-    filled = [[*part, *[0.0] * (-len(part) % bench.plain.granule)] for part in corners[:-1]]
+    filled = [[*part, *[0.0] * (-len(part) % bench.plain.block)] for part in corners[:-1]]
     values = torch.tensor([value for part in (*filled, corners[-1]) for value in part])
     assert_encodes(bench, values, "corners")
 
@@ -182,7 +182,7 @@ def test_a_payload_may_lie_anywhere_even(name: str, kernel_device: torch.device)
         bench.codec.encode((there,), payload, bench.fault)
         assert payload_bytes(payload) == expected
     aligned = bench.codec.payload(333, kernel_device)
-    assert (aligned.data_ptr() + 2 * -(-333 // bench.plain.granule)) % ALIGNMENT == 0
+    assert (aligned.data_ptr() + 2 * -(-333 // bench.plain.block)) % ALIGNMENT == 0
 
 
 @pytest.mark.parametrize(("program_values", "num_warps"), [(2, 1), (128, 2), (1024, 8)])

@@ -60,7 +60,7 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_encoding_and_decoding(name: str) -> None:
     codec = make_codec(name).plain
-    assert kernels(codec.granule) is not None
+    assert kernels(codec.block) is not None
     for kind, terms in inputs().items():
         numel = terms[0].numel()
         plain, told = torch.full((codec.payload_bytes(numel),), 0xA5, dtype=torch.uint8), torch.empty(numel)

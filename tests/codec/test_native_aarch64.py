@@ -155,9 +155,9 @@ class Case:
     def __init__(self, memory: Memory, name: str, numel: int, giant: float = 0.0) -> None:
         """``giant`` is added to the value in the middle."""
         codec = make_codec(name).plain
-        self.memory, self.codec, self.layout, self.numel = memory, codec, codec.layout, numel
-        self.format = codec.layout.format(numel)
-        self.random = np.random.default_rng([numel, len(name), codec.layout.block])
+        self.memory, self.codec, self.numel = memory, codec, numel
+        self.format = codec.format(numel)
+        self.random = np.random.default_rng([numel, len(name), codec.block])
         base = self.draw() + 1
         base[numel // 2 : numel // 2 + 1] += np.float32(giant)
         self.base, self.local = self.values(base), self.values(self.draw() * np.float32(1e-3))
@@ -181,7 +181,7 @@ class Case:
         return self.memory.put(bytes(self.codec.payload_bytes(self.numel)), int(self.random.integers(64)))
 
     def tile(self) -> int:
-        return tile(SUM_BLOCK, self.codec.granule)
+        return tile(SUM_BLOCK, self.codec.block)
 
     def digest(self) -> int | None:
         if 4 * self.numel < BYTES_MIN:

@@ -132,17 +132,17 @@ def packed(fields: list[int], bits: int) -> bytes:
 
 def error_bound(codec: Codec, values: Tensor) -> Tensor:
     """Largest ``|decode(encode(values)) - values|``, elementwise, fp32 of the same shape."""
-    layout, size = codec.plain.layout, values.abs()
-    if layout.kind is Kind.FP32:
+    plain, size = codec.plain, values.abs()
+    if plain.kind is Kind.FP32:
         return torch.zeros_like(values)
-    if layout.kind is Kind.BF16:
+    if plain.kind is Kind.BF16:
         return (size * 2.0**-8).clamp(min=2.0**-134)  # half a step of 8 significant bits, or of bf16's subnormals
     if isinstance(codec.plain, IntCodec):
-        scale = scale_values(codec.plain.encode_rows(rows_of(values, layout.block))[0])
+        scale = scale_values(plain.encode_rows(rows_of(values, plain.block))[0])
         bound = scale * torch.where(torch.isinf(scale * codec.plain.code_max), 1.0, 0.5)
-        return bound.repeat_interleave(layout.block)[: values.numel()]
-    if layout.kind is Kind.E3M0:
-        smallest = scale_of_e3m0(size, layout.block)
+        return bound.repeat_interleave(plain.block)[: values.numel()]
+    if plain.kind is Kind.E3M0:
+        smallest = scale_of_e3m0(size, plain.block)
         share = torch.where(size >= 1.5 * 2.0**127, size / 2, size / 3)
         return torch.maximum(share, smallest)
     return torch.maximum(size, codec.decode(codec.encode(values), values.numel()).abs())

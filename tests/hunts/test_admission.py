@@ -244,12 +244,7 @@ def test_a_chain_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trusting(self: EntropyCodec, frame: memoryview, expected: int) -> bytes:
-        import zstandard
-
-        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=expected)
-
-    monkeypatch.setattr(EntropyCodec, "_decompress", trusting)
+    monkeypatch.setattr(EntropyCodec, "_check_header", lambda self, frame, expected: None)
     failures = run_piece(3, 1000).failures
     assert any("zstd" in failure.lower() or "MemoryError" in failure for failure in failures), failures
 

@@ -338,7 +338,7 @@ def test_what_is_behind_the_last_mark_is_written_again(tmp_path: Path) -> None:
         if number in (3, 6):
             assert writer.held > 0
             writer.close()
-            notes.put({"place": number})
+            notes.append({"mark": {"place": number}})
     writer.close()  # Durable, and nothing says of what.
     for _ in range(2):
         again = Notes(tmp_path, "this", 2, marked=True)
@@ -470,7 +470,7 @@ def test_after_a_process_that_died_it_is_read_behind_its_last_mark(
 def move_branch(patch: pytest.MonkeyPatch) -> None:
     """As where a branch on the hub has moved: the settings are the same, and what they name is not."""
     opened = corpus._opened
-    patch.setattr(corpus, "_opened", lambda *given: corpus._Opened("another commit", opened(*given).streams))
+    patch.setattr(corpus, "_opened", lambda *given: ("another commit", opened(*given)[1]))
 
 
 def change_release(patch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_what_is_kept_gives_the_logits_of_reading_all(kv_heads: int, parts: list
     assert reader.room == 0
     with pytest.raises(ValueError, match="tokens is 1: from 1 to the room of 0"):
         reader.read([1])
-    reader.forget()
+    reader.length = 0
     assert reader.room == 24
 
 
