@@ -296,7 +296,7 @@ class RunHistory:
         if isinstance(versions, list):
             self._at(places(event, versions), versions)
         if "tokens_merged" in event:  # Earlier releases lack it: count on from the published versions.
-            merged = _mapping(event, "tokens_merged")
+            merged = mapping(event, "tokens_merged")
             self._merged.pop("restore", None)
             self._merged[who] = {site: whole(merged, site) for site in merged}
         self.ending = None
@@ -317,8 +317,8 @@ class RunHistory:
     def _on_outer_step(self, who: str, event: Event, now_s: float) -> None:
         fragment, version = whole(event, "fragment"), whole(event, "version")
         done = Round(fragment, version, now_s, self._met.pop(fragment, None), lineage=self.lineage)
-        done.weights = {name: float(weight) for name, weight in _mapping(event, "sites").items()}
-        done.staleness = {name: int(value) for name, value in _mapping(event, "staleness").items()}
+        done.weights = {name: float(weight) for name, weight in mapping(event, "sites").items()}
+        done.staleness = {name: int(value) for name, value in mapping(event, "staleness").items()}
         done.norm, done.seconds = number(event, "norm"), number(event, "seconds")
         known = self._round(fragment, version)
         if known is None:
@@ -338,7 +338,7 @@ class RunHistory:
             self._moves(who, fragment, now_s)
             self.versions[fragment] = version
             merged = self._merged.setdefault(who, {})
-            for name, counts in _mapping(event, "merged").items():
+            for name, counts in mapping(event, "merged").items():
                 if isinstance(counts, list) and counts:
                     merged[name] = merged.get(name, 0) + int(counts[0])
         self._downlinks[fragment] = whole(event, "bytes")
@@ -531,7 +531,7 @@ class RunHistory:
     def _on_site_done(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
         # The ledger's keys are "processed", "merged", ...; the summary's are "tokens_processed", ...
-        ledger = {name.removeprefix("tokens_"): value for name, value in _mapping(event, "ledger").items()}
+        ledger = {name.removeprefix("tokens_"): value for name, value in mapping(event, "ledger").items()}
         site.done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
         site.left_with = site.done
         site.done_reason = str(event.get("reason", ""))
@@ -554,7 +554,8 @@ def places(event: Mapping[str, object], versions: Sequence[object]) -> list[int]
     return [int(each) for each in fragments] if isinstance(fragments, list) else list(range(len(versions)))
 
 
-def _mapping(event: Mapping[str, object], name: str) -> dict[str, float]:
+def mapping(event: Mapping[str, object], name: str) -> dict[str, float]:
+    """Return a field that is a mapping; an empty one where it is missing."""
     value = event.get(name)
     return value if isinstance(value, dict) else {}
 
