@@ -239,7 +239,8 @@ def page_at(
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     try:
-        yield f"http://{host}:{server.server_address[1]}/metrics"
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{server.server_address[1]}/metrics"
     finally:
         server.shutdown()
         server.server_close()

@@ -162,6 +162,13 @@ def test_a_page_is_served_where_one_is_asked_for_and_a_port_alone_is_loopback() 
             assert address.startswith(f"http://{host}:")
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_page_at_an_ipv6_address_has_a_url_that_opens() -> None:
+    with page_at("site.metrics", "[::1]:0", some) as address:
+        assert address.startswith("http://[::1]:")
+        assert "diloco_a" in read(address)
+
+
 @pytest.mark.parametrize("text", ["host", "host:", "host:port", "1.2.3.4:70000", "::x", "taken"])
 def test_an_address_that_is_none_or_taken_is_named_with_its_key(text: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
