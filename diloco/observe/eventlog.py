@@ -170,8 +170,8 @@ class EventLog:
                     self.failures += 1
                     if self.failures == 1:
                         logging.getLogger(__name__).exception("an event could not be followed")
-                        failed = {"note": "follower_failed", "why": repr(error)}
-                        self._lines.write(_line(self._event("note", failed)))
+                        failed = self._event("note", {"note": "follower_failed", "why": repr(error)})
+                        self._lines.write(_line(failed))
             with self._lock:
                 left_out, self._left_out = self._left_out, 0
             if left_out:
