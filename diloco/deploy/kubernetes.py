@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.config.errors import ConfigError, ExitCode
 from diloco.config.placing import BETWEEN
 from diloco.deploy.docker import STATE, USER
-from diloco.deploy.rendering import File, Process, documents, label, processes
+from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, label, processes
 from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ OWN = "/run/diloco"
 """Where a pod copies them at its start, for its process alone: a key that others can read is refused."""
 ENDED_FOR_GOOD = (int(ExitCode.USAGE), int(ExitCode.MISMATCH))
 """Exit codes that the same command would return again."""
-RENDEZVOUS_PORT = 29500
 SYNCER_FILES = ("ca.pem", "syncer.pem", "syncer.key", "revoked.json")
 
 

@@ -18,10 +18,10 @@ from diloco.config.schema import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LABEL_MAX = 63
-"""The longest DNS label, in characters."""
+RENDEZVOUS_PORT = 29500
+"""The port at which the machines of a site meet."""
 NAMES_MAX = 40
-"""How many of them the names of run and process may take together; the rest is for suffixes."""
+"""The longest name of run and process together: of a DNS label's 63 characters, the rest is for suffixes."""
 LEAVE_MORE_S = 10.0
 """How long a site may take to leave after site.finish_timeout_s: for its last checkpoint, and to end its processes."""
 TEXTS: Mapping[str, str] = {
@@ -76,7 +76,7 @@ class Process:
 
     @property
     def what(self) -> str:
-        """What it is, in words."""
+        """Its description for a comment: "Site fra"."""
         return f"Site {self.name}" if self.verb == "site" else f"The {self.name}"
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from diloco.deploy.rendering import File, Process, documents, package, processes
+from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, package, processes
 
 if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 HOME = "~/diloco"
 """The working folder of a process on its machine."""
 ENVIRONMENT = "~/diloco-env"
-RENDEZVOUS_PORT = 29500
 PACKAGE = "~/diloco-package"
 """Where the wheel and its constraints lie, when no source tree is installed."""
 HEAD = """{what} of run {run}: sky launch --cluster {name} {more}{file}    (from the folder of this file)

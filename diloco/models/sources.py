@@ -101,9 +101,8 @@ def kind_of(source: str) -> tuple[Kind, Path]:
     path = Path(source)
     if (path / "config.json").is_file():
         return Kind.FOLDER, path
-    if path.is_file() or (path / "manifest.json").is_file() or any(path.glob("*/manifest.json")):
-        return Kind.TRAINED, path
-    if (path / "checkpoints").is_dir():
+    a_checkpoint = path.is_file() or (path / "manifest.json").is_file()
+    if a_checkpoint or any(path.glob("*/manifest.json")) or (path / "checkpoints").is_dir():
         return Kind.TRAINED, path
     if is_data(path):
         return Kind.DATA, path

@@ -358,7 +358,7 @@ class RunHistory:
         if incarnation != site.incarnation:
             before = site.meters.get(site.incarnation)
             if before is not None and train_s >= before["train_s"] and step >= site.step:
-                del site.meters[site.incarnation]  # The same process, which a restore of the run had join anew.
+                del site.meters[site.incarnation]  # The same process, which joined again after a restore of the run.
             else:
                 site.restarts += before is not None
                 site.step_before = site.step if before is not None else 0
@@ -606,7 +606,7 @@ class Round:
     norm: float | None = None
     seconds: float | None = None
     lineage: int = 1
-    """Versions are numbered anew in the lineage that a restore begins."""
+    """A restore begins a lineage, which numbers its versions again."""
 
 
 @dataclass(slots=True)

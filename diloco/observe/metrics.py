@@ -35,7 +35,7 @@ from prometheus_client.registry import Collector
 
 from diloco.config.errors import ConfigError
 from diloco.config.schema import RunConfig
-from diloco.observe.history import mapping, number, whole
+from diloco.observe.history import FP32_BYTES, mapping, number, whole
 from diloco.sync.options import PROTOCOL
 from diloco.sync.state import Status
 from diloco.version import __version__
@@ -250,8 +250,6 @@ def page_at(
 
 # --- A site's page of metrics, from its own events and its newest checkpoint -----------------------------------------
 
-FP32_BYTES = 4
-
 
 class SiteMetrics:
     """Takes the site's events, and makes the page.  ``numels`` has the number of values of each fragment."""
@@ -451,23 +449,17 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
     ready = float(not status["not_ready"])
     yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", {(): ready})
-    yield gauge(
-        "syncer_epoch",
-        "Rises with every start, and by a million or more when a standby is promoted.",
-        {(): status["epoch"]},
-    )
+    meaning = "Rises with every start, and by a million or more when a standby is promoted."
+    yield gauge("syncer_epoch", meaning, {(): status["epoch"]})
     lineage = status["lineage"]
     yield gauge("run_lineage", "1; of a run that was restored a Unix time, or one more than before.", {(): lineage})
     if lineage > 1:
         yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", {(): lineage})
     yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
     yield counter("run_tokens", "Tokens in the published model.", {(): status["run_tokens"]})
-    yield counter(
-        "refused_at_the_door",
-        "Updates refused before they were accepted; outcome is the reason, or the field that was wrong.",
-        {(why,): count for why, count in status["refused_at_the_door"].items()},
-        "outcome",
-    )
+    meaning = "Updates refused before they were accepted; outcome is the reason, or the field that was wrong."
+    early = {(why,): count for why, count in status["refused_at_the_door"].items()}
+    yield counter("refused_at_the_door", meaning, early, "outcome")
     if (units := status["units"]) is not None:
         places = {(place,): float(units[place]) for place in ("merged", "partly", "in_hand", "given_back")}
         meaning = "Units of the data that were ever leased, by where they are: merged, partly, in_hand or given_back."

@@ -78,13 +78,9 @@ SCHEMA: Mapping[str, Mapping[str, str]] = {
         "whole",
     ),
     "fault": {"what": "text", "target": "text", "at_seconds": "number", "healed_seconds": "number?"},
-    "wire": {
-        "bytes_up": "whole",
-        "bytes_down": "whole",
-        "bytes_joins": "whole",
-        "bytes_fp32_equivalent": "whole",
-        "bytes_data_parallel_equivalent": "whole",
-    },
+    "wire": dict.fromkeys(
+        ("bytes_up", "bytes_down", "bytes_joins", "bytes_fp32_equivalent", "bytes_data_parallel_equivalent"), "whole"
+    ),
 }
 
 SINCE = frozenset({"summary.units", "site.tokens_per_second", "site.products"})
