@@ -64,19 +64,16 @@ def make_authority(trust_domain: str, now: datetime.datetime) -> Pair:
     if not TRUST_DOMAIN.fullmatch(trust_domain):
         raise CertificateError(f"trust domain is {trust_domain!r}: lower-case letters, digits, '-' and '.', at most 63")
     key = ec.generate_private_key(ec.SECP256R1())
-    name = _name(f"diloco authority of {trust_domain}")
-    builder = _begun(name, name, key.public_key(), now, AUTHORITY_DAYS)
+    name = f"diloco authority of {trust_domain}"
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and lists
-    certificate = (
-        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://{trust_domain}")]), critical=False
-        )
-        .sign(key, hashes.SHA256())
-    )
-    return _pair(certificate, key)
+    own = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://{trust_domain}")])
+    extensions = [
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (usage, True),
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+        (own, False),
+    ]
+    return _signed(name, key, _name(name), key, extensions, now, AUTHORITY_DAYS)
 
 
 def issue(authority: Pair, who: str, hosts: Sequence[str], days: int, now: datetime.datetime) -> Pair:
@@ -84,8 +81,13 @@ def issue(authority: Pair, who: str, hosts: Sequence[str], days: int, now: datet
 
     Raises ``CertificateError`` for an invalid host, and when the authority would expire before the leaf.
     """
-    signer, key = _opened(authority)
-    facts = _facts(signer)
+    try:
+        key = serialization.load_pem_private_key(authority.key, password=None)
+    except (ValueError, TypeError) as error:
+        raise CertificateError(f"the authority's key cannot be read: {error}") from error
+    signer, facts = _certificate(authority.certificate), describe(authority.certificate)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or signer.public_key() != key.public_key():
+        raise CertificateError("the authority's key is not that of its certificate")
     if not facts.is_authority or len(facts.ids) != 1:
         raise CertificateError("the authority's certificate is not one that `diloco certs init` has made")
     if days < 1:
@@ -99,32 +101,14 @@ def issue(authority: Pair, who: str, hosts: Sequence[str], days: int, now: datet
     if who != "syncer":
         purposes.append(ExtendedKeyUsageOID.CLIENT_AUTH)
     usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)  # signs handshakes
-    certificate = (
-        _begun(_name(who), signer.subject, own.public_key(), now, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    return _pair(certificate, own)
-
-
-def describe(pem: bytes) -> Facts:
-    """Return the contents of the first certificate in ``pem``; ``CertificateError`` when there is none."""
-    return _facts(_certificate(pem))
-
-
-def _opened(authority: Pair) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    try:
-        key = serialization.load_pem_private_key(authority.key, password=None)
-    except (ValueError, TypeError) as error:
-        raise CertificateError(f"the authority's key cannot be read: {error}") from error
-    signer = _certificate(authority.certificate)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or signer.public_key() != key.public_key():
-        raise CertificateError("the authority's key is not that of its certificate")
-    return signer, key
+    extensions = [
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (usage, True),
+        (x509.ExtendedKeyUsage(purposes), False),
+        (x509.SubjectAlternativeName(names), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), False),
+    ]
+    return _signed(who, own, signer.subject, key, extensions, now, days)
 
 
 def _certificate(pem: bytes) -> x509.Certificate:
@@ -134,7 +118,9 @@ def _certificate(pem: bytes) -> x509.Certificate:
         raise CertificateError(f"there is no certificate in it: {error}") from error
 
 
-def _facts(certificate: x509.Certificate) -> Facts:
+def describe(pem: bytes) -> Facts:
+    """Return the contents of the first certificate in ``pem``; ``CertificateError`` when there is none."""
+    certificate = _certificate(pem)
     try:
         names = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except x509.ExtensionNotFound:
@@ -169,22 +155,28 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _begun(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime, days: int
-) -> x509.CertificateBuilder:
-    return (
+def _signed(
+    subject: str,
+    key: ec.EllipticCurvePrivateKey,
+    issuer: x509.Name,
+    signer: ec.EllipticCurvePrivateKey,
+    extensions: Sequence[tuple[x509.ExtensionType, bool]],
+    now: datetime.datetime,
+    days: int,
+) -> Pair:
+    """Return ``key`` and its certificate, signed with ``signer``; each extension with whether it is critical."""
+    builder = (
         x509.CertificateBuilder()
-        .subject_name(subject)
+        .subject_name(_name(subject))
         .issuer_name(issuer)
-        .public_key(key)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - SKEW)
         .not_valid_after(now + datetime.timedelta(days=days))
     )
-
-
-def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical=critical)
     return Pair(
-        certificate.public_bytes(serialization.Encoding.PEM),
+        builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM),
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )

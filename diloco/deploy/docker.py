@@ -40,7 +40,7 @@ def files(config: RunConfig) -> list[File]:
     launch, installed = config.launch, package(config)
     values = {
         "image": launch.image,
-        "base": launch.base or (CUDA_BASE if uses_cuda(launch, config) else CPU_BASE),
+        "base": launch.base or (CUDA_BASE if uses_cuda(config) else CPU_BASE),
         "package": installed.pip,
         "source": "SOURCE_TREE" if installed.tree else ".",
         "user": USER,

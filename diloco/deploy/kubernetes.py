@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.config.errors import ConfigError, ExitCode
 from diloco.config.placing import BETWEEN
 from diloco.deploy.docker import STATE, USER
-from diloco.deploy.rendering import File, Process, check_reachable, documents, label, processes
+from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, label, processes
 from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
@@ -23,23 +23,29 @@ OWN = "/run/diloco"
 """Where a pod copies them at its start, for its process alone: a key that others can read is refused."""
 ENDED_FOR_GOOD = (int(ExitCode.USAGE), int(ExitCode.MISMATCH))
 """Exit codes that the same command would return again."""
-RENDEZVOUS_PORT = 29500
 SYNCER_FILES = ("ca.pem", "syncer.pem", "syncer.key", "revoked.json")
 
 
 def prepared(config: RunConfig) -> list[Process]:
     """Return the processes that pods are made of, with the settings that only pods need."""
     secured = _secured(config) if config.launch.secrets else config
-    found = _found_by_name(_open(secured))
-    check_reachable(found)
-    return [_rendezvous(process) if process.nodes > 1 else process for process in processes(found)]
-
-
-def _rendezvous(process: Process) -> Process:
-    """Let the machines of a site meet at the pod of machine 0, by the name that the JobSet gives it."""
-    host = f"{process.label}-site-0-0.{process.label}"
-    site = replace(process.config.site, rendezvous=f"{host}:{RENDEZVOUS_PORT}")
-    return replace(process, config=replace(process.config, site=site))
+    listen = secured.cluster.syncer.listen
+    port = listen.rpartition(":")[2]
+    if not port.isdecimal() or int(port) == 0:
+        raise ConfigError(f"cluster.syncer.listen is {listen!r}: a port that others can know")
+    # The syncer listens where other pods reach it.
+    syncer, site = replace(secured.cluster.syncer, listen=f"0.0.0.0:{port}"), secured.site
+    if is_loopback(site.syncer):  # No other address is configured: sites find a syncer by the name of its Service.
+        names = ["syncer", *(f"syncer-{index}" for index in range(1, config.outer.num_syncers))]
+        site = replace(site, syncer=BETWEEN.join(f"{_service(config, name)}:{port}" for name in names))
+    found = []
+    for process in processes(replace(secured, site=site, cluster=replace(secured.cluster, syncer=syncer))):
+        if process.nodes > 1:  # They meet at the pod of machine 0, by the name that the JobSet gives it.
+            rendezvous = f"{process.label}-site-0-0.{process.label}:{RENDEZVOUS_PORT}"
+            own = replace(process.config, site=replace(process.config.site, rendezvous=rendezvous))
+            process = replace(process, config=own)
+        found.append(process)
+    return found
 
 
 def files(process: Process) -> list[File]:
@@ -55,25 +61,6 @@ def call(process: Process) -> list[str]:
 def manifest(process: Process) -> str:
     """Return the name of the manifest for kubectl."""
     return f"{process.name}.yaml"
-
-
-def _open(config: RunConfig) -> RunConfig:
-    """Make the syncer listen where other pods reach it."""
-    port = config.cluster.syncer.listen.rpartition(":")[2]
-    if not port.isdecimal() or int(port) == 0:
-        raise ConfigError(f"cluster.syncer.listen is {config.cluster.syncer.listen!r}: a port that others can know")
-    syncer = replace(config.cluster.syncer, listen=f"0.0.0.0:{port}")
-    return replace(config, cluster=replace(config.cluster, syncer=syncer))
-
-
-def _found_by_name(config: RunConfig) -> RunConfig:
-    """Let sites find a syncer by the name of its Service, unless another address is configured."""
-    if not is_loopback(config.site.syncer):
-        return config
-    names = ["syncer", *(f"syncer-{index}" for index in range(1, config.outer.num_syncers))]
-    port = config.cluster.syncer.listen.rpartition(":")[2]
-    addresses = [f"{_service(config, name)}:{port}" for name in names]
-    return replace(config, site=replace(config.site, syncer=BETWEEN.join(addresses)))
 
 
 def _service(config: RunConfig, name: str) -> str:
@@ -124,10 +111,10 @@ def _syncer(process: Process) -> str:
         "volumeClaimTemplates": [{"metadata": {"name": "state"}, "spec": _claim(process)}],
     }
     told = [
-        _settings(process),
-        _object("v1", "Service", process, service),
-        _object("apps/v1", "StatefulSet", process, stateful),
-        _object("policy/v1", "PodDisruptionBudget", process, {"minAvailable": 1, "selector": chosen}),
+        _object("v1", "ConfigMap", process, data={process.settings: process.file().text}),
+        _object("v1", "Service", process, spec=service),
+        _object("apps/v1", "StatefulSet", process, spec=stateful),
+        _object("policy/v1", "PodDisruptionBudget", process, spec={"minAvailable": 1, "selector": chosen}),
     ]
     lines = [
         _head(process),
@@ -175,9 +162,12 @@ def _site(process: Process) -> str:
         "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [{"name": "site", "replicas": 1, "template": {"spec": job}}],
     }
-    claim = _object("v1", "PersistentVolumeClaim", process, _claim(process))
-    made = _object("jobset.x-k8s.io/v1alpha2", "JobSet", process, jobs)
-    return documents(_settings(process), claim, made, head=_head(process))
+    return documents(
+        _object("v1", "ConfigMap", process, data={process.settings: process.file().text}),
+        _object("v1", "PersistentVolumeClaim", process, spec=_claim(process)),
+        _object("jobset.x-k8s.io/v1alpha2", "JobSet", process, spec=jobs),
+        head=_head(process),
+    )
 
 
 def _head(process: Process) -> str:
@@ -260,11 +250,6 @@ def _pod(process: Process, container: dict[str, Any], again: str) -> dict[str, A
     return pod
 
 
-def _settings(process: Process) -> dict[str, Any]:
-    made = _object("v1", "ConfigMap", process, None)
-    return made | {"data": {process.settings: process.file().text}}
-
-
 def _claim(process: Process) -> dict[str, Any]:
     launch = process.config.launch
     claim: dict[str, Any] = {
@@ -278,6 +263,6 @@ def _labels(process: Process) -> dict[str, str]:
     return {"app.kubernetes.io/name": "diloco", "app.kubernetes.io/instance": process.label}
 
 
-def _object(version: str, kind: str, process: Process, spec: Mapping[str, Any] | None) -> dict[str, Any]:
+def _object(version: str, kind: str, process: Process, **body: Mapping[str, Any]) -> dict[str, Any]:
     metadata = {"name": process.label, "namespace": process.config.launch.namespace, "labels": _labels(process)}
-    return {"apiVersion": version, "kind": kind, "metadata": metadata} | ({"spec": dict(spec)} if spec else {})
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}

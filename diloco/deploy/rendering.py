@@ -18,12 +18,10 @@ from diloco.config.schema import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diloco.config.schema import LaunchSection
-
-LABEL_MAX = 63
-"""The longest DNS label, in characters."""
+RENDEZVOUS_PORT = 29500
+"""The port at which the machines of a site meet."""
 NAMES_MAX = 40
-"""How many of them the names of run and process may take together; the rest is for suffixes."""
+"""The longest name of run and process together: of a DNS label's 63 characters, the rest is for suffixes."""
 LEAVE_MORE_S = 10.0
 """How long a site may take to leave after site.finish_timeout_s: for its last checkpoint, and to end its processes."""
 TEXTS: Mapping[str, str] = {
@@ -78,7 +76,7 @@ class Process:
 
     @property
     def what(self) -> str:
-        """What it is, in words."""
+        """Its description for a comment: "Site fra"."""
         return f"Site {self.name}" if self.verb == "site" else f"The {self.name}"
 
     @property
@@ -96,10 +94,11 @@ class Process:
 
 
 def processes(config: RunConfig) -> list[Process]:
-    """Return the syncers of ``config`` and its sites; ConfigError for what cannot be launched.
+    """Return the syncers of ``config`` and its sites; ConfigError for what cannot be launched or reached.
 
     A syncer that listens on loopback only is not among them: it runs elsewhere, started by hand.
     """
+    check_reachable(config)
     check(config)
     launch, cores = config.launch, max(2, config.cluster.syncer.threads + 1)
     found = []
@@ -227,10 +226,8 @@ def documents(*told: Mapping[str, object], head: str = "") -> str:
     class Plain(yaml.SafeDumper):  # type: ignore[misc]
         """Writes text of several lines as a literal block."""
 
-    def as_it_reads(dumper: yaml.SafeDumper, text: str) -> object:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-    Plain.add_representer(str, as_it_reads)
+    kind = "tag:yaml.org,2002:str"
+    Plain.add_representer(str, lambda to, text: to.represent_scalar(kind, text, style="|" if "\n" in text else None))
     comment = "".join(f"# {line}\n" for line in head.splitlines())
     made = yaml.dump_all(told, Dumper=Plain, sort_keys=False, default_flow_style=False, width=120)
     return comment + str(made)
@@ -251,7 +248,7 @@ class Package:
 
 def package(config: RunConfig) -> Package:
     """Return what ``launch.package`` says; ConfigError where there is nothing to install."""
-    given, extra = config.launch.package, "[gpu]" if uses_cuda(config.launch, config) else ""
+    given, extra = config.launch.package, "[gpu]" if uses_cuda(config) else ""
     if given is None:
         tree = Path(__file__).resolve().parents[2]
         if not (tree / "pyproject.toml").is_file():
@@ -260,7 +257,10 @@ def package(config: RunConfig) -> Package:
                 "give a wheel of it (diloco-...whl), or the requirement by which pip finds it"
             )
         return Package(f".{extra}", tree)
-    constraints = File("constraints.txt", _versions_here())
+    # The version of each package of this environment: the machines install the same ones.
+    here = {each.name.lower(): each.version.partition("+")[0] for each in metadata.distributions() if each.name}
+    pinned = "".join(f"{name}=={version}\n" for name, version in sorted(here.items()) if name != "diloco")
+    constraints = File("constraints.txt", pinned)
     if not given.endswith(".whl"):
         return Package(re.sub(r"^diloco(?!\[)", f"diloco{extra}", given), files=(constraints,))
     wheel = Path(given)
@@ -269,12 +269,6 @@ def package(config: RunConfig) -> Package:
     return Package(f"./{wheel.name}{extra}", files=(constraints,), wheel=wheel)
 
 
-def _versions_here() -> str:
-    """Return the version of each package of this environment, as constraints: the machines install the same ones."""
-    found = {each.name.lower(): each.version.partition("+")[0] for each in metadata.distributions() if each.name}
-    return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()) if name != "diloco")
-
-
-def uses_cuda(launch: LaunchSection, config: RunConfig) -> bool:
+def uses_cuda(config: RunConfig) -> bool:
     """Return whether the run's sites compute on accelerators."""
-    return config.site.device == "cuda" or bool(launch.gpus)
+    return config.site.device == "cuda" or bool(config.launch.gpus)

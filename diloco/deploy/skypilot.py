@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from diloco.deploy.rendering import File, Process, check_reachable, documents, package, processes
+from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, package, processes
 
 if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 HOME = "~/diloco"
 """The working folder of a process on its machine."""
 ENVIRONMENT = "~/diloco-env"
-RENDEZVOUS_PORT = 29500
 PACKAGE = "~/diloco-package"
 """Where the wheel and its constraints lie, when no source tree is installed."""
 HEAD = """{what} of run {run}: sky launch --cluster {name} {more}{file}    (from the folder of this file)
@@ -22,7 +21,6 @@ What settings name by a relative path lies in that folder, and comes along: cert
 
 def prepared(config: RunConfig) -> list[Process]:
     """Return the processes that tasks are made of."""
-    check_reachable(config)
     return processes(config)
 
 
@@ -45,7 +43,15 @@ def task(process: Process) -> str:
 
 def _task(process: Process) -> str:
     launch, needs, installed = process.config.launch, process.needs, package(process.config)
-    mounts = {f"{HOME}/{name}": name for name in [process.settings, *_own_files(process)]}
+    site, syncer = process.config.site, process.config.cluster.syncer
+    if process.verb == "site":
+        named = [site.tls_ca, site.tls_cert, site.tls_key, site.token_file]
+    else:
+        named = [syncer.tls_ca, syncer.tls_cert, syncer.tls_key]
+        named += [syncer.tokens_file, syncer.permissions, syncer.revoked_file]
+    # What the settings name by a relative path lies beside them, and the machine does not have it.
+    own = [name for name in named if name and name != "system" and not name.startswith(("/", "~"))]
+    mounts = {f"{HOME}/{name}": name for name in [process.settings, *own]}
     if installed.tree is None:
         beside = [file.name for file in installed.files] + ([installed.wheel.name] if installed.wheel else [])
         mounts |= {f"{PACKAGE}/{name}": name for name in beside}
@@ -59,7 +65,7 @@ def _task(process: Process) -> str:
     if needs.gpus:
         resources["accelerators"] = f"{launch.accelerator}:{needs.gpus}"
     if process.verb == "syncer":
-        resources["ports"] = int(process.config.cluster.syncer.listen.rpartition(":")[2])
+        resources["ports"] = int(syncer.listen.rpartition(":")[2])
     command = shlex.join(process.command(process.settings))
     if process.nodes > 1:
         first = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{RENDEZVOUS_PORT}"'
@@ -80,21 +86,3 @@ def _task(process: Process) -> str:
     if process.nodes > 1:
         head += f"\nIts {process.nodes} machines share a folder that this task does not make: run.dir is to lie in one."
     return documents(made, head=head)
-
-
-def _own_files(process: Process) -> list[str]:
-    """Return the files that the settings name by a relative path, which the machine does not have."""
-    config = process.config
-    names = (
-        [config.site.tls_ca, config.site.tls_cert, config.site.tls_key, config.site.token_file]
-        if process.verb == "site"
-        else [
-            config.cluster.syncer.tls_ca,
-            config.cluster.syncer.tls_cert,
-            config.cluster.syncer.tls_key,
-            config.cluster.syncer.tokens_file,
-            config.cluster.syncer.permissions,
-            config.cluster.syncer.revoked_file,
-        ]
-    )
-    return [name for name in names if name and name != "system" and not name.startswith(("/", "~"))]

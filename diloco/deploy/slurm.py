@@ -6,7 +6,7 @@ import shlex
 from math import ceil
 from typing import TYPE_CHECKING
 
-from diloco.deploy.rendering import File, Process, check_reachable, filled, processes
+from diloco.deploy.rendering import File, Process, filled, processes
 
 if TYPE_CHECKING:
     from diloco.config.schema import RunConfig
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 def prepared(config: RunConfig) -> list[Process]:
     """Return the processes that jobs are made of."""
-    check_reachable(config)
     return processes(config)
 
 
@@ -33,14 +32,6 @@ def script(process: Process) -> str:
     return f"{process.name}.sbatch"
 
 
-def _others(process: Process) -> str:
-    """Return the command for all machines but the first; it loops, because Slurm does not restart a killed task."""
-    command = shlex.join(process.command(process.settings))
-    place = 'site.node_rank="$((SLURM_PROCID + 1))" site.rendezvous="$SITE_RENDEZVOUS"'
-    again = f'while true; do {command} {place}; code=$?; [ "$code" -gt 128 ] || exit "$code"; done'
-    return filled("others", {"nodes": process.nodes - 1, "cpus": process.needs.cpus, "command": again})
-
-
 def _script(process: Process) -> str:
     """Return a script that runs `diloco site` on each machine, which starts the ranks there itself.
 
@@ -48,8 +39,12 @@ def _script(process: Process) -> str:
     tells the others.
     """
     launch, needs = process.config.launch, process.needs
-    command = shlex.join(process.command(process.settings))
+    command, others = shlex.join(process.command(process.settings)), ""
     if process.nodes > 1:
+        # The others' command loops, because Slurm does not restart a killed task.
+        place = 'site.node_rank="$((SLURM_PROCID + 1))" site.rendezvous="$SITE_RENDEZVOUS"'
+        again = f'while true; do {command} {place}; code=$?; [ "$code" -gt 128 ] || exit "$code"; done'
+        others = filled("others", {"nodes": process.nodes - 1, "cpus": needs.cpus, "command": again})
         command += ' site.node_rank=0 site.rendezvous="$SITE_RENDEZVOUS"'
     more = [
         *([f"#SBATCH --gpus-per-node={needs.gpus}"] if needs.gpus else []),
@@ -68,7 +63,7 @@ def _script(process: Process) -> str:
         "leave_s": launch.leave_s,
         "more": "\n".join([*more, ""]),
         "nodes": process.nodes,
-        "others": _others(process) if process.nodes > 1 else "",
+        "others": others,
         "command": command,
     }
     return filled("sbatch", values)

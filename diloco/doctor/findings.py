@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -45,14 +45,7 @@ class Finding:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields for a program."""
-        return {
-            "check": self.check,
-            "level": self.level.value,
-            "says": self.says,
-            "remedy": self.remedy,
-            "figures": dict(self.figures),
-            "address": self.address,
-        }
+        return asdict(self) | {"level": self.level.value}
 
 
 def ok(check: str, says: str, **figures: Any) -> Finding:

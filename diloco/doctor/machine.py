@@ -46,6 +46,14 @@ PACKAGES = ("torch", "grpcio", "protobuf", "zstandard", "numpy")
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 """The variables that gRPC reads, in its order."""
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+KERNEL_SETTINGS = (
+    "ipv4/tcp_wmem",
+    "ipv4/tcp_rmem",
+    "ipv4/tcp_congestion_control",
+    "ipv4/tcp_available_congestion_control",
+    "ipv4/tcp_slow_start_after_idle",
+    "core/somaxconn",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,10 @@ def limits() -> list[Finding]:
 
 def kernel(link: LinkFigures | None, root: Path = Path("/proc/sys/net")) -> list[Finding]:
     """Check the kernel's TCP settings against the figures of ``link``; None: no link was measured."""
-    values = _values(root)
+    values: dict[str, str] = {}
+    for name in KERNEL_SETTINGS:
+        with suppress(OSError):  # Another system, or a container that hides it.
+            values[name] = (root / name).read_text("ascii")
     if "ipv4/tcp_wmem" not in values or "ipv4/tcp_rmem" not in values:
         return [ok("kernel", f"{platform.system()}: its TCP settings are not looked at")]
     sends, takes = (int(values[f"ipv4/{name}"].split()[-1]) for name in ("tcp_wmem", "tcp_rmem"))
@@ -186,24 +197,6 @@ def _congestion(link: LinkFigures | None, values: Mapping[str, str]) -> Finding:
     return warn("congestion", f"{told}: it all but stops at 0.1 % of loss over a long link{after}", remedy, **figures)
 
 
-def _values(root: Path) -> dict[str, str]:
-    names = (
-        "ipv4/tcp_wmem",
-        "ipv4/tcp_rmem",
-        "ipv4/tcp_congestion_control",
-        "ipv4/tcp_available_congestion_control",
-        "ipv4/tcp_slow_start_after_idle",
-        "core/somaxconn",
-    )
-    found = {}
-    for name in names:
-        try:
-            found[name] = (root / name).read_text("ascii")
-        except OSError:
-            continue  # Another system, or a container that hides it.
-    return found
-
-
 def proxies(host: str, environment: Mapping[str, str]) -> list[Finding]:
     """Check whether gRPC would reach ``host`` through a proxy set in the environment."""
     name = next((each for each in PROXY_VARIABLES if environment.get(each)), None)
@@ -251,42 +244,30 @@ class Store:
 
 def stores(config: RunConfig) -> list[Store]:
     """Return this machine's folders: the syncer's if it exists; the site's if it exists or the syncer's does not."""
+    from diloco.codec.registry import make_codec
     from diloco.config import build
     from diloco.config.placing import syncer_dir
     from diloco.config.run_dir import run_dir_of
 
     if config.run.name is None:
         return [Store("runs", Path(config.run.dir), 0)]
-    run = run_dir_of(config)
-    syncer = Path(config.cluster.syncer.folder or syncer_dir(config).syncer)
-    found = []
-    if syncer.is_dir():
-        found.append(Store("syncer", syncer, _of_syncer(config, build.layout_of(config).numel)))
-    site = run.site(config.site.id)
+    up, down = make_codec(config.codec.up), make_codec(config.codec.down)
+    in_flight, found = config.outer.updates_in_flight_max, []
+    options = config.cluster.syncer
+    folder = Path(options.folder or syncer_dir(config).syncer)
+    if folder.is_dir():
+        # Snapshots (values, momentum and published values), down-links, and arriving updates.
+        numel = build.layout_of(config).numel
+        updates = (options.snapshot_every + in_flight) * max(1, len(config.cluster.sites)) * up.payload_bytes_max(numel)
+        versions = options.downlinks_kept * down.payload_bytes_max(numel)
+        found.append(Store("syncer", folder, SNAPSHOTS * 12 * numel + versions + updates))
+    site = run_dir_of(config).site(config.site.id)
     if site.root.is_dir() or not found:
-        found.append(Store(f"site {config.site.id}", site.root, _of_site(config, build.whole_layout(config).numel)))
+        # Checkpoints (values, two moments, base and updates in flight), and the outbox: payloads without an answer yet.
+        numel = build.whole_layout(config).numel
+        kept = (config.inner.checkpoints_kept + 1) * numel * (4 + 8 + 4 + 4 * in_flight)
+        found.append(Store(f"site {config.site.id}", site.root, kept + in_flight * up.payload_bytes_max(numel)))
     return found
-
-
-def _of_site(config: RunConfig, numel: int) -> int:
-    """Estimate the bytes: checkpoints (values, two moments, base and updates in flight) and the outbox (payloads
-    without an answer yet)."""
-    from diloco.codec.registry import make_codec
-
-    in_flight = config.outer.updates_in_flight_max
-    one = numel * (4 + 8 + 4 + 4 * in_flight)
-    payloads = in_flight * make_codec(config.codec.up).payload_bytes_max(numel)
-    return (config.inner.checkpoints_kept + 1) * one + payloads
-
-
-def _of_syncer(config: RunConfig, numel: int) -> int:
-    """Estimate the bytes: snapshots (values, momentum and published values), down-links, and arriving updates."""
-    from diloco.codec.registry import make_codec
-
-    up, down = (make_codec(name).payload_bytes_max(numel) for name in (config.codec.up, config.codec.down))
-    syncer, sites = config.cluster.syncer, max(1, len(config.cluster.sites))
-    updates = (syncer.snapshot_every + config.outer.updates_in_flight_max) * sites * up
-    return SNAPSHOTS * 12 * numel + syncer.downlinks_kept * down + updates
 
 
 def store(of: Store) -> list[Finding]:
@@ -298,16 +279,17 @@ def store(of: Store) -> list[Finding]:
     try:
         syncs_s, bulk = _written(folder)
     except OSError as error:
-        return [fail("store", f"{where} cannot be written: {error.strerror or error}", _remedy(error, folder, of))]
+        says = f"{where} cannot be written: {error.strerror or error}"
+        return [fail("store", says, _remedy(error.errno, folder, of))]
     free = shutil.disk_usage(folder).free
     sync_s = median(syncs_s)
-    told = f"{where} {_gb(free)} free, fsync {sync_s * 1e3:.3g} ms, writes {bulk / 1e6:,.0f} MB/s"
+    told = f"{where} {free / 1e9:,.3g} GB free, fsync {sync_s * 1e3:.3g} ms, writes {bulk / 1e6:,.0f} MB/s"
     figures = {"free_bytes": free, "fsync_s": sync_s, "write_bytes_per_s": bulk, "needed_bytes": of.needed_bytes}
     if free < FREE_MIN_BYTES:
-        return [fail("store", told, _remedy(OSError(errno.ENOSPC, ""), folder, of), **figures)]
+        return [fail("store", told, _remedy(errno.ENOSPC, folder, of), **figures)]
     if free < of.needed_bytes:
-        wanted = f"a run of this configuration comes to about {_gb(of.needed_bytes)}"
-        return [warn("store", f"{told}; {wanted}", _remedy(OSError(errno.ENOSPC, ""), folder, of), **figures)]
+        wanted = f"a run of this configuration comes to about {of.needed_bytes / 1e9:,.3g} GB"
+        return [warn("store", f"{told}; {wanted}", _remedy(errno.ENOSPC, folder, of), **figures)]
     if sync_s > SLOW_SYNC_S:
         remedy = "keep the folder on a local disk: every acknowledged update waits for one"
         return [warn("store", told, remedy, **figures)]
@@ -318,38 +300,29 @@ def _written(folder: Path) -> tuple[list[float], float]:
     """Return the seconds of each small durable write and the bytes/s of a large one, using a temporary file."""
     handle, name = tempfile.mkstemp(prefix=".diloco-doctor-", dir=folder)
     try:
-        syncs_s = []
-        for _ in range(SYNCS):
-            began = time.perf_counter()
-            _write(handle, bytes(RECORD_BYTES))
+        with open(handle, "wb") as file:
+            syncs_s = []
+            for _ in range(SYNCS):
+                began = time.perf_counter()
+                file.write(bytes(RECORD_BYTES))
+                file.flush()
+                os.fsync(handle)
+                syncs_s.append(time.perf_counter() - began)
+            began, block, written = time.perf_counter(), bytes(MIB), 0
+            while written < BULK_BYTES and time.perf_counter() - began < BULK_S:
+                written += file.write(block)
+            file.flush()
             os.fsync(handle)
-            syncs_s.append(time.perf_counter() - began)
-        began, block, written = time.perf_counter(), bytes(MIB), 0
-        while written < BULK_BYTES and time.perf_counter() - began < BULK_S:
-            _write(handle, block)
-            written += len(block)
-        os.fsync(handle)
-        return syncs_s, written / (time.perf_counter() - began)
+            return syncs_s, written / (time.perf_counter() - began)
     finally:
-        os.close(handle)
         with suppress(FileNotFoundError):
             os.unlink(name)
 
 
-def _write(handle: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(handle, view) :]
-
-
-def _remedy(error: OSError, folder: Path, of: Store) -> str:
+def _remedy(number: int | None, folder: Path, of: Store) -> str:
     setting = "cluster.syncer.folder" if of.owner == "syncer" else "run.dir"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if number in (errno.ENOSPC, errno.EDQUOT):
         return f"make room on the disk of {folder}, or set {setting} to another one"
-    if error.errno in (errno.EACCES, errno.EPERM):
+    if number in (errno.EACCES, errno.EPERM):
         return f"let user {os.geteuid()} write {folder}, or set {setting} to another folder"
     return f"set {setting} to a folder that can be written"
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:,.3g} GB"

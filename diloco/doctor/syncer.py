@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ssl
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -64,37 +65,24 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
         return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], False)
     findings = [ok("grpc", "it answers")] if process else [warn("grpc", "it is going down", "ask again when it is up")]
     findings += _asked("run", lambda: [_run(checkup, visitor.ask.run_id)])
-    taken: list[float] = []
-
-    def measured() -> list[Finding]:
-        taken.extend(checkup.round_trips(ROUND_TRIPS, ROUND_TRIPS_S))
-        return [_round_trip(taken)]
-
-    rates: list[float] = []
-
-    def carried() -> list[Finding]:
-        found, *both = _bandwidth(checkup, visitor)
-        rates.extend(both)
-        return [found]
-
-    findings += _asked("rtt", measured)
+    findings += _asked("rtt", lambda: [_round_trip(checkup)])
     known = _asked("identity", lambda: _probed(checkup, visitor))
     findings += known
     if visitor.limit_s and any(each.check == "clock" for each in known):  # The syncer supports probes.
-        findings += _asked("bandwidth", carried)
-    return Visit(findings, True, median(taken) if taken else 0.0, *rates)
+        findings += _asked("bandwidth", lambda: [_bandwidth(checkup, visitor)])
+    figures = {each.check: each.figures for each in findings}
+    rtt, rates = figures.get("rtt", {}), figures.get("bandwidth", {})
+    up, down = rates.get("up_bytes_per_s", 0.0), rates.get("down_bytes_per_s", 0.0)
+    return Visit(findings, True, rtt.get("median_ms", 0.0) / 1e3, up, down)
 
 
 def _asked(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return check()
     except (Unreachable, Refused) as error:
-        return [_broke_off(name, error)]
-
-
-def _broke_off(check: str, error: Unreachable | Refused) -> Finding:
-    why = error.text if isinstance(error, Refused) else error.why
-    return fail(check, f"it answered before, and not now: {why}", "look whether it still runs, and ask again")
+        why = error.text if isinstance(error, Refused) else error.why
+        says = f"it answered before, and not now: {why}"
+        return [fail(name, says, "look whether it still runs, and ask again")]
 
 
 def _run(checkup: Checkup, run_id: str) -> Finding:
@@ -169,7 +157,7 @@ def _clock(probed: Probed) -> Finding:
     return ok("clock", f"its clock and ours agree to {max(abs(ahead_s), doubt_s):.2g} s", **figures)
 
 
-def _bandwidth(checkup: Checkup, visitor: Visitor) -> tuple[Finding, float, float]:
+def _bandwidth(checkup: Checkup, visitor: Visitor) -> Finding:
     """Measure the bytes per second of one connection, up and down."""
     each, limit_ns = visitor.bytes_each, int(visitor.limit_s * 1e9)
     ask = ProbeAsk(visitor.ask.protocol, bytes_up=each, bytes_down=each, limit_ns=limit_ns)
@@ -177,12 +165,12 @@ def _bandwidth(checkup: Checkup, visitor: Visitor) -> tuple[Finding, float, floa
         probed = checkup.probe(ask)
     except Refused as error:
         says = f"not measured: {error.text}"
-        return warn("bandwidth", says, "ask with what a site that may push would show"), 0.0, 0.0
+        return warn("bandwidth", says, "ask with what a site that may push would show")
     except Unreachable as error:
         if error.retry_after_s is None:
             raise
         again = f"ask again in {error.retry_after_s:.0f} s"
-        return warn("bandwidth", f"not measured: {error.why}", again), 0.0, 0.0
+        return warn("bandwidth", f"not measured: {error.why}", again)
     up, down = (float(way.bytes_per_s) if way is not None else 0.0 for way in (probed.up, probed.down))
     carried = [f"{way.bytes / 1e6:.3g} MB" if way is not None else "nothing" for way in (probed.up, probed.down)]
     figures = {"up_bytes_per_s": up, "down_bytes_per_s": down}
@@ -190,9 +178,9 @@ def _bandwidth(checkup: Checkup, visitor: Visitor) -> tuple[Finding, float, floa
         says = (
             f"of filler {carried[0]} went up and {carried[1]} came down in {visitor.limit_s:g} s: too little to measure"
         )
-        return warn("bandwidth", says, "give more time: --seconds 10", **figures), up, down
+        return warn("bandwidth", says, "give more time: --seconds 10", **figures)
     says = f"up {megabits(up)}, down {megabits(down)} on one connection ({carried[0]} and {carried[1]} of filler)"
-    return ok("bandwidth", says, **figures), up, down
+    return ok("bandwidth", says, **figures)
 
 
 def _remedy(error: Refused) -> str:
@@ -209,7 +197,8 @@ def _remedy(error: Refused) -> str:
     return "ask the operator of the syncer"
 
 
-def _round_trip(taken: list[float]) -> Finding:
+def _round_trip(checkup: Checkup) -> Finding:
+    taken = checkup.round_trips(ROUND_TRIPS, ROUND_TRIPS_S)
     usual, most = median(taken), sorted(taken)[min(len(taken) - 1, int(0.95 * len(taken)))]
     told = f"a small call takes {usual * 1e3:.3g} ms (median of {len(taken)}; 95 % within {most * 1e3:.3g} ms)"
     figures = {"median_ms": round(usual * 1e3, 3), "p95_ms": round(most * 1e3, 3)}
@@ -249,7 +238,15 @@ def way_to(address: str, security: SecurityOptions) -> Way:
         return Way([fail("dns", f"{host} does not resolve: {why}", remedy)], reached=False, open=False)
     names = ", ".join(found)
     dns = ok("dns", names if host == names else f"{host}: {names}", addresses=list(found))
-    greetings = _greetings(found, int(port), host, security)
+
+    def greeted(number: str) -> Greeting | OSError:
+        try:
+            return greet(number, int(port), host, security, GREET_S)
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(max_workers=len(found)) as threads:
+        greetings = dict(zip(found, threads.map(greeted, found), strict=True))
     tcp = _tcp(port, greetings)
     begun = [each for each in greetings.values() if isinstance(each, Greeting)]
     if not begun:
@@ -259,21 +256,6 @@ def way_to(address: str, security: SecurityOptions) -> Way:
     return Way([dns, tcp, *spoken], reached=best.heard is not Heard.SILENCE, open=best.heard is Heard.HTTP2)
 
 
-def _greetings(
-    addresses: tuple[str, ...], port: int, host: str, security: SecurityOptions
-) -> dict[str, Greeting | OSError]:
-    """Greet all addresses in parallel; return each one's greeting or error."""
-
-    def one(address: str) -> Greeting | OSError:
-        try:
-            return greet(address, port, host, security, GREET_S)
-        except OSError as error:
-            return error
-
-    with ThreadPoolExecutor(max_workers=len(addresses)) as threads:
-        return dict(zip(addresses, threads.map(one, addresses), strict=True))
-
-
 def _tcp(port: str, greetings: Mapping[str, Greeting | OSError]) -> Finding:
     told, failed, figures = [], [], {}
     for address, greeting in greetings.items():
@@ -281,7 +263,9 @@ def _tcp(port: str, greetings: Mapping[str, Greeting | OSError]) -> Finding:
             figures[address] = round(greeting.connect_s * 1e3, 3)
             told.append(f"{address} port {port} connects in {greeting.connect_s * 1e3:.3g} ms")
         else:
-            failed.append(f"{address} port {port}: {_in_words(greeting)}")
+            dropped = "no answer (dropped on the way?)" if isinstance(greeting, TimeoutError) else ""
+            why = dropped or greeting.strerror or str(greeting) or type(greeting).__name__
+            failed.append(f"{address} port {port}: {why}")
     says = "; ".join([*told, *failed])
     if not told:
         refused = any(isinstance(each, ConnectionRefusedError) for each in greetings.values())
@@ -293,12 +277,6 @@ def _tcp(port: str, greetings: Mapping[str, Greeting | OSError]) -> Finding:
         remedy = "take the dead address out of DNS: each connection may try it first"
         return warn("tcp", says, remedy, connect_ms=figures)
     return ok("tcp", "; ".join(told), connect_ms=figures)
-
-
-def _in_words(error: OSError) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer (dropped on the way?)"
-    return error.strerror or str(error) or type(error).__name__
 
 
 def _spoken(address: str, host: str, security: SecurityOptions, greeting: Greeting) -> list[Finding]:
@@ -325,7 +303,12 @@ def _spoken(address: str, host: str, security: SecurityOptions, greeting: Greeti
 
 
 def _tls(address: str, host: str, security: SecurityOptions, greeting: Greeting) -> Finding:
-    facts = _facts(greeting.shown)
+    from diloco.deploy.certificates import CertificateError, describe
+
+    facts = None
+    if greeting.shown:
+        with suppress(CertificateError):
+            facts = describe(ssl.DER_cert_to_PEM_cert(greeting.shown).encode())
     if greeting.unverified:
         return _unverified(host, security, greeting.alert, facts)
     if greeting.alert:
@@ -388,15 +371,6 @@ def _alerted(address: str, security: SecurityOptions, alert: str) -> Finding:
     if "WRONG_VERSION_NUMBER" in alert or speaks_tls(address) is False:
         return fail("tls", "it does not speak TLS", "leave site.tls_ca out, or give the port that speaks it")
     return fail("tls", f"the handshake failed: {alert}", "TLS 1.3 must reach the syncer itself: is a proxy in between?")
-
-
-def _facts(der: bytes) -> Facts | None:
-    from diloco.deploy.certificates import CertificateError, describe
-
-    try:
-        return describe(ssl.DER_cert_to_PEM_cert(der).encode()) if der else None
-    except CertificateError:
-        return None
 
 
 def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:

@@ -10,10 +10,10 @@ from diloco.codec.registry import digest, make_codec
 from diloco.codec.site_pass import follow
 from diloco.config import build, connecting
 from diloco.config.errors import ConfigError, ExitCode, VerbError
-from diloco.config.model_files import load_values
 from diloco.config.placing import in_whole_order, placement_of, towards
 from diloco.inner.data import validation_batches
 from diloco.inner.evaluate import bits_per_byte, evaluate
+from diloco.observe.history import whole
 from diloco.outer.fragments import named_parameters_once, scatter
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import PullAsk, Refused, Unreachable
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from diloco.inner.holding import Spread
     from diloco.inner.model import Transformer
     from diloco.outer.fragments import Layout
-    from diloco.wire.pulling import PulledVersion
 
 
 BATCH_SEQUENCES = 16
@@ -81,39 +80,30 @@ class Observer:
     def refresh(self) -> bool:
         """Fetch new versions and return whether there were any.  Raises ``Unreachable`` and ``Refused``."""
         before = self.versions
-        for fragment in range(len(self._sinks)):
-            have, _ = self._held.get(fragment, (-1, None))
-            self._take(fragment, self._client.pull(PullAsk(self._run_id, "", fragment, have), self._sinks[fragment]))
+        for fragment, sink in enumerate(self._sinks):
+            have, held = self._held.get(fragment, (-1, None))
+            pulled = self._client.pull(PullAsk(self._run_id, "", fragment, have), sink)
+            header, wanted = pulled.header, self._layout.fragments[fragment].numel
+            if header.numel != wanted:
+                text = f"fragment {fragment} has {header.numel} values at the syncer and {wanted} by the settings here"
+                raise VerbError(ExitCode.MISMATCH, f"{text}: give the run's own, or --config its config.yaml")
+            if header.whole or held is None:
+                values = make_codec("fp32").decode(pulled.parts[0], header.numel)
+            else:
+                values = held
+                for part in pulled.parts:
+                    values = follow(values, part, make_codec(header.encoding))
+            if digest(values, header.digest) == header.digest:
+                self._held[fragment] = (header.version, values)
+            else:
+                self._held.pop(fragment, None)  # the next refresh fetches it whole
         return self.versions != before
-
-    def _take(self, fragment: int, pulled: PulledVersion) -> None:
-        header, wanted = pulled.header, self._layout.fragments[fragment].numel
-        if header.numel != wanted:
-            text = f"fragment {fragment} has {header.numel} values at the syncer and {wanted} by the settings here"
-            raise VerbError(ExitCode.MISMATCH, f"{text}: give the run's own, or --config its config.yaml")
-        if header.whole:
-            values = make_codec("fp32").decode(pulled.parts[0], header.numel)
-        else:
-            values = self._held[fragment][1]
-            for part in pulled.parts:
-                values = follow(values, part, make_codec(header.encoding))
-        if digest(values, header.digest) == header.digest:
-            self._held[fragment] = (header.version, values)
-        else:
-            self._held.pop(fragment, None)  # the next refresh fetches it whole
 
     def write_into(self, model: Transformer) -> None:
         """Copy the held values into ``model``; every fragment must have been fetched."""
         parameters = named_parameters_once(model)
         for fragment in self._layout.fragments:
             scatter(fragment, self._held[fragment.index][1], parameters)
-
-
-def model_of(config: RunConfig, source: str) -> Transformer:
-    """Build the model with the values of ``source``, a .safetensors file or a checkpoint."""
-    model = build.build_model(config)
-    load_values(source, model)
-    return model
 
 
 # --- Observe a run's syncers from outside ----------------------------------------------------------------------------
@@ -123,72 +113,62 @@ class Observed:
     """``address`` has one or several syncers, as in ``site.syncer``; ``at_end`` registers functions that disconnect."""
 
     def __init__(self, config: RunConfig, address: str, at_end: Callable[[Callable[[], None]], object]) -> None:
-        parts = towards(replace(config, site=replace(config.site, syncer=address)))
         self._placement = placement_of(config, build.whole_layout(config))
-        self._parts = [_Part(part, at_end) for part in parts]
+        self._parts: list[tuple[Observer, AdminClient]] = []
+        name = config.run.name or ""
+        for part in towards(replace(config, site=replace(config.site, syncer=address))):
+            security, address = connecting.site_security(part), part.site.syncer
+            try:
+                client, admin = SyncClient(address, "", name, security), AdminClient(address, security)
+            except (ValueError, OSError) as error:
+                raise ConfigError(f"syncer {address}: {error}") from error
+            at_end(client.close)
+            at_end(admin.close)
+            self._parts.append((Observer(client, name, build.layout_of(part)), admin))
+        self._statuses: list[dict[str, object]] = [{} for _ in self._parts]
+        """What each syncer said last."""
 
     @property
     def versions(self) -> list[int]:
         """The held version of each fragment of the model, -1 for none."""
-        return in_whole_order(self._placement, [part.observer.versions for part in self._parts])
+        return in_whole_order(self._placement, [observer.versions for observer, _ in self._parts])
 
     @property
     def run_tokens(self) -> int:
         """Tokens merged: the mean over all fragments, since each fragment counts every token once."""
-        weighted = sum(part.run_tokens * len(mine) for part, mine in zip(self._parts, self._placement, strict=True))
+        tokens = [whole(status, "run_tokens") for status in self._statuses]
+        weighted = sum(count * len(mine) for count, mine in zip(tokens, self._placement, strict=True))
         return weighted // sum(map(len, self._placement))
 
     @property
     def ended(self) -> bool:
         """Whether every syncer has its final versions."""
-        return all(part.ended for part in self._parts)
+        return all(status.get("phase") == "ended" for status in self._statuses)
 
     @property
     def drained(self) -> bool:
         """Whether the run has ended before it was finished, and can be resumed."""
-        return self.ended and any(part.drained for part in self._parts)
+        return self.ended and any(status.get("ending") != "finished" for status in self._statuses)
 
     def refresh(self) -> bool | None:
         """Fetch new versions and return whether there were any; None without an answer or with fragments missing."""
         before = self.versions
-        answers = [part.refresh() for part in self._parts]
-        if not any(answers) or min(self.versions) < 0:
+        answers = 0
+        for index, (observer, admin) in enumerate(self._parts):
+            try:
+                status = admin.status()
+                observer.refresh()
+            except Unreachable:
+                continue
+            except Refused as error:
+                raise VerbError(ExitCode.MISMATCH, error.text) from error
+            self._statuses[index] = status
+            answers += 1
+        if not answers or min(self.versions) < 0:
             return None
         return self.versions != before
 
     def write_into(self, model: Transformer) -> None:
         """Copy the held values into ``model``; every fragment must have been fetched."""
-        for part in self._parts:
-            part.observer.write_into(model)
-
-
-class _Part:
-    """The connection to one syncer."""
-
-    def __init__(self, config: RunConfig, at_end: Callable[[Callable[[], None]], object]) -> None:
-        security, name, address = connecting.site_security(config), config.run.name or "", config.site.syncer
-        try:
-            client = SyncClient(address, "", name, security)
-            self._admin = AdminClient(address, security)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"syncer {address}: {error}") from error
-        at_end(client.close)
-        at_end(self._admin.close)
-        self.observer = Observer(client, name, build.layout_of(config))
-        self.run_tokens = 0
-        self.ended = self.drained = False
-
-    def refresh(self) -> bool:
-        """Fetch new versions and return whether the syncer answered."""
-        try:
-            status = self._admin.status()
-            self.observer.refresh()
-        except Unreachable:
-            return False
-        except Refused as error:
-            raise VerbError(ExitCode.MISMATCH, error.text) from error
-        tokens = status.get("run_tokens")
-        self.run_tokens = int(tokens) if isinstance(tokens, int) else 0
-        self.ended = status.get("phase") == "ended"
-        self.drained = self.ended and status.get("ending") != "finished"
-        return True
+        for observer, _ in self._parts:
+            observer.write_into(model)

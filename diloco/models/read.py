@@ -6,7 +6,7 @@ hold part of this, and a restore compares them.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,8 @@ def take(source: str, settings: Sequence[str] = (), file: Path | None = None, ve
     """
     kind, path = kind_of(source)
     if kind is Kind.FOLDER:
-        _no_version(version, f"{source} is a folder with one model")
+        if version is not None:
+            raise ConfigError(f"--version is {version}: {source} is a folder with one model")
         return _of_folder(source, settings)
     if kind is Kind.TRAINED:
         return _of_checkpoint(path, settings, file, version)
@@ -97,24 +98,24 @@ def take_from_syncer(address: str, config: RunConfig) -> Taken:
     return Taken(config, parameters, f"{_numbered(versions)} of {config.run.name}", versions)
 
 
-def folder_settings(folder: str) -> list[str]:
-    """Return the settings for the model and the tokenizer of a folder in Hugging Face's format."""
-    chosen = ["model=imported", f"run.init_from={_quoted(folder)}"]
-    tokenizer = Path(folder) / model_files.TOKENIZER
-    return [*chosen, f"data.tokenizer={_quoted(str(tokenizer))}"] if tokenizer.is_file() else chosen
-
-
 def _of_folder(folder: str, settings: Sequence[str]) -> Taken:
-    config = configs.compose([*folder_settings(folder), *settings])
-    parameters = {
-        name: value.float() for name, value in model_files.read_values(folder, build.model_options(config)).items()
-    }
+    """Return the model, and its tokenizer where there is one, of a folder in Hugging Face's format."""
+    chosen, tokenizer = ["model=imported", f"run.init_from={_quoted(folder)}"], Path(folder) / model_files.TOKENIZER
+    if tokenizer.is_file():
+        chosen.append(f"data.tokenizer={_quoted(str(tokenizer))}")
+    config = configs.compose([*chosen, *settings])
+    values = model_files.read_values(folder, build.model_options(config))
+    parameters = {name: value.float() for name, value in values.items()}
     return Taken(config, parameters, f"the model in {folder}")
 
 
 def _of_checkpoint(path: Path, settings: Sequence[str], file: Path | None, version: int | None) -> Taken:
     """Return the trained model there; with ``version`` the published one that a site has as its base."""
-    config = configs.read(file or _config_above(path), settings)
+    above = (folder / "config.yaml" for folder in (path, *path.absolute().parents[:ABOVE_MAX]))
+    file = file or next((each for each in above if each.is_file()), None)
+    if file is None:
+        raise ConfigError(f"{path}: no config.yaml above it says of which model it is; --config FILE does")
+    config = configs.read(file, settings)
     if version is not None:
         return _of_base(path, config, version)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -162,23 +163,10 @@ def _kept(past: Past, version: int | None) -> list[FragmentValues]:
     return rebuilt.values
 
 
-def _config_above(path: Path) -> Path:
-    """Return the configuration file of the run, or of the site, that a checkpoint lies in."""
-    for folder in (path, *path.absolute().parents[:ABOVE_MAX]):
-        if (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    raise ConfigError(f"{path}: no config.yaml above it says of which model it is; --config FILE does")
-
-
 def _check_layout(there: str, config: RunConfig, where: str) -> None:
     """Raise ConfigError for values of another model's layout: the sizes may agree although the names do not."""
     if there != build.layout_of(config).fingerprint:
         raise ConfigError(f"{where} is of another model, or of other fragments, than the settings say")
-
-
-def _no_version(version: int | None, why: str) -> None:
-    if version is not None:
-        raise ConfigError(f"--version is {version}: {why}")
 
 
 def _numbered(versions: Sequence[int]) -> str:
@@ -332,7 +320,11 @@ def read_evidence(paths: Sequence[Path], syncer: int | None = None) -> Evidence:
         if path.is_file():
             _from_events(found, path)
         elif (path / "checkpoints").is_dir():
-            _from_site(found, path, syncer)
+            with suppress(ColdError):  # Such a site's folder has no evidence to compare.
+                site = read_site(path, syncer)
+                found.epoch = max(found.epoch, site.epoch)
+                for index, (version, told) in enumerate(zip(site.versions, site.digests, strict=True)):
+                    found.say((site.lineage, index, version), told, str(path))
         elif (path / "run.json").is_file():
             _from_journal(found, path)
         else:
@@ -360,16 +352,6 @@ def _from_events(found: Evidence, path: Path) -> None:
                 found.epoch = max(found.epoch, int(what["epoch"]))
         except (LookupError, TypeError, ValueError, AttributeError):
             continue  # A line of another release, or one that a full disk has cut short.
-
-
-def _from_site(found: Evidence, path: Path, syncer: int | None) -> None:
-    try:
-        site = read_site(path, syncer)
-    except ColdError:
-        return  # The site's folder has no evidence to compare.
-    found.epoch = max(found.epoch, site.epoch)
-    for index, (version, told) in enumerate(zip(site.versions, site.digests, strict=True)):
-        found.say((site.lineage, index, version), told, str(path))
 
 
 def _from_journal(found: Evidence, path: Path) -> None:

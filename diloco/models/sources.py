@@ -56,15 +56,22 @@ def past_of(target: str) -> Past:
 
     ConfigError where there is none, it has no configuration, or it has several syncers.
     """
-    named = Path(target) if is_data(Path(target)) else None
-    run_dir = existing_run(target) if named is None else _run_of(named)
+    data = Path(target) if is_data(Path(target)) else None
+    run_dir = existing_run(target) if data is None else RunDir(data.absolute().parent)
+    if data is not None and not run_dir.config.is_file():  # It lies elsewhere, and names its run.
+        try:
+            run_id = str(json.loads((data / CARD).read_bytes())["run_id"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            says = f"{data} is a data folder whose {CARD} does not say of which run"
+            raise ConfigError(f"{says}: name the run's") from error
+        run_dir = existing_run(run_id)
     if not run_dir.config.is_file():
         raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: nothing there says what the run was")
     config = configs.read(run_dir.config)
     if has_several(config) and run_dir.root.parent.name != SYNCERS:
         which = " or ".join(str(below(run_dir, index).root) for index in range(config.outer.num_syncers))
         raise ConfigError(f"{target!r} is a run of {config.outer.num_syncers} syncers, each with its own data: {which}")
-    return Past(run_dir, config, named or data_of(run_dir))
+    return Past(run_dir, config, data or data_of(run_dir))
 
 
 def data_of(run_dir: RunDir) -> Path:
@@ -78,18 +85,6 @@ def data_of(run_dir: RunDir) -> Path:
 def is_data(folder: Path) -> bool:
     """Return whether ``folder`` is a syncer's data folder itself."""
     return (folder / "journal").is_dir()
-
-
-def _run_of(data: Path) -> RunDir:
-    """Return the run's folder: the one around its data folder, or the one with the run's name."""
-    around = RunDir(data.absolute().parent)
-    if around.config.is_file():
-        return around
-    try:
-        run_id = str(json.loads((data / CARD).read_bytes())["run_id"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{data} is a data folder whose {CARD} does not say of which run: name the run's") from error
-    return existing_run(run_id)
 
 
 class Kind(Enum):
@@ -106,9 +101,8 @@ def kind_of(source: str) -> tuple[Kind, Path]:
     path = Path(source)
     if (path / "config.json").is_file():
         return Kind.FOLDER, path
-    if path.is_file() or (path / "manifest.json").is_file() or any(path.glob("*/manifest.json")):
-        return Kind.TRAINED, path
-    if (path / "checkpoints").is_dir():
+    a_checkpoint = path.is_file() or (path / "manifest.json").is_file()
+    if a_checkpoint or any(path.glob("*/manifest.json")) or (path / "checkpoints").is_dir():
         return Kind.TRAINED, path
     if is_data(path):
         return Kind.DATA, path

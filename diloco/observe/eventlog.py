@@ -70,7 +70,13 @@ class LineWriter:
         """Write ``line``, which ends with a newline."""
         if self._file >= 0:
             with suppress(OSError):  # A file that cannot be moved or created again keeps growing.
-                self._turn_over()
+                here = os.fstat(self._file)
+                if here.st_size >= self._bytes_max:
+                    lock(self._file)  # Of the processes that share the file, only one moves it.
+                    if _is_at(here, self._path):
+                        self._path.replace(older(self._path))
+                if not _is_at(here, self._path):  # This process has moved it, or another one.
+                    self._open()
         self._catch_up()
         if self.left_out or not self._put(line):
             self.left_out += 1
@@ -91,16 +97,6 @@ class LineWriter:
             with self._path.open("rb") as there:
                 there.seek(size - 1)
                 self._is_cut = there.read(1) != b"\n"
-
-    def _turn_over(self) -> None:
-        """Switch to a new file where this one has reached its size, or another process has already switched."""
-        here = os.fstat(self._file)
-        if here.st_size >= self._bytes_max:
-            lock(self._file)  # Of the processes that share the file, only one moves it.
-            if _is_at(here, self._path):
-                self._path.replace(older(self._path))
-        if not _is_at(here, self._path):
-            self._open()
 
     def _catch_up(self) -> None:
         if self.left_out and self._put(self._missing(self.left_out, self._why)):
@@ -166,26 +162,21 @@ class EventLog:
 
     def _write_all(self) -> None:
         while (event := self._queue.get()) is not None:
-            self._write(event)
+            self._lines.write(_line(event))
             for follow in list(self._followers):
-                self._tell(follow, event)
+                try:
+                    follow(event)
+                except Exception as error:
+                    self.failures += 1
+                    if self.failures == 1:
+                        logging.getLogger(__name__).exception("an event could not be followed")
+                        failed = self._event("note", {"note": "follower_failed", "why": repr(error)})
+                        self._lines.write(_line(failed))
             with self._lock:
                 left_out, self._left_out = self._left_out, 0
             if left_out:
-                self._write(self._event("note", {"note": "events_left_out", "count": left_out}))
+                self._lines.write(_line(self._event("note", {"note": "events_left_out", "count": left_out})))
         self._lines.close()
-
-    def _tell(self, follow: Callable[[Event], None], event: Event) -> None:
-        try:
-            follow(event)
-        except Exception as error:
-            self.failures += 1
-            if self.failures == 1:
-                logging.getLogger(__name__).exception("an event could not be followed")
-                self._write(self._event("note", {"note": "follower_failed", "why": repr(error)}))
-
-    def _write(self, event: Event) -> None:
-        self._lines.write(_line(event))
 
     def _not_written(self, count: int, why: str) -> str:
         told = {"note": "events_not_written", "count": count, "why": f"events missing here: {count} ({why})"}

@@ -18,7 +18,7 @@ from diloco.observe.text import sentence
 from diloco.sync.events import DISCARDING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from diloco.observe.eventlog import Event
 
@@ -96,9 +96,7 @@ class RunHistory:
         if not isinstance(at, int | float):
             return
         now_s = self._clock(float(at), begins=what == "run" and event.get("state") == "started")
-        handler = getattr(self, f"_on_{what}", None)
-        if handler is not None:
-            handler(who, event, now_s)
+        getattr(self, f"_on_{what}", self._on_other)(who, event, now_s)
         line = sentence(event)
         # Lost connections to the syncer are normal once the run has ended.
         if line is not None and not (what == "disconnected" and (self.last_round or self.ending)):
@@ -122,10 +120,6 @@ class RunHistory:
     def tokens_merged(self, site: str) -> int:
         """Return the tokens of ``site`` in published versions: the mean over all fragments, as in ``Status``."""
         return sum(of.get(site, 0) for of in self._merged.values()) // self.num_fragments
-
-    def open_faults(self) -> list[Fault]:
-        """Return the faults that the scenario has not healed yet, but will."""
-        return [fault for fault in self.faults if fault.seconds is not None and fault.healed_s is None]
 
     def bytes_data_parallel(self) -> int:
         """Return the bytes that data parallel would have sent for the steps made so far.
@@ -178,25 +172,8 @@ class RunHistory:
         if state == "ended":
             self.run_status = str(event.get("status"))
             self._stands_still = True
-            self._close_spans(now_s)
-
-    def _close_spans(self, now_s: float) -> None:
-        for spans in [self.syncer_spans, *(site.spans for site in self.sites.values())]:
-            if spans and spans[-1].end_s is None:
-                spans[-1].end_s = now_s
-
-    def _on_layout(self, who: str, event: Event, now_s: float) -> None:
-        values = event.get("fragments")
-        if isinstance(values, list):
-            self.layout = [int(value) for value in values]
-
-    def _on_reference(self, who: str, event: Event, now_s: float) -> None:
-        values = event.get("bits_per_byte")
-        if isinstance(values, dict):
-            self.references = {str(name): float(value) for name, value in values.items()}
-
-    def _on_units(self, who: str, event: Event, now_s: float) -> None:
-        self.units = {name: whole(event, name) for name in event if name not in ("at", "who", "what")}
+            for spans in [self.syncer_spans, *(site.spans for site in self.sites.values())]:
+                _end_span(spans, now_s)
 
     def _on_process(self, who: str, event: Event, now_s: float) -> None:
         name, state = str(event.get("name")), str(event.get("state"))
@@ -217,8 +194,7 @@ class RunHistory:
             site.out_of_reach.clear()
         else:
             return
-        if spans and spans[-1].end_s is None:
-            spans[-1].end_s = now_s
+        _end_span(spans, now_s)
         if state == "started":
             spans.append(Span(now_s))
 
@@ -250,11 +226,6 @@ class RunHistory:
             return list(self.sites.values())
         return [site for name, site in self.sites.items() if fault.target in (name, f"link:{name}")]
 
-    def _on_link(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(str(event.get("site")))
-        site.links[self._session] = (whole(event, "bytes_up"), whole(event, "bytes_down"))
-        self._count_wire(now_s)
-
     def _count_wire(self, now_s: float) -> None:
         total = sum(other.bytes_up + other.bytes_down for other in self.sites.values())
         self.wire.add(now_s, total, self.bytes_fp32, self.bytes_data_parallel())
@@ -262,10 +233,8 @@ class RunHistory:
     def _on_eval(self, who: str, event: Event, now_s: float) -> None:
         loss = number(event, "val_loss")
         if loss is not None:
-            versions = event.get("versions")
-            known = [int(version) for version in versions] if isinstance(versions, list) else []
-            bits = number(event, "val_bits_per_byte")
-            self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, known))
+            bits, versions = number(event, "val_bits_per_byte"), [*versions_in(event).values()]
+            self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, versions))
 
     # --- events of a restore -----------------------------------------------------------------------------------
 
@@ -282,21 +251,18 @@ class RunHistory:
             self._merged = {who: merged}
         self.run_tokens = whole(event, "run_tokens")
         self.lineage = whole(event, "lineage")
-        versions = event.get("versions")
-        if isinstance(versions, list):
-            self._at(places(event, versions), versions)
+        self._take_versions(event)
 
     # --- events of the syncer ----------------------------------------------------------------------------------
 
     def _on_syncer_started(self, who: str, event: Event, now_s: float) -> None:
         self.epoch = whole(event, "epoch")
         if self.by_hand and who == "syncer":
-            self._begins(self.syncer_spans, now_s)
-        versions = event.get("versions")
-        if isinstance(versions, list):
-            self._at(places(event, versions), versions)
+            _end_span(self.syncer_spans, now_s)
+            self.syncer_spans.append(Span(now_s))
+        self._take_versions(event)
         if "tokens_merged" in event:  # Earlier releases lack it: count on from the published versions.
-            merged = _mapping(event, "tokens_merged")
+            merged = mapping(event, "tokens_merged")
             self._merged.pop("restore", None)
             self._merged[who] = {site: whole(merged, site) for site in merged}
         self.ending = None
@@ -305,20 +271,18 @@ class RunHistory:
             self._on_last_round(who, event, now_s)
             self._on_final(who, event, now_s)
 
-    def _at(self, fragments: Sequence[int], versions: Sequence[int]) -> None:
-        """Set the versions of these fragments: all fragments, or those of one of several syncers."""
-        self.versions += [0] * (max(fragments, default=-1) + 1 - len(self.versions))
-        for fragment, version in zip(fragments, versions, strict=False):
-            self.versions[fragment] = int(version)
-
-    def _on_grace(self, who: str, event: Event, now_s: float) -> None:
-        self._met.setdefault(whole(event, "fragment"), now_s)
+    def _take_versions(self, event: Event) -> None:
+        """Set the event's versions: those of all fragments, or of one of several syncers."""
+        versions = versions_in(event)
+        self.versions += [0] * (max(versions, default=-1) + 1 - len(self.versions))
+        for fragment, version in versions.items():
+            self.versions[fragment] = version
 
     def _on_outer_step(self, who: str, event: Event, now_s: float) -> None:
         fragment, version = whole(event, "fragment"), whole(event, "version")
         done = Round(fragment, version, now_s, self._met.pop(fragment, None), lineage=self.lineage)
-        done.weights = {name: float(weight) for name, weight in _mapping(event, "sites").items()}
-        done.staleness = {name: int(value) for name, value in _mapping(event, "staleness").items()}
+        done.weights = {name: float(weight) for name, weight in mapping(event, "sites").items()}
+        done.staleness = {name: int(value) for name, value in mapping(event, "staleness").items()}
         done.norm, done.seconds = number(event, "norm"), number(event, "seconds")
         known = self._round(fragment, version)
         if known is None:
@@ -338,7 +302,7 @@ class RunHistory:
             self._moves(who, fragment, now_s)
             self.versions[fragment] = version
             merged = self._merged.setdefault(who, {})
-            for name, counts in _mapping(event, "merged").items():
+            for name, counts in mapping(event, "merged").items():
                 if isinstance(counts, list) and counts:
                     merged[name] = merged.get(name, 0) + int(counts[0])
         self._downlinks[fragment] = whole(event, "bytes")
@@ -375,28 +339,6 @@ class RunHistory:
         wanted = (self.lineage, fragment, version)
         return next((known for known in recent if (known.lineage, known.fragment, known.version) == wanted), None)
 
-    def _on_refused(self, who: str, event: Event, now_s: float) -> None:
-        site, reason = self.site(str(event.get("site"))), str(event.get("reason"))
-        site.refused[reason] = site.refused.get(reason, 0) + 1
-
-    def _on_site_joined(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(str(event.get("site")))
-        site.left = False
-        if self.by_hand:
-            self._begins(site.spans, now_s)
-
-    def _on_site_left(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(str(event.get("site")))
-        site.left = True
-        if self.by_hand and site.spans:
-            site.spans[-1].end_s = now_s
-
-    def _begins(self, spans: list[Span], now_s: float) -> None:
-        """Begin the life of a process of which no ``up`` says when it ends: at the latest with its next life."""
-        if spans and spans[-1].end_s is None:
-            spans[-1].end_s = now_s
-        spans.append(Span(now_s))
-
     def _on_reported(self, who: str, event: Event, now_s: float) -> None:
         """Take a heartbeat that the syncer recorded, of a site whose own events are kept elsewhere.
 
@@ -416,7 +358,7 @@ class RunHistory:
         if incarnation != site.incarnation:
             before = site.meters.get(site.incarnation)
             if before is not None and train_s >= before["train_s"] and step >= site.step:
-                del site.meters[site.incarnation]  # The same process, which a restore of the run had join anew.
+                del site.meters[site.incarnation]  # The same process, which joined again after a restore of the run.
             else:
                 site.restarts += before is not None
                 site.step_before = site.step if before is not None else 0
@@ -428,9 +370,7 @@ class RunHistory:
         site.tokens_per_s, site.loss = number(event, "tokens_per_s") or 0.0, number(event, "loss")
         if site.loss is not None:
             site.losses.add(now_s, site.tokens, site.loss)
-        versions = event.get("versions")
-        if isinstance(versions, list):
-            site.base_versions |= {at: int(each) for at, each in zip(places(event, versions), versions, strict=False)}
+        site.base_versions |= versions_in(event)
         step_s = number(event, "step_s") or 0.0
         site.meters[incarnation] = {
             "inner_steps": max(step - site.step_before, 0),
@@ -457,9 +397,6 @@ class RunHistory:
 
     # --- events of a site --------------------------------------------------------------------------------------
 
-    def _on_number_format(self, who: str, event: Event, now_s: float) -> None:
-        self.site(who).products = str(event.get("products"))
-
     def _on_step(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
         site.has_own_events = True
@@ -480,23 +417,7 @@ class RunHistory:
         site.connected = not site.out_of_reach
         site.done, site.left_with, site.left = None, None, False
         site.incarnation = whole(event, "incarnation")
-        versions = event.get("versions")
-        if isinstance(versions, list):
-            known = zip(places(event, versions), versions, strict=False)
-            site.base_versions |= {place: int(version) for place, version in known if int(version) >= 0}
-
-    def _on_connected(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(who)
-        site.out_of_reach.discard(whole(event, "of_syncer"))
-        site.connected = not site.out_of_reach
-
-    def _on_disconnected(self, who: str, event: Event, now_s: float) -> None:
-        site = self.site(who)
-        site.out_of_reach.add(whole(event, "of_syncer"))
-        site.connected = False
-
-    def _on_adopted(self, who: str, event: Event, now_s: float) -> None:
-        self.site(who).base_versions[whole(event, "fragment")] = whole(event, "version")
+        site.base_versions |= {place: version for place, version in versions_in(event).items() if version >= 0}
 
     def _on_meter(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
@@ -505,10 +426,6 @@ class RunHistory:
         site.meters[incarnation] = {name: value for name, value in values.items() if value is not None}
         if not site.links:  # Without emulated links the sites themselves count what they send.
             self._count_wire(now_s)
-
-    def _on_pushed(self, who: str, event: Event, now_s: float) -> None:
-        if event.get("outcome") == "accepted":
-            self.bytes_fp32 += self._fragment_bytes(event)
 
     def _on_fetched(self, who: str, event: Event, now_s: float) -> None:
         had, carried = number(event, "had"), whole(event, "bytes")
@@ -524,17 +441,56 @@ class RunHistory:
         fragment = whole(event, "fragment")
         return FP32_BYTES * self.layout[fragment] if fragment < len(self.layout) else 0
 
-    def _on_fate(self, who: str, event: Event, now_s: float) -> None:
-        if event.get("reason") in DISCARDING:
-            self.site(who).tokens_discarded += whole(event, "tokens")
-
     def _on_site_done(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
         # The ledger's keys are "processed", "merged", ...; the summary's are "tokens_processed", ...
-        ledger = {name.removeprefix("tokens_"): value for name, value in _mapping(event, "ledger").items()}
+        ledger = {name.removeprefix("tokens_"): value for name, value in mapping(event, "ledger").items()}
         site.done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
         site.left_with = site.done
         site.done_reason = str(event.get("reason", ""))
+
+    # --- events that change a field or two ---------------------------------------------------------------------
+
+    def _on_other(self, who: str, event: Event, now_s: float) -> None:
+        site = str(event.get("site"))
+        match event.get("what"):
+            case "layout" if isinstance(values := event.get("fragments"), list):
+                self.layout = [int(value) for value in values]
+            case "reference" if isinstance(values := event.get("bits_per_byte"), dict):
+                self.references = {str(name): float(value) for name, value in values.items()}
+            case "units":
+                self.units = {name: whole(event, name) for name in event if name not in ("at", "who", "what")}
+            case "link":
+                self.site(site).links[self._session] = (whole(event, "bytes_up"), whole(event, "bytes_down"))
+                self._count_wire(now_s)
+            case "grace":
+                self._met.setdefault(whole(event, "fragment"), now_s)
+            case "refused":
+                refused, reason = self.site(site).refused, str(event.get("reason"))
+                refused[reason] = refused.get(reason, 0) + 1
+            case "site_joined":
+                self.site(site).left = False
+                if self.by_hand:  # No ``up`` says when a process ends: at the latest when the next begins.
+                    _end_span(self.site(site).spans, now_s)
+                    self.site(site).spans.append(Span(now_s))
+            case "site_left":
+                self.site(site).left = True
+                if self.by_hand and (spans := self.site(site).spans):
+                    spans[-1].end_s = now_s
+            case "number_format":
+                self.site(who).products = str(event.get("products"))
+            case "connected":
+                self.site(who).out_of_reach.discard(whole(event, "of_syncer"))
+                self.site(who).connected = not self.site(who).out_of_reach
+            case "disconnected":
+                self.site(who).out_of_reach.add(whole(event, "of_syncer"))
+                self.site(who).connected = False
+            case "adopted":
+                self.site(who).base_versions[whole(event, "fragment")] = whole(event, "version")
+            case "pushed" if event.get("outcome") == "accepted":
+                self.bytes_fp32 += self._fragment_bytes(event)
+            case "fate" if event.get("reason") in DISCARDING:
+                self.site(who).tokens_discarded += whole(event, "tokens")
 
 
 def number(event: Mapping[str, object], name: str) -> float | None:
@@ -548,13 +504,17 @@ def whole(event: Mapping[str, object], name: str) -> int:
     return int(number(event, name) or 0)
 
 
-def places(event: Mapping[str, object], versions: Sequence[object]) -> list[int]:
-    """Return the fragments of ``versions``: the event's list (from one of several syncers), or all in order."""
-    fragments = event.get("fragments")
-    return [int(each) for each in fragments] if isinstance(fragments, list) else list(range(len(versions)))
+def versions_in(event: Mapping[str, object]) -> dict[int, int]:
+    """Return each fragment's version: of the event's ``fragments`` (one of several syncers), or of all in order."""
+    fragments, versions = event.get("fragments"), event.get("versions")
+    if not isinstance(versions, list | tuple):
+        return {}
+    known = fragments if isinstance(fragments, list) else range(len(versions))
+    return {int(fragment): int(version) for fragment, version in zip(known, versions, strict=False)}
 
 
-def _mapping(event: Mapping[str, object], name: str) -> dict[str, float]:
+def mapping(event: Mapping[str, object], name: str) -> dict[str, float]:
+    """Return a field that is a mapping; an empty one where it is missing."""
     value = event.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -605,6 +565,11 @@ class Span:
     end_s: float | None = None
 
 
+def _end_span(spans: list[Span], now_s: float) -> None:
+    if spans and spans[-1].end_s is None:
+        spans[-1].end_s = now_s
+
+
 @dataclass(slots=True)
 class Standstill:
     """A stretch of time in which a syncer made no version of a fragment although updates waited for it."""
@@ -641,7 +606,7 @@ class Round:
     norm: float | None = None
     seconds: float | None = None
     lineage: int = 1
-    """Versions are numbered anew in the lineage that a restore begins."""
+    """A restore begins a lineage, which numbers its versions again."""
 
 
 @dataclass(slots=True)

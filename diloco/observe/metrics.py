@@ -23,7 +23,10 @@ import sys
 import threading
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, MetricsHandler
@@ -31,7 +34,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diloco.config.errors import ConfigError
-from diloco.observe.history import number, whole
+from diloco.config.schema import RunConfig
+from diloco.observe.history import FP32_BYTES, mapping, number, whole
 from diloco.sync.options import PROTOCOL
 from diloco.sync.state import Status
 from diloco.version import __version__
@@ -40,12 +44,11 @@ from diloco.wire.door import Gate, TurnedAway, WaitingRoom
 from diloco.wire.messages import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from prometheus_client.metrics_core import Metric
 
-    from diloco.config.schema import RunConfig
     from diloco.observe.eventlog import Event
 
 
@@ -69,25 +72,17 @@ VERSIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0)
 
 
 class Spread:
-    """A histogram for one set of labels: counts of values up to each bound."""
+    """A histogram for one set of labels: ``counts`` of the values up to each of ``bounds``."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def add(self, value: float) -> None:
         """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def into(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Add the counts to ``family``."""
-        total, buckets = 0, []
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family.add_metric(labels, buckets, self._sum)
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
 
 class Page(Collector):
@@ -123,7 +118,8 @@ def histogram(name: str, meaning: str, values: Mapping[Labels, Spread], *labels:
     """Return a histogram with one ``Spread`` for each set of labels."""
     family = HistogramMetricFamily(f"diloco_{name}", meaning, labels=labels)
     for key, spread in values.items():
-        spread.into(family, key)
+        bounds = [*map(str, spread.bounds), "+Inf"]
+        family.add_metric(key, list(zip(bounds, accumulate(spread.counts), strict=True)), spread.sum)
     return family
 
 
@@ -136,14 +132,6 @@ def about(config: RunConfig) -> Iterator[Metric]:
     yield InfoMetricFamily(
         "diloco_run", "The run: its name, its model's layers x width, how versions are adopted.", run
     )
-
-
-def host_and_port(key: str, text: str) -> tuple[str, int]:
-    """Parse the address to listen on; a port alone means loopback.  ``ConfigError`` names ``key``."""
-    host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not int(port) < 65536:
-        raise ConfigError(f"{key} is {text!r}: host:port, or a port for loopback only; empty: no metrics")
-    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 class _Handler(MetricsHandler):
@@ -221,11 +209,6 @@ class _Server(socketserver.ThreadingTCPServer):
         """Report refused connections; the server calls this twice a second, and after each connection."""
         self.turned_away.tell()
 
-    def server_close(self) -> None:
-        """Stop listening."""
-        super().server_close()
-        self.stalls.close()
-
 
 @contextmanager
 def page_at(
@@ -234,33 +217,38 @@ def page_at(
     families: Callable[[], Iterator[Metric]],
     emit: Callable[[str, dict[str, object]], None] = lambda what, fields: None,
 ) -> Iterator[str]:
-    """Serve a page at address ``text`` while the context lasts; yield its URL, or "" for an empty ``text``.
+    """Serve a page at address ``text`` (host:port; a port alone means loopback); yield its URL, or "" for no ``text``.
 
-    ``emit`` is called when connections were closed, at most once a minute.
+    ``emit`` is called when connections were closed, at most once a minute.  ``ConfigError`` names ``key``.
     """
     if not text:
         yield ""
         return
-    host, port = host_and_port(key, text)
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not int(port) < 65536:
+        raise ConfigError(f"{key} is {text!r}: host:port, or a port for loopback only; empty: no metrics")
+    host = host.strip("[]") or "127.0.0.1"
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Page(families))
     try:
-        server = _Server(host, port, registry, lambda why: emit("note", {"note": "crowded", "why": f"{key}: {why}"}))
+        server = _Server(
+            host, int(port), registry, lambda why: emit("note", {"note": "crowded", "why": f"{key}: {why}"})
+        )
     except OSError as error:
         raise ConfigError(f"{key} is {text!r}: it cannot be listened at: {error.strerror or error}") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     try:
-        yield f"http://{host}:{server.server_address[1]}/metrics"
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{server.server_address[1]}/metrics"
     finally:
         server.shutdown()
         server.server_close()
+        server.stalls.close()
         thread.join(10.0)
 
 
 # --- A site's page of metrics, from its own events and its newest checkpoint -----------------------------------------
-
-FP32_BYTES = 4
 
 
 class SiteMetrics:
@@ -295,9 +283,12 @@ class SiteMetrics:
                 case "sealed":
                     self._norm = number(event, "norm")
                 case "pushed":
-                    self._pushed(event)
+                    outcome = str(event.get("outcome"))
+                    self._pushes[outcome] = self._pushes.get(outcome, 0) + 1
+                    if outcome == "accepted":
+                        self._raw["up"] += FP32_BYTES * self._numels[whole(event, "fragment")]
                 case "fetched":
-                    self._raw["down"] += self._fp32_bytes(event)
+                    self._raw["down"] += FP32_BYTES * self._numels[whole(event, "fragment")]
                 case "connected":
                     self._out_of_reach.discard(event.get("of_syncer"))
                     self._connected = not self._out_of_reach
@@ -309,28 +300,17 @@ class SiteMetrics:
                     outcome = {True: "same", False: "different"}.get(event.get("same"), "failed")  # type: ignore[call-overload]
                     self._canaries[outcome] = self._canaries.get(outcome, 0) + 1
 
-    def _pushed(self, event: Event) -> None:
-        outcome = str(event.get("outcome"))
-        self._pushes[outcome] = self._pushes.get(outcome, 0) + 1
-        if outcome == "accepted":
-            self._raw["up"] += self._fp32_bytes(event)
-
-    def _fp32_bytes(self, event: Event) -> int:
-        return FP32_BYTES * self._numels[whole(event, "fragment")]
-
     def families(self) -> Iterator[Metric]:
         """Yield all metrics as of now."""
         yield from about(self._config)
         with self._lock:
-            yield from self._of_steps()
-            yield from self._of_exchange()
+            yield from self._of_events()
         yield from self._of_checkpoint()
 
-    def _of_steps(self) -> Iterator[Metric]:
-        site = (self._site,)
+    def _of_events(self) -> Iterator[Metric]:
+        site, moves = (self._site,), ("site", "direction", "kind")
         yield histogram("site_step_duration_seconds", "Time that an inner step took.", {site: self._step_s}, "site")
-        step, meter = self._last.get("step"), self._last.get("meter")
-        if step is not None:
+        if (step := self._last.get("step")) is not None:
             for name, key, meaning in (
                 ("site_step_loss_nats", "loss", "Loss of the latest step, in nats per token."),
                 ("site_grad_norm", "grad_norm", "Norm of its gradient, before clipping."),
@@ -338,27 +318,20 @@ class SiteMetrics:
             ):
                 value = number(step, key)
                 yield gauge(name, meaning, {} if value is None else {site: value}, "site")
-        if meter is not None:
+        if (meter := self._last.get("meter")) is not None:
             train_s, stall_s = number(meter, "train_s") or 0.0, number(meter, "stall_s") or 0.0
             spent = {(*site, "compute"): max(0.0, train_s - stall_s), (*site, "sync_wait"): stall_s}
             yield counter("site_time_seconds", "What the training loop's time went into.", spent, "site", "state")
             in_flight = {site: whole(meter, "in_flight")}
             yield gauge("site_updates_in_flight", "Updates sent and without a fate here.", in_flight, "site")
-
-    def _of_exchange(self) -> Iterator[Metric]:
-        site, meter = (self._site,), self._last.get("meter")
-        labels = ("site", "direction", "kind")
-        if meter is not None:
-            moved = {
-                (*site, "up", "update"): whole(meter, "bytes_up"),
-                (*site, "down", "version"): whole(meter, "bytes_down"),
-            }
-            yield counter("wan_bytes", "Bytes of updates sent and versions received, re-sent ones too.", moved, *labels)
+            up, down = whole(meter, "bytes_up"), whole(meter, "bytes_down")
+            moved = {(*site, "up", "update"): up, (*site, "down", "version"): down}
+            yield counter("wan_bytes", "Bytes of updates sent and versions received, re-sent ones too.", moved, *moves)
             for family, key, scale, meaning in LINKS:
                 value = number(meter, f"link_{key}")
                 yield gauge(family, meaning, {site: value * scale} if value else {}, "site")
         raw = {(*site, "up", "update"): self._raw["up"], (*site, "down", "version"): self._raw["down"]}
-        yield counter("wan_raw_bytes", "What the same updates and versions are in fp32.", raw, *labels)
+        yield counter("wan_raw_bytes", "What the same updates and versions are in fp32.", raw, *moves)
         pushes = {(*site, outcome): count for outcome, count in self._pushes.items()}
         yield counter("site_pushes", "Answers to updates that were sent.", pushes, "site", "outcome")
         canaries = {(*site, outcome): count for outcome, count in self._canaries.items()}
@@ -425,25 +398,20 @@ class SyncerMetrics:
     def take(self, event: Event) -> None:
         """Take the next event, from the log's thread."""
         with self._lock:
-            if event["what"] in ("outer_step", "published"):
-                self._stages(event)
-            if event["what"] == "outer_step":
-                self._outer_step(event)
-            elif event["what"] == "snapshot":
-                self._snapshot_s.add(number(event, "seconds") or 0.0)
-                self._snapshot = number(event, "at") or 0.0, number(event, "bytes") or 0.0
-
-    def _stages(self, event: Event) -> None:
-        for stage, spread in self._stage_s.items():
-            if (seconds := number(event, f"{stage}_s")) is not None:
-                spread.add(seconds)
-
-    def _outer_step(self, event: Event) -> None:
-        self._step_s.add(number(event, "seconds") or 0.0)
-        self._norm = number(event, "norm")
-        for site, staleness in _items(event, "staleness"):
-            self._staleness.setdefault(site, Spread(VERSIONS)).add(staleness)
-        self._weights = dict(_items(event, "sites"))
+            match event["what"]:
+                case "outer_step" | "published" as what:
+                    for stage, spread in self._stage_s.items():
+                        if (seconds := number(event, f"{stage}_s")) is not None:
+                            spread.add(seconds)
+                    if what == "outer_step":
+                        self._step_s.add(number(event, "seconds") or 0.0)
+                        self._norm = number(event, "norm")
+                        for site, staleness in mapping(event, "staleness").items():
+                            self._staleness.setdefault(site, Spread(VERSIONS)).add(staleness)
+                        self._weights = dict(mapping(event, "sites"))
+                case "snapshot":
+                    self._snapshot_s.add(number(event, "seconds") or 0.0)
+                    self._snapshot = number(event, "at") or 0.0, number(event, "bytes") or 0.0
 
     def families(self) -> Iterator[Metric]:
         """Yield all metrics as of now; none of the run while the syncer starts or stops."""
@@ -455,24 +423,8 @@ class SyncerMetrics:
         except Refusal:
             return
         yield from _of_run(status)
-        yield from _of_units(status["units"])
         yield from _of_sites(status["sites"])
-        yield from self._of_backup(status)
-        yield from _of_replication(status["replication"])
-        yield from _of_identity(status)
-        yield from _of_calls(status["calls"])
-
-    def _of_backup(self, status: Standing) -> Iterator[Metric]:
-        backup = status["backup"]
-        if backup is None:
-            return
-        yield gauge("backup_failing", "1 while the latest backup failed.", {(): float(bool(backup["failing"]))})
-        every_s = self._config.cluster.syncer.backup_every_s
-        yield gauge("backup_interval_seconds", "How often a backup is made.", {(): every_s})
-        if (age_s := backup["age_s"]) is not None:
-            yield gauge("backup_age_seconds", "Seconds since the last good backup of this process.", {(): age_s})
-            good = time.time() - age_s
-            yield gauge("backup_timestamp_seconds", "What the last good backup of this process holds.", {(): good})
+        yield from _of_safety(status, self._config.cluster.syncer.backup_every_s)
 
     def _of_events(self) -> Iterator[Metric]:
         stale = {(site,): spread for site, spread in self._staleness.items()}
@@ -497,38 +449,39 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
     ready = float(not status["not_ready"])
     yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", {(): ready})
-    yield gauge(
-        "syncer_epoch",
-        "Rises with every start, and by a million or more when a standby is promoted.",
-        {(): status["epoch"]},
-    )
+    meaning = "Rises with every start, and by a million or more when a standby is promoted."
+    yield gauge("syncer_epoch", meaning, {(): status["epoch"]})
     lineage = status["lineage"]
     yield gauge("run_lineage", "1; of a run that was restored a Unix time, or one more than before.", {(): lineage})
     if lineage > 1:
         yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", {(): lineage})
     yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
     yield counter("run_tokens", "Tokens in the published model.", {(): status["run_tokens"]})
-    yield counter(
-        "refused_at_the_door",
-        "Updates refused before they were accepted; outcome is the reason, or the field that was wrong.",
-        {(why,): count for why, count in status["refused_at_the_door"].items()},
-        "outcome",
-    )
-
-
-def _of_units(units: Mapping[str, int] | None) -> Iterator[Metric]:
-    """Yield the counts of the data's units by place; nothing where none are leased."""
-    if units is None:
-        return
-    places = {(place,): float(units[place]) for place in ("merged", "partly", "in_hand", "given_back")}
-    meaning = "Units of the data that were ever leased, by where they are: merged, partly, in_hand or given_back."
-    yield gauge("data_units", meaning, places, "place")
-    for name, meaning in (
-        ("processed", "Units that accepted updates have gone through, as often as a site did."),
-        ("reissued", "Units leased again, since their site was gone or has given them up."),
-        ("repeated", "Units merged again, or drawn again by a site that had no other."),
+    meaning = "Updates refused before they were accepted; outcome is the reason, or the field that was wrong."
+    early = {(why,): count for why, count in status["refused_at_the_door"].items()}
+    yield counter("refused_at_the_door", meaning, early, "outcome")
+    if (units := status["units"]) is not None:
+        places = {(place,): float(units[place]) for place in ("merged", "partly", "in_hand", "given_back")}
+        meaning = "Units of the data that were ever leased, by where they are: merged, partly, in_hand or given_back."
+        yield gauge("data_units", meaning, places, "place")
+        for name, meaning in (
+            ("processed", "Units that accepted updates have gone through, as often as a site did."),
+            ("reissued", "Units leased again, since their site was gone or has given them up."),
+            ("repeated", "Units merged again, or drawn again by a site that had no other."),
+        ):
+            yield counter(f"data_units_{name}", meaning, {(): units[name]})
+    calls = status["calls"]
+    codes = {name.removeprefix("refused_"): count for name, count in calls.items() if name.startswith("refused_")}
+    refused = {(code.upper(),): count for code, count in codes.items()}
+    yield counter("calls_refused", "Calls refused, by gRPC's code.", refused, "code")
+    for name, key, meaning in (
+        ("calls_failed", "internal", "Calls that met a defect of the syncer."),
+        ("calls_broken_off", "broken_off", "Streams whose other end went away."),
+        ("connections_hung_up", "hung_up", "Connections without a call under way that had to make room for others."),
     ):
-        yield counter(f"data_units_{name}", meaning, {(): units[name]})
+        yield counter(name, meaning, {(): calls.get(key, 0)})
+    moved = {("up",): calls.get("payload_bytes_in", 0), ("down",): calls.get("payload_bytes_out", 0)}
+    yield counter("syncer_payload_bytes", "Payload that came from sites (up) and went to them.", moved, "direction")
 
 
 def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
@@ -563,39 +516,39 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
     yield gauge("site_heartbeat_timestamp_seconds", "When the site was last heard of.", heard, "site")
 
 
-def _of_replication(replication: Standing) -> Iterator[Metric]:
-    """Yield the standby's state as seen from here; nothing for a run without replication."""
-    if replication["mode"] == "off":
-        return
-    for name, meaning in (
-        ("following", "1 while a standby is heard."),
-        ("detached", "1 while the run goes on with one disk and waits for no standby."),
-        ("slow", "1 while the standby is heard and not waited for, since it takes too long."),
-    ):
-        yield gauge(f"replication_{name}", meaning, {(): float(replication[name])})
-    away_s = replication["away_seconds"] or 0.0
-    yield gauge("replication_away_seconds", "Since when no standby is heard; 0 while one is.", {(): away_s})
-    if (behind := replication["behind_bytes"]) is not None:
-        meaning = "Bytes of the journal that the standby lacks, while both write the same segment."
-        yield gauge("replication_behind_bytes", meaning, {(): behind})
-
-
-def _of_identity(status: Standing) -> Iterator[Metric]:
-    """Yield whether the files for authentication are usable, and whether this process may lead."""
+def _of_safety(status: Standing, backup_every_s: float) -> Iterator[Metric]:
+    """Yield the state of backups, the standby, the files for authentication, and the lease; none where one is off."""
+    if (backup := status["backup"]) is not None:
+        yield gauge("backup_failing", "1 while the latest backup failed.", {(): float(bool(backup["failing"]))})
+        yield gauge("backup_interval_seconds", "How often a backup is made.", {(): backup_every_s})
+        if (age_s := backup["age_s"]) is not None:
+            yield gauge("backup_age_seconds", "Seconds since the last good backup of this process.", {(): age_s})
+            good = time.time() - age_s
+            yield gauge("backup_timestamp_seconds", "What the last good backup of this process holds.", {(): good})
+    if (replication := status["replication"])["mode"] != "off":
+        for name, meaning in (
+            ("following", "1 while a standby is heard."),
+            ("detached", "1 while the run goes on with one disk and waits for no standby."),
+            ("slow", "1 while the standby is heard and not waited for, since it takes too long."),
+        ):
+            yield gauge(f"replication_{name}", meaning, {(): float(replication[name])})
+        away_s = replication["away_seconds"] or 0.0
+        yield gauge("replication_away_seconds", "Since when no standby is heard; 0 while one is.", {(): away_s})
+        if (behind := replication["behind_bytes"]) is not None:
+            meaning = "Bytes of the journal that the standby lacks, while both write the same segment."
+            yield gauge("replication_behind_bytes", meaning, {(): behind})
     complaints = len(status["identity_complaints"])
     meaning = "Files of certificates, tokens, permissions that cannot be used as they are now."
     yield gauge("identity_complaints", meaning, {(): complaints})
-    lease = status["lease"]
-    if lease is None:
-        return
-    for name, meaning, so in (
-        ("valid", "1 while this process leads the run.", lease["valid"]),
-        ("trouble", "1 while the lease cannot be renewed; diloco status says why.", bool(lease["trouble"])),
-        ("heir", "1 while a standby takes over by itself if this process ends.", bool(lease["heir"])),
-    ):
-        yield gauge(f"lease_{name}", meaning, {(): float(so)})
-    renewed = time.time() - lease["renewed_seconds_ago"]
-    yield gauge("lease_renewed_timestamp_seconds", "When the lease was renewed last.", {(): renewed})
+    if (lease := status["lease"]) is not None:
+        for name, key, meaning in (
+            ("lease_valid", "valid", "1 while this process leads the run."),
+            ("lease_trouble", "trouble", "1 while the lease cannot be renewed; diloco status says why."),
+            ("lease_heir", "heir", "1 while a standby takes over by itself if this process ends."),
+        ):
+            yield gauge(name, meaning, {(): float(bool(lease[key]))})
+        renewed = time.time() - lease["renewed_seconds_ago"]
+        yield gauge("lease_renewed_timestamp_seconds", "When the lease was renewed last.", {(): renewed})
 
 
 def _told(sites: Mapping[str, Standing], key: str) -> dict[tuple[str, ...], float]:
@@ -603,38 +556,20 @@ def _told(sites: Mapping[str, Standing], key: str) -> dict[tuple[str, ...], floa
     return {(name,): float(site[key]) for name, site in sites.items() if site[key] is not None}
 
 
-def _of_calls(calls: Mapping[str, int]) -> Iterator[Metric]:
-    refused = {
-        (name.removeprefix("refused_").upper(),): count for name, count in calls.items() if name.startswith("refused_")
-    }
-    yield counter("calls_refused", "Calls refused, by gRPC's code.", refused, "code")
-    yield counter("calls_failed", "Calls that met a defect of the syncer.", {(): calls.get("internal", 0)})
-    yield counter("calls_broken_off", "Streams whose other end went away.", {(): calls.get("broken_off", 0)})
-    meaning = "Connections without a call under way that had to make room for others."
-    yield counter("connections_hung_up", meaning, {(): calls.get("hung_up", 0)})
-    moved = {("up",): calls.get("payload_bytes_in", 0), ("down",): calls.get("payload_bytes_out", 0)}
-    yield counter("syncer_payload_bytes", "Payload that came from sites (up) and went to them.", moved, "direction")
-
-
-def _items(event: Event, name: str) -> list[tuple[str, float]]:
-    value = event.get(name)
-    return list(value.items()) if isinstance(value, dict) else []
-
-
 # --- A standby's page of metrics, until it is promoted and the syncer's page replaces it at the same address ---------
 
 
+@dataclass(frozen=True, slots=True)
 class StandbyMetrics:
     """Makes the page from the standby's status."""
 
-    def __init__(self, config: RunConfig, status: Callable[[], dict[str, Any]]) -> None:
-        self._config = config
-        self._status = status
+    config: RunConfig
+    status: Callable[[], dict[str, Any]]
 
     def families(self) -> Iterator[Metric]:
         """Yield all metrics as of now."""
-        yield from about(self._config)
-        status = self._status()
+        yield from about(self.config)
+        status = self.status()
         following, failed = float(status["following"]), float(status["failed"] is not None)
         yield gauge("standby_following", "1 while this standby follows the syncer.", {(): following})
         yield gauge("standby_failed", "1 when it cannot follow any more; diloco status says why.", {(): failed})

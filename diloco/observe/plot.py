@@ -155,14 +155,22 @@ def line_chart(
 
     With ``named`` each line has its label over its end, for a picture without a legend.
     """
-    drawn = [Line(line.label, line.style, _drawable(thinned(line.points), y)) for line in lines]
+    drawn = []
+    for line in lines:
+        points = [None if point is None or (y.log and point[1] <= 0) else point for point in thinned(line.points)]
+        drawn.append(Line(line.label, line.style, points))
     xs = [point[0] for line in drawn for point in line.points if point]
     ys = [point[1] for line in drawn for point in line.points if point] + [rule.y for rule in rules]
     if not xs:
         return ""
     drawing = _Drawing(HEIGHT)
     across = Scale(0.0 if time else min(*xs, 0.0), max(*xs, 1e-9), LEFT, WIDTH - RIGHT)
-    low, high = _y_range(min(ys), max(ys), y)
+    low, high = min(ys), max(ys)
+    if y.log:
+        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high * 1.0001))
+    else:
+        room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+        low, high = low - room, high + room
     up = Scale(low, high, HEIGHT - BOTTOM, TOP, y.log)
     _axes(drawing, across, up, x, y, clock_ticks(across.high) if time else ticks(across.low, across.high))
     for rule in rules:
@@ -171,7 +179,12 @@ def line_chart(
     for line in drawn:
         drawing.parts.append(f'<path class="line {line.style}" d="{_path(line.points, across, up)}"/>')
     for line in drawn:
-        _hovers(drawing, line, across, up, x, y)
+        there = [point for point in line.points if point is not None]
+        dots = "dot" if len(there) <= HOVERS / 2 else "dot hidden"
+        for at, value in [*there[: -1 : max(1, math.ceil(len(there) / HOVERS))], *there[-1:]]:
+            title = escape(f"{line.label}: {y.show(value)} at {x.show(at)}")
+            place = f'cx="{across(at):g}" cy="{up(value):g}"'
+            drawing.parts.append(f'<circle class="{dots} {line.style}" {place} r="3.5"><title>{title}</title></circle>')
     if named:
         _names(drawing, drawn, across, up)
     return drawing.done(f"{y.label} against {x.label}")
@@ -183,17 +196,6 @@ def _names(drawing: _Drawing, lines: Sequence[Line], across: Scale, up: Scale) -
     for at, height, line in ends:
         crowded = any(0 < height - other < NAME_PX for _, other, _ in ends)
         drawing.text(at, height + (15 if crowded else -6), line.label, "end", f' class="named {line.style}"')
-
-
-def _drawable(points: Points, y: Axis) -> Points:
-    return [None if point is None or (y.log and point[1] <= 0) else point for point in points]
-
-
-def _y_range(low: float, high: float, y: Axis) -> tuple[float, float]:
-    if y.log:
-        return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high * 1.0001))
-    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    return low - room, high + room
 
 
 def _axes(drawing: _Drawing, across: Scale, up: Scale, x: Axis, y: Axis, x_ticks: Sequence[float]) -> None:
@@ -220,16 +222,6 @@ def _path(points: Points, across: Scale, up: Scale) -> str:
             words.append(f"{'L' if pen_down else 'M'}{across(point[0]):g} {up(point[1]):g}")
         pen_down = point is not None
     return "".join(words)
-
-
-def _hovers(drawing: _Drawing, line: Line, across: Scale, up: Scale, x: Axis, y: Axis) -> None:
-    there = [point for point in line.points if point is not None]
-    shown = [*there[: -1 : max(1, math.ceil(len(there) / HOVERS))], *there[-1:]]
-    dots = "dot" if len(there) <= HOVERS / 2 else "dot hidden"
-    for at, value in shown:
-        title = escape(f"{line.label}: {y.show(value)} at {x.show(at)}")
-        place = f'cx="{across(at):g}" cy="{up(value):g}"'
-        drawing.parts.append(f'<circle class="{dots} {line.style}" {place} r="3.5"><title>{title}</title></circle>')
 
 
 def time_line(rows: Sequence[str], bars: Sequence[Bar], seconds: float, x: Axis) -> str:

@@ -6,6 +6,7 @@ The charts are static SVG (``plot``).
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from importlib import resources
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from diloco.observe.history import Fault
+    from diloco.observe.history import Span
 
 
 TIME = Axis("time, m:ss", clock)
@@ -37,32 +38,43 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
     A new summary is made from the events where ``summary.json`` is missing (the run was killed), lacks fields of a run
     of sites, or may be from before the run was restored.
     """
+    from diloco.config.compose import read
+    from diloco.config.errors import ConfigError
+
     history = RunHistory()
     history.take_all(read_events(run_dir / "events.jsonl")[0])
-    config = _text(run_dir / "config.yaml")
-    told = _text(run_dir / "summary.json")
+    paths = run_dir / "config.yaml", run_dir / "summary.json"
+    config, told = (path.read_text("utf-8") if path.exists() else "" for path in paths)
     summary = json.loads(told) if told else {}
     if complaints(summary) or history.restored:
-        summary = summarize(history, None, _plain(run_dir / "config.yaml"))
+        settings: dict[str, object] = {}
+        with suppress(ConfigError):  # There is no such file, or it cannot be read.
+            settings = asdict(read(paths[0]))
+        summary = summarize(history, None, settings)
     write_file(run_dir / "report.html", render(run_dir.resolve().name, history, summary, config).encode())
     return summary, history
 
 
 def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: str) -> str:
     """Return the page."""
+    styled = [(name, series_style(number)) for number, name in enumerate(sorted(history.sites))]
+    losses = legend([*styled, ("global model (validation)", "global")])
+    marks = legend([*styled, ("fault", "bad"), ("outer step", "global")])
+    data = f" Data in {units_text(summary['units'])}." if summary.get("units") else ""
+    status = str(summary["status"])
+    log = "\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines)
     sections = [
-        section("Loss against time", _loss_legend(history), _loss(history, 0, TIME), _LOSS_NOTE),
-        section("Loss against tokens", _loss_legend(history), _loss(history, 1, Axis("tokens", count)), _TOKENS_NOTE),
+        section("Loss against time", losses, _loss(history, styled, 0, TIME), _LOSS_NOTE),
+        section("Loss against tokens", losses, _loss(history, styled, 1, Axis("tokens", count)), _TOKENS_NOTE),
         section("Validation, bits per byte", "", _bits(history), _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
-        section("Rounds, merges and faults", _time_legend(history), _time_line(history), _TIME_NOTE),
+        section("Rounds, merges and faults", marks, _time_line(history), _TIME_NOTE),
         section("Bytes between the sites", legend(_WIRE), _wire(history), _WIRE_NOTE),
-        section("Where every token went", "", _ledger_table(summary), _ledger_note(summary)),
+        section("Where every token went", "", _ledger_table(summary), _LEDGER_NOTE + data),
         section("Time and wire of each site", "", _site_table(summary), ""),
         section("Faults", "", _fault_table(summary), ""),
-        f"<details><summary>What happened</summary><pre>{_log(history)}</pre></details>",
+        f"<details><summary>What happened</summary><pre>{escape(log)}</pre></details>",
         f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
     ]
-    status = str(summary["status"])
     return page(title, status, _tiles(summary), sections, good=status == "ok")
 
 
@@ -99,22 +111,10 @@ def _tiles(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _styled(history: RunHistory) -> list[tuple[str, str]]:
-    return [(name, series_style(number)) for number, name in enumerate(sorted(history.sites))]
-
-
-def _loss_legend(history: RunHistory) -> str:
-    return legend([*_styled(history), ("global model (validation)", "global")])
-
-
-def _time_legend(history: RunHistory) -> str:
-    return legend([*_styled(history), ("fault", "bad"), ("outer step", "global")])
-
-
-def _loss(history: RunHistory, column: int, x: Axis) -> str:
+def _loss(history: RunHistory, styled: Sequence[tuple[str, str]], column: int, x: Axis) -> str:
     """Chart each site's training loss and the validation loss, against seconds (column 0) or tokens (column 1)."""
     lines = []
-    for name, style in _styled(history):
+    for name, style in styled:
         points: Points = [(point[column], point[2]) if point else None for point in history.sites[name].losses.whole()]
         lines.append(Line(name, style, points))
     known = [(one.tokens if column else one.at_s, one.val_loss) for one in history.evaluations]
@@ -147,7 +147,12 @@ def _time_line(history: RunHistory) -> str:
         site = history.sites[name]
         bars += _lives(number, site.spans, history, f"life {series_style(number)}", name)
     bars += _lives(len(names), history.syncer_spans, history, "life global", "syncer")
-    bars += [_fault_bar(fault, rows, history) for fault in history.faults if _row_of(fault) in rows]
+    for fault in history.faults:
+        if (target := fault.target.removeprefix("link:")) in rows:
+            end = fault.healed_s if fault.healed_s is not None else history.seconds if fault.seconds else fault.at_s
+            title = f"{fault.target} {CAUSED.get(fault.what, fault.what)}, {clock(fault.at_s)} to {clock(end)}"
+            style = "fault" if end > fault.at_s else "shock"
+            bars.append(Bar(rows.index(target), fault.at_s, end, style, title))
     for round_ in history.rounds:
         made = f"fragment {round_.fragment}, version {round_.version}"
         for name, weight in sorted(round_.weights.items()):
@@ -165,28 +170,12 @@ def _time_line(history: RunHistory) -> str:
     return time_line(rows, bars, history.seconds, TIME)
 
 
-def _lives(row: int, spans: Sequence[Any], history: RunHistory, style: str, name: str) -> list[Bar]:
-    ends = [history.seconds if span.end_s is None else span.end_s for span in spans]
-    lived = zip(spans, ends, strict=True)
-    return [
-        Bar(row, span.start_s, end, style, f"{name} runs, {clock(span.start_s)} to {clock(end)}") for span, end in lived
-    ]
-
-
-def _row_of(fault: Fault) -> str:
-    return fault.target.removeprefix("link:")
-
-
-def _fault_bar(fault: Fault, rows: Sequence[str], history: RunHistory) -> Bar:
-    end = fault.healed_s if fault.healed_s is not None else history.seconds if fault.seconds else fault.at_s
-    style = "fault" if end > fault.at_s else "shock"
-    title = f"{fault.target} {CAUSED.get(fault.what, fault.what)}, {clock(fault.at_s)} to {clock(end)}"
-    return Bar(rows.index(_row_of(fault)), fault.at_s, end, style, title)
-
-
-def _ledger_note(summary: Mapping[str, Any]) -> str:
-    units = summary.get("units")
-    return f"{_LEDGER_NOTE} Data in {units_text(units)}." if units else _LEDGER_NOTE
+def _lives(row: int, spans: Sequence[Span], history: RunHistory, style: str, name: str) -> list[Bar]:
+    bars = []
+    for span in spans:
+        end = history.seconds if span.end_s is None else span.end_s
+        bars.append(Bar(row, span.start_s, end, style, f"{name} runs, {clock(span.start_s)} to {clock(end)}"))
+    return bars
 
 
 def _ledger_table(summary: Mapping[str, Any]) -> str:
@@ -218,25 +207,6 @@ def _fault_table(summary: Mapping[str, Any]) -> str:
         lasted = "-" if healed is None else f"{healed - fault['at_seconds']:.1f} s"
         rows.append([fault["target"], CAUSED.get(fault["what"], fault["what"]), clock(fault["at_seconds"]), lasted])
     return table(("target", "what happened", "at", "lasted"), rows)
-
-
-def _log(history: RunHistory) -> str:
-    return escape("\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines))
-
-
-def _plain(path: Path) -> dict[str, object]:
-    """Return the settings in ``path`` as plain values; none where there is no such file, or it cannot be read."""
-    from diloco.config.compose import read
-    from diloco.config.errors import ConfigError
-
-    try:
-        return asdict(read(path))
-    except ConfigError:
-        return {}
-
-
-def _text(path: Path) -> str:
-    return path.read_text("utf-8") if path.exists() else ""
 
 
 # --- The frame of our pages ------------------------------------------------------------------------------------------

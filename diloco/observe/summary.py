@@ -78,13 +78,9 @@ SCHEMA: Mapping[str, Mapping[str, str]] = {
         "whole",
     ),
     "fault": {"what": "text", "target": "text", "at_seconds": "number", "healed_seconds": "number?"},
-    "wire": {
-        "bytes_up": "whole",
-        "bytes_down": "whole",
-        "bytes_joins": "whole",
-        "bytes_fp32_equivalent": "whole",
-        "bytes_data_parallel_equivalent": "whole",
-    },
+    "wire": dict.fromkeys(
+        ("bytes_up", "bytes_down", "bytes_joins", "bytes_fp32_equivalent", "bytes_data_parallel_equivalent"), "whole"
+    ),
 }
 
 SINCE = frozenset({"summary.units", "site.tokens_per_second", "site.products"})
@@ -242,17 +238,16 @@ def complaints(value: object, kind: str = "summary", where: str = "summary") -> 
         missing = [f"{where}.{name} is missing" for name in wanted]
         known = [(name, inner) for name, inner in SCHEMA[kind].items() if name in value]
         return missing + [text for name, inner in known for text in complaints(value[name], inner, f"{where}.{name}")]
-    return [] if _fits(value, kind) else [f"{where} is {value!r}: not {kind}"]
-
-
-def _fits(value: object, kind: str) -> bool:
-    if kind == "any":
-        return True
-    if kind == "text":
-        return isinstance(value, str)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) and value >= 0 if kind == "whole" else value == value and abs(value) != float("inf")
+    match kind:
+        case "any":
+            return []
+        case "text":
+            fits = isinstance(value, str)
+        case "whole":
+            fits = type(value) is int and value >= 0
+        case _:
+            fits = type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    return [] if fits else [f"{where} is {value!r}: not {kind}"]
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
@@ -279,15 +274,23 @@ def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path
         *_reached(summary, history),
         "",
         *_sites(summary),
-        *_speed(summary),
-        *_standstills(history),
+        *_block("speed", _speed(summary)),
+        *_block("rounds", _standstills(history)),
         "",
-        *_faults(summary),
-        *_wire(summary, history),
-        *_units(summary),
-        f"files   {run_dir}/",
-        f"        {' '.join(name for name in FILES if (run_dir / name).exists())}",
+        *_block("faults", _faults(summary)),
+        *_block("wire", _wire(summary, history)),
+        *_block("data", _wrapped(units_text(summary["units"])) if summary.get("units") else []),
+        *_block("files", [f"{run_dir}/", " ".join(name for name in FILES if (run_dir / name).exists())]),
     ]
+
+
+def _block(head: str, lines: Sequence[str]) -> list[str]:
+    """Return the lines, with ``head`` in the margin of the first."""
+    return [f"{'' if number else head:<8}{line}" for number, line in enumerate(lines)]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH - 8)
 
 
 def _reached(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
@@ -329,8 +332,7 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
         for name, site in sites.items()
     ]
     alike = f", products in {next(iter(formats))}" if len(formats) == 1 and formats != {"?"} else ""
-    lines = textwrap.wrap(f"tokens/s: {', '.join(told)}{alike}", WIDTH - 8) if told else []
-    return [f"{'speed' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
+    return _wrapped(f"tokens/s: {', '.join(told)}{alike}") if told else []
 
 
 def _standstills(history: RunHistory) -> list[str]:
@@ -338,11 +340,11 @@ def _standstills(history: RunHistory) -> list[str]:
     lines = []
     for still in history.standstills[:STANDSTILLS_MAX]:
         lasted = clock((still.end_s or history.seconds) - still.start_s)
-        text = f"no version of fragment {still.fragment} for {lasted} from {clock(still.start_s)} on: {still.why}"
-        lines += textwrap.wrap(text, WIDTH - 8)
+        begin = clock(still.start_s)
+        lines += _wrapped(f"no version of fragment {still.fragment} for {lasted} from {begin} on: {still.why}")
     if len(history.standstills) > STANDSTILLS_MAX:
         lines.append(f"and {len(history.standstills) - STANDSTILLS_MAX} more")
-    return [f"{'rounds' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
+    return lines
 
 
 def _faults(summary: Mapping[str, Any]) -> list[str]:
@@ -357,29 +359,19 @@ def _faults(summary: Mapping[str, Any]) -> list[str]:
     since = {_short(name): site["updates_merged_since_fault"] for name, site in summary["sites"].items()}
     if faults and since:
         told = ", ".join(f"{name}={number}" for name, number in since.items())
-        lines += textwrap.wrap(f"updates merged since each site's last fault: {told}", WIDTH - 8)
-    return [f"{'faults' if number == 0 else '':<8}{line}"[:WIDTH] for number, line in enumerate(lines)]
+        lines += _wrapped(f"updates merged since each site's last fault: {told}")
+    return [line[: WIDTH - 8] for line in lines]
 
 
 def _wire(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
     wire = summary["wire"]
     up, down, joins = wire["bytes_up"], wire["bytes_down"], wire["bytes_joins"]
+    moved = f"{size(up)} up, {size(down)} down"
+    parallel = f"{times_less(up + down, wire['bytes_data_parallel_equivalent'])} data parallel"
     if any(site.reported for site in history.sites.values()):  # No heartbeat says what of it was for a join.
-        parallel = times_less(up + down, wire["bytes_data_parallel_equivalent"])
-        return [f"wire    {size(up)} up, {size(down)} down, {parallel} data parallel"]
+        return [f"{moved}, {parallel}"]
     fp32 = times_less(up + down - joins, wire["bytes_fp32_equivalent"])
-    parallel = times_less(up + down, wire["bytes_data_parallel_equivalent"])
-    return [
-        f"wire    {size(up)} up, {size(down)} down, of which {size(joins)} for joins",
-        f"        {fp32} fp32 codecs (joins apart), {parallel} data parallel",
-    ]
-
-
-def _units(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines about the state of the data's units, if any were leased."""
-    units = summary.get("units")
-    lines = textwrap.wrap(units_text(units), WIDTH - 8) if units else []
-    return [f"{'data' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
+    return [f"{moved}, of which {size(joins)} for joins", f"{fp32} fp32 codecs (joins apart), {parallel}"]
 
 
 def _short(name: str) -> str:

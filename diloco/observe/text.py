@@ -71,27 +71,33 @@ def sentence(event: Event) -> str | None:
 def _of_the_whole(what: str, event: Event, why: str) -> str | None:
     target = str(event.get("target", ""))
     fault = str(event.get("fault", ""))
+    known = event.get("versions")
+    versions = " ".join(map(str, known)) if isinstance(known, list) else "-"
     match what:
         case "lost":
             return f"the syncer's data in {event.get('folder')} are gone; the sites train on without it"
         case "restored":
             said = event.get("said")
             source = f": {said[0]}" if isinstance(said, list) and said else ""
-            lineage, versions = _whole(event, "lineage"), _listed(event.get("versions"))
-            return f"the run is restored, lineage {lineage} begins with versions {versions}{source}"
+            return f"the run is restored, lineage {_whole(event, 'lineage')} begins with versions {versions}{source}"
         case "syncer_started":
             again = f", {_whole(event, 'recovered')} journal records replayed" if event.get("recovered") else ""
             return f"syncer started: epoch {_whole(event, 'epoch')}{again}"
+        case "canary" if event.get("same"):
+            return None  # As on nearly every machine.
+        case "canary" if event.get("same") is None:
+            return f"{event.get('who')}: its canary could not be run: {event.get('why')}"
         case "canary":
-            return _canary(event)
+            steps = _whole(event, "steps")
+            return f"{event.get('who')} CORRUPTS DATA: the same {steps} steps did not end in the same bits"
         case "final":
-            return f"final versions {_listed(event.get('versions'))} ({event.get('ending')})"
+            return f"final versions {versions} ({event.get('ending')})"
         case "evaluating":
             return f"waiting for the final version's loss, for at most {_whole(event, 'seconds_max')} s"
         case "eval":
             bits, loss = event.get("val_bits_per_byte"), event.get("val_loss")
             if isinstance(bits, int | float):
-                return f"validation {bits:.3f} bits/byte at versions {_listed(event.get('versions'))}"
+                return f"validation {bits:.3f} bits/byte at versions {versions}"
             return f"validation {loss:.3f} nats/token" if isinstance(loss, int | float) else None
         case "fault":
             seconds = event.get("seconds")
@@ -108,22 +114,9 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
     return None
 
 
-def _canary(event: Event) -> str | None:
-    """Return None for a machine that repeats its steps, as nearly all do."""
-    if event.get("same"):
-        return None
-    if event.get("same") is None:
-        return f"{event.get('who')}: its canary could not be run: {event.get('why')}"
-    return f"{event.get('who')} CORRUPTS DATA: the same {_whole(event, 'steps')} steps did not end in the same bits"
-
-
 def _whole(event: Event, name: str) -> int:
     value = event.get(name)
     return int(value) if isinstance(value, int | float) else 0
-
-
-def _listed(value: object) -> str:
-    return " ".join(str(item) for item in value) if isinstance(value, list) else "-"
 
 
 # --- Where the units of the data are, as text ------------------------------------------------------------------------
@@ -135,12 +128,9 @@ WORDS = MappingProxyType(
 """The printed words for columns whose names are not plain words."""
 
 
-SHORTLY = ("leased", "merged", "partly", "repeated")
-
-
 def units_shortly(units: Mapping[str, Any]) -> str:
     """Return a short text for a live view: always the same columns."""
-    return ", ".join(f"{units.get(name, 0):,} {name}" for name in SHORTLY)
+    return ", ".join(f"{units.get(name, 0):,} {name}" for name in ("leased", "merged", "partly", "repeated"))
 
 
 def units_text(units: Mapping[str, Any]) -> str:

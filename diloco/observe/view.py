@@ -25,26 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
-    from diloco.observe.history import RunHistory, SiteHistory
+    from diloco.observe.history import RunHistory
 
 PER_SECOND = 4
 EVENTS_SHOWN = 9
 WIDE = 90
 PLAIN_EVERY_S = 10.0
-COLUMNS: Sequence[str] = (
-    "site",
-    "state",
-    "step",
-    "tok/s",
-    "loss",
-    "base",
-    "old",
-    "wait",
-    "link",
-    "up",
-    "down",
-    "stall",
-)
+COLUMNS = ("site", "state", "step", "tok/s", "loss", "base", "old", "wait", "link", "up", "down", "stall")
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKS_MAX = 30
 BAR_WIDTH = 30
@@ -73,8 +60,13 @@ class Facts:
 
 def screen(history: RunHistory, facts: Facts, width: int) -> Group:
     """Return the whole screen for a console of ``width`` columns (some table columns are left out below ``WIDE``)."""
-    table = _sites(history, wide=width >= WIDE)
-    return Group(_head(history, facts), _progress(history, facts), table, _syncer(history), _events(history))
+    return Group(
+        _head(history, facts),
+        _progress(history, facts),
+        _sites(history, wide=width >= WIDE),
+        _syncer(history),
+        _events(history),
+    )
 
 
 def _head(history: RunHistory, facts: Facts) -> Text:
@@ -135,31 +127,26 @@ def _sites(history: RunHistory, *, wide: bool) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name in ("site", "state") else "right", no_wrap=True)
     for _, site in sorted(history.sites.items()):
-        cells = _cells(history, site)
+        state, train_s = site.state(), site.meter("train_s")
+        alive = state in ("training", "alone", "frozen")
+        base = " ".join(str(version) for _, version in sorted(site.base_versions.items())[:3])
+        up = Text("up", "green") if site.connected else Text("down", "yellow")
+        cells: dict[str, Text | str] = {
+            "site": site.name,
+            "state": Text(state, STATE_STYLES.get(state, "")),
+            "step": f"{site.step:,}",
+            "tok/s": count(site.tokens_per_s) if alive else "-",
+            "loss": "-" if site.loss is None else f"{site.loss:.3f}",
+            "base": base or "-",
+            "old": str(history.staleness(site)),
+            "wait": str(site.in_flight),
+            "link": "-" if not alive else Text(site.cut, "bold red") if site.cut else up,
+            "up": size(site.bytes_up),
+            "down": size(site.bytes_down),
+            "stall": f"{site.meter('stall_s') / train_s:.1%}" if train_s else "-",
+        }
         table.add_row(*(cells[name] for name in names))
     return table
-
-
-def _cells(history: RunHistory, site: SiteHistory) -> dict[str, Text | str]:
-    state = site.state()
-    alive = state in ("training", "alone", "frozen")
-    train_s = site.meter("train_s")
-    base = " ".join(str(version) for _, version in sorted(site.base_versions.items())[:3])
-    link = Text(site.cut, "bold red") if site.cut else Text("up", "green") if site.connected else Text("down", "yellow")
-    return {
-        "site": site.name,
-        "state": Text(state, STATE_STYLES.get(state, "")),
-        "step": f"{site.step:,}",
-        "tok/s": count(site.tokens_per_s) if alive else "-",
-        "loss": "-" if site.loss is None else f"{site.loss:.3f}",
-        "base": base or "-",
-        "old": str(history.staleness(site)),
-        "wait": str(site.in_flight),
-        "link": link if alive else Text("-"),
-        "up": size(site.bytes_up),
-        "down": size(site.bytes_down),
-        "stall": f"{site.meter('stall_s') / train_s:.1%}" if train_s else "-",
-    }
 
 
 def _syncer(history: RunHistory) -> Text:
@@ -193,7 +180,8 @@ class LiveView:
 
     def __init__(self, history: RunHistory, facts: Facts, console: Console) -> None:
         self._history, self._facts = history, facts
-        self._live = Live(self._screen(console), console=console, auto_refresh=False, transient=True)
+        shown = screen(history, facts, console.width)
+        self._live = Live(shown, console=console, auto_refresh=False, transient=True)
         self._next = 0.0
 
     def __enter__(self) -> LiveView:
@@ -208,10 +196,8 @@ class LiveView:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + 1 / PER_SECOND
-            self._live.update(self._screen(self._live.console), refresh=True)
-
-    def _screen(self, console: Console) -> Group:
-        return screen(self._history, self._facts, console.width)
+            shown = screen(self._history, self._facts, self._live.console.width)
+            self._live.update(shown, refresh=True)
 
     def say(self, line: str) -> None:
         """Print a line that stays, above the screen."""

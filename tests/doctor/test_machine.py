@@ -167,11 +167,11 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def failing(number: int) -> Callable[..., int]:
-    def write(*_: object) -> int:
+def failing(number: int) -> Callable[..., None]:
+    def fsync(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    return write
+    return fsync
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def failing(number: int) -> Callable[..., int]:
 def test_a_disk_that_takes_nothing_fails_with_what_to_change(
     number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine.os, "write", failing(number))
+    monkeypatch.setattr(machine.os, "fsync", failing(number))
     [found] = store(Store("site a", tmp_path, 0))
     monkeypatch.undo()
     assert found.line().startswith(f"fail  store       site a: {tmp_path} cannot be written: {words}")

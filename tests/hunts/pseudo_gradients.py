@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import build, build_syncer, connecting
+from diloco.config.model_files import load_values
 from diloco.config.run_dir import run_dir_of
 from diloco.config.schema import RunConfig
 from diloco.inner.holding import Holding
@@ -30,7 +31,7 @@ from diloco.learner.agent import Agent, Finished
 from diloco.learner.ranks import Orders
 from diloco.learner.seal import SealJob
 from diloco.learner.tensors import SealInputs
-from diloco.models.evaluate import Evaluator, model_of
+from diloco.models.evaluate import Evaluator
 from diloco.observe.eventlog import EventLog
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout, scatter
 from diloco.outer.merge import merge_mean
@@ -381,6 +382,7 @@ def fates_of(machine: OuterSync, site: str) -> list[Fate]:
 
 def loss_of(config: RunConfig, model: Path) -> float:
     """Loss of a file of parameters on the whole validation text, in nats per token."""
-    evaluator = Evaluator(config, build.corpus(config))
+    evaluator, built = Evaluator(config, build.corpus(config)), build.build_model(config)
+    load_values(str(model), built)
     with torch.no_grad():
-        return evaluator.score(model_of(config, str(model)), whole=True).val_loss
+        return evaluator.score(built, whole=True).val_loss

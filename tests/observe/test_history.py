@@ -54,7 +54,7 @@ def test_faults_are_healed_and_merges_counted_from_there(history: RunHistory) ->
     ]
     lasted = [fault.healed_s - fault.at_s for fault in history.faults if fault.healed_s is not None]
     assert lasted == pytest.approx([6.0, 10.0, 3.0])
-    assert not history.open_faults()
+    assert len(lasted) == len(history.faults)
     # The syncer's death is everybody's last fault: 18 whole seconds of one round each come after it.
     assert {site.merges_since_fault for site in history.sites.values()} == {18}
 

@@ -31,7 +31,6 @@ from diloco.observe.metrics import (
     counter,
     gauge,
     histogram,
-    host_and_port,
     page_at,
 )
 from diloco.sync.events import Reason
@@ -158,9 +157,16 @@ def test_one_page_too_many_is_told_to_come_back() -> None:
 def test_a_page_is_served_where_one_is_asked_for_and_a_port_alone_is_loopback() -> None:
     with page_at("site.metrics", "", some) as address:
         assert address == ""
-    assert host_and_port("x", "9100") == host_and_port("x", ":9100") == ("127.0.0.1", 9100)
-    assert host_and_port("x", "0.0.0.0:9100") == ("0.0.0.0", 9100)
-    assert host_and_port("x", "[::1]:9100") == ("::1", 9100)
+    for text, host in (("0", "127.0.0.1"), (":0", "127.0.0.1"), ("0.0.0.0:0", "0.0.0.0")):
+        with page_at("site.metrics", text, some) as address:
+            assert address.startswith(f"http://{host}:")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_page_at_an_ipv6_address_has_a_url_that_opens() -> None:
+    with page_at("site.metrics", "[::1]:0", some) as address:
+        assert address.startswith("http://[::1]:")
+        assert "diloco_a" in read(address)
 
 
 @pytest.mark.parametrize("text", ["host", "host:", "host:port", "1.2.3.4:70000", "::x", "taken"])
