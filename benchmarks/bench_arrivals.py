@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import add_arguments, finish, record
 from diloco.observe.eventlog import read_events
-from diloco.observe.history import number
+from diloco.observe.text import number
 from tests.hunts.examples import BOUND_S, CACHE, EXAMPLE, SITES, loss_of, version0
 from tests.runs.processes import Verb, place_in, wait_for
 

@@ -80,14 +80,14 @@ def prepared(kind: str, config: RunConfig) -> Launch:
     """Return the files and commands that launch ``config``'s run; ConfigError where it cannot be launched."""
     from diloco.config import build_syncer
     from diloco.deploy import docker, kubernetes, skypilot, slurm
-    from diloco.deploy.rendering import has_syncer, package
+    from diloco.deploy.rendering import has_syncer, package, processes
 
     build_syncer.check(config)
     enough_sites(config)
     if kind == "docker":
         return Launch(docker.files(config), [docker.call(config)], package(config).wheel)
     way = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot}[kind]
-    found = way.prepared(config)
+    found = kubernetes.prepared(config) if kind == "kubernetes" else processes(config)
     if kind != "kubernetes" and not has_syncer(config):
         listens = f"cluster.syncer.listen is {config.cluster.syncer.listen!r}"
         print(f"note: no files for the syncer, which other machines do not reach: {listens}", file=sys.stderr)

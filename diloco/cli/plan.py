@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, get_type_hints
@@ -14,7 +14,7 @@ from diloco.config.errors import ConfigError, ExitCode
 from diloco.config.keys import default_text, meanings, nearest
 from diloco.durable import write_file
 from diloco.plan import estimate
-from diloco.plan.estimate import PRESETS, MeasuredLink, Question, read_links, settings_of
+from diloco.plan.estimate import PRESETS, MeasuredLink, Question, read_link, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--link", type=Path, action="append", default=[], metavar="FILE", help=told_link)
     given = parser.parse_intermixed_args(list(arguments))
     began_s = time.monotonic()
-    links = read_links(given.link)
+    links = [read_link(file) for file in given.link]
     name, question = question_of(given.settings, links)
     try:
         from diloco.plan.answer import answer
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
         told = answer(question)
     except ValueError as error:  # An unknown codec, or outer optimizer.
         raise ConfigError(str(error)) from error
-    measured = [link.fields() for link in links]
+    measured = [asdict(link) for link in links]
     told = {EXPERIMENT: name, "measured": measured, **told, "took_s": round(time.monotonic() - began_s, 3)}
     if given.plot:
         from diloco.plan.answer import picture

@@ -18,7 +18,7 @@ from diloco.config.run_dir import RunDir, name_run, run_dir_of
 from diloco.durable import LockedError, write_file
 from diloco.observe.console import syncer_log
 from diloco.observe.eventlog import recent_events
-from diloco.observe.history import whole
+from diloco.observe.text import whole
 from diloco.open_files import raise_limit
 from diloco.runs.process import Stopping, disk_from_environment, keep_what_is_loaded, limit_arenas
 from diloco.sync.options import how_to_restore
@@ -278,15 +278,14 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     words += ["--config", shlex.quote(str(file)), f"run.name={config.run.name}"] if file is not None else []
     imported = "model=imported"  # By run.init_from, which is the syncer's: the site is told what the model is.
     rest = [text for text in settings if not text.lstrip("+").startswith(own) and text != imported]
-    if file is not None or not all(_is_told(text) for text in rest):
+    # A site hears of shared settings from the syncer, but a tokenizer's file lies at each.
+    told = [
+        configs.SHORT.get(key, key).startswith(configs.SHARED) and not (key == "data.tokenizer" and "/" in value)
+        for key, _, value in (text.lstrip("+").partition("=") for text in rest)
+    ]
+    if file is not None or not all(told):
         words += [shlex.quote(text) for text in rest]
     return " ".join([*words, f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"])
-
-
-def _is_told(text: str) -> bool:
-    """Return whether a site hears of the setting ``text`` from the syncer; a tokenizer's file lies at each."""
-    key, _, value = text.lstrip("+").partition("=")
-    return configs.SHORT.get(key, key).startswith(configs.SHARED) and not (key == "data.tokenizer" and "/" in value)
 
 
 def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:

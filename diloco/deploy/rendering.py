@@ -98,8 +98,11 @@ def processes(config: RunConfig) -> list[Process]:
 
     A syncer that listens on loopback only is not among them: it runs elsewhere, started by hand.
     """
+    from diloco.config import build
+
     check_reachable(config)
     check(config)
+    numel = build.whole_layout(config).numel
     launch, cores = config.launch, max(2, config.cluster.syncer.threads + 1)
     found = []
     for part in syncer_configs(config) if has_syncer(config) else []:
@@ -116,7 +119,10 @@ def processes(config: RunConfig) -> list[Process]:
             raise ConfigError(f"cluster.sites.{name}.nodes is {nodes}: at least 1")
         own = replace(config, site=replace(config.site, id=name, nproc=nproc, nodes=nodes))
         cpus = launch.cpus or nproc * max(1, config.site.threads) + 1
-        memory = launch.memory_gib or _site_gib(own)
+        # What a machine's ranks hold, counted as if it lay in the machine's own memory.
+        copies = nproc if own.site.parallel == "ddp" else 1 / nodes
+        held_gib = ceil(numel * (copies * HELD_BYTES + EXCHANGED_BYTES) / GIB) + 4
+        memory = launch.memory_gib or max(GIB_MIN, held_gib)
         found.append(Process("site", name, own, Needs(cpus, memory, launch.disk_gib, gpus(own))))
     labels = [process.label for process in found]
     for process in found:
@@ -142,15 +148,6 @@ def _syncer_gib(config: RunConfig) -> int:
     plan = build_syncer.plan(config, build.layout_of(config))
     options = build_syncer.syncer_options(config, syncer_dir(config))
     return max(GIB_MIN, ceil(memory_bytes_max(options, plan, connecting.server_options(config)) / GIB) + 4)
-
-
-def _site_gib(config: RunConfig) -> int:
-    """Return the memory for each machine of a site: what its ranks hold, counted as if it lay in the machine's own."""
-    from diloco.config import build
-
-    site, numel = config.site, build.whole_layout(config).numel
-    copies = site.nproc if site.parallel == "ddp" else 1 / site.nodes
-    return max(GIB_MIN, ceil(numel * (copies * HELD_BYTES + EXCHANGED_BYTES) / GIB) + 4)
 
 
 def gpus(config: RunConfig) -> int:

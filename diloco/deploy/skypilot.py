@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, package, processes
-
-if TYPE_CHECKING:
-    from diloco.config.schema import RunConfig
+from diloco.deploy.rendering import RENDEZVOUS_PORT, File, Process, documents, package
 
 HOME = "~/diloco"
 """The working folder of a process on its machine."""
@@ -17,11 +14,6 @@ PACKAGE = "~/diloco-package"
 """Where the wheel and its constraints lie, when no source tree is installed."""
 HEAD = """{what} of run {run}: sky launch --cluster {name} {more}{file}    (from the folder of this file)
 What settings name by a relative path lies in that folder, and comes along: certificates, keys and tokens."""
-
-
-def prepared(config: RunConfig) -> list[Process]:
-    """Return the processes that tasks are made of."""
-    return processes(config)
 
 
 def files(process: Process) -> list[File]:

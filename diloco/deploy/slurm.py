@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import shlex
 from math import ceil
-from typing import TYPE_CHECKING
 
-from diloco.deploy.rendering import File, Process, filled, processes
-
-if TYPE_CHECKING:
-    from diloco.config.schema import RunConfig
-
-
-def prepared(config: RunConfig) -> list[Process]:
-    """Return the processes that jobs are made of."""
-    return processes(config)
+from diloco.deploy.rendering import File, Process, filled
 
 
 def files(process: Process) -> list[File]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from diloco.config.errors import ConfigError
 from diloco.lab.fleet import faults_of
 from diloco.observe.eventlog import read_events
-from diloco.observe.history import RunHistory, number, whole
+from diloco.observe.history import RunHistory
+from diloco.observe.text import number, whole
 from diloco.runs.scenario import Step
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import in_whole_order, placement_of, towards
 from diloco.inner.data import validation_batches
 from diloco.inner.evaluate import bits_per_byte, evaluate
-from diloco.observe.history import whole
+from diloco.observe.text import whole
 from diloco.outer.fragments import named_parameters_once, scatter
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import PullAsk, Refused, Unreachable

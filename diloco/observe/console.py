@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TextIO
 from diloco.config.placing import has_several, syncer_dir, syncer_name
 from diloco.config.run_dir import run_dir_of
 from diloco.observe.eventlog import EventLog, LineWriter
-from diloco.observe.history import number, versions_in, whole
-from diloco.observe.text import size
+from diloco.observe.history import versions_in
+from diloco.observe.text import number, size, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.config.placing import is_syncer
-from diloco.observe.text import sentence
+from diloco.observe.text import number, sentence, whole
 from diloco.sync.events import DISCARDING
 
 if TYPE_CHECKING:
@@ -491,17 +491,6 @@ class RunHistory:
                 self.bytes_fp32 += self._fragment_bytes(event)
             case "fate" if event.get("reason") in DISCARDING:
                 self.site(who).tokens_discarded += whole(event, "tokens")
-
-
-def number(event: Mapping[str, object], name: str) -> float | None:
-    """Return a field as a float; None where it is missing, null or not a number."""
-    value = event.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def whole(event: Mapping[str, object], name: str) -> int:
-    """Return a field as an integer; 0 where it is missing."""
-    return int(number(event, name) or 0)
 
 
 def versions_in(event: Mapping[str, object]) -> dict[int, int]:

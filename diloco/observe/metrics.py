@@ -35,7 +35,8 @@ from prometheus_client.registry import Collector
 
 from diloco.config.errors import ConfigError
 from diloco.config.schema import RunConfig
-from diloco.observe.history import FP32_BYTES, mapping, number, whole
+from diloco.observe.history import FP32_BYTES, mapping
+from diloco.observe.text import number, whole
 from diloco.sync.options import PROTOCOL
 from diloco.sync.state import Status
 from diloco.version import __version__

@@ -61,7 +61,11 @@ def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: 
     losses = legend([*styled, ("global model (validation)", "global")])
     marks = legend([*styled, ("fault", "bad"), ("outer step", "global")])
     data = f" Data in {units_text(summary['units'])}." if summary.get("units") else ""
-    status = str(summary["status"])
+    status, parts = str(summary["status"]), [part.replace("_", " ") for part in ("processed", *LEDGER)]
+    ledger = [
+        [name, *(f"{site[f'tokens_{part}']:,}" for part in ("processed", *LEDGER))]
+        for name, site in summary["sites"].items()
+    ]
     log = "\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines)
     sections = [
         section("Loss against time", losses, _loss(history, styled, 0, TIME), _LOSS_NOTE),
@@ -69,7 +73,7 @@ def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: 
         section("Validation, bits per byte", "", _bits(history), _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
         section("Rounds, merges and faults", marks, _time_line(history), _TIME_NOTE),
         section("Bytes between the sites", legend(_WIRE), _wire(history), _WIRE_NOTE),
-        section("Where every token went", "", _ledger_table(summary), _LEDGER_NOTE + data),
+        section("Where every token went", "", table(["site", *parts], ledger), _LEDGER_NOTE + data),
         section("Time and wire of each site", "", _site_table(summary), ""),
         section("Faults", "", _fault_table(summary), ""),
         f"<details><summary>What happened</summary><pre>{escape(log)}</pre></details>",
@@ -176,12 +180,6 @@ def _lives(row: int, spans: Sequence[Span], history: RunHistory, style: str, nam
         end = history.seconds if span.end_s is None else span.end_s
         bars.append(Bar(row, span.start_s, end, style, f"{name} runs, {clock(span.start_s)} to {clock(end)}"))
     return bars
-
-
-def _ledger_table(summary: Mapping[str, Any]) -> str:
-    names = ("processed", *LEDGER)
-    rows = [[name, *(f"{site[f'tokens_{part}']:,}" for part in names)] for name, site in summary["sites"].items()]
-    return table(["site", *(name.replace("_", " ") for name in names)], rows)
 
 
 def _site_table(summary: Mapping[str, Any]) -> str:

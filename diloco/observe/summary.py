@@ -23,8 +23,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from diloco.durable import write_file
-from diloco.observe.history import whole
-from diloco.observe.text import clock, count, size, times_less, units_text
+from diloco.observe.text import clock, count, size, times_less, units_text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -53,8 +53,8 @@ def sentence(event: Event) -> str | None:
         case "resumed" if "step" not in event:
             return f"the run resumed: {why}"  # The syncer's event; a site's own has a step.
         case "resumed":
-            lost = _whole(event, "tokens_lost")
-            return f"{site} resumed from step {_whole(event, 'step')}; {lost:,} tokens lost"
+            lost = whole(event, "tokens_lost")
+            return f"{site} resumed from step {whole(event, 'step')}; {lost:,} tokens lost"
         case "site_done":
             return f"{site} is done: {why or 'the run ended'}"
         case "refused":
@@ -62,13 +62,13 @@ def sentence(event: Event) -> str | None:
         case "note" if event.get("note"):
             return f"{event['note']}: {why}"
         case "standstill":
-            return f"no version of fragment {_whole(event, 'fragment')} for {_whole(event, 'seconds')} s: {why}"
+            return f"no version of fragment {whole(event, 'fragment')} for {whole(event, 'seconds')} s: {why}"
         case "settings_changed" | "round_shrunk" | "last_round" | "outrun" | "update_discarded":
             return f"{what.replace('_', ' ')}: {why}"
-    return _of_the_whole(what, event, why)
+    return _of_thewhole(what, event, why)
 
 
-def _of_the_whole(what: str, event: Event, why: str) -> str | None:
+def _of_thewhole(what: str, event: Event, why: str) -> str | None:
     target = str(event.get("target", ""))
     fault = str(event.get("fault", ""))
     known = event.get("versions")
@@ -79,21 +79,21 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
         case "restored":
             said = event.get("said")
             source = f": {said[0]}" if isinstance(said, list) and said else ""
-            return f"the run is restored, lineage {_whole(event, 'lineage')} begins with versions {versions}{source}"
+            return f"the run is restored, lineage {whole(event, 'lineage')} begins with versions {versions}{source}"
         case "syncer_started":
-            again = f", {_whole(event, 'recovered')} journal records replayed" if event.get("recovered") else ""
-            return f"syncer started: epoch {_whole(event, 'epoch')}{again}"
+            again = f", {whole(event, 'recovered')} journal records replayed" if event.get("recovered") else ""
+            return f"syncer started: epoch {whole(event, 'epoch')}{again}"
         case "canary" if event.get("same"):
             return None  # As on nearly every machine.
         case "canary" if event.get("same") is None:
             return f"{event.get('who')}: its canary could not be run: {event.get('why')}"
         case "canary":
-            steps = _whole(event, "steps")
+            steps = whole(event, "steps")
             return f"{event.get('who')} CORRUPTS DATA: the same {steps} steps did not end in the same bits"
         case "final":
             return f"final versions {versions} ({event.get('ending')})"
         case "evaluating":
-            return f"waiting for the final version's loss, for at most {_whole(event, 'seconds_max')} s"
+            return f"waiting for the final version's loss, for at most {whole(event, 'seconds_max')} s"
         case "eval":
             bits, loss = event.get("val_bits_per_byte"), event.get("val_loss")
             if isinstance(bits, int | float):
@@ -114,9 +114,15 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
     return None
 
 
-def _whole(event: Event, name: str) -> int:
+def number(event: Mapping[str, object], name: str) -> float | None:
+    """Return a field as a float; None where it is missing, null or not a number."""
     value = event.get(name)
-    return int(value) if isinstance(value, int | float) else 0
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def whole(event: Mapping[str, object], name: str) -> int:
+    """Return a field as an integer; 0 where it is missing."""
+    return int(number(event, name) or 0)
 
 
 # --- Where the units of the data are, as text ------------------------------------------------------------------------

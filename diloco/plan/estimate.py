@@ -17,11 +17,11 @@ any N; with S = 1 it is N - 1 times what another site carries.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, isfinite
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diloco.config.errors import ConfigError
 from diloco.plan.bandwidth import FORWARD_SHARE, Exchange, Load, Model, Star, least, star_utilisation
@@ -457,15 +457,6 @@ class MeasuredLink:
     down_gbps: float
     rtt_ms: float
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
-
-
-def read_links(files: Sequence[Path]) -> tuple[MeasuredLink, ...]:
-    """Return one link for each file; ConfigError in one line for an invalid file."""
-    return tuple(_read(file) for file in files)
-
 
 def settings_of(links: Sequence[MeasuredLink], stated: Mapping[str, object]) -> dict[str, object]:
     """Return the settings that the links give, beside those ``stated``; one link is that of all sites."""
@@ -483,7 +474,8 @@ def settings_of(links: Sequence[MeasuredLink], stated: Mapping[str, object]) -> 
     }
 
 
-def _read(file: Path) -> MeasuredLink:
+def read_link(file: Path) -> MeasuredLink:
+    """Return the link that ``file`` has; ConfigError in one line for an invalid file."""
     try:
         checks = json.loads(file.read_bytes())["checks"]
         found = {(each["check"], each["address"]): each["figures"] for each in checks}

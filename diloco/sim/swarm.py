@@ -415,7 +415,11 @@ def draw_several(seed: int) -> SeveralPlan:
     whole, random = draw_plan(seed), Random(f"{seed}/several")
     sizes = [random.randint(1, 2) for _ in range(random.choice((2, 2, 3)))]
     total, apart = sum(sizes), Random(f"{seed}/apart")
-    options = dataclasses.replace(whole.outer.options, run_ns=0, token_budget=_budget(apart, whole.sites))
+    # In six runs of ten a token budget: what the sites train on in some seconds.  A syncer ends when it has merged it.
+    seconds, ends = apart.randint(1, 12), apart.random() < 0.6
+    tokens, step_ns = sum(site.tokens for site in whole.sites), max(site.step_ns for site in whole.sites)
+    budget = seconds * SECOND_NS * tokens // step_ns if ends else 0
+    options = dataclasses.replace(whole.outer.options, run_ns=0, token_budget=budget)
     outers = [_outer(whole.outer, options, size, leases=index == 0) for index, size in enumerate(sizes)]
     split = ("split",) if apart.random() < 0.6 else ()
     return SeveralPlan(
@@ -424,17 +428,6 @@ def draw_several(seed: int) -> SeveralPlan:
         tuple(_site(site, sizes, total) for site in whole.sites),
         tuple(_reached_ns(apart, start_ns, len(sizes)) for start_ns in whole.starts_ns),
         tuple(kind for kind in whole.faults if kind in FAULTS) + split or ("outer_crash",),
-    )
-
-
-def _budget(random: Random, sites: Sequence[SitePlan]) -> int:
-    """Draw a token budget: in six runs of ten, what the sites train on in some seconds; 0 in the others.
-
-    Each syncer ends when it has merged the budget.
-    """
-    seconds, ends = random.randint(1, 12), random.random() < 0.6
-    return (
-        seconds * SECOND_NS * sum(site.tokens for site in sites) // max(site.step_ns for site in sites) if ends else 0
     )
 
 

@@ -181,7 +181,13 @@ def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Se
     ratio = min([vital.norm / norm for norm in usual], default=None)
     z, cosines = None, [[each.cosine for each in window if each.cosine is not None] for window in (own, others)]
     if vital.cosine is not None and len(cosines[0]) >= options.history:  # Until its own window is full there is no z.
-        z = max(_z(vital.cosine, window) for window in cosines if len(window) >= options.history)
+        found = []
+        for window in cosines:
+            if len(window) >= options.history:
+                mean = sum(window) / len(window)
+                spread = sqrt(sum((each - mean) * (each - mean) for each in window) / len(window))
+                found.append((vital.cosine - mean) / max(spread, COSINE_SPREAD_MIN))
+        z = max(found)
     why: list[str] = []
     if ratio is not None and ratio > options.norm_ratio_max:
         why.append(f"its norm is {ratio:.3g} times the usual one, more than {options.norm_ratio_max:g}")
@@ -189,12 +195,6 @@ def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Se
         below = f"{-z:.1f} spreads below the usual, more than {options.cosine_z_max:g}"
         why.append(f"its cosine {vital.cosine:.2f} is {below}")
     return Finding(ratio, z, "; ".join(why))
-
-
-def _z(cosine: float, cosines: Sequence[float]) -> float:
-    mean = sum(cosines) / len(cosines)
-    spread = sqrt(sum((each - mean) * (each - mean) for each in cosines) / len(cosines))
-    return (cosine - mean) / max(spread, COSINE_SPREAD_MIN)
 
 
 def vital_of(state: OuterState, options: OuterOptions, event: UpdateArrived) -> Vital:

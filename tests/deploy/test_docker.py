@@ -11,6 +11,7 @@ from diloco.cli.main import main
 from diloco.config.errors import ConfigError
 from diloco.deploy import docker, rendering, skypilot
 from diloco.deploy.docker import CPU_BASE, CUDA_BASE, USER, call, files
+from diloco.deploy.rendering import processes
 from tests.deploy.rendered import SOURCE, composed, configured
 
 KNOWN = frozenset({"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "USER", "VOLUME", "ENTRYPOINT", "CMD"})
@@ -93,7 +94,7 @@ def test_an_image_of_a_wheel_needs_no_source_tree(wheel: str, tmp_path: Path) ->
 
 
 def test_a_machine_gets_the_wheel_beside_its_settings(wheel: str) -> None:
-    process = skypilot.prepared(configured(f"launch.package={wheel}"))[1]
+    process = processes(configured(f"launch.package={wheel}"))[1]
     task = yaml.safe_load(skypilot.files(process)[1].text)
     assert "workdir" not in task
     assert task["file_mounts"]["~/diloco-package/diloco-1.2-py3-none-any.whl"] == "diloco-1.2-py3-none-any.whl"
@@ -103,7 +104,7 @@ def test_a_machine_gets_the_wheel_beside_its_settings(wheel: str) -> None:
 
 
 def test_the_source_tree_is_named_in_the_call_alone() -> None:
-    process = skypilot.prepared(configured())[1]
+    process = processes(configured())[1]
     assert all(str(SOURCE) not in file.text for file in skypilot.files(process)), "another machine has another path"
     call = skypilot.call(process)
     assert call[call.index("--workdir") + 1] == str(SOURCE)

@@ -8,7 +8,8 @@ import yaml
 
 from diloco.cli.site import check_identity
 from diloco.config.compose import read
-from diloco.deploy.skypilot import call, files, prepared
+from diloco.deploy.rendering import processes
+from diloco.deploy.skypilot import call, files
 from tests.deploy.rendered import LABEL, SOURCE, commands, configured, put, understood
 
 TLS = [
@@ -22,7 +23,7 @@ TLS = [
 
 def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
     config = configured("site.device=cuda", "launch.accelerator=A100-80GB", "launch.spot=true", *TLS)
-    found = prepared(config)
+    found = processes(config)
     texts = put(tmp_path, [file for each in found for file in files(each)])
     words = call(found[1])
     assert (words[:2], words[-2:]) == (["sky", "launch"], [str(SOURCE), "site-a.sky.yaml"])
@@ -47,7 +48,7 @@ def test_each_process_has_a_task_that_starts_it(tmp_path: Path) -> None:
 
 
 def test_the_machines_of_a_site_are_the_nodes_of_a_task(tmp_path: Path) -> None:
-    fra = prepared(configured("cluster.sites.fra.nodes=2"))[2]
+    fra = processes(configured("cluster.sites.fra.nodes=2"))[2]
     texts = put(tmp_path, files(fra))
     told = yaml.safe_load(texts["fra.sky.yaml"])
     assert told["num_nodes"] == 2

@@ -10,7 +10,8 @@ import pytest
 
 from diloco.cli.site import check_identity
 from diloco.config.compose import read
-from diloco.deploy.slurm import call, files, prepared
+from diloco.deploy.rendering import processes
+from diloco.deploy.slurm import call, files
 from tests.deploy.rendered import LABEL, commands, configured, put, understood
 from tests.runs.processes import wait_for
 
@@ -34,7 +35,7 @@ def options(text: str) -> dict[str, str]:
 
 def test_each_process_has_a_script_that_starts_it(tmp_path: Path) -> None:
     config = configured("site.device=cuda", "launch.hours=1.5", "launch.partition='gpu,big'", "launch.account=me")
-    found = prepared(config)
+    found = processes(config)
     texts = put(tmp_path, [file for each in found for file in files(each)])
     assert sorted(texts) == sorted(
         f"{name}.{end}" for name in ("syncer", "site-a", "fra") for end in ("sbatch", "config.yaml")
@@ -67,7 +68,7 @@ def with_programs(folder: Path, **texts: str) -> None:
 @pytest.fixture
 def stage(tmp_path: Path) -> Path:
     """A site's script, and what it calls."""
-    put(tmp_path, [file for each in prepared(configured()) for file in files(each)])
+    put(tmp_path, [file for each in processes(configured()) for file in files(each)])
     waits = (
         "trap 'echo asked > asked; exit 75' TERM\n"
         'echo "$@" > began\n[ -n "${ENDS:-}" ] && exit $ENDS\nwhile true; do read -t 0.1 < hold; done\n'
@@ -118,7 +119,7 @@ def test_before_its_end_a_job_leaves_in_order(stage: Path) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_site_of_several_machines_is_one_job(tmp_path: Path, killed: bool) -> None:
-    fra = prepared(configured("cluster.sites.fra.nodes=3", "site.device=cuda"))[2]
+    fra = processes(configured("cluster.sites.fra.nodes=3", "site.device=cuda"))[2]
     texts = put(tmp_path, files(fra))
     told = options(texts["fra.sbatch"])
     assert (told["nodes"], told["ntasks"], told["ntasks-per-node"], told["gpus-per-node"]) == ("3", "3", "1", "8")
