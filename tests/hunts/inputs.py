@@ -559,7 +559,7 @@ def lease(path: Path) -> Reader:
     """A lease that somebody holds; nobody is to be told that somebody else does, or that it is free."""
     file = FileLease(path, "run-1", 5.0)
     assert file.acquire(Claim("syncer-1", 1, 1, anew=True)) is not None
-    standing = file.read()
+    standing, _ = file.read()
     good = path.read_bytes()
     assert json.loads(good)["lease"]
 

@@ -468,7 +468,7 @@ def run_rank(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
         outer = toy.agent(mine["site"], mine["address"], parameters, emit, None, group, disk)
     else:
         outer = Follower([layout], Holding(parameters, group), toy.adopt)
-    outer.start()
+    outer.start() if isinstance(outer, Agent) else outer.follow()
     steps, stop = 0, False
     while not stop:
         held = [digest(gather(fragment, parameters)) for fragment in layout.fragments]
