@@ -195,7 +195,7 @@ def test_every_setting_of_a_page_exists() -> None:
 
 def test_the_page_of_events_has_those_that_the_program_emits_and_no_others() -> None:
     text = "".join(file.read_text(encoding="utf-8") for file in ROOT.glob("diloco/**/*.py"))
-    emitted = set(re.findall(r'\b(?:_?emit|_log|_say|note)\(\s*"([a-z_]+)",', text))
+    emitted = set(re.findall(r'\b(?:_?emit|_log|_say|note)\(\s*"([a-z_]+)",', text)) - {"crowded"}  # A note's name.
     page = (ROOT / "docs/reference/events.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}

@@ -120,12 +120,11 @@ def generate(arguments: Sequence[str]) -> ExitCode:
         raise ConfigError(f"--{str(error).replace('top_k', 'top-k')}") from error
     taken = taken_from(given, sources, settings, threads=0)
     tokenizer, model = configs.tokenizer_of(taken.config), taken.model()
-    begin = [int(token) for token in tokenizer.encode_batch([prompt])[0]]
-    if not prompt and tokenizer.end_of_file is not None:
-        begin = [tokenizer.end_of_file]  # After it a new text begins.
-    sys.stdout.write(prompt)
+    end = tokenizer.end_of_file  # After it a new text begins.
     try:
-        for text in texts(generate(model, begin, options, tokenizer.end_of_file), tokenizer):
+        begin = [end] if not prompt and end is not None else list(map(int, tokenizer.encode_batch([prompt])[0]))
+        sys.stdout.write(prompt)
+        for text in texts(generate(model, begin, options, end), tokenizer):
             sys.stdout.write(text)
             sys.stdout.flush()
     except ValueError as error:

@@ -264,6 +264,8 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
         raise ConfigError("outer.adopt_alpha is null: from 0 to 1, with outer.adopt=blend")
     measure_from = config.outer.measure_from
     require(measure_from in MEASURE_FROM, "outer.measure_from", measure_from, f"one of {', '.join(MEASURE_FROM)}")
+    with section("site", channels="data_channels"):
+        adapt = adapt_options(config, layout_of(config, whole))
     return options_of(
         AgentOptions,
         config.site,
@@ -271,7 +273,7 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
         folder=str(folder),
         up_codec=config.codec.up,
         feedback=feedback(config),
-        adapt=adapt_options(config, layout_of(config, whole)),
+        adapt=adapt,
         adopt_alpha=0.0 if alpha is None else alpha,
         ahead=ahead(config),
         measure_from=measure_from,

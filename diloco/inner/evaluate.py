@@ -44,9 +44,9 @@ def evaluate(
     """
     where = device or (together.group.device if together else next(model.parameters()).device)
     dtype = autocast_dtype(precision, where, together.group if together else None)
-    was_training = model.training
+    was_training, every = model.training, list(batches)
     model.eval()
-    summed, tokens, every = 0.0, 0, list(batches)
+    summed, tokens = 0.0, 0
     rank, world = (together.data_rank, together.data_world) if together else (0, 1)
     try:
         for first in range(0, len(every), world):

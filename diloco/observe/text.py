@@ -65,10 +65,10 @@ def sentence(event: Event) -> str | None:
             return f"no version of fragment {whole(event, 'fragment')} for {whole(event, 'seconds')} s: {why}"
         case "settings_changed" | "round_shrunk" | "last_round" | "outrun" | "update_discarded":
             return f"{what.replace('_', ' ')}: {why}"
-    return _of_thewhole(what, event, why)
+    return _of_the_whole(what, event, why)
 
 
-def _of_thewhole(what: str, event: Event, why: str) -> str | None:
+def _of_the_whole(what: str, event: Event, why: str) -> str | None:
     target = str(event.get("target", ""))
     fault = str(event.get("fault", ""))
     known = event.get("versions")

@@ -166,6 +166,8 @@ def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments
     ties of fragments by index, so nothing depends on the order of ``parameters`` or on a hash seed.
     """
     canonical = tuple(sorted((name, tuple(shape)) for name, shape in parameters))
+    if not canonical:
+        raise ValueError("layout has no parameters")
     if not 1 <= num_fragments <= len(canonical):
         raise ValueError(f"num_fragments is {num_fragments!r}: must be from 1 to the {len(canonical)} parameters")
     sizes = {name: prod(shape) for name, shape in canonical}

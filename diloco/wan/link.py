@@ -31,7 +31,7 @@ SLOTS_PER_SECOND = SECOND_NS // JITTER_SLOT_NS
 STALL_MS_MAX = 10_000.0
 STALLED_SHARE_MAX = 0.5
 RTT_MS_MAX = 60_000.0
-SECONDS_KEPT_MAX = 1024
+SECONDS_KEPT_MAX = 8192
 """Drawn seconds kept, of all links and directions of the process."""
 
 READ_SPAN_NS = 2 * MILLISECOND_NS

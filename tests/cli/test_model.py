@@ -107,6 +107,8 @@ def test_without_a_prompt_a_text_begins(run: Path, capsys: pytest.CaptureFixture
     assert len(capsys.readouterr().out) > 1
     assert main(["generate", str(run), "data.end_of_file=false", "model.vocab_size=257", ""]) == 2
     assert "prompt is '': at least one token" in capsys.readouterr().err
+    assert main(["generate", str(run), "a\udcff"]) == 2, "the shell gave a byte that is no text"
+    assert "can't encode" in capsys.readouterr().err
 
 
 def test_letters_come_whole_and_nothing_is_held_for_ever() -> None:
