@@ -38,6 +38,7 @@ CERTS = [
     "diloco certs init certs",
     "diloco certs issue certs --syncer --host 127.0.0.1",
     "diloco certs issue certs --site fra",
+    "diloco certs issue certs --observer",
 ]
 UNDO = [
     "diloco journal verify runs/latest",

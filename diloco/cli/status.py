@@ -222,6 +222,17 @@ def heading(status: Status) -> str:
     if (backup := status.get("backup")) is not None:
         age = "none yet" if backup["age_s"] is None else f"{backup['age_s']:.0f} s old"
         told.append(f"backup {age}" + (f", FAILING: {backup['failing']}" if backup["failing"] else ""))
+    standby = status.get("replication") or {}
+    if standby.get("mode", "off") != "off":
+        if standby["detached"]:
+            until = f"until standby {standby['standby']} has caught up" if standby["following"] else "without a standby"
+            told.append(
+                f"ON ONE DISK {until}" + ("" if standby["following"] else " (start one: diloco standby follow)")
+            )
+        elif standby["following"]:
+            told.append(f"standby {standby['standby']} follows")
+        else:
+            told.append(f"NO STANDBY for {standby['away_seconds']:.0f} s (start it, or: diloco standby detach)")
     return "  ".join([*told, *_troubles(status)])
 
 

@@ -60,9 +60,12 @@ def main(arguments: Sequence[str]) -> ExitCode:
     _check_resume(config, run_dir)
     config = goes_on(config, run_dir.config, given)
 
-    from diloco.config import build, build_syncer
+    from diloco.config import build, build_syncer, connecting
+    from diloco.wire.options import check_bind
 
     build_syncer.check(config)
+    with section("cluster.syncer", address="listen"):  # Before the first file: a refused start leaves no run behind.
+        check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
     if not _data(config, run_dir).is_dir():
         build.check_version_zero(config)
     write_config(config, run_dir, given)
@@ -285,7 +288,12 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     ]
     if file is not None or not all(told):
         words += [shlex.quote(text) for text in rest]
-    return " ".join([*words, f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"])
+    words += [f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"]
+    syncer = config.cluster.syncer
+    words += ["site.tls_ca=ca.pem"] if syncer.tls_cert else []
+    words += ["site.tls_cert=site-a.pem", "site.tls_key=site-a.key"] if syncer.require_client_cert else []
+    words += ["site.token_file=site-a.token"] if syncer.tokens_file else []
+    return " ".join(words)
 
 
 def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:

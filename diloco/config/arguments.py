@@ -212,7 +212,8 @@ def _keys(own: tuple[str, ...], about: str = "") -> Iterator[str]:
             continue
         if section is not last and not about:
             yield ""
-            yield from _hanging("", f"{key.rpartition('.')[0]}: {told.get((section.__name__, ''), '')}", 0)
+            about_it = told.get((section.__name__, ""), "").replace("``", "")
+            yield from _hanging("", f"{key.rpartition('.')[0]}: {about_it}".removeprefix(": "), 0)
             last = section
         name = f"  {key} [{default_text(item)}]"
         if _columns() < NARROW:

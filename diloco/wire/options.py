@@ -187,8 +187,9 @@ def check_bind(address: str, options: SecurityOptions) -> None:
         return
     if not options.tls_cert:
         raise ValueError(
-            f"address is {address!r}: not a loopback address, and there is no TLS. Give tls_cert and tls_key, "
-            "or set insecure_non_loopback to accept that anyone on the network can read and change the run"
+            f"address is {address!r}: not a loopback address, and there is no TLS. Give tls_cert and tls_key "
+            "(diloco certs makes them), or set insecure_non_loopback to accept that anyone on the network can read and "
+            "change the run"
         )
     if not (options.tokens_file or options.require_client_cert):
         raise ValueError(

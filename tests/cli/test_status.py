@@ -109,6 +109,13 @@ def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
     assert "site-b" not in told
     broken = "permissions cannot be used, what was read before stays in force: permissions p: it is not JSON"
     assert f"  {broken}  TAKES NO" in heading({**STATUS, "identity_complaints": [broken], "not_ready": ["disk_full"]})
+    standby = {"mode": "sync", "standby": "osl", "following": True, "away_seconds": None, "detached": False}
+    assert "  standby osl follows" in heading({**STATUS, "replication": standby})
+    away = {**standby, "following": False, "away_seconds": 41.2}
+    assert "NO STANDBY for 41 s (start it, or: diloco standby detach)" in heading({**STATUS, "replication": away})
+    assert "ON ONE DISK until standby osl has" in heading({**STATUS, "replication": {**standby, "detached": True}})
+    assert "ON ONE DISK without a standby (start" in heading({**STATUS, "replication": {**away, "detached": True}})
+    assert "DISK" not in heading({**STATUS, "replication": {**standby, "mode": "off"}})
     held = {"fragment": 1, "sequence": 7, "seconds": 12.4, "why": "its norm is 400 times the usual one"}
     still = {"fragment": 1, "seconds": 31.4, "waits_for": ["site-b"], "why": "waiting for site-b of all 2 members"}
     told = heading({**STATUS, "standstill": still})
