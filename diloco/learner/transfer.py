@@ -715,7 +715,7 @@ class Listener:
                         own.tell(self.attempt())
                 joined = True
                 self._listen(pause)
-                why = "the stream ended"
+                why = "the syncer closed the stream"
                 refused, final = "", False
             except Unreachable as error:
                 why, refused, final = error.why, error.refused, False

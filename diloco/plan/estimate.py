@@ -57,60 +57,60 @@ AWAY_S_MAX = 1e8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A model, its sites, their links, and how they come together."""
+    """The question of a plan: a model, its sites, their links, and how they exchange."""
 
     parameters: float
-    """Of the whole model."""
+    """Parameters of the whole model."""
     active_parameters: float = 0.0
-    """That a token goes through, for step_s out of flops; 0: all."""
+    """Parameters that one token uses, to compute step_s from flops; 0: all."""
     layers: int = 48
-    """No more fragments than these are advised, and data parallel overlaps by them."""
+    """Layers of the model: the most fragments to advise, and the grain at which data parallel overlaps."""
     step_s: float = 0.0
-    """An inner step; 0: 6 x active_parameters x tokens_per_step / flops."""
+    """Seconds of an inner step; 0: 6 x active_parameters x tokens_per_step / flops."""
     tokens_per_step: float = 0.0
-    """Of one site."""
+    """Tokens of one inner step of one site."""
     flops: float = 0.0
-    """Useful ones a second of one site: its chips' times their utilisation."""
+    """Useful operations per second of one site: its chips' peak times their utilisation."""
     sites: int = 4
-    """Data centres, each with the whole model."""
+    """Number of sites; each trains the whole model."""
     chips: int = 0
-    """Of one site; 0: nothing is said of interruptions."""
+    """Chips of one site; 0: leave interruptions out."""
     up_gbps: tuple[float, ...] = (10.0,)
-    """Of a site's link, in 10^9 bits a second: one for all, or one for each with commas between."""
+    """Rate of a site's link to the syncer, Gbit/s: one for all sites, or one for each, separated by commas."""
     down_gbps: tuple[float, ...] = ()
-    """The same the other way; empty: as up."""
+    """Rate from the syncer to a site, Gbit/s; empty: as up_gbps."""
     rtt_ms: float = 100.0
-    """Of the farthest site."""
+    """Round-trip time to the farthest site, ms."""
     inner_steps: int = 100
-    """H: between two updates of one fragment (outer.inner_steps)."""
+    """H, the inner steps between two updates of one fragment (outer.inner_steps)."""
     fragments: int = 16
-    """Exchanged in turn (outer.num_fragments)."""
+    """Fragments, exchanged in turn (outer.num_fragments)."""
     overlap_steps: int = 2
     """Inner steps that an exchange may take (site.overlap_steps); 0: sites wait for it (outer.lock_step)."""
     codec_up: str = "int4:32"
-    """Of updates (codec.up)."""
+    """Codec of updates (codec.up)."""
     codec_down: str = "int4:32"
-    """Of versions (codec.down)."""
+    """Codec of versions (codec.down)."""
     outer_kind: str = "nesterov"
-    """The outer optimizer, for what it keeps (outer.kind)."""
+    """Outer optimizer (outer.kind), for the memory of its state."""
     syncer: str = "central"
-    """central: at one of the sites; sharded: a part of it at each (outer.num_syncers); apart: at none."""
+    """Where the syncer runs: central (at one site), sharded (a part at each, outer.num_syncers) or apart (at none)."""
     downlinks_kept: int = 32
-    """Versions that a site may lag behind (cluster.syncer.downlinks_kept), for the memory of the syncer."""
+    """Versions that a site may lag behind (cluster.syncer.downlinks_kept), for the syncer's memory."""
     host_gb: float = 2000.0
-    """Memory of a machine that a part of the syncer may run on."""
+    """Memory of a machine that runs a part of the syncer, GB."""
     merge_values_per_s: float = 1e10
-    """That a part of the syncer adds up: a core takes in about 2.5e9."""
+    """Values per second that a part of the syncer merges; one core merges about 2.5e9."""
     utilisation: float = 0.95
-    """The share of its time that a site is to spend training, as far as links decide."""
+    """Share of the time that a site should spend training, as far as links decide."""
     interruptions_per_chip_year: float = 1.0
-    """Each stops its site for away_s."""
+    """Interruptions of one chip per year; each stops its site for away_s."""
     away_s: float = 23.0
-    """That an interruption takes; this is what fits Decoupled DiLoCo's table (arXiv 2604.21428)."""
+    """Seconds of an interruption; 23 fits the table of Decoupled DiLoCo (arXiv 2604.21428)."""
     dollars_per_gb: float = 0.02
-    """Of what leaves a site, or the syncer."""
+    """Price of a GB that leaves a site or the syncer, dollars."""
     seed: int = 0
-    """Of what is drawn in the simulation."""
+    """Seed of the simulation."""
 
     def __post_init__(self) -> None:
         for name in ("parameters", "host_gb", "merge_values_per_s"):
