@@ -234,7 +234,8 @@ class RunHistory:
         loss = number(event, "val_loss")
         if loss is not None:
             bits, versions = number(event, "val_bits_per_byte"), [*versions_in(event).values()]
-            self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, versions))
+            is_whole = event.get("whole") is True
+            self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, versions, is_whole))
 
     # --- events of a restore -----------------------------------------------------------------------------------
 
@@ -607,6 +608,8 @@ class Evaluation:
     val_loss: float
     val_bits_per_byte: float | None
     versions: list[int]
+    whole: bool = False
+    """Whether it is of the whole validation text, as for the final version."""
 
 
 @dataclass(slots=True)

@@ -300,7 +300,8 @@ class Up:
             # the observer, when there is no final version to evaluate.
             self._told_stragglers = True
             drained, observer = self.history.ending == "drained", self.children[EVAL]
-            if observer.running and not drained:
+            known = any(evaluation.whole for evaluation in self.history.evaluations[-1:])
+            if observer.running and not (drained or known):
                 self.log.emit("evaluating", {"seconds_max": self.options.ending_s_max})
             observers = [observer] if drained else []
             for straggler in [*self.sites, *observers]:

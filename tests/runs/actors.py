@@ -80,12 +80,14 @@ def play_site(log: EventLog, folder: Path, options: dict[str, float], who: str) 
 
 
 def play_observer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
-    """Evaluates once at the end, which takes it ``takes`` seconds."""
+    """Evaluates once at the end, which takes it ``takes`` seconds, and stays for ``stays`` more."""
     while not (finals := _finals(log)) and not asked:
         time.sleep(0.05)
     if finals:
         time.sleep(options.get("takes", 0.0))
-        log.emit("eval", {"val_loss": 2.0, "val_bits_per_byte": 1.5, "tokens": 1, "versions": finals[-1]["versions"]})
+        facts = {"val_loss": 2.0, "val_bits_per_byte": 1.5, "tokens": 1, "whole": True}
+        log.emit("eval", {**facts, "versions": finals[-1]["versions"]})
+        time.sleep(options.get("stays", 0.0))
     return 0
 
 

@@ -170,6 +170,11 @@ def test_a_long_evaluation_at_the_end_is_waited_for_and_said(tmp_path: Path, mon
     assert stage.play().wrong == []
     assert stage.history.evaluations
     assert "waiting for the final version's loss, for at most 5 s" in stage.out.getvalue()
+    known = Stage(tmp_path / "known")
+    known.children["eval"] = known.actor("observer", "eval", {"stays": 1.5})
+    assert known.play().wrong == []
+    assert known.history.evaluations
+    assert "waiting for the final" not in known.out.getvalue()
 
 
 def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
