@@ -122,7 +122,10 @@ def syncer_address(target: str) -> str:
         return addresses[0]
     run_dir = existing_run(target)
     if not run_dir.address.is_file():
-        raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {run_dir.root} is running: {run_dir.address} is not there")
+        why = f"{run_dir.address} is not there"
+        if run_dir.final_model.is_file():
+            why = f"the run has finished (diloco report {run_dir.root})"
+        raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {run_dir.root} is running: {why}")
     return run_dir.address.read_text().strip()
 
 

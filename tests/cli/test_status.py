@@ -26,6 +26,7 @@ from diloco.cli.status import (
     whole_line,
 )
 from diloco.config.errors import ExitCode, VerbError
+from diloco.config.run_dir import RunDir
 from tests.loopback.cluster import free_port
 from tests.observe.recorded import Recorder, write
 
@@ -85,7 +86,11 @@ def test_a_watch_ended_by_ctrl_c_has_not_failed(option: list[str], monkeypatch: 
 
 def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path, refused: Callable[..., None]) -> None:
     (tmp_path / "config.yaml").write_text("run: {name: x}")
-    refused(3, "no syncer of", "status", str(tmp_path))
+    refused(3, "syncer.address is not there", "status", str(tmp_path))
+    final = RunDir(tmp_path).final_model
+    final.parent.mkdir(parents=True)
+    final.touch()
+    refused(3, f"the run has finished (diloco report {tmp_path})", "status", str(tmp_path))
     (tmp_path / "syncer.address").write_text("127.0.0.1:4000")
     assert syncer_address(str(tmp_path)) == "127.0.0.1:4000"
     refused(2, "no run folder", "status", "nowhere:at-all")

@@ -82,7 +82,7 @@ def test_meanings_and_defaults_are_read_from_the_source() -> None:
     told = meanings()
     assert told["OuterSection", "inner_steps"] == "H: inner steps between two updates of one fragment."
     assert told["OuterSection", ""] == "The outer optimizer, and how sites and the syncer exchange."
-    assert meanings(estimate)["Question", "layers"].startswith("No more fragments")
+    assert meanings(estimate)["Question", "rtt_ms"] == "Round-trip time to the farthest site, ms."
     defaults = {key: default_text(item) for key, _, item in leaves()}
     assert defaults["run.name"] == "null"
     assert defaults["outer.lock_step"] == "false"
