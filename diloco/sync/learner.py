@@ -184,8 +184,14 @@ class LearnerSync:
         )
 
     def settled(self) -> bool:
-        """Return whether every update sent has its fate."""
-        return not any(part.undecided() or part.orphans for part in self.state.fragments)
+        """Return whether every update sent has its fate; in lock-step, also whether every version told of is adopted.
+
+        A fate and the end of the run can overtake the download of the version, and a site in lock-step ends with the
+        model that the run ends with.
+        """
+        parts, lock_step = self.state.fragments, self.options.lock_step
+        undecided = any(part.undecided() or part.orphans for part in parts)
+        return not undecided and not (lock_step and any(part.published > part.base_version for part in parts))
 
     def must_wait(self) -> bool:
         """Lock-step only: return whether an update, also of an earlier process, has no adopted version yet.

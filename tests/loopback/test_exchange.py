@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from diloco.outer.fragments import gather, scatter
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.reference import reference_diloco
+from diloco.wire.client import SyncClient
 from tests.loopback.cluster import Log, SiteThread, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy, empty_parameters, train
 from tests.sooner import sooner
@@ -88,6 +91,29 @@ def test_invariant_03_lock_step_over_grpc_is_the_reference_bit_for_bit(
     for thread in threads:
         (fragment,) = toy.layout().fragments
         assert torch.equal(gather(fragment, thread.toy_site.parameters), wanted[-1]), "a site ends elsewhere"
+
+
+def test_a_lock_step_site_ends_with_the_last_version_though_its_download_outlasts_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The syncer tells the fates and the end over the Watch stream at once; the version comes by a download.
+    pull = SyncClient.pull
+
+    def slow_pull(self: SyncClient, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return pull(self, *args, **kwargs)
+
+    monkeypatch.setattr(SyncClient, "pull", slow_pull)
+    toy = lock_step(tmp_path, 2, 1, seed=5)
+    with serving(toy) as (syncer, address, _):
+        threads = [SiteThread(toy, site, address) for site in ("a", "b")]
+        assert syncer.wait(BOUND_S) is not None, "the run did not end"
+        for thread in threads:
+            assert thread.join(BOUND_S), f"site {thread.site} did not end"
+        final = syncer.holdings.values[0]
+    (fragment,) = toy.layout().fragments
+    for thread in threads:
+        assert torch.equal(gather(fragment, thread.toy_site.parameters), final.published), "a site ends elsewhere"
 
 
 class InFragments:
