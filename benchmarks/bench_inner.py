@@ -1,7 +1,7 @@
 """How much slower is our trainer, without an agent and under one, than a bare torch loop of the same model?
 
 Each rank holds the model twice and trains them in turns, a block of steps each: one by ``Trainer``, one by the loop
-that anybody would write (batch, forward, backward, clip, step), with the same text, optimizer, precision and, for two
+that users write by hand (batch, forward, backward, clip, step), with the same text, optimizer, precision and, for two
 ranks, DDP.  The order changes with every pair of blocks.  ``overhead`` is 1 - (the loop's time) / (the trainer's), the
 median over neighbouring blocks; ``cpu_overhead`` is the same of the training thread's CPU time, which a machine that
 others use as well disturbs less.  The loop does without what the trainer does beside: it agrees with no other rank on

@@ -7,7 +7,6 @@ cannot fail is a defect.
 from __future__ import annotations
 
 import ast
-import re
 import tomllib
 from collections import Counter
 
@@ -124,24 +123,6 @@ def test_files_and_folders_can_be_held_in_the_head() -> None:
     assert {name: lines for name, lines in long.items() if lines > 900} == {}
     full = Counter(path.parent.name for path in files)
     assert {name: count for name, count in full.items() if count > 18} == {}
-
-
-WORDS = re.compile(r"\b(nobody|somebody|whoever|everybody|who asks)\b", re.IGNORECASE)
-"""The subject of a sentence is what acts: the syncer, the caller, the rank."""
-
-
-def test_sentences_name_what_acts() -> None:
-    folders = ("diloco", "configs", "protos", "docs", "examples", "benchmarks")
-    ends = (".py", ".md", ".yaml", ".proto", ".h", ".cpp", ".html", ".ipynb")
-    pages = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in ends]
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in [*ROOT.glob("*.md"), *pages]
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if WORDS.search(line)
-    ]
-    assert not found, "\n" + "\n".join(found)
-    assert WORDS.search("Nobody reads it")
 
 
 def test_nothing_unfinished() -> None:

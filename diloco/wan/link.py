@@ -114,7 +114,7 @@ class LinkOptions(CommonOptions):
     stall_percent: float = 0.0
     """Chance in each second that a direction stalls, as TCP does while it retransmits a lost segment."""
     stall_ms: float = 200.0
-    """Duration of one stall (200 ms is the minimum retransmission time-out of Linux)."""
+    """Duration of one stall (200 ms is the minimum retransmission timeout of Linux)."""
 
     def __post_init__(self) -> None:
         CommonOptions.__post_init__(self)  # Plain ``super()`` fails in a class with ``slots=True``.
