@@ -321,9 +321,11 @@ def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_or_refused_and_then_as_if
         site.train_until(lambda: refused()["push"] >= 4 and refused()["join"] >= 2, "refused again and again", 60.0)
         site.client.before.clear()
         merges()
-        said = Counter((note["note"], note["why"]) for note in site.events.of("note"))
-        assert {note for note, _ in said} == {"rejoin", "join_refused"}
-        assert set(said.values()) == {1}, "each reason once, however often it is met"
+        said = Counter(note["note"] for note in site.events.of("note"))
+        assert said.keys() == {"rejoin", "join_refused"}
+        assert said["join_refused"] == 1, "however often it is met"
+        # On a slow machine the syncer may give the site up once more.
+        assert said["rejoin"] < len(site.events.of("joined")), "once for each join"
         ledger = site_ledger(site.agent.machine.state)
         assert ledger.balanced()
         assert (ledger.lost, ledger.refused) == (0, 0)
