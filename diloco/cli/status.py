@@ -6,15 +6,16 @@ import io
 import json
 import socket
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.config.arguments import OneLineParser, is_address, settings_parser, words_and_settings
-from diloco.config.compose import read
+from diloco.config.compose import read, to_yaml
 from diloco.config.errors import ConfigError, ExitCode, VerbError, require
 from diloco.config.placing import BETWEEN, SYNCERS, syncer_dirs
-from diloco.config.run_dir import RunDir, existing_run
+from diloco.config.run_dir import LATEST, RunDir, existing_run
 from diloco.observe.console import SiteLines
 from diloco.observe.eventlog import read_events, recent_events
 from diloco.observe.text import size, units_text
@@ -22,9 +23,13 @@ from diloco.observe.text import size, units_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from rich.console import Console
     from rich.table import Table
 
+    from diloco.config.schema import RunConfig
+    from diloco.observe.dashboard import Dashboard
     from diloco.observe.eventlog import Event
+    from diloco.runs.up import StatusWatch
     from diloco.wire.client import AdminClient
 
     Status = Mapping[str, Any]
@@ -167,14 +172,16 @@ def _print(status: Status, as_json: bool) -> None:
     if as_json:
         print(json.dumps(status, sort_keys=True), flush=True)
         return
-    if status.get("role") == "standby":
-        print(standby_line(status), flush=True)
-        return
     from rich.console import Console
 
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    _write(status, console if console.is_terminal else Console(width=PLAIN_WIDTH))
+
+
+def _write(status: Status, console: Console) -> None:
+    if status.get("role") == "standby":
+        console.print(standby_line(status), soft_wrap=True, highlight=False, markup=False)
+        return
     console.print(heading(status), soft_wrap=True, highlight=False)
     console.print(sites_table(status))
     console.print(details(status), soft_wrap=True, highlight=False, end="")
@@ -392,6 +399,85 @@ def report(arguments: Sequence[str]) -> ExitCode:
     print("\n".join(closing_lines(summary, history, run_dir)))
     print(f"report  {run_dir / 'report.html'}")
     return ExitCode.OK
+
+
+# --- ``diloco dashboard`` ---------------------------------------------------------------------------------------------
+
+DASHBOARD = """Serve a page that follows a run: losses, rounds, sites, where every token is, and what happens.
+
+  diloco dashboard                        the latest run in runs/
+  diloco dashboard nimble-otter           a run on this machine, running or finished
+  diloco dashboard 127.0.0.1:7077         a syncer elsewhere: charts begin when the page does
+
+The page only reads.  It asks for no password: from another machine reach it by ssh -L 8070:127.0.0.1:8070 HOST, or
+give --host an address in a private network.  Ctrl-C ends it."""
+DASHBOARD_PORT = 8070
+ANSWERS_S = 5.0
+"""A syncer whose last answer is older does not answer."""
+
+
+def dashboard(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    from diloco.config import compose as configs
+    from diloco.config import connecting
+    from diloco.observe.dashboard import served
+    from diloco.runs.up import StatusWatch
+    from diloco.wire.options import SecurityOptions
+
+    parser = settings_parser("dashboard", DASHBOARD, file=False, shown=False)
+    parser.add_argument("--port", type=int, default=DASHBOARD_PORT, help=f"default: {DASHBOARD_PORT}; 0: a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at; default: this machine only")
+    given = parser.parse_args(arguments)
+    targets, settings = words_and_settings(given)
+    run_dir = None
+    if not targets or not all(is_address(each) for each in targets):
+        if len(targets) > 1:
+            raise VerbError(ExitCode.USAGE, "give one run folder, or the HOST:PORT of its syncers")
+        run_dir = existing_run(targets[0] if targets else LATEST)
+    addresses: list[str] = []
+    with suppress(VerbError):  # A run that has finished has no syncer, and its page is made of its folder.
+        addresses = [each for target in targets or [f"runs/{LATEST}"] for each in syncer_addresses(target)]
+    with ExitStack() as stack:
+        security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
+        watches = [StatusWatch(each, security) for each in addresses]
+        for each in watches:
+            stack.callback(each.close)
+        config = read(run_dir.config) if run_dir is not None and run_dir.config.is_file() else None
+        title = run_dir.root.resolve().name if run_dir is not None else ", ".join(addresses)
+        page = dashboard_of(title, run_dir, config, watches)
+        try:
+            url = stack.enter_context(served(page, given.host, given.port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--host {given.host} --port {given.port}: it cannot be listened at: {error}") from error
+        print(f"dashboard of {title} at {url}", flush=True)
+        with suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(EVERY_S)
+    return ExitCode.OK
+
+
+def dashboard_of(
+    title: str, run_dir: RunDir | None, config: RunConfig | None, watches: Sequence[StatusWatch]
+) -> Dashboard:
+    """Return the page of a run; without ``run_dir`` its history is what the first of ``watches`` hears."""
+    from rich.console import Console
+
+    from diloco.observe.dashboard import Dashboard
+    from diloco.runs.up import together
+
+    def ask() -> tuple[dict[str, Any] | None, str]:
+        now = time.monotonic()
+        known = [each.latest for each in watches if each.latest is not None and now - each.answered_s < ANSWERS_S]
+        with io.StringIO() as text:
+            for each in known:
+                _write(each, Console(file=text, width=PLAIN_WIDTH, color_system=None))
+            said = text.getvalue()
+        if not known or "fragments" not in known[0]:
+            return None, said or "No syncer answers."
+        return dict(known[0] if len(known) == 1 else {**known[0], **(together(known) or {})}), said
+
+    settings = asdict(config) if config is not None else {}
+    return Dashboard(title, run_dir.events if run_dir else None, settings, to_yaml(config) if config else "", ask)
 
 
 # --- ``diloco runs`` and ``diloco logs`` -----------------------------------------------------------------------------

@@ -222,8 +222,10 @@ def _run(
     config: RunConfig, run_dir: RunDir, steps: list[Step], interrupts: Interrupts, environment: dict[str, str]
 ) -> ExitCode:
     """Start the run, wait for its end, and print the result."""
+    from diloco.cli.status import dashboard_of
     from diloco.config import build, connecting
     from diloco.inner.data import DataError
+    from diloco.observe.dashboard import served
     from diloco.runs.up import StatusWatch, StatusWatches
 
     if not Path(config.data.cache).is_dir():
@@ -248,6 +250,8 @@ def _run(
         watches = [StatusWatch(each.address, connecting.site_security(config)) for each in syncers]
         watch = watches[0] if len(watches) == 1 else StatusWatches(watches)
         stack.callback(watch.close)
+        page = dashboard_of(run_dir.root.name, run_dir, config, watches)
+        print(f"watch it at {stack.enter_context(served(page, '127.0.0.1', 0))}", flush=True)
         try:
             with make_view(history, facts_of(config, sum(options.layout)), os.environ) as view:
                 outcome = up.run(view, watch, interrupts)

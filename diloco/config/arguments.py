@@ -38,6 +38,7 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "site": ("run.dir", "run.resume", "run.log_every", "site.", "data.", "inner."),
         "status": ACCESS,
+        "dashboard": ACCESS,
         "doctor": ("site.id", "site.syncer", "site.device", *ACCESS),
         "train": ("run.", "model.", "data.", "inner.", "site.device", "site.threads"),
         "eval": A_MODEL,

@@ -23,7 +23,7 @@ from diloco.config.keys import nearest
 from diloco.config.schema import RunConfig
 from diloco.durable import write_file
 from diloco.observe.plot import Axis, Line, Points, line_chart
-from diloco.observe.report import legend, page, section, series_style
+from diloco.observe.report import blocks_of, legend, page, section, series_style
 from diloco.observe.report import table as html_table
 from diloco.observe.text import count, size
 from diloco.sync.options import require
@@ -417,7 +417,7 @@ def html(lab: Laboratory, lines: Sequence[RowResult]) -> str:
         *pictures,
         section("Rows", "", does, " ".join(lab.settings)),
     ]
-    return page(lab.title, lab.name, tiles, sections, good=True)
+    return page(lab.title, blocks_of(lab.name, tiles, sections, good=True))
 
 
 NOTE = "Each seed is a line of its own: how far lines of one colour lie apart is what a difference must exceed."

@@ -57,17 +57,25 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
 
 def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: str) -> str:
     """Return the page."""
+    return page(title, blocks_of(*parts_of(history, summary, config), good=summary["status"] == "ok"))
+
+
+def parts_of(
+    history: RunHistory, summary: Mapping[str, Any], config: str, now: str = ""
+) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Return the page's status, tiles and sections; ``now`` is what the syncer says of itself, as text."""
     styled = [(name, series_style(number)) for number, name in enumerate(sorted(history.sites))]
     losses = legend([*styled, ("global model (validation)", "global")])
     marks = legend([*styled, ("fault", "bad"), ("outer step", "global")])
     data = f" Data in {units_text(summary['units'])}." if summary.get("units") else ""
-    status, parts = str(summary["status"]), [part.replace("_", " ") for part in ("processed", *LEDGER)]
+    parts = [part.replace("_", " ") for part in ("processed", *LEDGER)]
     ledger = [
         [name, *(f"{site[f'tokens_{part}']:,}" for part in ("processed", *LEDGER))]
         for name, site in summary["sites"].items()
     ]
     log = "\n".join(f"{clock(at_s):>7}  {who:<9} {line}" for at_s, who, line in history.lines)
     sections = [
+        *([section("Now", "", f"<pre>{escape(now)}</pre>", "What diloco status says.")] if now else []),
         section("Loss against time", losses, _loss(history, styled, 0, TIME), _LOSS_NOTE),
         section("Loss against tokens", losses, _loss(history, styled, 1, Axis("tokens", count)), _TOKENS_NOTE),
         section("Validation, bits per byte", "", _bits(history), _BITS_NOTE + (_BY_HAND if history.by_hand else "")),
@@ -76,10 +84,10 @@ def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: 
         section("Where every token went", "", table(["site", *parts], ledger), _LEDGER_NOTE + data),
         section("Time and wire of each site", "", _site_table(summary), ""),
         section("Faults", "", _fault_table(summary), ""),
-        f"<details><summary>What happened</summary><pre>{escape(log)}</pre></details>",
+        f'<details><summary>What happened</summary><pre id="log">{escape(log)}</pre></details>',
         f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
     ]
-    return page(title, status, _tiles(summary), sections, good=status == "ok")
+    return str(summary["status"]), _tiles(summary), sections
 
 
 _LOSS_NOTE = "Sites: their own training loss, averaged over neighbouring steps. Global model: validation loss."
@@ -88,8 +96,9 @@ _BY_HAND = " diloco eval RUN_FOLDER records them here; with --follow, beside the
 _TOKENS_NOTE = "Sites against the tokens they read themselves; the global model against all tokens merged into it."
 _TIME_NOTE = (
     "A site's bar is its process; each tick on it is an update of that site merged into a version. The lowest row has "
-    "one mark for each outer step, from the quorum to the publication."
+    "one mark for each outer step, from the quorum to the publication.  Of a long run the newest 500 have marks."
 )
+ROUNDS_SHOWN = 500
 _WIRE_NOTE = (
     "Bytes counted at the links, both directions, logarithmic. With fp32 codecs: four bytes for each value of each "
     "update and version that was exchanged. Data parallel: 2(N-1)/N × 4 bytes × parameters for each inner step of each "
@@ -157,7 +166,7 @@ def _time_line(history: RunHistory) -> str:
             title = f"{fault.target} {CAUSED.get(fault.what, fault.what)}, {clock(fault.at_s)} to {clock(end)}"
             style = "fault" if end > fault.at_s else "shock"
             bars.append(Bar(rows.index(target), fault.at_s, end, style, title))
-    for round_ in history.rounds:
+    for round_ in list(history.rounds)[-ROUNDS_SHOWN:]:
         made = f"fragment {round_.fragment}, version {round_.version}"
         for name, weight in sorted(round_.weights.items()):
             stale = round_.staleness.get(name, 0)
@@ -212,15 +221,23 @@ def _fault_table(summary: Mapping[str, Any]) -> str:
 STYLES = 8
 
 
-def page(title: str, status: str, tiles: Sequence[tuple[str, str]], sections: Sequence[str], *, good: bool) -> str:
-    """Return the whole page.  ``tiles`` are (figure, words); ``sections`` are HTML."""
+def blocks_of(status: str, tiles: Sequence[tuple[str, str]], sections: Sequence[str], *, good: bool) -> dict[str, str]:
+    """Return the HTML of each part of a page by its id there.  ``tiles`` are (figure, words), ``sections`` HTML."""
+    shown = "".join(f'<div class="tile"><b>{value}</b><span>{words}</span></div>' for value, words in tiles)
+    mood = f'<span class="{"ok" if good else "wrong"}">{escape(status)}</span>'
+    return {"status": mood, "tiles": shown, **{f"s{place}": text for place, text in enumerate(sections)}}
+
+
+def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
+    """Return the whole page; ``live`` is the HTML that keeps it up to date."""
     filled = Template(resources.files("diloco.observe").joinpath("report.html").read_text("utf-8"))
+    sections = [f'<section id="{name}">{text}</section>' for name, text in blocks.items() if name[1:].isdecimal()]
     return filled.substitute(
         title=escape(title),
-        mood="ok" if good else "wrong",
-        status=escape(status),
-        tiles="".join(f'<div class="tile"><b>{value}</b><span>{words}</span></div>' for value, words in tiles),
+        status=blocks["status"],
+        tiles=blocks["tiles"],
         sections="\n".join(sections),
+        live=live,
     )
 
 

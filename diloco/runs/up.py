@@ -6,6 +6,7 @@ bytes, draw the view.  The truth of the run is ``events.jsonl``; the events of `
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import threading
@@ -467,13 +468,14 @@ def together(told: Sequence[Status]) -> Status | None:
 
 
 class StatusWatch:
-    """Polls one syncer; ``latest`` is the newest answer.
+    """Polls one syncer; ``latest`` is the newest answer, and ``answered_s`` the monotonic instant of it.
 
     The last answer before the syncer ends holds the final counts, so it is asked more often towards the end.
     """
 
     def __init__(self, address: str, security: SecurityOptions) -> None:
         self.latest: Status | None = None
+        self.answered_s = -math.inf
         self.drain_accepted = False
         self.drain_refused = ""
         self._client = AdminClient(address, security)
@@ -508,7 +510,7 @@ class StatusWatch:
                 if self._drain and not self.drain_accepted:
                     self._client.drain()
                     self.drain_accepted = True
-                self.latest = self._client.status()
+                self.latest, self.answered_s = self._client.status(), time.monotonic()
             except Unreachable:
                 pass  # It is starting, was killed by the scenario, or has ended: the next turn asks again.
             except Refused as error:

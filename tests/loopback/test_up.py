@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -76,6 +78,11 @@ def test_a_drained_run_goes_on_and_two_interrupts_end_it_at_once(place: Place) -
     settings = [*UP, "run.name=otter", "scenario=none"]
     first = place.start("first", "up", *settings)
     merging(place, "otter", first)
+    (url,) = re.findall(r"watch it at (\S+)", first.text())
+    with urlopen(url, timeout=BOUND_S) as page:
+        text = page.read().decode()
+    assert "site-b" in text
+    assert "tokens merged" in text, "what the syncer says"
     first.signal(signal.SIGINT)
     assert first.end(BOUND_S) == 75, first.text()
     before = summary_of(place, "otter")

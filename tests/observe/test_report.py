@@ -27,7 +27,7 @@ from diloco.observe.plot import (
     ticks,
     time_line,
 )
-from diloco.observe.report import STYLES, legend, page, section, series_style, table
+from diloco.observe.report import STYLES, blocks_of, legend, page, section, series_style, table
 from diloco.observe.summary import SCHEMA, summarize, write_summary
 from diloco.observe.text import clock
 from tests.observe.recorded import SITES, Recorder, told, write
@@ -145,11 +145,11 @@ def test_after_a_restore_what_counts_as_merged_is_what_was_restored(tmp_path: Pa
 
 
 def test_a_page_says_what_it_is_given_and_nothing_that_a_browser_would_take_for_tags() -> None:
-    made = page("a <b>", "ok & well", [("3", "rows")], [section("Loss", "", "<svg/>", "1 < 2")], good=True)
-    said = ["<title>a &lt;b&gt;</title>", 'class="status ok">ok &amp; well<', "<b>3</b><span>rows</span>", "1 &lt; 2"]
+    made = page("a <b>", blocks_of("ok & well", [("3", "rows")], [section("Loss", "", "<svg/>", "1 < 2")], good=True))
+    said = ["<title>a &lt;b&gt;</title>", '"ok">ok &amp; well<', "<b>3</b><span>rows</span>", "1 &lt; 2"]
     for words in [*said, "<svg/>"]:
         assert words in made
-    assert "status wrong" in page("t", "failed", [], [], good=False)
+    assert '"wrong">failed' in page("t", blocks_of("failed", [], [], good=False))
     assert "Nothing was recorded." in section("Loss", "", "", "")
     assert table(("a",), []) == ""
     assert table(("a", "b"), [("1", "<2>")]).count("<td>") == 2

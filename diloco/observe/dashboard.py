@@ -1,0 +1,296 @@
+"""The live page of a run: the report's pictures while it goes on, for ``diloco dashboard`` and ``diloco up``.
+
+One thread reads the run's events and asks its syncer, makes the page every ``EVERY_S`` seconds while there is a viewer,
+and all viewers get the same text.  A viewer gets the parts that have changed as server-sent events; behind a proxy that
+holds those back, its page asks for ``state`` instead.  The page changes nothing and loads nothing from elsewhere.
+What a site says is shown as text, and the page's policy forbids every script but its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from functools import cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from diloco.observe.eventlog import read_events
+from diloco.observe.history import RunHistory
+from diloco.observe.report import blocks_of, page, parts_of
+from diloco.observe.summary import summarize
+from diloco.wire.options import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from diloco.observe.eventlog import Event
+
+EVERY_S = 1.0
+BEAT_S = 2.0
+"""A viewer hears at least this often, so that its page can tell a lost connection from a run without news."""
+SEND_S = 10.0
+"""Timeout of one read or write on a viewer's connection."""
+FIRST_S = 60.0
+"""For the history of a long run to be read."""
+VIEWERS_MAX = 600
+
+Status = dict[str, Any]
+
+
+class Dashboard:
+    """Makes the page of a run.
+
+    ``events`` is the run's file of events; with None the history is made of what ``ask`` returns from now on.
+    ``settings`` is the run's configuration as plain values, ``config`` the same as text.  ``ask`` returns the syncer's
+    status, or None when it does not answer, and the text of ``diloco status``.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        events: Path | None,
+        settings: Mapping[str, object],
+        config: str,
+        ask: Callable[[], tuple[Status | None, str]],
+    ) -> None:
+        self.changed = threading.Condition()
+        self.viewers = 0
+        self.serial = 0
+        """Counts how often the page was made."""
+        self.parts: dict[str, tuple[int, str]] = {}
+        """By the part's id in the page: the serial number of its last change, and its HTML."""
+        self.whole = ""
+        self._title, self._events, self._settings, self._config, self._ask = title, events, settings, config, ask
+        self._history, self._offset = RunHistory(), None if events is None else 0
+        self._polled: Status = {}
+        self.ended = False
+
+    def run(self) -> None:
+        """Make the page again and again while there are viewers, until ``end``."""
+        while not self.ended:
+            with self.changed:
+                self.changed.wait_for(lambda: self.viewers > 0 or self.ended)
+            if not self.ended:
+                self._make()
+                time.sleep(EVERY_S)
+
+    def end(self) -> None:
+        """Let the thread and the viewers go."""
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    @contextmanager
+    def viewed(self) -> Iterator[None]:
+        """Count a viewer."""
+        with self.changed:
+            self.viewers += 1
+            self.changed.notify_all()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.viewers -= 1
+
+    def page(self) -> str:
+        """Return the whole page as it is next made; "" if that takes longer than ``FIRST_S``.  For a viewer."""
+        with self.changed:
+            serial = self.serial
+            self.changed.wait_for(lambda: self.serial > serial or self.ended, FIRST_S)
+            return self.whole
+
+    def since(self, serial: int) -> tuple[int, dict[str, str]]:
+        """Return the newest serial number, and the parts that have changed since ``serial``.  For a viewer.
+
+        Waits for a change, at most ``BEAT_S``.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.serial > serial or self.ended, BEAT_S)
+            return self.serial, {name: text for name, (at, text) in self.parts.items() if at > serial}
+
+    def _make(self) -> None:
+        status, now = self._ask()
+        if self._events is not None:
+            events, self._offset = read_events(self._events, self._offset)
+            self._history.take_all(events)
+        elif status is not None:
+            self._history.take_all(as_events(status, self._polled, time.time()))
+            self._polled = status
+        summary = summarize(self._history, status, self._settings)
+        state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
+        _, tiles, sections = parts_of(self._history, summary, self._config, now)
+        blocks = blocks_of(state, tiles, sections, good=state in ("ok", "running", "finished"))
+        whole = page(self._title, blocks, live=LIVE.format(script=_script()))
+        with self.changed:
+            self.serial, self.whole = self.serial + 1, whole
+            for name, text in blocks.items():
+                if self.parts.get(name, (0, ""))[1] != text:
+                    self.parts[name] = (self.serial, text)
+            self.changed.notify_all()
+
+
+def as_events(status: Status, before: Status, at: float) -> Iterator[Event]:
+    """Yield what has changed between two answers of a syncer, as the events that a run's file has of it.
+
+    Of the rounds an answer has only the newest versions, so that the time line shows none.
+    """
+
+    def event(what: str, **fields: object) -> Event:
+        return {**fields, "at": at, "who": "syncer", "what": what}
+
+    fragments, sites = status["fragments"], status["sites"]
+    if status["epoch"] != before.get("epoch"):
+        yield event("syncer_started", epoch=status["epoch"], versions=[each["version"] for each in fragments])
+    for name, site in sites.items():
+        if site["status"] != before.get("sites", {}).get(name, {}).get("status"):
+            yield event("site_joined" if site["status"] == "live" else "site_left", site=name)
+        if site["heard_seconds_ago"] is not None:
+            yield event("reported", **site | {"site": name, "versions": site["base_versions"]})
+    for index, fragment in enumerate(fragments):
+        run = {"run_tokens": status["run_tokens"], "progress_ppm": round(status["progress"] * 1e6)}
+        yield event("published", fragment=index, version=fragment["version"], **run)
+    if status["ending"] is not None:
+        yield event("final", ending=status["ending"])
+
+
+# --- The page's server -----------------------------------------------------------------------------------------------
+
+LIVE = """<p><label>Of what happened, show lines with <input id="filter" type="search" autocomplete="off"></label></p>
+<p class="wrong" id="heard" role="alert"></p>
+<script>{script}</script>"""
+
+
+@cache
+def _script() -> str:
+    return resources.files("diloco.observe").joinpath("dashboard.js").read_text("utf-8")
+
+
+@cache
+def policy() -> str:
+    """Return the page's Content-Security-Policy: its own script and style, by their digests, and nothing else."""
+    style = resources.files("diloco.observe").joinpath("report.html").read_text("utf-8")
+    texts = {"script": _script(), "style": style.split("<style>")[1].split("</style>")[0]}
+    own = {name: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for name, text in texts.items()}
+    return (
+        f"default-src 'none'; script-src 'sha256-{own['script']}'; style-src 'sha256-{own['style']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+HEADERS = MappingProxyType(
+    {
+        "Cache-Control": "no-store",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "X-Accel-Buffering": "no",  # nginx passes events on as they come.
+        "X-Content-Type-Options": "nosniff",
+    }
+)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request of a viewer, and its connection."""
+
+    server: _Server
+    timeout = SEND_S
+
+    def do_GET(self) -> None:
+        """Send the page, its state, or its events."""
+        dashboard, path = self.server.dashboard, urlsplit(self.path).path
+        if not self._is_ours():
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this page answers under its own address only\n")
+        elif path not in ("/", "/state", "/events"):
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "the page is at /\n")
+        else:
+            with dashboard.viewed():
+                if path == "/":
+                    self._answer(HTTPStatus.OK, "text/html; charset=utf-8", dashboard.page())
+                elif path == "/state":
+                    dashboard.page()
+                    self._answer(HTTPStatus.OK, "application/json", json.dumps(dashboard.since(-1)[1]))
+                else:
+                    self._stream()
+
+    def _is_ours(self) -> bool:
+        """Return whether the request is for this address and of no other page: a name may be made to point here."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        local = is_loopback(host) or is_loopback(f"{host}:80")
+        return (local or not self.server.is_local) and origin in (None, f"http://{host}", f"https://{host}")
+
+    def _stream(self) -> None:
+        self._begin(HTTPStatus.OK, "text/event-stream")
+        serial = 0
+        while not self.server.dashboard.ended:
+            serial, parts = self.server.dashboard.since(serial)
+            self.wfile.write(f"data: {json.dumps(parts)}\n\n".encode())
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        self._begin(status, kind)
+        self.wfile.write(text.encode())
+
+    def _begin(self, status: HTTPStatus, kind: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Security-Policy": policy(), **HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no request."""
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, dashboard: Dashboard) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self.dashboard, self.is_local = dashboard, is_loopback(f"{host}:{port}")
+        self._places = threading.BoundedSemaphore(VIEWERS_MAX)
+        super().__init__((host, port), _Handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether one more connection is allowed; otherwise it is closed at once."""
+        return self._places.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handle the connection to its end, in its own thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error, unless it comes from a viewer that went away."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+@contextmanager
+def served(dashboard: Dashboard, host: str, port: int) -> Iterator[str]:
+    """Serve the page at ``host:port`` (0: a free port); yield its URL.  Raises ``OSError`` where it cannot listen."""
+    server = _Server(host, port, dashboard)
+    threads = [
+        threading.Thread(target=target, name=name, daemon=True)
+        for name, target in (("dashboard", dashboard.run), ("dashboard-server", server.serve_forever))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{server.server_address[1]}/"
+    finally:
+        dashboard.end()
+        server.shutdown()
+        server.socket.close()  # Its own ``server_close`` waits for viewers.
+        for thread in threads:
+            thread.join(SEND_S)

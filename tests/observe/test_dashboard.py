@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+import pytest
+
+from diloco.observe.dashboard import Dashboard, as_events, served
+from diloco.observe.eventlog import Event
+from diloco.observe.history import RunHistory
+from tests.loopback.cluster import SiteThread, eventually, serving
+from tests.loopback.toy import Toy
+from tests.observe.recorded import Recorder, write
+
+BOUND_S = 30.0
+
+
+class Run:
+    """A run's folder and what its syncer answers; counts how often it is asked."""
+
+    def __init__(self, folder: Path, events: list[Event] | None) -> None:
+        self.file = folder / "events.jsonl"
+        self.answer: dict[str, Any] | None = None
+        self.asked = 0
+        if events is not None:
+            write(self.file, events)
+        self.page = Dashboard("quiet-otter", self.file if events is not None else None, {}, "seed: 1", self.ask)
+
+    def ask(self) -> tuple[dict[str, Any] | None, str]:
+        self.asked += 1
+        return self.answer, "run quiet-otter  running" if self.answer else "No syncer answers."
+
+
+@contextmanager
+def connected(url: str) -> Iterator[http.client.HTTPConnection]:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=BOUND_S)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def got(url: str, path: str = "/", **headers: str) -> tuple[int, dict[str, str], str]:
+    with connected(url) as connection:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.headers), answer.read().decode()
+
+
+def messages(answer: http.client.HTTPResponse) -> Iterator[dict[str, str]]:
+    """The parts in each of a stream's events."""
+    for line in answer:
+        if line.startswith(b"data: "):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def test_the_page_shows_the_run_loads_nothing_and_allows_its_own_script_alone(tmp_path: Path) -> None:
+    with served(Run(tmp_path, Recorder(30).record()).page, "127.0.0.1", 0) as url:
+        status, headers, text = got(url)
+        assert status == 200
+        for words in ("quiet-otter", "Loss against time", "Where every token went", "site-b", "No syncer answers."):
+            assert words in text
+        assert not re.findall(r"""(?:src|href)=|\bstyle=|\bon[a-z]+=""", text)
+        for tag, source in (("script", "script-src"), ("style", "style-src")):
+            (inner,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+            assert f"{source} 'sha256-{digest}'" in headers["Content-Security-Policy"]
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+        assert got(url, "/elsewhere")[0] == 404
+        assert json.loads(got(url, "/state")[2]).keys() >= {"status", "tiles", "s0", "s1"}
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Host": "rebound.example"}, {"Origin": "http://elsewhere.example"}, {"Origin": "null"}]
+)
+def test_another_page_gets_nothing(tmp_path: Path, headers: dict[str, str]) -> None:
+    run = Run(tmp_path, Recorder(5).record())
+    with served(run.page, "127.0.0.1", 0) as url:
+        for path in ("/", "/state", "/events"):
+            status, _, text = got(url, path, **headers)
+            assert (status, "otter" in text) == (403, False)
+    assert run.asked == 0
+
+
+def test_what_a_site_says_is_text(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>"
+    recorder = Recorder(5)
+    events = recorder.record()
+    at = events[-1]["at"]
+    events += [
+        {"at": at, "who": "syncer", "what": "site_joined", "site": bad},
+        {"at": at, "who": bad, "what": "joined", "incarnation": 1, "versions": []},
+        {"at": at, "who": bad, "what": "note", "note": "failed", "why": bad},
+    ]
+    with served(Run(tmp_path, events).page, "127.0.0.1", 0) as url:
+        text = got(url)[2]
+        assert "&lt;script&gt;alert(1)" in text
+        assert text.count("<script>") == 1
+        assert bad not in "".join(json.loads(got(url, "/state")[2]).values())
+
+
+def test_all_viewers_hear_what_is_new_and_the_syncer_is_asked_for_all_of_them_at_once(tmp_path: Path) -> None:
+    events = Recorder(30).record()
+    run = Run(tmp_path, events[: len(events) // 2])
+    run.answer = {"sites": {}, "units": None}
+    with served(run.page, "127.0.0.1", 0) as url, ExitStack() as stack:
+        viewers = [stack.enter_context(connected(url)) for _ in range(20)]
+        for each in viewers:
+            each.request("GET", "/events")
+        streams = [messages(each.getresponse()) for each in viewers]
+        for each in streams:
+            assert next(each)["status"] == '<span class="ok">running</span>'
+        with run.file.open("a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events[len(events) // 2 :])
+        for each in streams:
+            changed = next(parts for parts in each if "status" in parts)
+            assert "finished" in changed["status"]
+            assert "site-c" in changed["s1"], "the chart of the losses"
+        asked = run.asked
+        unchanged = next(parts for parts in streams[0] if "tiles" not in parts)
+        assert unchanged.keys() <= {"s0"}, "only what has changed is sent"
+        assert run.asked <= asked + 3
+    for each in streams:
+        assert list(each) is not None, "the server's end is the end of each stream"
+
+
+def test_without_a_viewer_nothing_is_read_and_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
+    events = Recorder(5).record()
+    at = float(str(events[-1]["at"]))
+    for version in range(3, 4000):
+        facts = {"fragment": 0, "version": version}
+        weights = {"sites": {"site-a": 0.5, "site-b": 0.5}, "staleness": {"site-a": 0}}
+        events.append({"at": at + version, "who": "syncer", "what": "outer_step", **facts, **weights})
+        events.append({"at": at + version, "who": "syncer", "what": "published", **facts, "run_tokens": version})
+    run = Run(tmp_path, events)
+    with served(run.page, "127.0.0.1", 0) as url:
+        assert run.asked == 0
+        assert len(got(url)[2]) < 1_000_000
+
+
+def test_a_syncers_answers_alone_make_the_history_of_its_run(tmp_path: Path) -> None:
+    toy = Toy(folder=str(tmp_path), outer={"token_budget": 4000, "quorum": "all", "quorum_min": 2})
+    history, before = RunHistory(), dict[str, Any]()
+    with serving(toy) as (syncer, address, _):
+        sites = [SiteThread(toy, name, address, step_s=0.01) for name in ("a", "b")]
+        at = 1000.0
+        while syncer.wait(0.3) is None or at < 1002:
+            status = json.loads(json.dumps(syncer.status()))
+            history.take_all(as_events(status, before, at))
+            before, at = status, at + 1
+            assert at < 1000 + BOUND_S / 0.3, "the run did not end"
+        for each in sites:
+            each.join(BOUND_S)
+        status = json.loads(json.dumps(syncer.status()))
+        history.take_all(as_events(status, before, at))
+    assert history.ending == "finished"
+    assert history.versions == [fragment["version"] for fragment in status["fragments"]]
+    assert history.run_tokens >= 4000
+    assert history.progress == 1.0
+    assert {name: site.step > 0 for name, site in history.sites.items()} == {"a": True, "b": True}
+
+
+WITH_PIPES = """
+import os, sys
+from fcntl import F_DUPFD, fcntl
+pipes = [fcntl(int(each), F_DUPFD, 10) for each in sys.argv[1:3]]
+for here, there in zip(pipes, (3, 4)):
+    os.dup2(here, there)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+"""Chromium reads its pipe at 3 and writes it at 4."""
+
+
+class Browser:
+    """One page of a headless Chromium, told what to do over a pipe (the DevTools protocol)."""
+
+    def __init__(self, to: int, messages: BinaryIO, width: int) -> None:
+        self._to, self._messages, self._count = to, messages, 0
+        self._session: dict[str, object] = {}
+        self.said: list[str] = []
+        """What the page's console has, its refusals too."""
+        target = self._do("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self._do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self._do("Emulation.setDeviceMetricsOverride", **size)
+        self._do("Log.enable")
+
+    def _do(self, method: str, **parameters: object) -> dict[str, Any]:
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": parameters, **self._session}
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            text = b""
+            while not text.endswith(b"\0"):
+                byte = self._messages.read(1)
+                assert byte, "the browser has ended"
+                text += byte
+            answer = json.loads(text[:-1])
+            if answer.get("method") == "Log.entryAdded":
+                self.said.append(str(answer["params"]["entry"]))
+            if answer.get("id") == self._count:
+                assert "error" not in answer, answer
+                found: dict[str, Any] = answer["result"]
+                return found
+
+    def open(self, url: str) -> None:
+        self._do("Page.navigate", url=url)
+
+    def value(self, script: str) -> Any:
+        return self._do("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+
+
+@contextmanager
+def browsing(folder: Path, width: int) -> Iterator[Browser]:
+    theirs_in, to = os.pipe()
+    ours, theirs_out = os.pipe()
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+    command += [f"--user-data-dir={folder}", "about:blank"]
+    start = [sys.executable, "-c", WITH_PIPES, str(theirs_in), str(theirs_out), *command]
+    with os.fdopen(ours, "rb") as messages:
+        process = subprocess.Popen(
+            start, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        try:
+            yield Browser(to, messages, width)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(BOUND_S)
+            os.close(to)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_keeps_the_page_up_to_date(tmp_path: Path, width: int) -> None:
+    events = Recorder(30).record()
+    run = Run(tmp_path, events[: len(events) // 2])
+    run.answer = {"sites": {}, "units": None}
+    status, heard = (f"document.getElementById('{name}').textContent" for name in ("status", "heard"))
+    with browsing(tmp_path / "browser", width) as browser:
+        with served(run.page, "127.0.0.1", 0) as url:
+            browser.open(url)
+            eventually(lambda: browser.value(status) == "running", BOUND_S, "the page")
+            write(run.file, events)
+            eventually(lambda: browser.value(status) == "finished", BOUND_S, "what came after the page was loaded")
+            browser.value("filter.value = 'FAULT'; filter.dispatchEvent(new Event('input'))")
+            lines = browser.value("document.getElementById('log').textContent").splitlines()
+            assert lines
+            assert all("FAULT" in line for line in lines)
+            assert browser.value("document.documentElement.scrollWidth <= innerWidth"), "nothing overflows"
+            assert browser.value("document.getElementById('log').parentElement.open")
+            assert browser.said == [], "neither an error nor a refusal of the page's policy"
+        eventually(lambda: "No answer for" in (browser.value(heard) or ""), BOUND_S, "the server has gone")
+        with served(run.page, "127.0.0.1", int(str(urlsplit(url).port))):
+            run.page.ended = False
+            eventually(lambda: browser.value(heard) == "", BOUND_S, "it is back")
