@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from diloco.observe.eventlog import Event
 
-EVERY_S = 1.0
-BEAT_S = 2.0
+EVERY_S = 2.0
+BEAT_S = 4.0
 """A viewer hears at least this often, so that its page can tell a lost connection from a run without news."""
 SEND_S = 10.0
 """Timeout of one read or write on a viewer's connection."""
@@ -74,6 +74,7 @@ class Dashboard:
         self._title, self._events, self._settings, self._config, self._ask = title, events, settings, config, ask
         self._history, self._offset = RunHistory(), None if events is None else 0
         self._polled: Status = {}
+        self._news = ((0, 0), "{}")
         self.ended = False
 
     def run(self) -> None:
@@ -83,7 +84,8 @@ class Dashboard:
                 self.changed.wait_for(lambda: self.viewers > 0 or self.ended)
             if not self.ended:
                 self._make()
-                time.sleep(EVERY_S)
+            with self.changed:
+                self.changed.wait_for(lambda: self.ended, EVERY_S)
 
     def end(self) -> None:
         """Let the thread and the viewers go."""
@@ -110,14 +112,17 @@ class Dashboard:
             self.changed.wait_for(lambda: self.serial > serial or self.ended, FIRST_S)
             return self.whole
 
-    def since(self, serial: int) -> tuple[int, dict[str, str]]:
-        """Return the newest serial number, and the parts that have changed since ``serial``.  For a viewer.
+    def since(self, serial: int) -> tuple[int, str]:
+        """Return the newest serial number, and the parts that have changed since ``serial`` as JSON.  For a viewer.
 
         Waits for a change, at most ``BEAT_S``.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.serial > serial or self.ended, BEAT_S)
-            return self.serial, {name: text for name, (at, text) in self.parts.items() if at > serial}
+            if self._news[0] != (serial, self.serial):  # The first viewer to hear of it writes it down for all.
+                changed = {name: text for name, (at, text) in self.parts.items() if at > serial}
+                self._news = (serial, self.serial), json.dumps(changed)
+            return self.serial, self._news[1]
 
     def _make(self) -> None:
         status, now = self._ask()
@@ -218,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._answer(HTTPStatus.OK, "text/html; charset=utf-8", dashboard.page())
                 elif path == "/state":
                     dashboard.page()
-                    self._answer(HTTPStatus.OK, "application/json", json.dumps(dashboard.since(-1)[1]))
+                    self._answer(HTTPStatus.OK, "application/json", dashboard.since(-1)[1])
                 else:
                     self._stream()
 
@@ -233,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
         serial = 0
         while not self.server.dashboard.ended:
             serial, parts = self.server.dashboard.since(serial)
-            self.wfile.write(f"data: {json.dumps(parts)}\n\n".encode())
+            self.wfile.write(f"data: {parts}\n\n".encode())
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         self._begin(status, kind)
