@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
 from diloco.sim.outer_disk import OuterDisk
-from diloco.sim.outer_process import RESTART_NS, LeaseHolder, OuterProcess, Seat, Turn, take_lease
+from diloco.sim.outer_process import RESTART_NS, LeaseHolder, Machines, OuterProcess, Seat, take_lease
 from diloco.sim.site_process import SiteProcess, Trainer
 from diloco.sim.site_state import Side, SiteDisk, SitePlan, Trouble
 from diloco.sim.standby_process import StandbyProcess
@@ -28,17 +28,15 @@ if TYPE_CHECKING:
     from diloco.sim.outer_disk import CrashPoint
 
 
-class Syncers:
+class Syncers(Machines):
     """One syncer machine, or two with a lease."""
 
     def __init__(self, heap: Heap, plan: OuterPlan, checkers: Checkers, random: Random) -> None:
         """``random`` decides the outcome of power cuts and the behaviour of the links between the machines."""
-        self.heap, self.plan, self.checkers = heap, plan, checkers
+        super().__init__(heap, plan, checkers)
         self._random = random
-        self._untold: dict[bytes, Turn] = {}
-        self.seats = [Seat("p", OuterDisk(plan), leads=True)]
+        self.seats.append(Seat("p", OuterDisk(plan), leads=True))
         self.lease: Lease | None = None
-        self.between: Link | None = None
         if plan.replication is not None:
             self.lease = Lease(heap, plan.replication.ttl_ns)
             self.between = Link(heap, random, copy.copy(plan.replication.between))
@@ -119,14 +117,8 @@ class Syncers:
 
         Return the state that a ``promoted`` syncer began with, otherwise None.
         """
-
-        def died() -> None:
-            self._died(seat, process)
-
         try:
-            process = OuterProcess(
-                self.heap, seat.disk, self.plan, self.checkers, self._untold, died, leadership, promoted=promoted
-            )
+            process = OuterProcess(self, seat, leadership, promoted=promoted)
         except JournalError as error:
             if not seat.disk.storage.rotten:
                 raise Violation("storage", f"a disk on which nothing has rotted is damaged: {error}") from error
@@ -140,35 +132,23 @@ class Syncers:
         return found
 
     def _run_for_lead(self, seat: Seat, line: LeaseLine) -> None:
-        candidate = seat.process = Process(lambda: self._died(seat, candidate))
+        candidate = seat.process = Process(lambda: self.died(seat, candidate))
 
         def taken(leadership: LeaseHolder) -> None:
             candidate.kill()
             self._lead(seat, leadership)
 
-        def refused(why: str) -> None:
+        def refused() -> None:
             candidate.kill()
             seat.leads = False
             if self._random.random() < 0.5:
                 self.empty(seat)
             self._start(seat)
 
-        take_lease(candidate, line, seat.folder(), taken, refused, by_itself=False)
+        take_lease(candidate, line, seat.folder(), taken, refused)
 
     def _follow(self, seat: Seat, line: LeaseLine) -> None:
-        assert self.between is not None
-        assert self.plan.replication is not None
-        (other,) = (each for each in self.seats if each is not seat)
-        standby = seat.process = StandbyProcess(
-            self.heap,
-            seat,
-            line,
-            self.between,
-            other,
-            self.plan.replication,
-            self.checkers,
-            lambda: self._died(seat, standby),
-        )
+        standby = seat.process = StandbyProcess(self, seat)
 
         def taken(leadership: LeaseHolder) -> None:
             assert standby.replayer is not None
@@ -179,9 +159,11 @@ class Syncers:
             if self._lead(seat, leadership, promoted=True) != warm:
                 raise Violation("replicated", "a standby's folder and its memory are not the same")
 
-        standby.start(taken)
+        standby.deliver(standby.follow)
+        standby.deliver(lambda: take_lease(standby, line, seat.folder(), taken))
 
-    def _died(self, seat: Seat, process: Process) -> None:
+    def died(self, seat: Seat, process: Process) -> None:
+        """Restart after a while: on an empty folder, if a standby can no longer follow on this one."""
         if seat.process is not process:
             return
         self.versions()
@@ -205,7 +187,7 @@ class Syncers:
         process = seat.process
         if process is not None and process.alive:
             process.kill()
-            self._died(seat, process)
+            self.died(seat, process)
 
     def doom(self, seat: Seat, point: CrashPoint, *, power: bool = False) -> None:
         """Make the process there die when it next reaches ``point``."""
@@ -259,7 +241,7 @@ class Syncers:
         self.checkers.set_back()
         self.lineage += 1
         self.restarts += 1
-        self._untold.clear()
+        self.untold.clear()
         self._lead(seat, None, lineage=self.lineage)
 
     def heal(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.sim.outer_disk import CrashPoint, OuterDisk, digest, journal_name, payload_name, payloads_in, restored
@@ -82,7 +83,7 @@ from diloco.sync.state import Phase, Status
 
 if TYPE_CHECKING:
     from diloco.sim.checkers import Checkers
-    from diloco.sim.world import Heap, OuterPlan, Part, ReplicationPlan, Value
+    from diloco.sim.world import Heap, Link, OuterPlan, Part, ReplicationPlan, Value
     from diloco.sync.events import LearnerEvent
     from diloco.sync.progress import UnitAsk
 
@@ -158,23 +159,21 @@ class LeaseHolder:
             self._line.ask(
                 self._process,
                 lambda lease: lease.change(self.epoch, number, change.heir),
-                lambda held: self._answered(change, held is True),
-                self._missed,
+                lambda held: self._answered(change, held),
             )
 
-    def _answered(self, change: Change, held: bool) -> None:
+    def _answered(self, change: Change, held: object) -> None:
         self._busy = False
-        self.machine.changed(change, held=held)
+        if held is None:
+            self.machine.missed(self._heap.now_ns, "no answer")
+            self._later()
+            return
+        self.machine.changed(change, held=held is True)
         self.wanting()
         if change.heir is None:
             self._later()
         self._step()
         self._process.go_on()
-
-    def _missed(self) -> None:
-        self._busy = False
-        self.machine.missed(self._heap.now_ns, "no answer")
-        self._later()
 
 
 def take_lease(
@@ -182,30 +181,22 @@ def take_lease(
     line: LeaseLine,
     name: str,
     taken: Callable[[LeaseHolder], None],
-    refused: Callable[[str], None],
-    *,
-    by_itself: bool,
+    refused: Callable[[], None] | None = None,
 ) -> None:
-    """Request the lease until it is granted; each refusal calls ``refused`` with the reason."""
+    """Request the lease until it is granted; a standby, which gives no ``refused``, requests it by itself."""
     heap, ttl_ns = line.lease.heap, line.lease.ttl_ns
-    sent_ns, claim = heap.now_ns, Claim(name, 0, 1, anew=True, by_itself=by_itself)
-
-    def again() -> None:
-        heap.after(
-            int(ttl_ns * RETRY_SHARE),
-            lambda: process.deliver(lambda: take_lease(process, line, name, taken, refused, by_itself=by_itself)),
-        )
+    sent_ns, claim = heap.now_ns, Claim(name, 0, 1, anew=True, by_itself=refused is None)
 
     def answered(answer: object) -> None:
         if isinstance(answer, int):
             taken(LeaseHolder(line, answer, sent_ns))
-            return
-        if isinstance(answer, str):
-            refused(answer)
-        if process.alive:
-            again()
+        elif isinstance(answer, str) and refused is not None:
+            refused()
+        else:
+            again = partial(take_lease, process, line, name, taken, refused)
+            heap.after(int(ttl_ns * RETRY_SHARE), lambda: process.deliver(again))
 
-    line.ask(process, lambda lease: lease.acquire(claim), answered, again)
+    line.ask(process, lambda lease: lease.acquire(claim), answered)
 
 
 @dataclass(slots=True)
@@ -229,28 +220,32 @@ class Seat:
         return f"{self.name}{self.folders}"
 
 
+class Machines:
+    """The machines of one syncer, and what the processes on them and the sites share."""
+
+    def __init__(self, heap: Heap, plan: OuterPlan, checkers: Checkers) -> None:
+        self.heap, self.plan, self.checkers = heap, plan, checkers
+        self.seats: list[Seat] = []
+        self.between: Link | None = None
+        self.untold: dict[bytes, Turn] = {}
+        """By chain, turns that a dead process may have made durable but did not tell; the next recovery finds out which
+        are on the disk."""
+
+    def died(self, seat: Seat, process: Process) -> None:
+        """Handle the death of a process on ``seat``."""
+        raise NotImplementedError
+
+
 class OuterProcess(Process):
     """One life of a leading syncer.  The constructor recovers the disk, or raises ``Damaged`` when it cannot.
 
     Requests are queued, and each turn takes those that have arrived through all of its stages.
     """
 
-    def __init__(
-        self,
-        heap: Heap,
-        disk: OuterDisk,
-        plan: OuterPlan,
-        checkers: Checkers,
-        untold: dict[bytes, Turn],
-        on_death: Callable[[], None],
-        leadership: LeaseHolder | None,
-        *,
-        promoted: bool,
-    ) -> None:
-        """``untold``: by chain, turns that a dead process may have made durable but did not tell; the next recovery
-        finds out which are on the disk.  ``promoted``: this syncer was a standby until now, and has no standby itself.
-        """
-        super().__init__(on_death)
+    def __init__(self, machines: Machines, seat: Seat, leadership: LeaseHolder | None, *, promoted: bool) -> None:
+        """``promoted``: this syncer was a standby until now, and has no standby itself."""
+        super().__init__(lambda: machines.died(seat, self))
+        heap, disk, plan, checkers = machines.heap, seat.disk, machines.plan, machines.checkers
         self.heap, self.disk, self.plan, self.checkers = heap, disk, plan, checkers
         self.leadership = leadership
         self.final: MarkFinal | None = None
@@ -264,11 +259,11 @@ class OuterProcess(Process):
         self._call = 0
         self._armed_ns: int | None = None
         self._records = 0
-        self._untold = untold
+        self._untold = machines.untold
         disk.doom = None
         self.replayer = disk.recover()
         self.machine = self.replayer.machine
-        written = untold.pop(disk.chain, None)
+        written = self._untold.pop(disk.chain, None)
         if written is not None:  # The last process wrote this turn and did not tell it.
             self._book(written)
         checkers.recovered(self.machine)

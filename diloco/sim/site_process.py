@@ -104,12 +104,10 @@ class Courier:
         outer: OuterProcess,
         request: Callable[[Reply], None],
         answered: Reply,
-        missed: Callable[[], None],
         deadline_ns: int = CALL_DEADLINE_NS,
     ) -> None:
         """As ``world.ask``: run ``request`` in ``outer``, over the site's link."""
-        heap, link, process = self.process.heap, self.process.link, self.process
-        ask(heap, link, process, lambda reply: outer.ask(lambda: request(reply)), answered, missed, deadline_ns)
+        ask(self.process.link, self.process, lambda reply: outer.ask(lambda: request(reply)), answered, deadline_ns)
 
     def later(self, delay_ns: int, action: Callable[[], None]) -> None:
         """Run ``action`` after a random delay of half to all of ``delay_ns``."""
@@ -142,12 +140,10 @@ class Courier:
             self._at = (self._at + 1) % len(self._seats)
             self.later(backoff_ns, lambda: self.join(min(2 * backoff_ns, BACKOFF_MAX_NS)))
 
-        answered = partial(self._joined, again)
-        ask(process.heap, process.link, process, request, answered, again, CALL_DEADLINE_NS)
+        ask(process.link, process, request, partial(self._joined, again), CALL_DEADLINE_NS)
 
     def _joined(self, again: Callable[[], None], answer: object) -> None:
-        assert isinstance(answer, tuple)
-        outer, reply = answer
+        outer, reply = answer if isinstance(answer, tuple) else (None, None)
         known = self.process.machine.state
         if isinstance(reply, AskToConfirm):
             self.join(BACKOFF_FIRST_NS, reply.ticket)
@@ -156,7 +152,7 @@ class Courier:
             self.process.exit(f"join refused: {reply}")
             return
         if not isinstance(reply, JoinAnswered) or (reply.lineage, reply.epoch) < (known.lineage, known.epoch):
-            again()  # It accepts no site, or it is an old leader that another has replaced.
+            again()  # It is away, accepts no site, or is an old leader that another has replaced.
             return
         assert isinstance(outer, OuterProcess)
         self.session = Session(outer, reply.incarnation)
@@ -194,24 +190,20 @@ class Courier:
         """Send a heartbeat every ``report_ns``; ``REPORTS_MISSED_MAX`` unanswered in a row break the connection."""
 
         def answered(answer: object) -> None:
-            self._missed = 0
-            assert isinstance(answer, tuple)
-            known, told = answer
+            self._missed = 0 if isinstance(answer, tuple) else self._missed + 1
+            known, told = self._missed < REPORTS_MISSED_MAX, None
+            if isinstance(answer, tuple):
+                known, told = answer
             if isinstance(told, AnswerUnits) and told.reason is None and self.session is session:
                 self.process.handle(UnitsTold(told.first, told.pieces))
             elif not known and self.session is session:
-                self.break_off()
-
-        def missed() -> None:
-            self._missed += 1
-            if self._missed >= REPORTS_MISSED_MAX and self.session is session:
                 self.break_off()
 
         if self.session is session and self.process.alive:
             outer, options = session.outer, self.process.plan.options
             ask = ask_of(options, self.process.machine.state) if options.unit_sequences else None
             site, incarnation = self.process.site, session.incarnation
-            self._ask(outer, lambda reply: outer.report(site, incarnation, ask, reply), answered, missed)
+            self._ask(outer, lambda reply: outer.report(site, incarnation, ask, reply), answered)
             self.process.heap.after(
                 self.process.plan.report_ns, lambda: self.process.deliver(lambda: self._report(session))
             )
@@ -238,11 +230,13 @@ class Courier:
             outer,
             lambda reply: outer.push(update, stored.value, transfer_ns, reply),
             lambda answer: self._pushed(key, session, stored.digest, answer, again),
-            again,
             CALL_DEADLINE_NS + transfer_ns,
         )
 
     def _pushed(self, key: Key, session: Session, digest: str, answer: object, again: Callable[[], None]) -> None:
+        if answer is None:
+            again()
+            return
         assert isinstance(answer, AnswerPush | Verdict)
         if self.tasks.get(key) is not session:
             return
@@ -280,7 +274,7 @@ class Courier:
             failed()
         else:
             outer, have = session.outer, effect.have_version
-            self._ask(outer, lambda reply: outer.pull(process.site, index, have, reply), answered, failed)
+            self._ask(outer, lambda reply: outer.pull(process.site, index, have, reply), answered)
 
     def leave(self, tries: int) -> None:
         """Leave the syncer and exit; after ``tries`` failed attempts exit without leaving."""
@@ -294,8 +288,7 @@ class Courier:
         self._ask(
             session.outer,
             lambda reply: session.outer.leave(self.process.site, session.incarnation, reply),
-            lambda _: self.process.exit("left"),
-            lambda: self.leave(tries - 1),
+            lambda answer: self.leave(tries - 1) if answer is None else self.process.exit("left"),
         )
 
 

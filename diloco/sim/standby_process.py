@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
 from diloco.sim.outer_disk import journal_name
-from diloco.sim.outer_process import OuterProcess, take_lease
+from diloco.sim.outer_process import OuterProcess
 from diloco.sim.world import MILLISECOND_NS, Begin, Died, Direction, GoAway, Process, Stream, Unit
 from diloco.sync.effects import TellFate
 from diloco.sync.journal import HEADER, JournalError, chain_after, decode_records, units
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from diloco.sim.checkers import Checkers
     from diloco.sim.outer_disk import Replayer
-    from diloco.sim.outer_process import LeaseHolder, Seat
-    from diloco.sim.world import Heap, LeaseLine, Link, Part, ReplicationPlan
+    from diloco.sim.outer_process import Machines, Seat
+    from diloco.sim.world import Part
     from diloco.sync.leadership import Place
 
 
@@ -31,39 +28,25 @@ PAUSE_NS = 500 * MILLISECOND_NS
 class StandbyProcess(Process):
     """One life of a standby.  The constructor recovers the folder."""
 
-    def __init__(
-        self,
-        heap: Heap,
-        seat: Seat,
-        line: LeaseLine,
-        link: Link,
-        other: Seat,
-        plan: ReplicationPlan,
-        checkers: Checkers,
-        on_death: Callable[[], None],
-    ) -> None:
-        """``link`` leads from the machine ``seat`` to the ``other`` one."""
-        super().__init__(on_death)
-        self.heap, self.disk, self.checkers = heap, seat.disk, checkers
+    def __init__(self, machines: Machines, seat: Seat) -> None:
+        assert machines.between is not None
+        assert machines.plan.replication is not None
+        super().__init__(lambda: machines.died(seat, self))
+        self.heap, self.disk, self.checkers = machines.heap, seat.disk, machines.checkers
         self.useless = False
         """Whether this folder can no longer follow: the standby then restarts on an empty one."""
-        self._name, self._line, self._link, self._other, self._plan = seat.folder(), line, link, other, plan
+        self._name, self._link, self._timeout_ns = seat.folder(), machines.between, machines.plan.replication.timeout_ns
+        (self._other,) = (each for each in machines.seats if each is not seat)
         self._stream: Stream | None = None
         self._began_at: Begin | None = None
-        self._heard_ns = heap.now_ns
+        self._heard_ns = self.heap.now_ns
         self._place: Place = (0, 0)
         self.disk.doom = None
         # Without a snapshot no process has ever acknowledged anything in this folder.
         self.replayer: Replayer | None = self.disk.recover() if self.disk.storage.names("snapshot-") else None
 
-    def start(self, taken: Callable[[LeaseHolder], None]) -> None:
-        """Follow the syncer; call ``taken`` on taking the lease as the heir of a syncer that fell silent."""
-        self.deliver(self._follow)
-        self.deliver(lambda: take_lease(self, self._line, self._name, taken, lambda why: None, by_itself=True))
-
-    # --- following -----------------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Ask the syncer for what its journal has behind this one."""
         stream = self._stream = Stream(self._name, self._link, self, self.take, self.lost)
         self._heard_ns = self.heap.now_ns
         segment, chain = 0, ""
@@ -89,18 +72,18 @@ class StandbyProcess(Process):
     def _watch(self, stream: Stream) -> None:
         def look() -> None:
             if self._stream is stream:
-                if self.heap.now_ns - self._heard_ns > self._plan.timeout_ns:
+                if self.heap.now_ns - self._heard_ns > self._timeout_ns:
                     self.lost(stream)
                 else:
                     self._watch(stream)
 
-        self.heap.after(self._plan.timeout_ns // 2, lambda: self.deliver(look))
+        self.heap.after(self._timeout_ns // 2, lambda: self.deliver(look))
 
     def lost(self, stream: Stream) -> None:
         """The stream broke or the syncer fell silent: follow again after ``PAUSE_NS``."""
         if self._stream is stream:
             self._stream = None
-            self.heap.after(PAUSE_NS, lambda: self.deliver(self._follow))
+            self.heap.after(PAUSE_NS, lambda: self.deliver(self.follow))
 
     def take(self, stream: Stream, part: Part) -> None:
         """Handle the stream's next part."""

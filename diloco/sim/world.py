@@ -181,7 +181,7 @@ class Link:
     def __init__(self, heap: Heap, random: Random, weather: Weather) -> None:
         self.weather = weather
         self._usual = Weather(weather.latency_ns, weather.jitter_ns)
-        self._heap = heap
+        self.heap = heap
         self._random = random
         self._cut: set[Direction] = set()
         self._held: dict[Direction, list[Message]] = {Direction.UP: [], Direction.DOWN: []}
@@ -192,9 +192,9 @@ class Link:
         ``lost`` runs when the message is lost with its connection: it tells a stream's reader that the stream broke.
         """
         message = (deliver, lost)
-        self._heap.after(self._delay_ns(), lambda: self._arrive(direction, message))
+        self.heap.after(self._delay_ns(), lambda: self._arrive(direction, message))
         if self.weather.twice and self._random.random() < self.weather.twice:
-            self._heap.after(2 * self._delay_ns(), lambda: self._arrive(direction, message))
+            self.heap.after(2 * self._delay_ns(), lambda: self._arrive(direction, message))
 
     def cut(self, *directions: Direction) -> None:
         """Begin a partition: nothing arrives in ``directions`` until ``heal``."""
@@ -561,30 +561,28 @@ class Lease:
 
 
 def ask(
-    heap: Heap,
     link: Link,
     process: Process,
     request: Callable[[Callable[[object], None]], None],
     answered: Callable[[object], None],
-    missed: Callable[[], None],
     deadline_ns: int,
 ) -> None:
     """Run ``request`` at the other end of ``link``; it may reply through its argument.
 
-    Runs exactly one of ``answered`` and, after ``deadline_ns``, ``missed``, unless ``process`` dies.
+    Runs ``answered`` once, with the reply or, after ``deadline_ns``, with None, unless ``process`` dies.
     """
     waiting = [True]
 
-    def settle(action: Callable[[], None]) -> None:
+    def settle(answer: object) -> None:
         if waiting:
             waiting.clear()
-            action()
+            answered(answer)
 
     def reply(answer: object) -> None:
-        link.send(Direction.DOWN, lambda: process.deliver(lambda: settle(lambda: answered(answer))))
+        link.send(Direction.DOWN, lambda: process.deliver(lambda: settle(answer)))
 
     link.send(Direction.UP, lambda: request(reply))
-    heap.after(deadline_ns, lambda: process.deliver(lambda: settle(missed)))
+    link.heap.after(deadline_ns, lambda: process.deliver(lambda: settle(None)))
 
 
 class LeaseLine:
@@ -595,21 +593,15 @@ class LeaseLine:
         self.machine = 1
         """Changes when the machine is lost: messages that the old machine sent are dropped."""
 
-    def ask(
-        self,
-        process: Process,
-        request: Callable[[Lease], object],
-        answered: Callable[[object], None],
-        missed: Callable[[], None],
-    ) -> None:
+    def ask(self, process: Process, request: Callable[[Lease], object], answered: Callable[[object], None]) -> None:
         """As the function ``ask``, with the lease; the request is dropped if this machine is lost in the meantime."""
-        machine, heap, ttl_ns = self.machine, self.lease.heap, self.lease.ttl_ns
+        machine = self.machine
 
         def receive(reply: Callable[[object], None]) -> None:
             if machine == self.machine:
                 reply(request(self.lease))
 
-        ask(heap, self.link, process, receive, answered, missed, ttl_ns // 4)
+        ask(self.link, process, receive, answered, self.lease.ttl_ns // 4)
 
 
 @dataclass(frozen=True, slots=True)
