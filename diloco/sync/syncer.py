@@ -25,7 +25,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diloco.sync import fates, region
-from diloco.sync.admission import AWAY_UNKNOWN_NS, Verdict, admit, admitted, expire, held_updates, withdrawn
+from diloco.sync.admission import (
+    AWAY_UNKNOWN_NS,
+    Verdict,
+    admit,
+    admitted,
+    expire,
+    fastest_step_ns,
+    held_updates,
+    withdrawn,
+)
 from diloco.sync.data_units import Units
 from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
 from diloco.sync.events import (
@@ -49,6 +58,7 @@ from diloco.sync.events import (
     UpdateAdmitted,
     UpdateArrived,
     UpdateWithdrawn,
+    VersionPublished,
 )
 from diloco.sync.fates import refuse_stale
 from diloco.sync.journal import JournalError, Record, digest_effects, digest_with_prose, from_plain, to_plain
@@ -132,6 +142,12 @@ class OuterSync:
         if options.run_ns and state.started_ns is not None:
             shares.append((state.now_ns - state.started_ns) * 1_000_000 // options.run_ns)
         return min(1_000_000, max(shares))
+
+    def announced(self, fragment: int, version: int) -> VersionPublished:
+        """Return the event that announces a version to the sites, with the run's present state."""
+        state, attendance = self.state, self.attendance
+        run = (attendance.run_tokens(), self.progress_ppm(), state.lineage, fastest_step_ns(state, attendance.live))
+        return VersionPublished(state.epoch, fragment, version, *run)
 
     def under_way(self, index: int) -> StartOuterStep | TakeVersion:
         """Return the effect under way that makes the next version of fragment ``index``."""

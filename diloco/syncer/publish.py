@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.codec.base import bytes_of, digits, is_sha256
 from diloco.codec.base import digest as digest_of
-from diloco.sync.admission import fastest_step_ns
 from diloco.sync.events import Fate, FateTold, FragmentStanding
 from diloco.sync.options import PROTOCOL
 from diloco.syncer.outer_step import merged_into
@@ -55,10 +54,9 @@ VERSIONS_KEPT = 256
 
 def published(machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
     """Return the event that announces a version, with the run's present state."""
-    state = machine.state
-    fastest_ns = fastest_step_ns(state, machine.attendance.live)
-    run = (state.run_tokens(), machine.progress_ppm(), state.lineage, fastest_ns)
-    return Published(state.epoch, fragment, version, digest, *run)
+    told = machine.announced(fragment, version)
+    run = (told.run_tokens, told.progress_ppm, told.lineage, told.fastest_step_ns)
+    return Published(told.epoch, fragment, version, digest, *run)
 
 
 def as_known(told: T, protocol: int) -> T:
