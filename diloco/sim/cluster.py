@@ -307,19 +307,9 @@ class Cluster:
         if site.running() or not site.wanted:
             return
         site.lives += 1
-        trainer, process = Trainer(self.heap, site.sides[0].random, self.stepped), f"{name}-{site.lives}"
+        trainer = Trainer(self.heap, site.sides[0].random, self.stepped, self._exited)
         site.parts = [
-            SiteProcess(
-                name,
-                process,
-                self.heap,
-                side,
-                site.trouble,
-                syncers.checkers,
-                syncers.seats,
-                trainer,
-                self._exited,
-            )
+            SiteProcess(name, f"{name}-{site.lives}", side, site.trouble, syncers, trainer)
             for syncers, side in zip(self.syncers, site.sides, strict=True)
         ]
         trainer.parts = list(site.parts)

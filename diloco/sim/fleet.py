@@ -21,7 +21,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from diloco.sim.fleet_plan import Cargo, FleetPlan, FleetResult, FleetSite
+from diloco.sim.fleet_plan import Cargo, FleetPlan, FleetResult, FleetSite, Region
 from diloco.sim.fleet_site import Hub, Member, Site, to_ns
 from diloco.sim.world import Heap
 from diloco.sync import effects as fx
@@ -32,7 +32,7 @@ from diloco.sync.state import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.sim.fleet_plan import FleetFault, Region
+    from diloco.sim.fleet_plan import FleetFault
 
 LOOK_S = 1.0
 """The interval between two checks of the run's progress, while a fault waits for a share of it."""
@@ -44,6 +44,11 @@ class Faults:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._waiting = list(fleet.plan.faults)
+        for site in fleet.sites:
+            if isinstance(site, Site):
+                rate, away_s = site.site.interruptions_per_s, site.site.away_s
+                alone = Region(sites=(site.index,), interruptions_per_s=rate, away_s=away_s)
+                self._fail_some_day(alone, site.random)
         for number, region in enumerate(fleet.plan.regions):
             self._fail_some_day(region, Random(f"{fleet.plan.seed}/region/{number}"))
 
@@ -79,7 +84,7 @@ class Faults:
             case "cut":
                 assert lasts_ns is not None, fault
                 site.cut(lasts_ns)
-            case "start":
+            case "start" if not site.lives:
                 site.start()
             case "leave":
                 site.asked_to_leave()
@@ -91,7 +96,9 @@ class Faults:
 
     def _fail(self, region: Region, random: Random) -> None:
         for index in region.sites:
-            self._one(index).interrupted(to_ns(region.away_s))
+            site = self._one(index)
+            site.account.interruptions += 1
+            site.stop(to_ns(region.away_s))
         self._fail_some_day(region, random)
 
     def _one(self, index: int) -> Site:
@@ -107,7 +114,7 @@ class RegionalSyncer(Member):
         assert site.region is not None, site
         super().__init__(fleet, index, site)
         self.below = below
-        self._lives, self._is_there = 1, True
+        self.lives, self._is_there = 1, True
         self._incarnation = 0
         self._sealed: dict[tuple[int, int], fx.Seal] = {}
         self._have = [-1 for _ in below.machine.state.fragments]

@@ -20,7 +20,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim.fleet_plan import SiteAccount
-from diloco.sim.world import join_answered, news, update_arrived
+from diloco.sim.world import join_answered, update_arrived
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.learner import LearnerSync
@@ -200,7 +200,7 @@ class Hub:
 
     def published(self, fragment: int) -> ev.VersionPublished:
         """Return the announcement of the fragment's newest version."""
-        return news(self.machine, fragment, self.machine.state.fragments[fragment].version)
+        return self.machine.announced(fragment, self.machine.state.fragments[fragment].version)
 
     def _pass(self, instant_ns: int) -> None:
         if self._planned_ns == instant_ns:
@@ -217,7 +217,7 @@ class Member:
         self.account = SiteAccount()
         self._half_ns = to_ns(site.rtt_s / 2)
         self._up_free_ns = self._down_free_ns = 0
-        self._lives = 0
+        self.lives = 0
         self._is_there = False
         self._ahead: int | None = None
         """The fragment of the update sent last: a request for its next version waits at the syncer."""
@@ -261,14 +261,14 @@ class Member:
 
     def _join(self) -> int:
         """Give the join request to the syncer, send the answer to the site, and return the incarnation."""
-        asked = ev.JoinRequested(1, self.name, f"{self.name}/{self._lives}")
+        asked = ev.JoinRequested(1, self.name, f"{self.name}/{self.lives}")
         (answer,) = (each for each in self.fleet.handle(asked) if isinstance(each, fx.AnswerJoin))
         self.told(join_answered(self.fleet.machine, answer))
         return answer.incarnation
 
     def _push(self, seal: fx.Seal, digest: str, incarnation: int) -> ev.PushAnswered:
         """Give an update to the syncer; return the answer."""
-        update = update_arrived(seal, self.name, incarnation, digest, digest)
+        update = update_arrived(seal, self.name, incarnation, digest)
         (answer,) = (each for each in self.fleet.handle(update) if isinstance(each, fx.AnswerPush))
         self._ahead = seal.fragment
         return ev.PushAnswered(seal.fragment, seal.sequence, answer.outcome, answer.reason)
@@ -295,7 +295,7 @@ class Site(Member):
         super().__init__(fleet, index, site)
         self.cargo = fleet.cargo
         self.machine = LearnerSync(fleet.plan.learner)
-        self._random = Random(f"{fleet.plan.seed}/{index}")
+        self.random = Random(f"{fleet.plan.seed}/{index}")
         self._since_ns = 0
         self._there_ns: int | None = None
         self._gone_ns: int | None = None
@@ -324,31 +324,12 @@ class Site(Member):
     # --- coming and going -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Plan the first process, the planned absences and the interruptions."""
+        """Plan the first process and the planned absences."""
         if self.site.starts_s < inf:
-            self.heap.at(to_ns(self.site.starts_s), self._start)
+            self.heap.at(to_ns(self.site.starts_s), self.start)
         for begin_s, end_s in self.site.planned:
             away_ns = to_ns(end_s - begin_s)
             self.heap.at(to_ns(begin_s), partial(self.stop, away_ns))
-        self._fail_some_day()
-
-    def _fail_some_day(self) -> None:
-        if self.site.interruptions_per_s:
-            self.heap.after(to_ns(self._random.expovariate(self.site.interruptions_per_s)), self._fails)
-
-    def _fails(self) -> None:
-        self.interrupted(to_ns(self.site.away_s))
-        self._fail_some_day()
-
-    def interrupted(self, away_ns: int) -> None:
-        """Fail, alone or with other sites."""
-        self.account.interruptions += 1
-        self.stop(away_ns)
-
-    def start(self) -> None:
-        """Start the first process, unless the site has had one."""
-        if not self._lives:
-            self._start()
 
     def asked_to_leave(self) -> None:
         """Send what is unsent, and leave for good."""
@@ -364,7 +345,7 @@ class Site(Member):
             self.heap.after(lasts_ns, self._heard)
 
     def _unheard(self) -> None:
-        if self._lives and self.heap.now_ns < self._cut_until_ns:
+        if self.lives and self.heap.now_ns < self._cut_until_ns:
             self.fleet.told(ev.SiteSilent(self.name))
 
     def _heard(self) -> None:
@@ -383,26 +364,27 @@ class Site(Member):
         self._mail.clear()
         self.fleet.resting.pop(self.index, None)
         self._since_ns = self.heap.now_ns
-        life = self._lives
+        life = self.lives
         timeout_ns = self.fleet.plan.outer.site_timeout_ns
         if away_ns is None or away_ns > timeout_ns:
             self.heap.after(timeout_ns, lambda: self._silent(life))
         if away_ns is not None:
-            self.heap.after(away_ns, self._start)
+            self.heap.after(away_ns, self.start)
 
     def _silent(self, life: int) -> None:
-        if self._lives == life and not self._is_there:
+        if self.lives == life and not self._is_there:
             self.fleet.told(ev.SiteSilent(self.name))
 
-    def _start(self) -> None:
-        if not self._lives:
+    def start(self) -> None:
+        """Start a process: the first one, or the one after an absence."""
+        if not self.lives:
             self._there_ns = self.heap.now_ns
         else:
             self.account.away_s += (self.heap.now_ns - self._since_ns) / SECOND_NS
             outbox = {key: digest for key, (_, digest) in self._disk.items()}
             plain, processed = self.machine.snapshot(), self.machine.state.tokens_processed
             self.machine = LearnerSync.restore(self.fleet.plan.learner, plain, outbox, processed)
-        self._lives += 1
+        self.lives += 1
         self._is_there, self._since_ns = True, self.heap.now_ns
         self._ahead = None
         self._coming.clear()
@@ -415,7 +397,7 @@ class Site(Member):
         if self._began_ns is not None:
             account.steps += (now_ns - self._began_ns) // self._step_ns
         self._end_stretch()
-        if self._lives and not self._is_there:
+        if self.lives and not self._is_there:
             account.away_s += (now_ns - self._since_ns) / SECOND_NS
         there_s = 0.0 if self._there_ns is None else ((self._gone_ns or now_ns) - self._there_ns) / SECOND_NS
         account.waited_s = max(0.0, there_s - account.trained_s - account.away_s)
@@ -441,7 +423,7 @@ class Site(Member):
         known = self.site.steps_s[self.account.steps : self.account.steps + steps]
         step_s = (sum(known) + (steps - len(known)) * self.site.step_s) / steps if known else self.site.step_s
         self._find_due()
-        jitter = self.site.step_jitter and self.site.step_jitter * (2 * self._random.random() - 1)
+        jitter = self.site.step_jitter and self.site.step_jitter * (2 * self.random.random() - 1)
         self._began_ns, self._step_ns = self.heap.now_ns, max(1, to_ns(step_s * (1 + jitter)))
         self._until(steps)
 
@@ -650,19 +632,19 @@ class Site(Member):
                     self._soon(lambda: self.fleet.handle(ev.SiteLeft(1, self.name, self.machine.state.incarnation)))
 
     def _seal(self, seal: fx.Seal) -> None:
-        digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self._lives}"
+        digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self.lives}"
         self._disk[seal.fragment, seal.sequence] = (seal, digest)
-        made, life = ev.Sealed(seal.fragment, seal.sequence, digest), self._lives
+        made, life = ev.Sealed(seal.fragment, seal.sequence, digest), self.lives
         if not self.site.seal_s:
             self._handle(made)
             return
         done_ns = to_ns(self.site.seal_s)
-        self.heap.after(done_ns, lambda: self._hear(made) if self._lives == life and self._is_there else None)
+        self.heap.after(done_ns, lambda: self._hear(made) if self.lives == life and self._is_there else None)
 
     def _pushed(self, key: tuple[int, int]) -> None:
         if key not in self._disk:
             return
-        if self.site.lost_share and self._random.random() < self.site.lost_share:
+        if self.site.lost_share and self.random.random() < self.site.lost_share:
             refused = ev.PushAnswered(*key, ev.Outcome.REFUSED, ev.Reason.OVERLOAD)
             if self._began_ns is None:
                 self.told(refused)
@@ -682,10 +664,10 @@ class Site(Member):
     def _over(self, instant_ns: int, do: Callable[[], object]) -> None:
         """Run ``do`` at ``instant_ns``, or later while the link is cut or the syncer paused."""
 
-        life = self._lives
+        life = self.lives
 
         def arrive() -> None:
-            if self._lives != life or not self._is_there:
+            if self.lives != life or not self._is_there:
                 return  # The process that sent the message, or was to get it, has ended.
             now_ns, paused_ns = self.heap.now_ns, self.fleet.paused_until_ns
             if now_ns < self._cut_until_ns or now_ns < paused_ns:

@@ -12,7 +12,7 @@ import json
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.sim import world
 from diloco.sim.world import Damaged, Died, Storage, Value, sealed, unsealed
@@ -246,7 +246,7 @@ class OuterDisk:
         for name in snapshots[:-SNAPSHOTS_KEPT]:
             self.storage.remove(name)
         try:
-            first = int(str(self.facts(self.storage.names("snapshot-")[0])["segment"]))
+            first = self.facts(self.storage.names("snapshot-")[0])["segment"]
         except Damaged:
             return  # The oldest snapshot is damaged: remove nothing else until it is gone.
         self.storage.sync_names()  # A snapshot that a power cut brought back would need the files removed below.
@@ -265,11 +265,9 @@ class OuterDisk:
         first, second, third = json.loads(unsealed(name, self.storage.read(name)))
         return (first, second, third)
 
-    def facts(self, name: str) -> dict[str, object]:
+    def facts(self, name: str) -> dict[str, Any]:
         """Read a snapshot; raise ``Damaged`` when it does not verify."""
-        facts = json.loads(unsealed(name, self.storage.read(name)))
-        assert isinstance(facts, dict)
-        return facts
+        return dict(json.loads(unsealed(name, self.storage.read(name))))
 
     def recover(self) -> Replayer:
         """Recover the last process's machine and versions; ``Damaged`` says why when that is impossible."""
@@ -281,12 +279,10 @@ class OuterDisk:
                 damaged[name] = str(error)
                 continue
             machine = OuterSync.restore(self.plan.options, facts["state"])
-            rows = facts["values"]
-            assert isinstance(rows, list)
-            kept = [Kept(*((a, b, c) for a, b, c in row)) for row in rows]
+            kept = [Kept(*((a, b, c) for a, b, c in row)) for row in facts["values"]]
             versions = [{part.version: each} for part, each in zip(machine.state.fragments, kept, strict=True)]
             replayer = Replayer(machine, versions, self)
-            for record in self._records(int(str(facts["segment"]))):
+            for record in self._records(facts["segment"]):
                 replayer.apply(record)
             self._sweep(machine)
             self.notes = list(damaged.values())

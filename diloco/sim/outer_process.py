@@ -29,7 +29,6 @@ from diloco.sim.world import (
     Stream,
     Unit,
     join_answered,
-    news,
     sealed,
 )
 from diloco.sync.effects import (
@@ -255,7 +254,6 @@ class OuterProcess(Process):
         self._streams: dict[str, tuple[int, Tell]] = {}
         """The stream of each site, with the incarnation that reads it."""
         self._calls: dict[int, Reply] = {}
-        self._joins: dict[int, Tell] = {}
         self._call = 0
         self._armed_ns: int | None = None
         self._records = 0
@@ -443,9 +441,16 @@ class OuterProcess(Process):
 
     def join(self, site: str, process: str, ticket: int, tell: Tell, reply: Reply) -> None:
         """Handle a site's join; ``tell`` is the site's stream, once it is accepted."""
-        call = self._expect(reply)
-        self._joins[call] = tell
-        self._apply(JoinRequested(call, site, process, ticket))
+
+        def answered(answer: object) -> None:
+            if isinstance(answer, AnswerJoin) and answer.reason is None:
+                self.leases.watch(site, self.now_ns())
+                self._streams[site] = (answer.incarnation, tell)
+                reply(join_answered(self.machine, answer))
+            else:
+                reply(answer.reason if isinstance(answer, AnswerJoin) else answer)
+
+        self._apply(JoinRequested(self._expect(answered), site, process, ticket))
 
     def push(self, update: UpdateArrived, value: Value, transfer_ns: int, reply: Reply) -> None:
         """Judge an update by its header; the payload, which takes ``transfer_ns``, follows only if that is accepted."""
@@ -540,23 +545,12 @@ class OuterProcess(Process):
 
     def _carry_out(self, effect: OuterEffect) -> None:
         match effect:
-            case AnswerJoin():
-                reply, tell = self._calls.pop(effect.call), self._joins.pop(effect.call)
-                if effect.reason is not None:
-                    reply(effect.reason)
-                    return
-                self.leases.watch(effect.site, self.now_ns())
-                self._streams[effect.site] = (effect.incarnation, tell)
-                reply(join_answered(self.machine, effect))
-            case AskToConfirm():
-                del self._joins[effect.call]
-                self._calls.pop(effect.call)(effect)
-            case AnswerPush() | AnswerDone() | AnswerUnits():
+            case AnswerJoin() | AskToConfirm() | AnswerPush() | AnswerDone() | AnswerUnits():
                 self._calls.pop(effect.call)(effect)
             case StartOuterStep():
                 self.heap.after(self.plan.merge_ns, lambda: self.own(lambda: self._step(effect)))
             case PublishVersion():
-                self._tell_all(news(self.machine, effect.fragment, effect.version))
+                self._tell_all(self.machine.announced(effect.fragment, effect.version))
             case TellFate():
                 if effect.site in self._streams:
                     self._streams[effect.site][1](FateTold(effect.fate))
@@ -627,13 +621,16 @@ class Replicator:
 
     def follow(self, stream: Stream, chain: str, segment: int) -> None:
         """Serve a standby from its place in the journal, or send it away."""
+        if stream.served:
+            return
+        stream.served = True
         disk, name = self.process.disk, journal_name(segment)
         begin, place = Begin(segment), (0, 0)
         if not segment:  # The standby is empty: it gets the newest snapshot and its payloads.
             snapshot = disk.storage.names("snapshot-")[-1]
             facts = disk.facts(snapshot)
             payloads = self._payloads(sorted(payloads_in(facts["state"])))
-            begin = Begin(int(str(facts["segment"])), (snapshot, disk.storage.read(snapshot)), payloads)
+            begin = Begin(facts["segment"], (snapshot, disk.storage.read(snapshot)), payloads)
             self._at = (begin.segment, 0)
         else:
             written = units(disk.storage.read(name)) if name in disk.storage.names("journal-") else ()
@@ -678,7 +675,7 @@ class Replicator:
                     events = [each.event for each in decode_records(unit.body, at)] if unit.kind == FRAME else []
                     named = [event.payload for event in events if isinstance(event, UpdateArrived) and event.payload]
                     raw, end_of = data[at : unit.end], (segment, unit.end)
-                    self._send(stream, Unit(unit.kind, unit.chain, raw, end_of, self._payloads(named)))
+                    self._send(stream, Unit(unit.chain, raw, end_of, self._payloads(named)))
                 at = unit.end
             self._at = (segment, at) if segment == last else (segment + 1, 0)
 

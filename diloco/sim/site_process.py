@@ -10,14 +10,15 @@ the connection and joins again.
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.sim import world
 from diloco.sim.outer_process import OuterProcess
-from diloco.sim.site_state import SiteState, Stored
+from diloco.sim.site_state import KEPT, Checkpoint, SiteState
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.world import MILLISECOND_NS, Direction, Heap, Pulled, ask
 from diloco.sync.admission import Verdict
@@ -57,6 +58,7 @@ from diloco.sync.events import (
     UnitsTold,
     VersionFetched,
 )
+from diloco.sync.journal import canonical
 from diloco.sync.learner import LearnerSync
 from diloco.sync.progress import ask_of, units_from
 
@@ -64,9 +66,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from random import Random
 
-    from diloco.sim.checkers import Checkers
-    from diloco.sim.outer_process import Reply, Seat
-    from diloco.sim.site_state import Checkpoint, Key, Side, Trouble
+    from diloco.sim.outer_process import Machines, Reply, Seat
+    from diloco.sim.site_state import Key, Side, Trouble
     from diloco.sim.world import Value
 
 CALL_DEADLINE_NS = 1500 * MILLISECOND_NS
@@ -218,9 +219,7 @@ class Courier:
         stored = self.process.disk.outbox.get(key)
         if self.tasks.get(key) is not session or stored is None:
             return
-        figures = (stored.finite, stored.norm, stored.cosine)
-        site, incarnation = self.process.site, session.incarnation
-        update = world.update_arrived(stored.seal, site, incarnation, stored.digest, "", *figures)
+        update, value = replace(stored[0], incarnation=session.incarnation), stored[1]
         outer, transfer_ns = session.outer, self.process.plan.transfer_ns
 
         def again() -> None:
@@ -228,8 +227,8 @@ class Courier:
 
         self._ask(
             outer,
-            lambda reply: outer.push(update, stored.value, transfer_ns, reply),
-            lambda answer: self._pushed(key, session, stored.digest, answer, again),
+            lambda reply: outer.push(update, value, transfer_ns, reply),
+            lambda answer: self._pushed(key, session, update.digest, answer, again),
             CALL_DEADLINE_NS + transfer_ns,
         )
 
@@ -299,22 +298,10 @@ LOCK_STEP_WAIT_NS = 3000 * MILLISECOND_NS
 class SiteProcess(SiteState):
     """One life of a learner."""
 
-    def __init__(
-        self,
-        site: str,
-        name: str,
-        heap: Heap,
-        side: Side,
-        trouble: Trouble,
-        checkers: Checkers,
-        seats: Sequence[Seat],
-        trainer: Trainer,
-        on_exit: Callable[[SiteProcess, str], None],
-    ) -> None:
-        super().__init__(site, name, heap, side, trouble)
-        self.checkers, self.trainer = checkers, trainer
-        self.courier = Courier(self, seats)
-        self._on_exit = on_exit
+    def __init__(self, site: str, name: str, side: Side, trouble: Trouble, syncers: Machines, trainer: Trainer) -> None:
+        super().__init__(site, name, syncers.heap, side)
+        self.checkers, self.trainer, self.trouble = syncers.checkers, trainer, trouble
+        self.courier = Courier(self, syncers.seats)
         self._given_up: set[Key] = set()
         self._waits = 0
         self.passes = False
@@ -326,8 +313,9 @@ class SiteProcess(SiteState):
         """Resume from the checkpoint or begin cold, and join."""
         kept = self.disk.checkpoint
         if kept is not None:
-            digests = {key: stored.digest for key, stored in self.disk.outbox.items()}
-            self.load(kept)
+            digests = {key: update.digest for key, (update, _) in self.disk.outbox.items()}
+            for name, value in kept.values.items():
+                setattr(self, name, copy.copy(value))
             # The machine gets the checkpoint's step again below, so the odometer must not count it yet.
             before = self.disk.odometer - kept.step_tokens
             self.machine = LearnerSync.restore(self.plan.options, json.loads(kept.machine), digests, before)
@@ -356,7 +344,7 @@ class SiteProcess(SiteState):
     def exit(self, why: str) -> None:
         """End the process, by itself, with the reason ``why``."""
         self.kill()
-        self._on_exit(self, why)
+        self.trainer.exited(self, why)
 
     def ask_to_leave(self) -> None:
         """Handle the user's Ctrl-C."""
@@ -429,7 +417,8 @@ class SiteProcess(SiteState):
             self.poisoned.add(int(random.random() * len(self.theta)))
         self.checkers.stepped(self, step_ns, learned)
         if self.step % self.plan.checkpoint_steps == 0:
-            kept = self.checkpoint(step_ns)
+            values = {name: copy.copy(getattr(self, name)) for name in KEPT}
+            kept = Checkpoint(canonical(self.machine.snapshot()), values, tokens, step_ns)
             self.heap.after(self.plan.checkpoint_ns, lambda: self.deliver(lambda: self._keep(kept)))
         passes = self.passes
         self.at_rest = self.stopping and not passes  # An order to stop came during this step: it was the last.
@@ -500,7 +489,8 @@ class SiteProcess(SiteState):
                 norm *= 1e6
             else:
                 cosine = -cosine
-        self.disk.outbox[key] = Stored(seal, content, decoded, not ruined, norm, cosine)
+        update = world.update_arrived(seal, self.site, 0, content)  # The courier sets the incarnation of its session.
+        self.disk.outbox[key] = (replace(update, finite=not ruined, norm=norm, cosine=cosine), decoded)
         self.rounded = world.minus(decoded, self.sealing.pop(key, world.ZERO))
         self.sent[key] = decoded
         self.checkers.encoded(self, seal.fragment, content, decoded)
@@ -514,9 +504,15 @@ class Trainer:
     that still trains takes it at the same instant.
     """
 
-    def __init__(self, heap: Heap, random: Random, stepped: Callable[[Sequence[SiteProcess]], None]) -> None:
-        """``stepped`` gets the parts that have just made a step."""
-        self._heap, self._random, self._stepped = heap, random, stepped
+    def __init__(
+        self,
+        heap: Heap,
+        random: Random,
+        stepped: Callable[[Sequence[SiteProcess]], None],
+        exited: Callable[[SiteProcess, str], None],
+    ) -> None:
+        """``stepped`` gets the parts that have just made a step, ``exited`` a part that ended by itself, and why."""
+        self._heap, self._random, self._stepped, self.exited = heap, random, stepped, exited
         self.parts: list[SiteProcess] = []
         self._waiting: list[SiteProcess] = []
 

@@ -5,21 +5,19 @@ Also a site's arithmetic on them: measuring an update, and adopting a version.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from diloco.sim import world
 from diloco.sim.world import Link, Process, Value
-from diloco.sync.effects import Seal
-from diloco.sync.journal import canonical
+from diloco.sync.events import UpdateArrived
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 
 if TYPE_CHECKING:
     from diloco.sim.world import Heap
-    from diloco.sync.effects import Adopt, Retake
+    from diloco.sync.effects import Adopt, Retake, Seal
 
 Key = tuple[int, int]
 Drawn = tuple[int, bool]
@@ -57,18 +55,6 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """An update in the outbox: its seal, digest, decoded value, and the figures sent with it."""
-
-    seal: Seal
-    digest: str
-    value: Value
-    finite: bool
-    norm: float
-    cosine: float
-
-
-@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What a site's process needs to resume, taken after an optimizer step and before the machine is told of it.
 
@@ -86,7 +72,8 @@ class SiteDisk:
     """The part of a site that outlives its process."""
 
     checkpoint: Checkpoint | None = None
-    outbox: dict[Key, Stored] = field(default_factory=dict)
+    outbox: dict[Key, tuple[UpdateArrived, Value]] = field(default_factory=dict)
+    """The updates to be sent, each with its decoded value."""
     odometer: int = 0
 
 
@@ -106,9 +93,9 @@ KEPT = ("theta", "base", "adopted", "sent", "poisoned", "step", "cursor", "drawn
 class SiteState(Process):
     """One life of a learner, as its checkers see it."""
 
-    def __init__(self, site: str, name: str, heap: Heap, side: Side, trouble: Trouble) -> None:
+    def __init__(self, site: str, name: str, heap: Heap, side: Side) -> None:
         super().__init__(lambda: None)
-        self.site, self.name, self.heap, self.trouble = site, name, heap, trouble
+        self.site, self.name, self.heap = site, name, heap
         self.plan, self.link, self.random, self.disk = side.plan, side.link, side.random, side.disk
         parts = range(self.plan.options.num_fragments)
         self.machine = LearnerSync(self.plan.options)
@@ -129,16 +116,6 @@ class SiteState(Process):
         """Whether another process of this site was started while this one still runs."""
         self.rounded: Value = world.ZERO
         """What the codec's rounding changed in the update sealed last."""
-
-    def checkpoint(self, step_ns: int) -> Checkpoint:
-        """Return the checkpoint after a step that took ``step_ns``, before the machine is told of the step."""
-        kept = {name: copy.copy(getattr(self, name)) for name in KEPT}
-        return Checkpoint(canonical(self.machine.snapshot()), kept, self.plan.tokens, step_ns)
-
-    def load(self, kept: Checkpoint) -> None:
-        """Load the values of a checkpoint."""
-        for name, value in kept.values.items():
-            setattr(self, name, copy.copy(value))
 
     def measured(self, seal: Seal) -> Value:
         """Return the pseudo-gradient that ``seal`` asks for."""

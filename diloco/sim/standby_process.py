@@ -56,18 +56,14 @@ class StandbyProcess(Process):
 
         def receive() -> None:
             primary = self._other.process
-            if isinstance(primary, OuterProcess):
-                primary.deliver(lambda: self._asked(primary, stream, chain, segment))
+            replicator = primary.replicator if isinstance(primary, OuterProcess) else None
+            if replicator is not None:
+                replicator.process.deliver(lambda: replicator.follow(stream, chain, segment))
             else:
                 self._link.send(Direction.DOWN, stream.broken)  # No syncer runs there.
 
         self._link.send(Direction.UP, receive, stream.broken)
         self._watch(stream)
-
-    def _asked(self, primary: OuterProcess, stream: Stream, chain: str, segment: int) -> None:
-        if primary.replicator is not None and not stream.served:
-            stream.served = True
-            primary.replicator.follow(stream, chain, segment)
 
     def _watch(self, stream: Stream) -> None:
         def look() -> None:
@@ -114,17 +110,17 @@ class StandbyProcess(Process):
 
     def _unit(self, part: Unit, stream: Stream) -> None:
         """Write a unit of the journal durably, acknowledge it, then apply its records."""
+        (unit,) = units(part.raw)
         if self._began_at is not None:
             begin, self._began_at = self._began_at, None
-            assert part.kind == HEADER
+            assert unit.kind == HEADER
             assert begin.snapshot is not None
             self.disk.begin(begin.segment, part.raw, begin.snapshot, begin.payloads)
             self.replayer = self.disk.recover()
-        elif part.kind == HEADER:
+        elif unit.kind == HEADER:
             assert self.replayer is not None
             self.disk.snapshot(self.replayer.machine, self.replayer.versions)
         else:
-            (unit,) = units(part.raw)
             assert chain_after(self.disk.chain, unit.body) == unit.chain, "a frame does not continue the journal here"
             for name, data in part.payloads:
                 self.disk.keep_payload(name, data)
@@ -133,10 +129,9 @@ class StandbyProcess(Process):
         assert self.disk.chain == part.chain, "the journal here is another one"
         self._place = part.end
         self._ack(stream)
-        if part.kind == HEADER:
+        if unit.kind == HEADER:
             return
         assert self.replayer is not None
-        (unit,) = units(part.raw)
         for record in decode_records(unit.body, 0):
             try:
                 effects = self.replayer.apply(record)

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from diloco.sync.admission import fastest_step_ns
-from diloco.sync.events import Fate, JoinAnswered, UpdateArrived, VersionPublished
+from diloco.sync.events import Fate, JoinAnswered, UpdateArrived
 from diloco.sync.journal import JournalError
 from diloco.sync.leadership import Claim, Place, Standing, next_standing, refusal
 from diloco.sync.options import HealthOptions, OuterOptions
@@ -245,27 +244,11 @@ def join_answered(machine: OuterSync, answer: AnswerJoin) -> JoinAnswered:
     return JoinAnswered(state.epoch, answer.incarnation, answer.standings, *run)
 
 
-def update_arrived(
-    seal: Seal,
-    site: str,
-    incarnation: int,
-    digest: str,
-    payload: str = "",
-    finite: bool = True,
-    norm: float = 0.0,
-    cosine: float | None = None,
-) -> UpdateArrived:
+def update_arrived(seal: Seal, site: str, incarnation: int, digest: str) -> UpdateArrived:
     """Build the event for an update that a site has sealed."""
     key = (0, site, incarnation, seal.fragment, seal.sequence)
     work = (seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
-    return UpdateArrived(*key, *work, digest, payload, "exact", finite, seal.final, norm, cosine, spans=seal.spans)
-
-
-def news(machine: OuterSync, fragment: int, version: int) -> VersionPublished:
-    """Build the event that announces a version to the sites."""
-    state, attendance = machine.state, machine.attendance
-    run = (attendance.run_tokens(), machine.progress_ppm(), state.lineage, fastest_step_ns(state, attendance.live))
-    return VersionPublished(state.epoch, fragment, version, *run)
+    return UpdateArrived(*key, *work, digest, digest, "exact", True, seal.final, spans=seal.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +274,6 @@ class Begin:
 class Unit:
     """A unit of the journal byte for byte, the place where it ends, and the payloads that it names."""
 
-    kind: bytes
     chain: bytes
     raw: bytes
     end: Place

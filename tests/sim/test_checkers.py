@@ -9,7 +9,7 @@ from diloco.sim.site_checkers import Admission, OneLeader, Replicated
 from diloco.sim.world import OuterPlan, OuterRule, Storage, Unit
 from diloco.sync import effects as fx
 from diloco.sync.events import Outcome, Reason, StandbyAttached, StandbyDetached, SyncerStarted
-from diloco.sync.journal import CHAIN_START, FRAME, encode_frame
+from diloco.sync.journal import CHAIN_START, encode_frame
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.syncer import OuterSync
 from tests.sim.small import a_pair
@@ -108,7 +108,7 @@ def test_one_leader_speaks_at_a_time_and_a_version_has_one_digest() -> None:
 def test_what_is_told_is_durable_at_the_standby() -> None:
     checker, storage = Replicated(PLAN), Storage()
     raw, chain = encode_frame(b"x\n", CHAIN_START)
-    unit = Unit(FRAME, chain, raw, (1, len(raw)), ())
+    unit = Unit(chain, raw, (1, len(raw)), ())
     storage.append("journal-000001", raw)
     with pytest.raises(Violation, match="not durable"):
         checker.replicated(storage, "journal-000001", unit)
