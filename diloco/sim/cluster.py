@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
 from diloco.sim.outer_disk import OuterDisk
-from diloco.sim.outer_process import RESTART_NS, LeaseHolder, Machines, OuterProcess, Seat, take_lease
+from diloco.sim.outer_process import RESTART_NS, Machines, OuterProcess, Seat, take_lease
 from diloco.sim.site_process import SiteProcess, Trainer
 from diloco.sim.site_state import Side, SiteDisk, SitePlan, Trouble
 from diloco.sim.standby_process import StandbyProcess
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from diloco.sim.checkers import Checkers
     from diloco.sim.outer_disk import CrashPoint
+    from diloco.sim.outer_process import Term
 
 
 class Syncers(Machines):
@@ -112,13 +113,13 @@ class Syncers(Machines):
         else:
             self._follow(seat, seat.line)
 
-    def _lead(self, seat: Seat, leadership: LeaseHolder | None, *, promoted: bool = False, lineage: int = 0) -> object:
+    def _lead(self, seat: Seat, term: Term | None, *, promoted: bool = False, lineage: int = 0) -> object:
         """Start a syncer on the folder; where the folder is damaged, restore the files from a copy and start later.
 
         Return the state that a ``promoted`` syncer began with, otherwise None.
         """
         try:
-            process = OuterProcess(self, seat, leadership, promoted=promoted)
+            process = OuterProcess(self, seat, term, promoted=promoted)
         except JournalError as error:
             if not seat.disk.storage.rotten:
                 raise Violation("storage", f"a disk on which nothing has rotted is damaged: {error}") from error
@@ -134,9 +135,9 @@ class Syncers(Machines):
     def _run_for_lead(self, seat: Seat, line: LeaseLine) -> None:
         candidate = seat.process = Process(lambda: self.died(seat, candidate))
 
-        def taken(leadership: LeaseHolder) -> None:
+        def taken(term: Term) -> None:
             candidate.kill()
-            self._lead(seat, leadership)
+            self._lead(seat, term)
 
         def refused() -> None:
             candidate.kill()
@@ -150,13 +151,13 @@ class Syncers(Machines):
     def _follow(self, seat: Seat, line: LeaseLine) -> None:
         standby = seat.process = StandbyProcess(self, seat)
 
-        def taken(leadership: LeaseHolder) -> None:
+        def taken(term: Term) -> None:
             assert standby.replayer is not None
             standby.kill()
             seat.leads = True
             self.promotions += 1
             warm = standby.replayer.machine.snapshot()
-            if self._lead(seat, leadership, promoted=True) != warm:
+            if self._lead(seat, term, promoted=True) != warm:
                 raise Violation("replicated", "a standby's folder and its memory are not the same")
 
         standby.deliver(standby.follow)

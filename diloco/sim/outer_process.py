@@ -111,20 +111,19 @@ class Turn:
     place: Place | None = None
 
 
+Term = tuple[int, int]
+"""The epoch of a lease that was taken, and when the request for it was sent."""
+
+
 class LeaseHolder:
     """Makes the lease changes that ``Leadership`` asks for, one at a time."""
 
-    def __init__(self, line: LeaseLine, epoch: int, sent_ns: int) -> None:
-        """``sent_ns``: when the request for the lease was sent."""
-        self.epoch, self.lease = epoch, line.lease
-        self.machine = Leadership(epoch, line.lease.ttl_ns, sent_ns)
-        self._line, self._heap = line, line.lease.heap
+    def __init__(self, process: OuterProcess, line: LeaseLine, term: Term) -> None:
+        self.epoch, self.lease = term[0], line.lease
+        self.machine = Leadership(self.epoch, line.lease.ttl_ns, term[1])
+        self._process, self._line, self._heap = process, line, line.lease.heap
         self._number = 0
         self._busy = False
-
-    def start(self, process: OuterProcess) -> None:
-        """Begin to renew the lease."""
-        self._process = process
         self._later()
 
     def wanting(self) -> str | None:
@@ -179,7 +178,7 @@ def take_lease(
     process: Process,
     line: LeaseLine,
     name: str,
-    taken: Callable[[LeaseHolder], None],
+    taken: Callable[[Term], None],
     refused: Callable[[], None] | None = None,
 ) -> None:
     """Request the lease until it is granted; a standby, which gives no ``refused``, requests it by itself."""
@@ -188,7 +187,7 @@ def take_lease(
 
     def answered(answer: object) -> None:
         if isinstance(answer, int):
-            taken(LeaseHolder(line, answer, sent_ns))
+            taken((answer, sent_ns))
         elif isinstance(answer, str) and refused is not None:
             refused()
         else:
@@ -241,12 +240,11 @@ class OuterProcess(Process):
     Requests are queued, and each turn takes those that have arrived through all of its stages.
     """
 
-    def __init__(self, machines: Machines, seat: Seat, leadership: LeaseHolder | None, *, promoted: bool) -> None:
-        """``promoted``: this syncer was a standby until now, and has no standby itself."""
+    def __init__(self, machines: Machines, seat: Seat, term: Term | None, *, promoted: bool) -> None:
+        """``term``: that of its lease.  ``promoted``: it was a standby until now, and has no standby itself."""
         super().__init__(lambda: machines.died(seat, self))
         heap, disk, plan, checkers = machines.heap, seat.disk, machines.plan, machines.checkers
         self.heap, self.disk, self.plan, self.checkers = heap, disk, plan, checkers
-        self.leadership = leadership
         self.final: MarkFinal | None = None
         self._turn: Turn | None = None
         self._inbox: list[Callable[[], None]] = []
@@ -261,6 +259,7 @@ class OuterProcess(Process):
         disk.doom = None
         self.replayer = disk.recover()
         self.machine = self.replayer.machine
+        self.leadership = LeaseHolder(self, seat.line, term) if seat.line is not None and term is not None else None
         written = self._untold.pop(disk.chain, None)
         if written is not None:  # The last process wrote this turn and did not tell it.
             self._book(written)
@@ -288,8 +287,6 @@ class OuterProcess(Process):
             self.checkers.restored(lineage, [kept[max(kept)] for kept in made])
             digests = tuple(digest(kept[max(kept)].published) for kept in made)
             self.own(lambda: self._apply(LineageBegan(lineage, digests, "a backup was restored")))
-        if self.leadership is not None:
-            self.leadership.start(self)
         epoch = self.leadership.epoch if self.leadership is not None else self.machine.state.epoch + 1
         state = self.machine.state
         away_ns = max(0, self.heap.now_ns - state.now_ns - state.away_ns)
