@@ -20,6 +20,7 @@ from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import LineageBegan, OuterStepDone, UpdateArrived
 from diloco.sync.journal import (
     CHAIN_START,
+    HEADER,
     MARK,
     JournalError,
     Record,
@@ -33,9 +34,7 @@ from diloco.sync.journal import (
 from diloco.sync.syncer import OuterSync, Replay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from diloco.sim.world import OuterPlan
+    from diloco.sim.world import Begin, OuterPlan
     from diloco.sync.effects import TakeVersion
     from diloco.sync.events import Fate
     from diloco.sync.leadership import Place
@@ -194,9 +193,7 @@ class OuterDisk:
         """As ``release``, by the update's site and fate."""
         self.release(payload_name(site, fate.fragment, fate.sequence, fate.digest))
 
-    def begin(
-        self, segment: int, header: bytes, snapshot: tuple[str, bytes], payloads: Sequence[tuple[str, bytes]]
-    ) -> None:
+    def begin(self, begin: Begin, header: bytes) -> None:
         """Fill a standby's folder: payloads, the journal's header, then the snapshot.
 
         The journal comes before the snapshot: recovery takes a journal without events for a new folder, but it cannot
@@ -205,11 +202,13 @@ class OuterDisk:
         for name in self.storage.names(""):
             self.storage.remove(name)  # Left by an attempt that failed.
         self.storage.sync_names()
-        for name, data in payloads:
+        for name, data in begin.payloads:
             self.keep_payload(name, data)
         (unit,) = units(header)
-        self._begin_segment(segment, header, unit.chain)
-        self._put(*snapshot, "snapshot")
+        assert unit.kind == HEADER
+        assert begin.snapshot is not None
+        self._begin_segment(begin.segment, header, unit.chain)
+        self._put(*begin.snapshot, "snapshot")
 
     def snapshot(self, machine: OuterSync, versions: Versions) -> None:
         """Begin a journal segment, write a snapshot, then remove what no remaining snapshot needs."""

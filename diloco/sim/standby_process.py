@@ -112,10 +112,8 @@ class StandbyProcess(Process):
         """Write a unit of the journal durably, acknowledge it, then apply its records."""
         (unit,) = units(part.raw)
         if self._began_at is not None:
-            begin, self._began_at = self._began_at, None
-            assert unit.kind == HEADER
-            assert begin.snapshot is not None
-            self.disk.begin(begin.segment, part.raw, begin.snapshot, begin.payloads)
+            self.disk.begin(self._began_at, part.raw)
+            self._began_at = None
             self.replayer = self.disk.recover()
         elif unit.kind == HEADER:
             assert self.replayer is not None

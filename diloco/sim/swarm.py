@@ -67,9 +67,7 @@ class Outcome:
     events: int = 0
     simulated_ns: int = 0
     restarts: int = 0
-    power_cuts: int = 0
     promotions: int = 0
-    damage_found: int = 0
     staleness_worst: int = 0
     versions: int = 0
     pairs_cut: int = 0
@@ -128,8 +126,6 @@ class Run(Cluster):
         outcome.digest = "".join(history.digest.hexdigest() for history in self.histories)
         outcome.events, outcome.simulated_ns, outcome.restarts = self.heap.events, self.heap.now_ns, self.restarts
         for syncers, history in zip(self.syncers, self.histories, strict=True):
-            outcome.power_cuts += syncers.power_cuts
-            outcome.damage_found += syncers.damage_found
             outcome.promotions += syncers.promotions
             outcome.versions += sum(syncers.versions())
             outcome.fates.update(history.fates)
