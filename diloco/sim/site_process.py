@@ -222,30 +222,19 @@ class Courier:
         update, value = replace(stored[0], incarnation=session.incarnation), stored[1]
         outer, transfer_ns = session.outer, self.process.plan.transfer_ns
 
-        def again() -> None:
-            self.later(backoff_ns, lambda: self._attempt(key, session, min(2 * backoff_ns, BACKOFF_MAX_NS)))
+        def answered(answer: object) -> None:
+            assert isinstance(answer, AnswerPush | Verdict | None)
+            wanted = self.tasks.get(key) is session
+            if answer is None or (wanted and answer.outcome is Outcome.RETRY):
+                self.later(backoff_ns, lambda: self._attempt(key, session, min(2 * backoff_ns, BACKOFF_MAX_NS)))
+            elif wanted:
+                del self.tasks[key]
+                self.process.handle(PushAnswered(*key, answer.outcome, answer.reason, update.digest))
+                if answer.fate is not None and self.process.alive:
+                    self.process.handle(FateTold(answer.fate))
 
-        self._ask(
-            outer,
-            lambda reply: outer.push(update, value, transfer_ns, reply),
-            lambda answer: self._pushed(key, session, update.digest, answer, again),
-            CALL_DEADLINE_NS + transfer_ns,
-        )
-
-    def _pushed(self, key: Key, session: Session, digest: str, answer: object, again: Callable[[], None]) -> None:
-        if answer is None:
-            again()
-            return
-        assert isinstance(answer, AnswerPush | Verdict)
-        if self.tasks.get(key) is not session:
-            return
-        if answer.outcome is Outcome.RETRY:
-            again()
-            return
-        del self.tasks[key]
-        self.process.handle(PushAnswered(*key, answer.outcome, answer.reason, digest))
-        if answer.fate is not None and self.process.alive:
-            self.process.handle(FateTold(answer.fate))
+        deadline_ns = CALL_DEADLINE_NS + transfer_ns
+        self._ask(outer, lambda reply: outer.push(update, value, transfer_ns, reply), answered, deadline_ns)
 
     def fetch(self, effect: Fetch) -> None:
         """Pull a newer version once: the down-links to it from the newest value here, or the whole values."""
@@ -256,12 +245,9 @@ class Courier:
             """Return False once the machine has started over in a new lineage; it has then asked again."""
             return process.machine.state.lineage == lineage
 
-        def failed() -> None:
-            self.later(BACKOFF_FIRST_NS, lambda: process.handle(FetchFailed(index)) if current() else None)
-
         def answered(answer: object) -> None:
             if not isinstance(answer, Pulled) or not current():
-                failed()
+                self.later(BACKOFF_FIRST_NS, lambda: process.handle(FetchFailed(index)) if current() else None)
                 return
             value = world.ZERO if answer.whole else process.arrived.get(index, process.base[index])[1]
             value = world.plus(value, world.total(answer.parts))
@@ -270,7 +256,7 @@ class Courier:
             process.handle(VersionFetched(index, answer.version, answer.fates))
 
         if session is None:
-            failed()
+            answered(None)
         else:
             outer, have = session.outer, effect.have_version
             self._ask(outer, lambda reply: outer.pull(process.site, index, have, reply), answered)
