@@ -85,28 +85,28 @@ class AdminServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
-        """How the run stands, as one JSON object.
+        """Return the state of the run as one JSON object.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """One last round, then every site stops; the run can be taken up again.
+        """Begin one last round, after which every site stops; the run can be resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Put a site out of the run.
+        """Evict a site from the run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Readmit(self, request, context):
-        """Let a site that was put out join again.
+        """Let an evicted site join again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,28 +120,28 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Refuse(self, request, context):
-        """An accepted update is never merged.
+        """Exclude an accepted update from every merge.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """Write a snapshot now.
+        """Write a snapshot now, and answer when it is durable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Promote(self, request, context):
-        """To a standby: take over.
+        """Make a standby take over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detach(self, request, context):
-        """To a syncer: go on without a standby until one has caught up.
+        """Let a syncer continue without a standby until one has caught up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,8 +45,8 @@ class ReplicationServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Follow(self, request_iterator, context):
-        """start -> follows, then items in order: what the standby lacks, and what is new as it becomes durable here.  It
-        acknowledges what is durable there.  One standby at a time; a later call ends an earlier one.
+        """start -> follows, then items in order: first those that the standby lacks, then each new one once it is durable at
+        the syncer.  The standby acknowledges what is durable there.  One standby at a time; a new call ends the older one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -75,53 +75,54 @@ class SyncServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request, context):
-        """A learner process speaks for a site from now on.  Refused as a status: FAILED_PRECONDITION (the text names the field
-        that does not match), PERMISSION_DENIED, ALREADY_EXISTS (superseded), RESOURCE_EXHAUSTED (full).
+        """Let a learner process act for a site from now on.  A refusal is a status: FAILED_PRECONDITION (the text names the
+        field that does not match), PERMISSION_DENIED, ALREADY_EXISTS (superseded), RESOURCE_EXHAUSTED (full).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """One update.  header -> admitted (with the offset to go on from) or a result; then chunks; then commit -> result.
-        Protocol 3: frames and commit need not wait for that; what comes behind a result is not read.
-        The end of the stream means nothing: without commit nothing happened, though the bytes received may be kept.
+        """Send one update.  header -> admitted (with the offset to resume from) or result; then chunks; then commit -> result.
+        Protocol 3: frames and commit need not wait for the admission; the syncer reads nothing after a result.
+        The end of the stream is no commit: without a commit the update does not count, but the syncer may keep its bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Small events, as they happen, and an Alive every few seconds.  Missing one costs nothing.
+        """Stream small events as they happen, and an Alive every few seconds.  A missed event does no harm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """A version of one fragment: header, then chunks.
+        """Send a version of one fragment: header, then chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """The heartbeat.
+        """Send a heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Goodbye.
+        """Let the site leave the run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request_iterator, context):
-        """Protocol 3: how one gets on with the syncer, and how fast; nothing of the run is read or changed.  ask -> answer; then
-        as much filler as was asked for, until the client ends its half -> taken; then filler from here.
+        """Protocol 3: check whether the client fits the syncer, and measure the link; a probe does not change the run.
+        ask -> answer; then the announced filler, until the client ends its half of the stream -> taken; then the requested
+        filler from the syncer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
