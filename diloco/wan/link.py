@@ -1,15 +1,15 @@
-"""The model of one WAN link: computes when what is sent at one end comes out at the other.
+"""The model of one WAN link: computes when bytes that are sent at one end arrive at the other.
 
-Pure: no clock, no sockets, no loop.  Instants are integer nanoseconds and always an argument, so that a test can run a
-whole link without waiting.
+Pure: no clock, no sockets, no event loop.  Instants are integer nanoseconds and always an argument, so that a test can
+run a whole link without waiting.
 
 A byte that enters a direction is first serialised (all traffic of the direction shares the rate, first come first
 served), then travels for half the round-trip time plus the jitter of that moment, and then may wait for a stall to end.
 The order is kept.
 
 The weather (jitter and stalls) is a function only of the seed, the direction and the time since the link was started.
-How a program cuts its writes, or how the kernel cuts our reads, does not change it.  So two runs with one seed see the
-same weather, although no two runs read the same pieces.
+How a program cuts its writes, or how the kernel cuts our reads, does not change it.  So two runs with the same seed see
+the same weather, although they read different pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STALL_MS_MAX = 10_000.0
 STALLED_SHARE_MAX = 0.5
 RTT_MS_MAX = 60_000.0
 SECONDS_KEPT_MAX = 8192
-"""Drawn seconds kept, of all links and directions of the process."""
+"""Most seconds of drawn weather in the cache, which all links and directions of the process share."""
 
 READ_SPAN_NS = 2 * MILLISECOND_NS
 READ_BYTES_MIN = 4 * 1024
@@ -61,7 +61,7 @@ def directions(named: str) -> tuple[str, ...]:
 
 @dataclass(kw_only=True, slots=True)
 class CommonOptions:
-    """The properties that a link has in both emulations.  Its directions have the same; each draws its own weather."""
+    """The properties of a link in both emulations.  Its two directions share them, but each draws its own weather."""
 
     mbps_min: ClassVar[float]
     mbps_max: ClassVar[float]
@@ -91,7 +91,7 @@ class CommonOptions:
         known = asdict(self)
         for name in changes:
             if name not in known:
-                raise ValueError(f"{name} is no option of a link: one of {', '.join(known)}")
+                raise ValueError(f"{name} is not an option of a link: one of {', '.join(known)}")
         return type(self)(**{**known, **changes})
 
     def serialise_ns(self, num_bytes: int) -> int:
@@ -110,7 +110,7 @@ class LinkOptions(CommonOptions):
     mbps_max = 1e6
 
     queue_kib: float = 1024.0
-    """Size of the queue in front of the link, beyond what is under way on it."""
+    """Size of the queue in front of the link, without the bytes in flight on it."""
     stall_percent: float = 0.0
     """Chance in each second that a direction stalls, as TCP does while it retransmits a lost segment."""
     stall_ms: float = 200.0
@@ -171,9 +171,9 @@ def _second(key: str, index: int) -> _Second:
 class Weather:
     """Jitter and stalls of one direction, by seed and time since the start.
 
-    Each second has a generator of its own, seeded by (seed, direction, second), which draws in this order: the chance
-    of a stall, its offset in the second, one jitter for each of 100 slots.  All are drawn whether the options use them
-    or not, so a change of the options does not change later draws.  An idle hour costs nothing.
+    Each second has its own generator, seeded by (seed, direction, second), which draws in this order: the chance of a
+    stall, its offset in the second, one jitter for each of 100 slots.  It draws them even if the options do not use
+    them, so a change of the options does not change later draws.  An idle hour costs nothing.
     """
 
     def __init__(self, seed: int, direction: str) -> None:
@@ -185,7 +185,7 @@ class Weather:
         return _second(self._key, second).jitter[offset_ns // JITTER_SLOT_NS]
 
     def delay_ns(self, at_ns: int, options: CommonOptions) -> int:
-        """Return how long what enters the link at ``at_ns`` travels: half the round trip, plus the jitter."""
+        """Return the travel time of an item that enters the link at ``at_ns``: half the round trip, plus the jitter."""
         delay_ns = int(options.rtt_ms * MILLISECOND_NS / 2)
         if options.jitter_ms:
             delay_ns += int(self.jitter(at_ns) * options.jitter_ms * MILLISECOND_NS / 2)
@@ -218,11 +218,11 @@ class Passage(Generic[Item]):
     end_ns: int = 0
     """When the link has serialised all of it and is free for the next."""
     due_ns: int = 0
-    """When it comes out at the other end."""
+    """When it arrives at the other end."""
 
 
 class Path(Generic[Item]):
-    """One direction of a link: the items under way on it, and when each one is due.
+    """One direction of a link: the items in flight on it, and when each one is due.
 
     First in, first out.  ``push`` plans an item, ``take_due`` removes those due, ``change`` and ``heal`` plan again.
     """
@@ -231,7 +231,7 @@ class Path(Generic[Item]):
         self.options = options
         self.direction = direction
         self.blocked = False
-        """True in a partition: items go in, none come out, and none are lost."""
+        """True in a partition: items enter, none arrive, and none are lost."""
         self.in_flight_bytes = 0
         self.in_flight_bytes_peak = 0
         self.num_stalls = 0
@@ -249,7 +249,7 @@ class Path(Generic[Item]):
         return self.options.window_bytes - self.in_flight_bytes
 
     def push(self, item: Item, num_bytes: int, now_ns: int) -> None:
-        """Append ``item`` to the queue; 0 bytes for an item that only keeps its place (a close, a handshake)."""
+        """Append ``item`` to the queue; a signal (a close, a handshake) has 0 bytes and only keeps its place."""
         passage = Passage(item, num_bytes)
         self._plan(passage, now_ns)
         self._passages.append(passage)
@@ -263,7 +263,7 @@ class Path(Generic[Item]):
         return self._passages[0].due_ns
 
     def take_due(self, now_ns: int) -> list[Passage[Item]]:
-        """Remove and return all items that have come out by ``now_ns``, in order."""
+        """Remove and return all items that have arrived by ``now_ns``, in order."""
         taken: list[Passage[Item]] = []
         while not self.blocked and self._passages and self._passages[0].due_ns <= now_ns:
             passage = self._passages.popleft()
@@ -286,7 +286,7 @@ class Path(Generic[Item]):
                 self._plan(passage, now_ns)
 
     def heal(self, now_ns: int) -> None:
-        """End a partition.  All items under way are sent again from the start, as TCP would retransmit them."""
+        """End a partition.  All items in flight cross the link again from the start, as TCP would retransmit them."""
         if not self.blocked:
             return
         self.blocked = False

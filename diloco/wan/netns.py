@@ -1,4 +1,4 @@
-"""Sites and a syncer in network namespaces of their own, joined by links that the kernel's real TCP crosses.
+"""Sites and a syncer in separate network namespaces, joined by emulated links that carry the kernel's real TCP.
 
     with Netns({"site-a": PipeOptions(rtt_ms=100, mbps=200), "site-b": PipeOptions(rtt_ms=20)}) as network:
         syncer = network.popen(SYNCER, [..., "--listen", "0.0.0.0:7077"])
@@ -8,8 +8,8 @@
 
 Each site has one link, to the syncer, which forwards between sites.  Unlike in ``relay``, these are real: segments of
 1500 bytes that are lost one by one, congestion control and its windows, slow start, the kernel's socket buffers and
-time-outs, and silence when a link is cut.  It does not model cross traffic, active queue management, congestion marks
-(ECN) or reordering.  Packets cross in runs of up to 64 KiB, each of which comes out when its last segment would.
+timeouts, and silence when a link is cut.  It does not model cross traffic, active queue management, congestion marks
+(ECN) or reordering.  Packets cross in runs of up to 64 KiB, each of which arrives when its last segment would.
 
 It needs Linux and root, or the root of ``unshare -Urn`` (``unavailable`` returns why not).  It changes no setting of
 the machine: its namespaces have no names and disappear with the program between them.
@@ -72,14 +72,14 @@ CONGESTIONS = ("bbr", "cubic", "reno")
 def unavailable() -> str | None:
     """Return why namespaces with emulated links cannot be made here, or None if they can."""
     if sys.platform != "linux":
-        return f"network namespaces are Linux's own, and this is {sys.platform}"
+        return f"network namespaces exist only on Linux, and this is {sys.platform}"
     if not TUN_DEVICE.exists():
-        return f"{TUN_DEVICE} is not there: the kernel has no TUN devices"
+        return f"{TUN_DEVICE} does not exist: the kernel has no TUN devices"
     if shutil.which("ip") is None:
         return "the program ip (of iproute2) is not installed"
     held = _capabilities()
     if not (held >> CAP_SYS_ADMIN & 1 and held >> CAP_NET_ADMIN & 1 and _may_come_back()):
-        return "network namespaces need root, or root in namespaces of one's own: unshare -Urn COMMAND"
+        return "network namespaces need root, or root in a user namespace: unshare -Urn COMMAND"
     return None
 
 
@@ -104,7 +104,7 @@ def enter(place: str | int) -> None:
 
 
 def make() -> int:
-    """Make a namespace with its loopback device up; return a descriptor that holds it.  The caller stays outside."""
+    """Make a namespace with its loopback device up; return a descriptor that holds it.  The caller does not enter."""
     with _returning():
         _call("unshare", CLONE_NEWNET)
         made = os.open(OWN_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
@@ -126,10 +126,10 @@ def within(place: str | int) -> Iterator[None]:
 def open_tun(name: str, address: str, peer: str, *, to: str, congestion: str) -> int:
     """Make a TUN device in the current namespace and return its descriptor; closing that removes the device.
 
-    Packets come with a virtio-net header and before TCP segmentation (see ``pipe``).  The device has ``address``, with
-    ``peer`` at its other end.  Packets for ``to`` take it, with ``congestion`` as the congestion control of TCP.  That
-    is set on the route, not on the namespace: a namespace may choose only among those that the machine allows for all
-    users, and this module never changes settings of the machine.
+    Packets have a virtio-net header and are not cut into TCP segments yet (see ``pipe``).  The device has ``address``,
+    with ``peer`` at its other end.  Packets for ``to`` take it, with ``congestion`` as TCP's congestion control.  The
+    route sets that, not the namespace: a namespace may choose only among those that the machine allows for all users,
+    and this module never changes settings of the machine.
     """
     import fcntl  # Imported here, so that the module can be imported on Windows, which lacks it.
 
@@ -255,7 +255,7 @@ class Cable:
     """Packets that the receiving kernel refused."""
 
     def let_out(self, direction: str) -> int | None:
-        """Write at the far end what has come out of ``direction``; return the instant of the next packet, or None."""
+        """Write at the far end the packets due in ``direction``; return when the next one is due, in ns, or None."""
         pipe, far = self.pipes[direction], self.tuns["down" if direction == "up" else "up"]
         # The clock is read for each packet, so that the time to write earlier ones counts as lateness too.
         while (packet := pipe.take(time.monotonic_ns())) is not None:
@@ -347,7 +347,7 @@ class Delayer:
     ) -> dict[str, dict[str, str]]:
         """Make the namespaces and the links; return the path of each namespace and the addresses of its link."""
         if self._cables:
-            raise ValueError("do is 'start': the links are there already")
+            raise ValueError("do is 'start': the links exist already")
         if not 1 <= len(links) <= SITES_MAX or SYNCER in links:
             raise ValueError(f"links are {', '.join(links)}: 1 to {SITES_MAX} sites, none of them called {SYNCER}")
         syncer = make()
@@ -392,7 +392,7 @@ class Delayer:
 def main() -> None:
     """Emulate links until standard input ends, at the highest priority that this user may have.
 
-    Then kill all processes in the namespaces but the owner: they have no network any more.
+    Then kill all processes in the namespaces except the owner: they have no network without the links.
     """
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
@@ -413,7 +413,7 @@ def main() -> None:
         end_all_in(delayer.namespaces, owner)
 
 
-# --- Sites and a syncer in network namespaces of their own, joined by links that the kernel's real TCP crosses -------
+# --- The owner's side: namespaces, links and processes ---------------------------------------------------------------
 
 SUBNET = 77
 LATE_MS_P99_MAX = 5.0
@@ -469,7 +469,7 @@ class Netns(Child):
             raise
 
     def place(self, who: str) -> str:
-        """Return the path of the namespace of a site or ``SYNCER``, for ``namespaces.enter`` and ``nsenter --net``."""
+        """Return the path of the namespace of a site or ``SYNCER``, for ``enter`` and ``nsenter --net``."""
         return self._find(who)["place"]
 
     def syncer_address(self, site: str) -> str:
@@ -496,7 +496,7 @@ class Netns(Child):
         return process
 
     def set(self, site: str, **changes: object) -> None:
-        """Change options of a site's link; packets under way on it keep their instants."""
+        """Change options of a site's link; packets in flight on it keep their instants."""
         self._do("set", name=site, **changes)
 
     def partition(self, site: str, direction: str = "both") -> None:
@@ -513,21 +513,19 @@ class Netns(Child):
         return stats
 
     def crossed(self) -> dict[str, tuple[int, int]]:
-        """Return by site the bytes that have come out of its link (up, down), headers counted; cheap to call often."""
+        """Return by site the bytes that its link has delivered (up, down), headers counted; cheap to call often."""
         return {site: (up, down) for site, (up, down) in self._do("crossed").items()}
 
     def assert_faithful(self, late_ms_p99: float = LATE_MS_P99_MAX) -> None:
         """Raise ``UnfaithfulError`` unless every link has behaved as configured since the start.
 
-        That means: 99 of 100 packets came out at most ``late_ms_p99`` late, the random losses are as many as the
-        options specify (within five standard deviations), and the emulator itself lost none.
+        That means: 99 of 100 packets arrived at most ``late_ms_p99`` late, the random losses are as many as the options
+        specify (within five standard deviations), and the emulator itself lost none.
         """
         for site, stats in self.stats().items():
             complaints = list(_complaints(stats, late_ms_p99))
             if complaints:
-                raise UnfaithfulError(
-                    f"the link of {site} was not what it was configured to be: {'; '.join(complaints)}"
-                )
+                raise UnfaithfulError(f"the link of {site} did not behave as configured: {'; '.join(complaints)}")
 
     def close(self) -> None:
         """End the processes started here, then the links, each in bounded time."""
@@ -558,12 +556,12 @@ def _complaints(stats: Mapping[str, Any], late_ms_p99: float) -> Iterator[str]:
         counts = stats[way]
         if counts["packets_out"] and counts["late_us_p99"] > 1e3 * late_ms_p99:
             yield (
-                f"{way}, 1 packet in 100 was up to {counts['late_us_p99'] / 1e3:.1f} ms late, or more, and "
-                f"{late_ms_p99:g} is allowed ({stats['scheduling']})"
+                f"{way}, 99 of 100 packets were up to {counts['late_us_p99'] / 1e3:.1f} ms late, and "
+                f"{late_ms_p99:g} ms is allowed ({stats['scheduling']})"
             )
         expected = counts["expected_lost"]
         if abs(counts["lost"] - expected) > DEVIATIONS_MAX * math.sqrt(expected) + DEVIATIONS_MAX:
-            yield f"{way}, {counts['lost']} segments were lost of {counts['drawn']} where {expected:.0f} should be"
+            yield f"{way}, {counts['lost']} of {counts['drawn']} segments were lost, and {expected:.0f} were expected"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""The model of one direction of a link that carries packets: which are lost, and when the others come out.
+"""The model of one direction of a link that carries packets: which are lost, and when the others arrive.
 
 Pure: no clock, no devices.  Instants are integer nanoseconds and always an argument.  As on a real path, a segment may
-be lost (each by a seeded draw of its own), then waits in a bounded queue, whose overflow is dropped at the tail, then
+be lost (an independent seeded draw decides), then waits in a bounded queue, whose overflow is dropped at the tail, then
 is serialised at the rate, then travels for half the round-trip time plus the jitter of the moment.  The order is kept.
-In a partition, packets that would come out are lost.
+In a partition, packets that would arrive are lost.
 
-Unlike the relay's ``Path``, a pipe never makes its senders wait: how they react to loss and delay is up to the TCP of
-their kernel.
+Unlike the relay's ``Path``, a pipe never makes its senders wait: the TCP of their kernel decides how they react to loss
+and delay.
 
-Packets of a TUN device.  With offloads on, the kernel does not cut a stream into segments of the link's size itself:
-it passes up to 64 KiB behind one set of headers, with the length of a segment.  That makes user space fast enough, and
-must not change the emulated network: a rate counts the headers of every segment, and loss hits single segments.
+Packets of a TUN device.  With segmentation offload, the kernel does not cut a stream into segments itself: it passes up
+to 64 KiB after one set of headers, which gives the length of a segment.  That makes user space fast enough, but must
+not change the emulated network: a rate counts the headers of every segment, and loss hits single segments.
 ``measure`` counts the segments, ``keep`` removes some of them.
 
 The header is ``struct virtio_net_hdr`` of Linux, ten bytes in the machine's own byte order: flags, kind, length of all
@@ -175,7 +175,7 @@ class PipeCounts:
     segments_in: int = 0
     bytes_in: int = 0
     drawn: int = 0
-    """Segments that were subject to loss: those that came in while ``loss_percent`` was not 0."""
+    """Segments that could be lost: those that came in while ``loss_percent`` was not 0."""
     expected_lost: float = 0.0
     """Expected number of losses among ``drawn`` by the options."""
     lost: int = 0
@@ -189,7 +189,7 @@ class PipeCounts:
     late_us_sum: float = 0.0
     late_us_max: float = 0.0
     lateness: list[int] = field(default_factory=lambda: [0] * LATENESS_BINS)
-    """Packets by how late they came out: bin n counts those from 2^(n-1) to below 2^n µs; bin 0 those below 1 µs."""
+    """Packets by how late they arrived: bin n counts those from 2^(n-1) to below 2^n µs; bin 0 those below 1 µs."""
 
     def late_us(self, percent: float) -> float:
         """Return an upper bound (within a factor of two) on the lateness of ``percent`` of the packets, in us."""
@@ -227,27 +227,27 @@ class Pipe:
         self._seed(options.seed)
 
     def stats(self) -> dict[str, float]:
-        """Return all counts by name, with percentiles in place of the bins, and the segments under way now."""
+        """Return all counts by name, with percentiles in place of the bins, and the segments in flight now."""
         counts: dict[str, float] = asdict(self.counts)
         del counts["lateness"]
         late_us = {f"late_us_p{percent}": self.counts.late_us(percent) for percent in (50, 99)}
         return {**counts, **late_us, "held_segments": sum(each.segments for each in self._held)}
 
     def change(self, options: PipeOptions) -> None:
-        """Change the options; packets under way keep their instants."""
+        """Change the options; packets in flight keep their instants."""
         if options.seed != self._options.seed:
             self._seed(options.seed)
         self._options = options
 
     def push(self, packet: bytes, now_ns: int) -> None:
-        """Accept ``packet`` from its sender; decide which of its segments are lost and when the others come out."""
+        """Accept ``packet`` from its sender; decide which of its segments are lost and when the others arrive."""
         size = measure(packet)
         counts = self.counts
         counts.segments_in += size.segments
         counts.bytes_in += size.wire_bytes
         gone = self._draw(size.segments) if self._options.loss_percent else ()
         counts.lost += len(gone)
-        # What has not been serialised yet is in the queue; what has is under way.
+        # Bytes that are not serialised yet are in the queue; the others are in flight.
         room = HELD_BYTES_MAX - self._held_bytes
         if mbps := self._options.mbps:
             room = min(room, self._options.queue_bytes - int(max(0, self._free_ns - now_ns) * mbps / 8000))
@@ -265,11 +265,11 @@ class Pipe:
             self._hold(run, stop - first, size.bytes_of(first, stop), now_ns)
 
     def next_due_ns(self) -> int | None:
-        """Return the instant at which ``take`` next has a packet, or None while nothing is under way."""
+        """Return the instant at which ``take`` next has a packet, or None while nothing is in flight."""
         return self._held[0].due_ns if self._held else None
 
     def take(self, now_ns: int) -> bytes | None:
-        """Return the next packet that has come out by ``now_ns``, or None; in a partition lose those that are due."""
+        """Return the next packet that has arrived by ``now_ns``, or None; in a partition drop those that are due."""
         while self._held and self._held[0].due_ns <= now_ns:
             held = self._held.popleft()
             self._held_bytes -= held.wire_bytes

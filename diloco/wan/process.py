@@ -1,7 +1,7 @@
-"""A program of this package in a process of its own, controlled by JSON lines on its standard input.
+"""A program of this package in a separate process, controlled by JSON lines on its standard input.
 
-So a program that uses a link cannot delay it by holding the interpreter's lock.  A link never outlives its owner: the
-child ends when its input does, also if the owner is killed.
+It is separate so that a program that uses a link cannot delay the link by holding the interpreter's lock.  A link never
+outlives its owner: the child ends when its input does, even if the owner is killed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Child:
     """Starts ``python -m MODULE`` and sends it commands; a context manager, safe for threads.
 
     A command that the child refuses raises ``ValueError`` with the child's message. A child that has died, or does not
-    answer within ``answer_timeout_s``, raises ``died``. The child has a session of its own, so that a Ctrl-C meant for
-    the run leaves the links up while the run drains.
+    answer within ``answer_timeout_s``, raises ``died``. The child has its own session, so that a Ctrl-C meant for the
+    run leaves the links up while the run drains.
     """
 
     module: ClassVar[str]
@@ -140,7 +140,7 @@ class Child:
         return self.died(f"the {self.noun} {self.pid} has ended (exit code {code}); it said: {words or '-'}")
 
 
-# --- Links in a process of their own, so that a program using them cannot delay them by holding the interpreter's lock
+# --- The links of ``relay`` ------------------------------------------------------------------------------------------
 
 ANY_PORT = "127.0.0.1:0"
 

@@ -6,9 +6,9 @@ directions (nothing moves, nothing is closed), reset, and refusal of new connect
 runs, and the weather is the same for the same seed (see ``link``).
 
 It does not model packet loss, reordering, congestion control and slow start. ``connect`` returns at once, because the
-relay's own kernel accepts; instead the relay opens the far side one round trip later and reads nothing before.
+relay's own kernel accepts; instead the relay opens the far side one round trip later and reads nothing before that.
 TCP never notices a partition, because the relay's kernel continues to acknowledge, as with any proxy: only pings of the
-application do. (Seen with grpcio 1.85: its pings time out by ``grpc.http2.ping_timeout_ms``, while
+application notice it. (Seen with grpcio 1.85: its pings time out by ``grpc.http2.ping_timeout_ms``, while
 ``grpc.keepalive_timeout_ms`` relies on TCP_USER_TIMEOUT alone and so has no effect here.) The kernel's socket buffers,
 about 256 KiB at each socket of the relay, are a queue in addition to the modelled one. So use it for delay, rate,
 partition and reset as an application sees them, but never to support a claim about loss or congestion.
@@ -81,16 +81,16 @@ class Lane:
         self.path: Path[tuple[End, bytes | Mark]] = Path(options, direction, monotonic_ns())
         """Data and signals, each with the end that it goes to; call ``refresh`` after a change."""
         self.num_bytes = 0
-        """Payload bytes that have come out."""
+        """Payload bytes delivered."""
         self.lateness_ns: deque[int] = deque(maxlen=LATENESS_KEPT_MAX)
-        """How long after they were due the latest parcels came out: the relay's own error."""
+        """How late the latest items were delivered, after their due instants: the relay's own error."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self.waiting: deque[End] = deque()
         """Ends that have stopped reading until there is room; first come, first served."""
 
     def send(self, to: End, content: bytes | Mark) -> None:
-        """Put ``content`` on its way to the end ``to``."""
+        """Send ``content`` over the link to the end ``to``."""
         num_bytes = len(content) if isinstance(content, bytes) else 0
         self.path.push((to, content), num_bytes, monotonic_ns())
         if self._timer is None:
@@ -179,11 +179,11 @@ class End(asyncio.BufferedProtocol):
         return True
 
     def pause_writing(self) -> None:
-        """Hold what arrives: the receiver accepts no more."""
+        """Keep arriving data here, because the receiver accepts no more."""
         self._receiver_full = True
 
     def resume_writing(self) -> None:
-        """Continue to write: the receiver accepts more."""
+        """Continue to write, because the receiver accepts more."""
         self._receiver_full = False
         self.flush()
 
@@ -197,7 +197,7 @@ class End(asyncio.BufferedProtocol):
     # Called by the lanes and the relay.
 
     def arrive(self, content: bytes | Mark) -> None:
-        """Accept what came out of the link for this end; ``flush`` writes it."""
+        """Accept ``content`` that crossed the link to this end; ``flush`` writes data."""
         if self.is_gone:
             return
         if content is Mark.ASK:
@@ -378,7 +378,7 @@ class Relay:
             lane.refresh()
 
     def reset(self) -> None:
-        """End all open connections with a TCP reset at both sides; data under way is lost."""
+        """End all open connections with a TCP reset at both sides; data in flight is lost."""
         for end in list(self.ends):
             end.reset()
         for lane in self._lanes.values():
@@ -402,7 +402,7 @@ class Relay:
     def stats(self) -> dict[str, int | float]:
         """Return counts since the start; ``bytes_*`` are payload bytes delivered, ``connections`` those open now.
 
-        ``late_us_p95`` is the relay's own error: how long after they were due the latest parcels came out.
+        ``late_us_p95`` is the relay's own error: how late, after their due instants, the latest items were delivered.
         """
         up, down = self._lanes["up"], self._lanes["down"]
         lateness_ns = sorted([*up.lateness_ns, *down.lateness_ns])
@@ -447,7 +447,7 @@ class Relay:
         return client
 
     def open(self, target: End) -> None:
-        """Connect ``target``, in a task of its own, then read from its client."""
+        """Connect ``target`` in a separate task, then read from its client."""
 
         async def connect() -> None:
             try:
@@ -526,7 +526,7 @@ class RelayHost:
         self, name: str, options: Mapping[str, object], target: str, listen: str, allow_remote: bool = False
     ) -> str:
         if name in self._relays:
-            raise ValueError(f"link is {name!r}: there is one already")
+            raise ValueError(f"link is {name!r}: a link of that name exists already")
         relay = Relay(LinkOptions().changed(options), allow_remote=allow_remote)
         await relay.start(*parse_address(listen), *parse_address(target))
         self._relays[name] = relay

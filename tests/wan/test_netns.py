@@ -168,7 +168,9 @@ def test_the_round_trip_is_what_it_was_told_to_be_and_changes_while_it_runs() ->
         wait_for(lambda: network.crossed()["a"] == carried(network.stats()["a"]), "all that crossed to be carried")
         counts = network.stats()["a"]
         assert counts["up"]["segments_out"] >= 18 <= counts["down"]["segments_out"]
-        with pytest.raises(UnfaithfulError, match=r"the link of a .* 1 packet in 100 was up to .* and 0 is allowed"):
+        with pytest.raises(
+            UnfaithfulError, match=r"the link of a .* 99 of 100 packets were up to .* and 0 ms is allowed"
+        ):
             network.assert_faithful(late_ms_p99=0.0)
         assert 0 < network.cpu_s() < WAIT_S
 
@@ -322,9 +324,9 @@ STATS: dict[str, Any] = {"failed_writes": 0, "unread": 0, "scheduling": "shared"
     [
         ({"failed_writes": 1}, "1 packets could not be delivered"),
         ({"unread": 2}, "2 packets were dropped before the emulator read them"),
-        ({"up": {**FINE, "late_us_p99": 8192.0}}, "up, 1 packet in 100 was up to 8.2 ms late"),
-        ({"down": {**FINE, "lost": 25}}, "down, 25 segments were lost of 5000 where 5 should be"),
-        ({"down": {**FINE, "lost": 0, "expected_lost": 100.0}}, "down, 0 segments were lost of 5000 where 100"),
+        ({"up": {**FINE, "late_us_p99": 8192.0}}, "up, 99 of 100 packets were up to 8.2 ms late"),
+        ({"down": {**FINE, "lost": 25}}, "down, 25 of 5000 segments were lost, and 5 were expected"),
+        ({"down": {**FINE, "lost": 0, "expected_lost": 100.0}}, "down, 0 of 5000 segments were lost, and 100"),
     ],
 )
 def test_each_way_of_being_unfaithful_is_named(changes: dict[str, Any], words: str) -> None:
@@ -346,10 +348,10 @@ def namespace() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("attribute", "value", "words"),
     [
-        ("sys.platform", "darwin", "network namespaces are Linux's own, and this is darwin"),
-        ("TUN_DEVICE", Path("/dev/net/none"), "/dev/net/none is not there"),
+        ("sys.platform", "darwin", "network namespaces exist only on Linux, and this is darwin"),
+        ("TUN_DEVICE", Path("/dev/net/none"), "/dev/net/none does not exist"),
         ("shutil.which", lambda name: None if name == "ip" else name, r"the program ip \(of iproute2\)"),
-        ("_capabilities", lambda: 0, "need root, or root in namespaces of one's own: unshare -Urn COMMAND"),
+        ("_capabilities", lambda: 0, "need root, or root in a user namespace: unshare -Urn COMMAND"),
         ("_may_come_back", lambda: False, "need root"),
         ("_capabilities", lambda: 1 << netns.CAP_NET_ADMIN, "need root"),
     ],
@@ -429,7 +431,7 @@ def test_only_what_runs_in_these_namespaces_is_ended(namespace: int) -> None:
 
 def test_changes_are_checked_as_a_whole() -> None:
     assert PipeOptions(rtt_ms=10).changed({"mbps": 5.0}) == PipeOptions(rtt_ms=10, mbps=5.0)
-    with pytest.raises(ValueError, match="rate is no option of a link: one of rtt_ms, jitter_ms, mbps, "):
+    with pytest.raises(ValueError, match="rate is not an option of a link: one of rtt_ms, jitter_ms, mbps, "):
         PipeOptions().changed({"rate": 5.0})
     with pytest.raises(ValueError, match="jitter_ms is 20: 0 to rtt_ms=10"):
         PipeOptions(rtt_ms=10).changed({"jitter_ms": 20})

@@ -118,7 +118,7 @@ async def test_a_target_that_is_not_there_resets_the_client(link: Site) -> None:
 async def test_an_option_can_be_changed_and_a_wrong_change_changes_nothing(link: Site) -> None:
     link.relay.set(rtt_ms=10, mbps=5)
     assert (link.relay.options.rtt_ms, link.relay.options.mbps) == (10, 5)
-    with pytest.raises(ValueError, match="rtt is no option of a link: one of rtt_ms, jitter_ms"):
+    with pytest.raises(ValueError, match="rtt is not an option of a link: one of rtt_ms, jitter_ms"):
         link.relay.set(rtt=5)
     with pytest.raises(ValueError, match="jitter_ms is 20"):
         link.relay.set(mbps=7, jitter_ms=20)
@@ -152,8 +152,8 @@ def test_a_host_refuses_in_words() -> None:
         add = {"do": "add", "name": "a", "options": {"rtt_ms": 1}, "target": f"{HOST}:1", "listen": f"{HOST}:0"}
         await host.do(add)
         for command, words in (
-            (add, "link is 'a': there is one already"),
-            ({**add, "name": "b", "options": {"speed": 1}}, "speed is no option of a link"),
+            (add, "link is 'a': a link of that name exists already"),
+            ({**add, "name": "b", "options": {"speed": 1}}, "speed is not an option of a link"),
             ({"do": "heal", "name": "c"}, "link is 'c': one of a"),
             ({"do": "explode", "name": "a"}, "do is 'explode': one of accept"),
         ):
