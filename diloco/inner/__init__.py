@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 def require(condition: bool, field: str, value: object, wanted: str) -> None:
-    """Unless ``condition`` holds, raise ``ValueError`` with ``field``, its ``value`` and what is ``wanted``."""
+    """Raise ``ValueError`` unless ``condition``; it names ``field``, its ``value`` and the value that is ``wanted``."""
     if not condition:
         raise ValueError(f"{field} is {value!r}: {wanted}")
 

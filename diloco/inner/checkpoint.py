@@ -6,7 +6,7 @@ Reading.  ``Checkpoint`` is an open checkpoint: it lists the tensors, and reads 
 There are two formats, and either can be read into any layout.
 
 Format 1 is written by one rank (``save``).  ``<root>/<name>/manifest.json`` holds the caller's ``meta`` and the size
-and sha256 of each tensor file; tensors named ``part/rest`` lie whole in ``part.safetensors`` under ``rest``.
+and sha256 of each tensor file; ``part.safetensors`` holds each whole tensor named ``part/rest``, under ``rest``.
 
 Format 2 is written by all ranks of a site that holds its model in parts (``PartWriter``): ``rank-00003.safetensors``
 holds rank 3's part, and ``rank-00003.json`` lists which box of which tensor each of its values is.
@@ -210,7 +210,7 @@ class Checkpoint:
                 values = torch.empty(wanted.sizes, dtype=found.dtype)
             if meet is not None:
                 values[meet.seen_from(wanted).slices] = found
-        assert values is not None, "an entry lies somewhere"
+        assert values is not None, "an entry has a file"
         return values
 
     def _listed(self, file: str) -> Iterator[tuple[str, tuple[int, ...], Box]]:
@@ -335,7 +335,7 @@ def latest(root: Path, *, verify: bool = True, group: SiteGroup | None = None) -
             return found
         skipped.append(whys[0])
     if skipped:
-        raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(skipped)}")
+        raise CheckpointError(f"no checkpoint in {root} is valid: {'; '.join(skipped)}")
     return None
 
 
@@ -379,7 +379,7 @@ class AsyncWriter:
     def start(self, write: Callable[[], object]) -> None:
         """Start ``write``; must not be called while ``busy``."""
         if self.busy:
-            raise AssertionError("one checkpoint at a time: ask busy first")
+            raise AssertionError("one checkpoint at a time: check busy first")
         if self._synchronous:
             write()
             return

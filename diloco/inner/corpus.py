@@ -90,7 +90,7 @@ class Corpus:
     num_not_text: int
     """Documents left out because they are not UTF-8 or empty."""
     digest: str
-    """Sha256 hex of the documents' sorted sha256 digests: the identity of the text, whatever the machine."""
+    """Sha256 hex of the documents' sorted sha256 digests: the identity of the text, equal on every machine."""
 
     @property
     def text_bytes(self) -> int:
@@ -180,7 +180,7 @@ def _text_of_line(line: bytes, where: str, field: str) -> str:
         raise DataError(f"{where} is not a line of JSON: {error}") from error
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise DataError(f'{where} has no field "{field}" that is a string (data.field says which is the text)')
+        raise DataError(f'{where} has no field "{field}" that is a string (data.field names the field with the text)')
     return text
 
 
@@ -203,7 +203,7 @@ def read_text(kind: str, document: Document, field: str = FIELD) -> str:
     jsonl = kind == "jsonl"
     text = _text_of_line(content, str(document.path), field) if jsonl else content.decode(errors="replace")
     if hashlib.sha256(text.encode(errors="surrogatepass")).digest() != document.digest:
-        raise DataError(f"{document.path} changed while it was being prepared: start again when it is at rest")
+        raise DataError(f"{document.path} changed while it was being prepared: start again once it is final")
     return text
 
 
@@ -338,7 +338,7 @@ ENCODE_BYTES = 4_000_000
 LOCK_POLL_S = 0.1
 STREAM_FORMAT = 1
 BATCH_BYTES = 4_000_000
-"""Bytes of a stream's text tokenized at once; bounds memory.  Shards end with a batch: another value, other shards."""
+"""Bytes of a stream's text tokenized at once; bounds memory.  Shards end with a batch, so they depend on this value."""
 TOLD_AS = "the stream"
 READ_TOKENS = 1 << 22
 """Tokens read at once; bounds memory."""
@@ -401,9 +401,9 @@ def prepare_corpus(
 ) -> CorpusManifest:
     """Make the corpus if it is not in ``cache_dir``, and return its manifest.
 
-    A corpus in the cache is found by its options and the files' names, sizes and times; one of the hub by its options
-    alone, without the network.  Several processes may call this at once: one works, and the others wait at most
-    ``options.lock_wait_s`` for it.  After a process that died, the next one resumes behind its last complete shard.
+    A corpus in the cache is found by its options and the files' names, sizes and times; a data set on the hub by its
+    options alone, without the network.  Several processes may call this at once: one works, and the others wait at most
+    ``options.lock_wait_s`` for it.  If it dies, the next one resumes after its last complete shard.
     ``told(split, done, total)`` reports progress in bytes of text; ``total`` is 0 while it is unknown.  Raises
     DataError.
     """
@@ -412,7 +412,7 @@ def prepare_corpus(
         found = load_manifest(path)
         if found.tokenizer_sha256 != tokenizer.digest:
             made = f"{path} was made by the tokenizer {found.tokenizer}"
-            raise DataError(f"{made}, and data.tokenizer is {tokenizer.name}, or another of that name")
+            raise DataError(f"{made}, and data.tokenizer is {tokenizer.name}, with another digest")
         return found
     is_here = options.kind != "hf" or path.exists() or path.is_absolute() or options.path.startswith((".", "~"))
     pattern = options.pattern or PATTERNS.get(options.kind, "**/*")
@@ -624,7 +624,7 @@ class _Reading:
         for name, writer in self._writers.items():
             shards = writer.close()
             if not shards:
-                train = ": give documents, or validation_split where the data set has one"
+                train = ": give more documents, or set validation_split if the data set has one"
                 raise DataError(f"{options.path} has no document for {name}{train if name == 'validation' else ''}")
             splits[name] = _split_of(writer.documents, self._mark.text_bytes[name], shards)
         digests = [shard.sha256 for name in SPLITS for shard in splits[name].shards]
@@ -672,7 +672,7 @@ class _Reading:
             text = "" if row[wanted] is None else row[wanted]
             if not isinstance(text, str):
                 kind = type(text).__name__
-                raise DataError(f"field is {wanted!r}: in document {self._mark.documents} it is no text, but {kind}")
+                raise DataError(f"field is {wanted!r}: in document {self._mark.documents} it is not text but {kind}")
             self._mark.documents += 1
             try:
                 content = text.encode()
@@ -694,8 +694,8 @@ class _Reading:
         try:
             yield from islice(stream, bound - self._mark.documents if bound else None)
         except Exception as error:
-            where = f"the stream of {self._options.path!r} broke off behind {self._mark.documents:,} documents"
-            raise DataError(f"{where}: {_line(error)}; the next start goes on behind the last whole shard") from error
+            where = f"the stream of {self._options.path!r} broke off after {self._mark.documents:,} documents"
+            raise DataError(f"{where}: {_line(error)}; the next start resumes after the last complete shard") from error
 
     def _without_field(self, columns: Any) -> DataError:
         there = ", ".join(map(str, columns)) or "none"
@@ -720,10 +720,10 @@ def _describe_files(
     for name in SPLITS:
         mine = [file for file in files if file.name.startswith("val") == (name == "validation")]
         if not mine:
-            wanted = 'one whose name begins with "val"' if name == "validation" else "one that does not begin so"
-            raise DataError(f"path is {options.path!r}: no file of it is for {name}: {wanted} is wanted")
+            wanted = 'one whose name begins with "val"' if name == "validation" else "one with another name"
+            raise DataError(f"path is {options.path!r}: it has no file for {name}: add {wanted}")
         shards = [_shard(file, root, options.dtype, tokenizer) for file in mine]
-        # Of the validation split, the UTF-8 that it decodes to; a character cut at a piece's end counts as U+FFFD.
+        # The UTF-8 of the decoded validation split; a character cut at a piece's end counts as U+FFFD.
         read = (piece for file in mine for piece in _pieces(file, options.dtype) if name == "validation")
         text_bytes = sum(len(tokenizer.decode(piece.tolist()).encode()) for piece in read)
         splits[name] = _split_of(0, text_bytes, shards)
@@ -736,15 +736,15 @@ def _describe_files(
 def _shard(file: Path, root: Path, dtype: str, tokenizer: Tokenizer) -> Shard:
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
-        raise DataError(f"{file} has {size} bytes: a multiple of {width}, more than 0, is wanted (data.dtype={dtype})")
+        raise DataError(f"{file} has {size} bytes: data.dtype={dtype} needs a multiple of {width}, more than 0")
     hashed = hashlib.sha256()
     for piece in _pieces(file, dtype):
         hashed.update(piece.tobytes())
         largest = int(piece.max())
         if largest >= tokenizer.vocab_size:
             raise DataError(
-                f"{file} has the id {largest}, and the tokenizer {tokenizer.name} has {tokenizer.vocab_size}: give the "
-                "tokenizer that made it (data.tokenizer), and the width of an id (data.dtype)"
+                f"{file} has the id {largest}, and the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids: set "
+                "data.tokenizer to the tokenizer that made the file, and data.dtype to the width of an id"
             )
     return Shard(str(file.relative_to(root)), size // width, hashed.hexdigest())
 

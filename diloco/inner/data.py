@@ -37,7 +37,7 @@ FORMAT = 1
 
 
 class DataError(ValueError):
-    """A text or corpus cannot be used as it is; the message says which and what to do."""
+    """A text or corpus cannot be used; the message names it and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def permuted(places: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64
 
 
 def in_epochs(places: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
-    """Map the ``places`` of an endless order to 0 .. ``size`` - 1: each epoch is a permutation of its own."""
+    """Map the ``places`` of an endless order to 0 .. ``size`` - 1: each epoch is another permutation."""
     epochs, found = np.divmod(places, size)
     for epoch in np.unique(epochs):
         here = epochs == epoch
@@ -262,7 +262,7 @@ class TokenStream:
         return permuted(dealt, self._windows.count, f"{self._seed}/deal")
 
     def _places_in_order(self, cursor: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places in the endless order of this rank's sequences, ``drawn``, of the batch at ``cursor``."""
+        """Return the places, in the endless order, of this rank's sequences ``drawn`` for the batch at ``cursor``."""
         return drawn
 
 
@@ -271,7 +271,7 @@ def validation_batches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return batches of windows spread evenly over the validation split, the same at every call and every site.
 
-    ``num_batches`` 0 takes every window.  No window is taken twice: there may be fewer batches, the last one shorter.
+    ``num_batches`` 0 takes every window.  No window is taken twice: there may be fewer batches, and a shorter last one.
     """
     require(batch_sequences >= 1, "batch_sequences", batch_sequences, "at least 1")
     require(num_batches >= 0, "num_batches", num_batches, "0 (all) or more")

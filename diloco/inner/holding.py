@@ -1,8 +1,8 @@
-"""How the ranks of a site hold parameters: gathered to one rank and scattered back, and the layouts of our own model.
+"""How the ranks of a site hold parameters: gather to one rank, scatter back, and the layouts of our own model.
 
-A parameter lies whole on every rank (one process, DDP), or is a DTensor: sharded along one dimension or several, over a
+A parameter is whole on every rank (one process, DDP), or is a DTensor: sharded along one dimension or several, over a
 mesh of one dimension or two, with copies if the mesh has them (FSDP, HSDP, tensor parallel, both).  Under pipeline
-parallelism that holds for the ranks of its stage, and the other ranks have no parameter of that name.  In all cases a
+parallelism only the ranks of its stage hold it, and the other ranks have no parameter of that name.  In all cases a
 rank holds one box of it.  Boxes are compared and moved, without lists of indices, and only requested ones are gathered.
 
 This module keeps no copy of a parameter.  It reads and writes the live parameters, between two steps.
@@ -11,8 +11,8 @@ This module keeps no copy of a parameter.  It reads and writes the live paramete
 ``fsdp``     parameters, gradients and optimizer state are sharded, and gathered block by block for use (torch's
              ``fully_shard``; ZeRO stage 3, arXiv 1910.02054).
 ``hsdp``     as fsdp within each group of ``shard_ranks`` neighbours, with copies between the groups as under ddp.
-``tp``       each matrix of a block is cut into parts that multiply on their own, all ranks on the same text (the plan
-             of Megatron-LM, arXiv 1909.08053, section 3).
+``tp``       each matrix of a block is cut into parts, and each rank multiplies with its part, all on the same text (the
+             plan of Megatron-LM, arXiv 1909.08053, section 3).
 ``tp+fsdp``  both: ``tensor_ranks`` neighbours multiply together, and their parts are sharded over the other ranks.
 
 If the model was made on torch's meta device, each rank allocates memory for its part only, and for the whole of one
@@ -398,7 +398,7 @@ class ParallelOptions:
             require(value == 0 or self.parallel in where, name, value, f"only under {', '.join(where)}")
         for parallel, name in (("hsdp", "shard_ranks"), ("tp+fsdp", "tensor_ranks")):
             value = getattr(self, name)
-            require(self.parallel != parallel or value > 0, name, value, f"to be said for {parallel}")
+            require(self.parallel != parallel or value > 0, name, value, f"at least 1 for {parallel}")
 
     def sizes(self, world: int) -> tuple[int, int, int]:
         """Return (copies, shards, tensor ranks) for ``world`` ranks; ValueError if they do not divide evenly."""
@@ -422,7 +422,7 @@ def check_cut(options: ModelOptions, tensor: int) -> None:
     parts = {"heads": options.heads, "kv_heads": options.kv_heads_used, "ffn_dim": options.ffn_dim_used}
     for name, value in parts.items():
         require(value % tensor == 0, "tensor_ranks", tensor, f"a divisor of the model's {name}={value}")
-    require(tensor <= options.vocab_size, "tensor_ranks", tensor, f"at most the {options.vocab_size} words")
+    require(tensor <= options.vocab_size, "tensor_ranks", tensor, f"at most vocab_size={options.vocab_size}")
 
 
 class Spread:
@@ -441,7 +441,7 @@ class Spread:
         if not self.is_sharded:
             self.module = group.wrap(model)
             return
-        assert isinstance(model, Transformer), "the plan is that of our own model"
+        assert isinstance(model, Transformer), "only our own model has a sharding plan"
         check_cut(model.options, tensor)
         is_empty = model.cosines.is_meta
         if not is_empty:

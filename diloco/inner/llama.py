@@ -69,7 +69,7 @@ NUMBER_MAX = 1 << 40
 
 
 def names(options: ModelOptions) -> dict[str, str]:
-    """Return Hugging Face's name of every parameter by our name; a tied head is no parameter of its own."""
+    """Return Hugging Face's name of every parameter by our name; a tied head is not a separate parameter."""
     found = dict(WHOLE)
     if not options.tied:
         found |= dict([HEAD])
@@ -116,7 +116,7 @@ def options_of(config: Mapping[str, Any]) -> ModelOptions:
     require(config.get("model_type") == "llama", "model_type", config.get("model_type"), "'llama'")
     for name, fixed in FIXED.items():
         found = config.get(name, fixed)
-        require(found == fixed or (found is None and not fixed), name, found, f"{fixed!r}, no other is built here")
+        require(found == fixed or (found is None and not fixed), name, found, f"{fixed!r}, the only supported value")
     rope = _rope(config)
     told = {**config, "rope_theta": rope}
     values: dict[str, Any] = {}
@@ -161,13 +161,13 @@ def _rope(config: Mapping[str, Any]) -> Any:
         kind = told.get("rope_type", told.get("type"))
         require(kind in ROPE_TYPES, name, told, "null, or rope_type 'default'")
         factor = told.get("partial_rotary_factor", 1.0)
-        require(factor == 1.0, f"{name}.partial_rotary_factor", factor, "1.0, no other is built here")
+        require(factor == 1.0, f"{name}.partial_rotary_factor", factor, "1.0, the only supported value")
         found = told.get("rope_theta", found)
     return found
 
 
 def _renamed(values: Mapping[str, Value], wanted: Mapping[str, str]) -> dict[str, Value]:
     for name in sorted(values.keys() ^ wanted.keys()):
-        here = "is wanted and not there" if name in wanted else "is there and has no place in this model"
+        here = "is missing" if name in wanted else "is not part of this model"
         raise ValueError(f"parameter {name} {here}")
     return {wanted[name]: values[name] for name in values}

@@ -4,7 +4,7 @@ Machines.  ``Machines`` finds which ranks of a site share a machine.  Two ranks 
 same inode of the same kernel.  So no setting is needed, and ranks in two containers of one host, which do not see each
 other's memory, count as two machines.
 
-Files go from one machine to another in the background, over a process group of their own (gloo, even if the model's is
+Files go from one machine to another in the background, over a separate process group (gloo, even if the model's is
 NCCL), one chunk in each direction at a time.  So training does not wait for them, and no process holds a whole file.
 
 Checkpoints.  A folder in memory (tmpfs) outlives the processes that wrote into it, but not the machine.  It holds
@@ -103,7 +103,7 @@ class Machines:
 
         One exchange at a time, never from two threads.  If a file cannot be read or written, the other files are still
         exchanged and CheckpointError is raised at the end.  If a rank does not answer, every later exchange fails with
-        CheckpointError too, because a late message would be taken for another one.
+        CheckpointError too, because a late message would be mistaken for the next one.
         """
         if self._broken:
             raise CheckpointError(self._broken)
@@ -120,7 +120,7 @@ class Machines:
                     work.wait()
                 posts = [post for post, tensor in due if tensor is not None]
         except RuntimeError as error:
-            self._broken = f"copies go to no other machine any more: {error}"
+            self._broken = f"copies no longer go to other machines: {error}"
             raise CheckpointError(self._broken) from error
         if lacking:
             raise CheckpointError("; ".join(lacking))
@@ -169,7 +169,7 @@ def _written(paths: Sequence[Path], disk: Disk, lacking: list[str]) -> Generator
         yield size
         left, whys, file = int(size), list[str](), None
         if left == ABSENT:
-            lacking.append(f"{path.name} did not come: its rank could not write it")
+            lacking.append(f"{path.name} was not received: its rank could not write it")
             continue
         with _noting(path, whys):
             disk.make_folder(path.parent, Step.CHECKPOINT_BEGIN)
@@ -243,7 +243,7 @@ class MemoryWriter(PartWriter):
         return why
 
     def end(self) -> None:
-        """Remove the folder at the orderly end of a run, which needs it no more.  A collective."""
+        """Remove the folder, which a run does not need after its orderly end.  A collective."""
         with contextlib.suppress(CheckpointError):  # A checkpoint that failed is removed as well.
             self.settle()
         if self._tidies:
@@ -259,7 +259,7 @@ class MemoryWriter(PartWriter):
                 told = os.statvfs(self._root)
                 free = told.f_bavail * told.f_frsize
                 if self._bytes > (1.0 - ROOM_LEFT) * free:
-                    where = f"{self._root}, where {free:,} are free and a tenth stays so"
+                    where = f"{self._root}, where {free:,} are free and a tenth must stay free"
                     raise CheckpointError(f"{self._bytes:,} bytes do not fit into {where}")
                 write_part(self._root, name, self._group.rank, parts, self._disk)
                 self._digest = digest_of_file(folder / f"{mine}.json")
@@ -341,7 +341,7 @@ class MemoryWriter(PartWriter):
         lost = [part for part in ranks if not any(part in parts for parts in whole)]
         if lost:
             whys = [why for each in said for part, why in each.items() if part in lost]
-            return f"{path} is in no machine's memory as a whole: {'; '.join(whys) or f'no machine has {lost[0]}'}"
+            return f"{path} is not complete in the machines' memory: {'; '.join(whys) or f'no machine has {lost[0]}'}"
         lists = [{f"{part}.json" for part in parts} for parts in whole]
         for parts, there in zip(lists, held, strict=True):
             parts |= {MANIFEST} if there is not None else set()

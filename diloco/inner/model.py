@@ -65,7 +65,7 @@ class LigerKernels(Kernels):
         try:
             from liger_kernel import ops
         except ImportError as error:
-            raise KernelsError(f"liger-kernel is not there ({error}): pip install 'diloco[fused]'") from error
+            raise KernelsError(f"liger-kernel is not installed ({error}): pip install 'diloco[fused]'") from error
         self._ops: Any = ops
 
     def normalised(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def kernels_of(kind: str, device: torch.device) -> Kernels:
     if kind == "torch":
         return Kernels()
     if device.type == "cpu":
-        raise KernelsError("its kernels are for accelerators, and this is a CPU: torch")
+        raise KernelsError("its kernels are for accelerators, and this is a CPU: use torch")
     return LigerKernels()
 
 
@@ -130,7 +130,7 @@ class ComputeOptions:
     def __post_init__(self) -> None:
         kept = self.activation_checkpoint
         require(kept in KEPT, "activation_checkpoint", kept, f"one of {', '.join(KEPT)}")
-        wanted = "full or none with compile=true, which decides by itself what of a block it keeps"
+        wanted = "full or none with compile=true, because the compiler decides what to keep of a block"
         require(kept != "selective" or not self.compile, "activation_checkpoint", kept, wanted)
         require(self.loss_chunk >= 0, "loss_chunk", self.loss_chunk, "0 (all at once) or more")
         require(self.kernels in KINDS, "kernels", self.kernels, f"one of {', '.join(KINDS)}")
@@ -138,8 +138,8 @@ class ComputeOptions:
             return
         # liger rotates queries in place, and ``selective`` relies on the unrotated ones that it kept.
         require(kept != "selective", "kernels", self.kernels, "torch with activation_checkpoint=selective")
-        require(not self.compile, "kernels", self.kernels, "torch with compile=true, which fuses the same by itself")
-        require(not self.loss_chunk, "kernels", self.kernels, "torch with loss_chunk: its loss is in parts in any case")
+        require(not self.compile, "kernels", self.kernels, "torch with compile=true, which fuses the same operations")
+        require(not self.loss_chunk, "kernels", self.kernels, "torch with loss_chunk: liger's loss is in parts anyway")
 
 
 class CompileError(RuntimeError):

@@ -1,7 +1,7 @@
 """The ranks of one site: lock-step data parallelism by torch.distributed, NCCL on CUDA and gloo on a CPU.
 
 What a rank holds.  A DTensor is sharded along one or more of its dimensions.  Several dimensions of the device mesh may
-cut the same one, in turn.  What a rank holds of it is one ``Box``, which begins at ``starts`` and has ``sizes``.
+cut the same one, one after the other.  A rank holds one ``Box`` of it, which begins at ``starts`` and has ``sizes``.
 
 ``SiteGroup`` is never used across sites.  It gets the rendezvous as arguments, from the program that started the ranks
 (torchrun).
@@ -95,9 +95,9 @@ def box_of(value: Tensor, name: str = "a tensor") -> Box:
     for side in sides_cut(value):
         dim = getattr(placements[side], "dim", None)
         if dim is None:
-            raise HoldingError(f"{name} is {placements[side]}: its values are nowhere")
+            raise HoldingError(f"{name} is {placements[side]}: no rank holds its values")
         if getattr(placements[side], "split_factor", cuts[dim]) != cuts[dim]:
-            raise HoldingError(f"{name} is {placements} on {tuple(mesh.shape)} ranks: a rank has no one part of it")
+            raise HoldingError(f"{name} is {placements} on {tuple(mesh.shape)} ranks: a rank's part is not one box")
         cuts[dim] *= mesh.shape[side]
         # As in torch's sharding, the last ranks' parts may be shorter or empty.
         size = -(-sizes[dim] // mesh.shape[side])
@@ -210,7 +210,7 @@ class SiteGroup:
         self.master_addr = master_addr
         """The address at which this machine reaches the rendezvous."""
         self._bound = f" (bound {timeout_s:g} s)"
-        """What an error says about the timeout."""
+        """The timeout as error messages show it."""
         self._latest: deque[weakref.ref[Tensor]] = deque(maxlen=LATEST_MAX)
         on_cuda = self.device.type == "cuda"
         self.backend = ("nccl" if on_cuda else "gloo") if world > 1 else ""
@@ -305,7 +305,7 @@ class SiteGroup:
         return [bytes(part[:size].numpy()) for part, size in zip(self.all_gather(room), sizes, strict=True)]
 
     def all_to_all(self, message: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        """Send ``to[rank]`` values of the flat ``message``, which lie in rank order, to each rank.
+        """Send ``to[rank]`` values of the flat ``message``, which holds them in rank order, to each rank.
 
         Returns the received values, ``of[rank]`` from each rank, in rank order; on this rank's device.
         """
@@ -372,7 +372,7 @@ class PresentGroup(SiteGroup):
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._bound = ""  # It is the process group's.
+        self._bound = ""  # The timeout is the process group's.
         self.backend = str(dist.get_backend())
         if "nccl" in self.backend:
             self.device = torch.device("cuda", torch.cuda.current_device())

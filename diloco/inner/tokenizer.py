@@ -69,7 +69,7 @@ class Tokenizer:
         made = tokenizers.Tokenizer.from_str(self._own.to_str())
         if self.end_of_file is not None:
             made.add_special_tokens([END])
-            assert made.token_to_id(END) == self.end_of_file, "the end of a file is the id behind all others"
+            assert made.token_to_id(END) == self.end_of_file, "the end of a file is the last id"
         return made
 
 
@@ -109,7 +109,7 @@ def _shipped() -> tuple[tokenizers.Tokenizer, str]:
 class FileTokenizer(Tokenizer):
     """The tokenizer of the file ``path``.  The files beside it define which token ends a text.
 
-    ``name`` is derived from the content, so that it is the same wherever the file lies.
+    ``name`` is derived from the content, so that it is the same wherever the file is.
     """
 
     def __init__(self, path: str, end_of_file: bool) -> None:
@@ -118,10 +118,10 @@ class FileTokenizer(Tokenizer):
         try:
             own = tokenizers.Tokenizer.from_str(text.decode())
         except Exception as error:  # The library has no error class of its own.
-            raise ValueError(f"tokenizer is {path!r}: no tokenizer.json: {str(error)[:200]}") from error
+            raise ValueError(f"tokenizer is {path!r}: not a tokenizer.json: {str(error)[:200]}") from error
         own.no_truncation()
         own.no_padding()
-        own.encode_special_tokens = True  # Those spelled in a text are plain text: no document can end another.
+        own.encode_special_tokens = True  # A special token spelled in a text stays text, so no document ends another.
         vocab_size = max(own.get_vocab(with_added_tokens=True).values(), default=0) + 1
         require(vocab_size <= VOCAB_SIZE_MAX, "tokenizer", path, f"{vocab_size} ids, at most {VOCAB_SIZE_MAX}")
         end = _end_of(Path(path), own) if end_of_file else None
@@ -153,7 +153,7 @@ def _end_of(path: Path, own: tokenizers.Tokenizer) -> int:
             found = ids[0] if isinstance(ids, list) and ids else ids
     if type(found) is not int or own.id_to_token(found) is None:
         raise ValueError(
-            f"end_of_file is True: nothing beside {path} says which token ends a text (eos_token in "
+            f"end_of_file is True: no file beside {path} names the token that ends a text (eos_token in "
             "tokenizer_config.json, or eos_token_id in config.json)"
         )
     return found
@@ -167,7 +167,7 @@ def _json_beside(path: Path, name: str) -> dict[str, Any]:
     try:
         told = json.loads(_read(file))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"tokenizer is {str(path)!r}: {file} beside it is no JSON: {error}") from error
+        raise ValueError(f"tokenizer is {str(path)!r}: {file} beside it is not JSON: {error}") from error
     return told if isinstance(told, dict) else {}
 
 

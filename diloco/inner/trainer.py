@@ -2,7 +2,7 @@
 
 The order within step k is binding for code that keeps state beside the trainer: data, forward, backward, optimizer;
 then a checkpoint if one is due; then ``after_step(k)``.  After a resume from that checkpoint the trainer calls
-``after_step(k)`` again before step k + 1.  So ``extra_state`` must save what that call did, or it must be repeatable.
+``after_step(k)`` again before step k + 1.  So that call must be repeatable from the state that ``extra_state`` saved.
 
 A checkpoint has the trainer's state as named tensors, ``model/...``, ``optimizer/...`` and ``random/<rank>/...``.
 ``Saving`` decides when to write one, and which one to resume from.  All ranks decide alike.
@@ -229,7 +229,7 @@ class Saving:
         left = checkpoint.names(self._root) if self._root and not resumed else []
         if left:
             raise CheckpointError(
-                f"{self._root} already holds {left[-1]}, and this run did not resume: do, or take another folder"
+                f"{self._root} already holds {left[-1]}, and this run did not resume: resume, or use another folder"
             )
 
     def words(self, step: int) -> list[float]:
@@ -416,7 +416,7 @@ class Trainer:
     ) -> RunEnd:
         """Train until a bound is reached or ``after_step`` returns stop; then write a last checkpoint, if enabled.
 
-        ``extra_state`` returns state of the caller's that each checkpoint includes.  It is called on rank 0; for a
+        ``extra_state`` returns the caller's state, which each checkpoint includes.  It is called on rank 0; for a
         checkpoint in parts, on every rank that was given one.  Its tensors then have different names on each rank, and
         only rank 0's plain values are kept.
         Raises TrainingError after ``nonfinite_max`` non-finite steps in a row.  Raises CheckpointError if the last
@@ -453,7 +453,7 @@ class Trainer:
                     first = info.step - self._nonfinite_in_row + 1
                     raise TrainingError(
                         f"steps {first} to {info.step} gave no finite loss and gradient ({why}), nonfinite_max="
-                        f"{self.options.nonfinite_max}: lower the learning rate, or look at the data"
+                        f"{self.options.nonfinite_max}: lower the learning rate, or check the data"
                     )
             if self._last is not None and self._nonfinite_in_row == 0:
                 self.saving.at_end(self.step, self.model, capture)
@@ -495,7 +495,7 @@ class Trainer:
     def _files_read(self, found: Checkpoint) -> set[str]:
         """Return the files of a checkpoint in parts that this rank reads to resume.
 
-        With as many ranks as at its writing, a rank's extra state lies in its own file; otherwise it is read from all.
+        If as many ranks wrote it, a rank's extra state is in its own file; otherwise it is read from all files.
         """
         live = {f"model/{name}": tensor for name, tensor in model_tensors(self.model).items()}
         rank, as_many = self.group.rank, len(found.digests) == self.group.world
@@ -547,7 +547,7 @@ class Trainer:
         begin_ns = time.perf_counter_ns()
         inner, device = self.optimizers.options, self.group.device
         progress = self._progress
-        if progress is None:  # It is then measured against the bounds of ``run``.
+        if progress is None:  # Then measure it against the bounds of ``run``.
             by_step = self.step / until_step if until_step else 0.0
             progress = max(by_step, self.tokens / until_tokens if until_tokens else 0.0)
         self.optimizers.set_lr_factor(lr_factor(inner, progress, self.step))

@@ -129,7 +129,7 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("site.adapt=true site.overlap_steps_max=30 outer.inner_steps=30", "site.overlap_steps_max is 30: from"),
         ("site.adapt=false site.overlap_steps_max=9", "site.overlap_steps_max is 9: only under site.adapt=true"),
         ("site.parallel=zero", "site.parallel is 'zero': one of ddp, fsdp, hsdp, tp, tp+fsdp"),
-        ("site.parallel=hsdp site.nproc=4", "site.shard_ranks is 0: to be said for hsdp"),
+        ("site.parallel=hsdp site.nproc=4", "site.shard_ranks is 0: at least 1 for hsdp"),
         ("site.parallel=hsdp site.shard_ranks=3 site.nproc=4", "site.shard_ranks is 3: a divisor of 4"),
         ("site.parallel=tp site.nproc=4", "site.tensor_ranks is 4: a divisor of the model's heads=2"),
         ("site.parallel=tp site.nproc=2 inner.compile=true", "inner.compile is true: not with site.parallel=tp,"),
@@ -421,7 +421,7 @@ def test_kernels_for_an_accelerator_are_refused_on_a_cpu_and_where_they_are_not_
     check_kernels(config)  # What nobody asks for may be missing.
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(ConfigError, match=r"^inner\.kernels is 'liger': liger-kernel is not there"):
+    with pytest.raises(ConfigError, match=r"^inner\.kernels is 'liger': liger-kernel is not installed"):
         check_kernels(small("inner.kernels=liger"))
 
 

@@ -86,7 +86,7 @@ def test_none_is_none_and_all_damaged_is_an_error(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     save(tmp_path, "step-1", some(1), {})
     (tmp_path / "step-1" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid"):
         latest(tmp_path)
 
 

@@ -509,7 +509,7 @@ def test_a_stream_that_breaks_off_says_where_and_goes_on(tmp_path: Path, monkeyp
 
     with monkeypatch.context() as broken:
         broken.setattr(datasets.IterableDataset, "__iter__", breaking)
-        with pytest.raises(DataError, match=r"broke off behind 70 documents: the hub is gone; the next start"):
+        with pytest.raises(DataError, match=r"broke off after 70 documents: the hub is gone; the next start"):
             prepare_corpus(wanted, cache)
     after = Counting(monkeypatch)
     assert prepare_corpus(wanted, cache).identity == whole.identity
@@ -520,10 +520,10 @@ def test_what_cannot_be_streamed_is_said_in_one_line(tmp_path: Path) -> None:
     root, cache = streamed(tmp_path / "set"), tmp_path / "cache"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"field": "body"}, r"^field is 'body': the documents of .*set have number, text$"),
-        ({"field": "number"}, r"^field is 'number': in document 0 it is no text, but int$"),
+        ({"field": "number"}, r"^field is 'number': in document 0 it is not text but int$"),
         ({"name": "small"}, r"^path is .*set': .*'small' not found"),
         ({"pattern": "*.csv"}, r"no file in it matches pattern='\*\.csv'"),
-        ({"documents_max": 1}, r"has no document for validation: give documents, or validation_split where"),
+        ({"documents_max": 1}, r"has no document for validation: give more documents, or set validation_split if"),
         ({"path": str(root / "nowhere")}, r"nowhere': there is no such file or folder$"),
         ({"path": "nobody/nothing"}, r"^path is 'nobody/nothing': there is no such file or folder here, and of the"),
     ]
@@ -532,7 +532,7 @@ def test_what_cannot_be_streamed_is_said_in_one_line(tmp_path: Path) -> None:
             prepare_corpus(options(**{"kind": "hf", "path": root, **changes}), cache)
         assert "\n" not in str(raised.value)
     (root / "part-1.jsonl").write_text('{"text": "a"}\nnot json\n')
-    with pytest.raises(DataError, match=r"broke off behind 40 documents: .*JSON"):
+    with pytest.raises(DataError, match=r"broke off after 40 documents: .*JSON"):
         prepare_corpus(options(root, "hf"), cache)
 
 
@@ -601,14 +601,14 @@ def test_what_cannot_be_read_is_said_by_file_and_setting(tmp_path: Path, manifes
         with pytest.raises(DataError, match=words):
             prepare_corpus(options(folder, "tokens", **changes), cache)
 
-    refuses(r"a\.bin has the id \d+, and the tokenizer bytes has 257: give the tokenizer", dtype="uint32")
+    refuses(r"a\.bin has the id \d+, and the tokenizer bytes has 257 ids: set data", dtype="uint32")
     refuses("no file in it matches", pattern="*.npy")
     found = prepare_corpus(options(folder, "tokens"), cache)
     (folder / "c.bin").write_bytes(b"abc")
-    refuses(r"c\.bin has 3 bytes: a multiple of 2")
+    refuses(r"c\.bin has 3 bytes: data\.dtype=uint16 needs a multiple of 2")
     (folder / "c.bin").unlink()
     (folder / "val.bin").unlink()
-    refuses('no file of it is for validation: one whose name begins with "val"')
+    refuses('it has no file for validation: add one whose name begins with "val"')
     (folder / "a.bin").write_bytes(b"\0\0")
     with pytest.raises(DataError, match=r"a\.bin has 2 bytes and the manifest says"):
         load_manifest(found.directory)

@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_said_by_every_rank(said: list[Any]) -> None:
     for each in said:
         found = each["errors"]
         assert "parameter a is" in found["partial"]
-        assert found["gaps"].endswith(" on (4,) ranks: a rank has no one part of it")
+        assert found["gaps"].endswith(" on (4,) ranks: a rank's part is not one box")
         assert found["other"] == "rank 2 has the parameter ['c', [2]] where rank 0 has ['b', [2]]"
         assert found["typed"] == "parameter a is bfloat16 on rank 3 and float32 on another"
         assert found["missing"] == "rank 1 has the parameter None where rank 0 has ['z', [1]]"
@@ -413,8 +413,8 @@ def fit_four_ranks(options: dict[str, Any]) -> None:
         ({"shard_ranks": 2}, "shard_ranks is 2: only under fsdp, hsdp, tp+fsdp"),
         ({"parallel": "fsdp", "tensor_ranks": 2}, "tensor_ranks is 2: only under tp, tp+fsdp"),
         ({"parallel": "tp", "tensor_ranks": -1}, "tensor_ranks is -1: 0 (derived) or more"),
-        ({"parallel": "hsdp"}, "shard_ranks is 0: to be said for hsdp"),
-        ({"parallel": "tp+fsdp"}, "tensor_ranks is 0: to be said for tp+fsdp"),
+        ({"parallel": "hsdp"}, "shard_ranks is 0: at least 1 for hsdp"),
+        ({"parallel": "tp+fsdp"}, "tensor_ranks is 0: at least 1 for tp+fsdp"),
         ({"parallel": "tp", "tensor_ranks": 3}, "tensor_ranks is 3: a divisor of the site's 4 rank(s)"),
         ({"parallel": "tp", "tensor_ranks": 2}, "tensor_ranks is 2: all 4 ranks, or tp+fsdp"),
         ({"parallel": "hsdp", "shard_ranks": 3}, "shard_ranks is 3: a divisor of 4"),

@@ -91,7 +91,7 @@ def gone(path: Path) -> None:
 @pytest.mark.parametrize(
     ("statvfs", "words"),
     [
-        (nearly_full, "4,096 are free and a tenth stays so"),
+        (nearly_full, "4,096 are free and a tenth must stay free"),
         (gone, f"{NEWEST[0]} could not be written: [Errno 2] No such file or directory"),
     ],
 )

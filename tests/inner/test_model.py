@@ -317,10 +317,10 @@ def test_without_targets_and_without_gradients(liger: LigerKernels) -> None:
 def test_it_is_refused_on_a_cpu_and_where_it_is_not_there_and_not_imported_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(KernelsError, match="its kernels are for accelerators, and this is a CPU: torch"):
+    with pytest.raises(KernelsError, match="its kernels are for accelerators, and this is a CPU: use torch"):
         prepare(Transformer(PLAIN), ComputeOptions(kernels="liger"), CPU)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(KernelsError, match=r"liger-kernel is not there \(.+\): pip install 'diloco\[fused\]'"):
+    with pytest.raises(KernelsError, match=r"liger-kernel is not installed \(.+\): pip install 'diloco\[fused\]'"):
         kernels_of("liger", torch.device("cuda", 0))
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     prepare(Transformer(PLAIN), ComputeOptions(), CPU)  # Whatever were asked of the one there would fail.
