@@ -253,7 +253,7 @@ class Pacer:
 
 
 BYTES_MIN = 2 * MIB
-"""Bytes from which on a transfer measures a link."""
+"""Fewest bytes of a transfer from which the link's rate is measured."""
 
 
 @dataclass(eq=False)
@@ -311,7 +311,7 @@ def split_addresses(text: str) -> tuple[str, ...]:
             raise ValueError(f"address is {text!r}: host:port wanted, or several with commas between them")
         _check_port(address)
         if found.count(address) > 1:
-            raise ValueError(f"address is {text!r}: {address} is in it twice")
+            raise ValueError(f"address is {text!r}: {address} is listed twice")
     if len(found) > ADDRESSES_MAX:
         raise ValueError(f"address is {text!r}: at most {ADDRESSES_MAX} wanted")
     return found
@@ -331,7 +331,7 @@ def check_address(address: str, options: SecurityOptions) -> None:
     if has_token and not (options.tls_ca or is_loopback(address) or options.insecure_non_loopback):
         raise ValueError(
             f"address is {address!r}: the token would travel unencrypted. Give tls_ca, "
-            "or set insecure_non_loopback to accept that anyone on the way can read it"
+            "or set insecure_non_loopback to accept that anyone on the path can read it"
         )
 
 
@@ -341,7 +341,7 @@ REPLICATION_SERVICE: str = replication_pb2.DESCRIPTOR.services_by_name["Replicat
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 REASON_KEY = "diloco-reason"
 
-# After these the same request may be retried: no answer came, the bytes were damaged, or the other end had a bug.
+# After these statuses the same request may be retried: no answer, damaged bytes, or a bug at the other end.
 _AGAIN = frozenset(
     {
         Status.UNAVAILABLE,
@@ -383,7 +383,7 @@ class Line:
         """gRPC's present channel."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of every call: the token, if there is one, as its file now holds it."""
+        """Return the metadata of every call: the token, if there is one, as now in its file."""
         self._token.refresh()
         return (("authorization", f"Bearer {self._token.value}"),) if self._token.value else ()
 
@@ -398,7 +398,7 @@ class Line:
         old.close()
 
     def lead_to(self, address: str | None) -> None:
-        """Lead to ``address`` on a new channel, unless it is the present one; calls under way on the old channel end.
+        """Switch to ``address`` on a new channel, unless it is the present one; calls under way on the old channel end.
 
         None: open a new channel to the present address, which resolves it again.
         """
@@ -445,7 +445,7 @@ class Line:
                 self.lost()
             return wire_error(name, error, guard)
         if isinstance(error, MalformedMessage | ChunkError) and not isinstance(error, DamagedChunk):
-            return Nonsense(f"{name}: the syncer's answer cannot be: {error}")
+            return Nonsense(f"{name}: the syncer's answer is invalid: {error}")
         return Unreachable(f"{name}: {error}")
 
 
@@ -518,13 +518,13 @@ _NOT_CONNECTED = re.compile(
     r"(?:Failed to connect to remote host: )?(.+)",
     re.DOTALL,
 )
-"""What gRPC says of an address to which it has no connection; the group is the system's, or TLS's, own reason."""
+"""gRPC's text for an address that it cannot connect to; the group is the reason from the system or from TLS."""
 
 
 def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError:
     """Return ``Refused`` or ``Unreachable`` for a failed call."""
     if guard is not None and guard.stalled:
-        return Unreachable(f"{method}: nothing moved for {guard.limit_s:g} s")
+        return Unreachable(f"{method}: no progress for {guard.limit_s:g} s")
     status = Status(error.code().name)
     text = error.details() or str(status)
     beside = dict(error.trailing_metadata() or ())
@@ -539,7 +539,7 @@ def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError
 
 
 class ServiceClient:
-    """The base of clients whose calls all go to one ``service`` at one address, on a channel of their own."""
+    """The base of clients whose calls all go to one ``service`` at one address, on a separate channel."""
 
     service: ClassVar[str]
 

@@ -38,7 +38,7 @@ KNOCK_S = 2.0
 
 
 def speaks_tls(address: str) -> bool | None:
-    """Return whether the server at ``host:port`` speaks TLS; None where that is not known within ``KNOCK_S``.
+    """Return whether the server at ``host:port`` speaks TLS; None if that is not known within ``KNOCK_S``.
 
     Sends no certificate and does not verify the server's.
     """
@@ -70,7 +70,7 @@ class Heard(Enum):
     TLS = "a TLS alert"
     CLOSED = "nothing: it closed the connection"
     SILENCE = "nothing"
-    OTHER = "something that is no HTTP"
+    OTHER = "something that is not HTTP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ _CHECK, _LIST, _WATCH = (f"/grpc.health.v1.Health/{name}" for name in ("Check", 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The result of a probe.  ``ahead_ns`` is how far the syncer's clock is ahead of ours, to half of ``round_s``."""
+    """The result of a probe.  ``ahead_ns``: the lead of the syncer's clock over ours, accurate to ``round_s / 2``."""
 
     answer: ProbeAnswer
     round_s: float

@@ -24,7 +24,7 @@ PIECE_BYTES_MIN = 256 * 1024
 CHUNK_BYTES_FIRST = 256 * 1024
 TAIL_BYTES_MIN = 64 * 1024
 RISK_BYTES = 4 << 20
-"""Half of it may be in flight after a first break, and half of that after each further one, but never less than ..."""
+"""After one break, half of this may be in flight; each further break halves it, down to ``RISK_BYTES_MIN``."""
 RISK_BYTES_MIN = 128 * 1024
 CAREFUL_SHARE = 32
 QUICK_S = 0.25

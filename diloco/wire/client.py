@@ -144,7 +144,7 @@ class Learned:
                 self.bytes_per_s = self._pace.bytes_per_s
 
     def forget(self) -> None:
-        """Drop the learned rate, because the link is another one."""
+        """Drop the learned rate, because the link has changed."""
         if not self._told:
             with self._lock:
                 self._pace, self._held, self.bytes_per_s = Pace(), 0, 0
@@ -246,7 +246,7 @@ class Pushing:
             self._others.append((stream, thread))
 
     def _listen(self, stream: Stream[PushReply], first: Stream[PushReply], guard: Guard) -> None:
-        """Read the replies on an additional stream, in a thread of its own."""
+        """Read the replies on an additional stream, in a separate thread."""
         try:
             with stream:
                 for _ in stream:
@@ -280,11 +280,11 @@ class Pushing:
     def again(self, wanted: PushAgain) -> None:
         """Send the ``wanted`` bytes again.  ``MalformedMessage`` if they were never sent, or after ``AGAINS_MAX``."""
         if wanted.offset + wanted.length > self._at:
-            raise MalformedMessage(f"offset is {wanted.offset}: bytes are wanted again that were not sent")
+            raise MalformedMessage(f"offset is {wanted.offset}: the syncer requests bytes again that were never sent")
         with self._changed:
             self._agains += 1
             if self._agains > AGAINS_MAX:
-                raise MalformedMessage(f"chunks are wanted again for the {self._agains}th time")
+                raise MalformedMessage(f"the syncer requests chunks again for the {self._agains}th time")
             self._again.append((wanted.offset, wanted.length))
             self._committed = False
             self._guard.limit(self.options.stall_s)
@@ -344,7 +344,7 @@ class Pushing:
 
     def _next(self, chunk_bytes: int, guard: Guard) -> tuple[int, int] | None:
         with self._changed:
-            # What is wanted again goes on the stream that commits: the commit would overtake it on another.
+            # Bytes requested again go on the stream that commits: on another one, the commit would overtake them.
             again = self._again if guard is self._guard else ()
             # Bytes in flight when a connection breaks are lost, so an unreliable one gets a bound on them.  A single
             # chunk may always be in flight, or the push would never progress.
@@ -392,7 +392,7 @@ class SyncClient(AbstractContextManager["SyncClient"]):
 
     ``address`` may list several, separated by commas: that of the syncer, and those of the standbys that may replace
     it.  ``join`` finds the one that admits the site, and all other calls go there from then on.  An answer from a
-    syncer of an older epoch is discarded, whatever connection it came on: that syncer has been replaced.
+    syncer of an older epoch is discarded, on every connection: that syncer has been replaced.
     """
 
     def __init__(
@@ -482,8 +482,8 @@ class SyncClient(AbstractContextManager["SyncClient"]):
         """Join at the first address that admits the site, trying each once; later calls go there.
 
         A syncer older than (``ask.lineage``, ``epoch``) has been replaced by another and is ignored.  When no address
-        admits the site, a refusal is raised in preference to ``Unreachable``.  But a refusal that rests on a syncer's
-        own permission files is not raised while another address is away whose files may differ.
+        admits the site, a refusal is raised in preference to ``Unreachable``.  But a refusal that depends on a syncer's
+        own permission files is not raised while another address, whose files may differ, is unreachable.
         """
         with self._joining:
             failures: list[Refused | Unreachable] = []
@@ -508,7 +508,7 @@ class SyncClient(AbstractContextManager["SyncClient"]):
             )
             if (reply.lineage, reply.epoch) < (ask.lineage, epoch):
                 older = f"of lineage {reply.lineage}, epoch {reply.epoch}"
-                raise Unreachable(f"Join: the syncer is {older}, and another of epoch {epoch} has taken its place")
+                raise Unreachable(f"Join: the syncer is {older}, and one of epoch {epoch} has replaced it")
             if reply.ticket == 0:
                 return reply
             ask = replace(ask, ticket=reply.ticket)
@@ -530,7 +530,7 @@ class SyncClient(AbstractContextManager["SyncClient"]):
             for line in self._lines[1:]:  # The name may resolve elsewhere now; an open connection never notices.
                 line.lead_to(None)
             older = f"the syncer that answers is of epoch {epoch}"
-            raise Unreachable(f"{method}: {older}, and another of epoch {self._epoch} has taken its place")
+            raise Unreachable(f"{method}: {older}, and one of epoch {self._epoch} has replaced it")
 
     def leave(self, incarnation: int) -> None:
         """Tell the syncer that this site leaves the run."""
@@ -667,7 +667,7 @@ class FollowClient(ServiceClient):
     service = REPLICATION_SERVICE
 
     def follow(self, start: FollowStart) -> FollowStream:
-        """Stream everything that the syncer stores, as it becomes durable there."""
+        """Stream everything that the syncer stores, each item once it is durable there."""
         return FollowStream(self._line, start, Guard(self._stalls, self._options.stall_s))
 
 

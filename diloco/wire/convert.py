@@ -57,7 +57,7 @@ def parse(kind: Any, raw: bytes, bytes_max: int) -> Any:
     try:
         return kind.FromString(raw)
     except DecodeError as error:
-        raise m.MalformedMessage("message is not what its method takes: it cannot be parsed") from error
+        raise m.MalformedMessage("message cannot be parsed as the type that its method takes") from error
 
 
 # --- fields that are converted by hand -------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def _one_of(proto: Any, wanted: str, bytes_max: int = m.CONTROL_BYTES_MAX, **par
     def back(message: Any) -> Any:
         name = message.WhichOneof(oneof.name)
         if name not in ways:
-            raise m.MalformedMessage(f"{oneof.name} is not set, or of a kind that is not known here: {wanted} wanted")
+            raise m.MalformedMessage(f"{oneof.name} is not set, or of an unknown kind: {wanted} wanted")
         return ways[name][1](getattr(message, name))
 
     return _form(proto, (out, back), bytes_max)

@@ -1,8 +1,8 @@
 """Access control at the server: admit each call before reading it, and turn its errors into gRPC statuses.
 
 ``Door`` authenticates and authorizes a caller, limits its call rate and limits its concurrent calls.  A caller is an
-identity, or a connection where callers cannot be told apart.  A call uses resources (threads, credits, time of the
-decision loop) only after the door has admitted it, so this file bounds how far one caller can slow down the others.
+identity or, without authentication, a connection.  A call uses resources (threads, credits, time of the decision loop)
+only after the door has admitted it, so this file bounds how far one caller can slow down the others.
 
 Concurrency limits.  ``Gate`` bounds the open streams of one kind, in total and per site.  ``WaitingRoom`` bounds calls
 that wait for a first message, or for the push they belong to.  ``OneAtATime`` allows one stream per key.  ``Counters``
@@ -25,7 +25,7 @@ connection with a call under way is never closed.  A site whose idle connection 
 
 Two rates are not limited.  The first is how often a caller is refused for lack of room: a caller at its limit is
 refused at once, because a call that waits to be refused would take a thread from another caller.  That costs processor
-time: half a core for 1300 refusals a second, during which the rounds of another site were no longer (``make flood``).
+time: half a core for 1300 refusals a second, which did not slow down the rounds of another site (``make flood``).
 The second is the rate of the health service's Check and List, which need no authentication.  Only restricting who may
 connect (client certificates, a firewall) bounds both.
 """
@@ -109,7 +109,7 @@ class TurnedAway:
             if count == self._told or now_s < self._due_s:
                 return
             self._told, self._told_s = count, now_s
-        self._tell(f"connections hung up on so far: {count}; {why}")
+        self._tell(f"idle connections closed so far: {count}; {why}")
 
 
 @dataclass(eq=False)
@@ -129,7 +129,7 @@ class Gate:
         with self._lock:
             full = self._inside[site] >= self.each_max
             if full or self._inside.total() >= self.total_max:
-                text = f"no room for one more {self.what} {'of this caller' if full else 'in all'}: come back"
+                text = f"no room for one more {self.what} {'of this caller' if full else 'in all'}: retry later"
                 raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
             self._inside[site] += 1
         try:
@@ -220,7 +220,7 @@ class OneAtATime:
         if before is not None:
             before.cancel()
             if not before.gone.wait(_SUPERSEDE_S) or self._take(key, mine) is not None:
-                text = f"an older {self.what} like this one is still being ended: come back"
+                text = f"an older {self.what} with the same key has not ended yet: retry later"
                 raise Refusal(Status.RESOURCE_EXHAUSTED, text, self.pushback_ms)
         try:
             yield
@@ -250,7 +250,7 @@ _DESCRIPTORS = "/dev/fd"
 
 
 def places(options: ServerOptions) -> int:
-    """Return how many connections a server may have open at once; as many descriptors again remain for files."""
+    """Return how many connections a server may have open at once; it leaves at least as many descriptors for files."""
     soft, _ = open_files.limits()
     return max(1, min(soft // 2, FOR_EACH_SITE * (options.sites_max + 4)))
 
@@ -330,7 +330,7 @@ class Connections:
         if chosen:
             self._counters.add("hung_up", len(chosen))
             taken = f"when {len(found)} of {self._places} places were taken"
-            why = f"the latest from {_host(chosen[-1])}, it had no call under way {taken}"
+            why = f"the latest was from {_host(chosen[-1])} and had no call under way {taken}"
             self._turned_away.add(why, len(chosen))
         return bool(chosen)
 
@@ -465,7 +465,7 @@ class Door:
     def _answers(self, method: str, work: Work, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Yield the answers of ``work``, or end the call with the status of its error.
 
-        A defect of ours is logged and counted as ``internal``.
+        A bug of the syncer is logged and counted as ``internal``.
         """
         try:
             with self.enter(method, requests, context) as call:
@@ -484,8 +484,8 @@ class Door:
                 case MalformedMessage() | ChunkError():
                     refusal = Refusal(Status.INVALID_ARGUMENT, str(error))
                 case _:
-                    _log.exception("%s failed by a defect", method, exc_info=error)
-                    refusal = Refusal(Status.INTERNAL, "the syncer hit a defect of its own; its log says which")
+                    _log.exception("%s failed because of a bug in the syncer", method, exc_info=error)
+                    refusal = Refusal(Status.INTERNAL, "a bug in the syncer: its log has the traceback")
             defect = refusal.status is Status.INTERNAL
             self.counters.add("internal" if defect else f"refused_{refusal.status.value.lower()}")
             forget(error)
@@ -541,7 +541,7 @@ class Door:
                 if not guard.stalled:
                     raise
         if guard.stalled:
-            raise Refusal(Status.DEADLINE_EXCEEDED, f"no message came within {limit_s:g} s")
+            raise Refusal(Status.DEADLINE_EXCEEDED, f"no message arrived within {limit_s:g} s")
         if raw is None:
             raise MalformedMessage("the call ended before its message")
         return raw
@@ -604,7 +604,7 @@ class Door:
         wait_s = self._rates[rate].take(caller, amount, per_s, time.monotonic(), wait_max_s)
         if wait_s > wait_max_s:
             pushback_ms = max(self.options.pushback_ms, int((wait_max_s or wait_s) * 1000) + 1)
-            raise Refusal(Status.RESOURCE_EXHAUSTED, f"{rate} of this caller is used up: come back", pushback_ms)
+            raise Refusal(Status.RESOURCE_EXHAUSTED, f"caller is over its limit of {rate}: retry later", pushback_ms)
         return wait_s
 
 

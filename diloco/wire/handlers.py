@@ -266,7 +266,7 @@ class Receiving:
                     self._changed.notify_all()
                     return None
                 # The missing bytes come on another stream, so waiting helps only if there is one.  If a chunk was
-                # requested again, it may come behind this frame on this very stream: do not wait then.
+                # requested again, it may come after this frame on this very stream: do not wait then.
                 waits = self._streams > 1 and not self._asked
                 if not waits or not self._changed.wait(until_s - time.monotonic()):
                     return self._ask(frame, "found no room")
@@ -277,7 +277,7 @@ class Receiving:
             return None
         self.agains += 1
         if self.agains > AGAINS_MAX:
-            raise DamagedChunk(f"chunk at offset {frame.offset} {why}, as {AGAINS_MAX} before it")
+            raise DamagedChunk(f"chunk at offset {frame.offset} {why}, after {AGAINS_MAX} retries in this push")
         self._asked.add(frame.offset)
         self._changed.notify_all()
         return PushAgain(frame.offset, len(frame.data))
@@ -321,7 +321,7 @@ class Receiving:
 
 
 class Receivings:
-    """The pushes under way, by header, so that additional streams find the push they belong to."""
+    """The pushes under way, by header, so that an additional stream finds its push."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -577,7 +577,7 @@ class SyncHandlers:
             guard.limit(self._options.stall_s)
             for part in self._parts(receiving, call.requests, guard):
                 if isinstance(part, PushCommit):
-                    raise MalformedMessage("a push is committed by the stream that has begun it")
+                    raise MalformedMessage("only the stream that opened a push may commit it")
                 yield from self._taken(receiving, part, call.identity)
 
     def _parts(
@@ -624,7 +624,7 @@ class SyncHandlers:
             until_s = time.monotonic() + self._options.connection_age_s
             while call.context.is_active() and not self._stopping.is_set():
                 if call.identity.certificate and time.monotonic() > until_s:
-                    raise Refusal(Status.UNAVAILABLE, "this stream is old: show a certificate once more")
+                    raise Refusal(Status.UNAVAILABLE, "this stream is too old: connect again with a certificate")
                 event = self._next_event(feed, call.context)
                 guard.touch()
                 yield convert.pack_watch_event(event)
@@ -800,7 +800,7 @@ def follow_handler(api: Following, options: ServerOptions, door: Door, stopping:
             for raw in requests:
                 ack = convert.unpack_follow(raw)
                 if not isinstance(ack, FollowAck):
-                    raise MalformedMessage("a standby starts once")
+                    raise MalformedMessage("a standby sends one start, then acknowledgements")
                 followed.acknowledged(ack)
         except (grpc.RpcError, MalformedMessage):
             door.counters.add("broken_off")

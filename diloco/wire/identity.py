@@ -51,8 +51,8 @@ RATE_MAX = 1e15
 class Needs(Enum):
     """Which callers may call a method."""
 
-    SITE = "the site that it speaks for"
-    READER = "the site that it speaks for, or an observer"
+    SITE = "the site itself"
+    READER = "the site itself or an observer"
     OBSERVER = "an observer or an admin"
     ADMIN = "an admin"
     STANDBY = "a standby or an admin"
@@ -73,7 +73,7 @@ _TABLE: tuple[tuple[Needs, frozenset[str], tuple[str, ...]], ...] = (
     (Needs.STANDBY, frozenset({"standby", "admin"}), ("Follow",)),
     (Needs.KNOWN, ROLES, ("Probe", _HEALTH_WATCH, _REFLECTION)),
 )
-"""What methods require, and the roles that suffice for it."""
+"""What each group of methods requires, and the roles that suffice for it."""
 NEEDS: Mapping[str, Needs] = MappingProxyType({method: needs for needs, _, methods in _TABLE for method in methods})
 _OPEN_TO: Mapping[Needs, frozenset[str]] = MappingProxyType({needs: roles for needs, roles, _ in _TABLE})
 
@@ -136,7 +136,7 @@ def read_permissions(path: str) -> Permissions:
     said, sites = table.get("default"), table.get("sites", {})
     try:
         if said not in ("allow", "deny") and not isinstance(said, dict):
-            raise ValueError(f'default is {said!r}: "allow", "deny" or what a site that is not listed may do')
+            raise ValueError(f'default is {said!r}: wanted "allow", "deny" or an object of permissions, as for a site')
         default = None if said == "deny" else Grant() if said == "allow" else _grant("default.", said)
         if not isinstance(sites, dict) or len(sites) > SITES_MAX:
             raise ValueError(f"sites: wanted an object of at most {SITES_MAX} sites")
@@ -184,7 +184,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller.  ``site`` None and ``anyone`` True: callers are not told apart (loopback without tokens)."""
+    """A caller.  ``site`` None and ``anyone`` True: authentication is off (loopback without tokens)."""
 
     site: str | None = None
     roles: frozenset[str] = frozenset()
@@ -200,14 +200,14 @@ class Identity:
         return f"site/{self.site}" if self.site is not None else "".join(sorted(self.roles)[:1] * (not self.anyone))
 
     def caller(self, context: Any) -> str:
-        """Return the key by which calls are counted: the name, or the connection where callers cannot be told apart."""
+        """Return the key by which calls are counted: the name, or the connection of a caller without a name."""
         return self.name or f"peer {context.peer()}"
 
     def check_role(self, method: str) -> None:
         """Raise PERMISSION_DENIED unless the table lets this caller call ``method``."""
         needs = NEEDS.get(method)
         if needs is None:
-            raise Refusal(Status.PERMISSION_DENIED, f"{method} is open to no caller")
+            raise Refusal(Status.PERMISSION_DENIED, f"no caller may call {method}")
         if (self.anyone or self.site is not None) and needs in (Needs.SITE, Needs.READER, Needs.KNOWN):
             return
         if not (self.roles | self.grant.roles) & _OPEN_TO[needs]:
@@ -219,7 +219,7 @@ class Identity:
             raise Refusal(Status.PERMISSION_DENIED, f"this caller may not speak for site_id {site_id!r}")
 
     def check_reader(self, site_id: str) -> None:
-        """Raise PERMISSION_DENIED unless this caller may read the run as ``site_id``: '' is for roles."""
+        """Raise PERMISSION_DENIED unless this caller may read the run as ``site_id``; '' needs a role."""
         if site_id:
             self.check_site(site_id)
         elif not (self.anyone or self.roles | self.grant.roles):
@@ -330,11 +330,11 @@ class Authenticator:
         if self._needs_token and (identity.token_digest, identity) not in [
             (each.token_digest, each) for _, each in self._tokens.value
         ]:
-            raise Refusal(Status.UNAUTHENTICATED, "the token is not known any more")
+            raise Refusal(Status.UNAUTHENTICATED, "the token is no longer known")
         now = self._granted(identity)
         now.check_role(method)
         if method == "Push" and not now.grant.may_push:
-            raise Refusal(Status.PERMISSION_DENIED, f"{now.name} may not push any more")
+            raise Refusal(Status.PERMISSION_DENIED, f"{now.name} may no longer push")
 
     def _granted(self, identity: Identity) -> Identity:
         """Return ``identity`` with its grant; refuse one that is revoked, or that the permissions deny."""

@@ -69,7 +69,7 @@ PROBES_MAX = 2
 
 
 def short_digest(digest: str) -> int:
-    """Return the first 8 bytes of a digest as a number, the form in a heartbeat, where 0 means that there is none."""
+    """Return the first 8 bytes of a digest as a number, its form in a heartbeat; there, 0 means no digest."""
     return int(digits(digest)[:16], 16)
 
 
@@ -262,7 +262,7 @@ IdOrEmpty = Annotated[str, _matches(*_ID, or_empty=True)]
 Process = Annotated[str, _matches("[0-9a-f]{8,64}", "8 to 64 hexadecimal digits")]
 PROCESS_DIGITS = 16
 FOLDER_DIGITS = 16
-"""A site's process id is so many random digits, then those of its folder; without the latter it names no folder."""
+"""A site's process id: its random digits, then its folder's digits; an id without the latter names no folder."""
 Sha256 = Annotated[str, _matches(*_SHA256)]
 Sha256OrEmpty = Annotated[str, _matches(*_SHA256, or_empty=True)]
 Digest = Annotated[str, _matches(*_DIGEST)]
@@ -640,7 +640,7 @@ class PullHeader:
     sites: Number = field(default=0, compare=False)
 
     def check_together(self) -> None:
-        """Called by ``check``."""
+        """Raise ``MalformedMessage`` unless versions, parts and lengths fit together; ``check`` calls it."""
         if self.from_version > self.version:
             refuse("from_version", self.from_version, f"not above version={self.version}")
         parts = 1 if self.whole else self.version - self.from_version
@@ -712,7 +712,7 @@ class ReportInfo:
     units: UnitAsk | None = None
 
     def check_together(self) -> None:
-        """Called by ``check``."""
+        """Raise ``MalformedMessage`` unless ``digests`` fits ``versions``; ``check`` calls it."""
         if len(self.digests) not in (0, len(self.versions)):
             refuse("digests", len(self.digests), f"none, or one for each of the {len(self.versions)} versions,")
 
@@ -831,7 +831,7 @@ ProbeReply = ProbeAnswer | ProbeTaken | Filler
 
 @dataclass(frozen=True, slots=True)
 class FollowStart:
-    """Where the standby's journal ends: after the unit of ``segment`` with chain value ``chain``; 0: it has none."""
+    """Where the standby's journal ends: after the unit of ``segment`` with chain value ``chain``; segment 0: empty."""
 
     run_id: Id
     standby: Id
@@ -841,7 +841,7 @@ class FollowStart:
     chain: Sha256OrEmpty
 
     def check_together(self) -> None:
-        """Called by ``check``."""
+        """Raise ``MalformedMessage`` unless ``segment`` and ``chain`` are both given or neither; ``check`` calls it."""
         if bool(self.segment) != bool(self.chain):
             refuse("chain" if self.segment else "segment", self.chain or self.segment, "a segment and its chain value")
 
@@ -883,7 +883,7 @@ class Item:
     digest: Sha256
 
     def check_together(self) -> None:
-        """Called by ``check``."""
+        """Raise ``MalformedMessage`` for a unit of the journal without bytes; ``check`` calls it."""
         if not (self.name or self.item_bytes):
             refuse("item_bytes", self.item_bytes, "at least 1 byte of a unit")
 

@@ -14,8 +14,8 @@ Server and client.  The HTTP/2 settings were measured over 100 ms and 1 Gbit/s. 
 (BDP probe, look-ahead, frame and write-buffer sizes) were no better, or worse, when set.
 
 Two timeouts detect a silent connection, and both are needed: ``keepalive_timeout_ms`` is TCP's (TCP_USER_TIMEOUT:
-nothing is acknowledged), ``http2.ping_timeout_ms`` is HTTP/2's own, without which a proxy that goes on acknowledging
-keeps a dead path alive (seen with grpcio 1.85.1).
+nothing is acknowledged), ``http2.ping_timeout_ms`` is HTTP/2's own, without which a proxy that still acknowledges keeps
+a dead path alive (seen with grpcio 1.85.1).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Watched(Generic[T]):
             self.value = self._read()
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            self.complaint = f"{self.what} cannot be used, what was read before stays in force: {why}"
+            self.complaint = f"{self.what} cannot be used, its last good content stays in force: {why}"
             return self.complaint
         self.complaint = ""
         return f"{self.what} was read again"
@@ -129,7 +129,7 @@ class SecurityOptions:
             raise ValueError("require_client_cert is True: it needs tls_cert, tls_key and tls_ca")
         if self.require_client_cert and self.tls_ca == SYSTEM_ROOTS:
             raise ValueError(
-                "require_client_cert is True: tls_ca must name the file of the authority that signs the sites"
+                "require_client_cert is True: tls_ca must name the file of the CA that signs the sites' certificates"
             )
         if self.token and not is_token(self.token):
             raise ValueError("token holds a blank or a character that is not printable ASCII")
@@ -164,14 +164,14 @@ def check_private(field: str, path: str) -> None:
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise ValueError(f"{field} {path} can be read by others than its owner: chmod 600 {path}")
     if found.st_uid not in (0, os.geteuid()):
-        raise ValueError(f"{field} {path} belongs to user {found.st_uid}: it must be that of this process, or root's")
+        raise ValueError(f"{field} {path} belongs to user {found.st_uid}: this process's user or root must own it")
 
 
 def check_bind(address: str, options: SecurityOptions) -> None:
     """Raise ``ValueError`` for a reachable listening address without encryption or without authentication.
 
     Also for an invalid port, which gRPC would take modulo 65536, and for a host that does not resolve: a user who has
-    misspelt the name gets that error before one that tells how to switch protection off.
+    misspelt the name gets that error before one that says how to switch protection off.
     """
     host, _, port = address.rpartition(":")
     if not address.startswith("unix:") and not (":" in address and port.isdecimal() and int(port) <= PORT_MAX):
@@ -232,7 +232,7 @@ def read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: b"")
     except ssl.SSLError as error:
-        raise ValueError(f"tls_cert {cert} and tls_key {key} are no certificate and its key: {error.reason}") from error
+        raise ValueError(f"tls_cert {cert} and tls_key {key} are not a pair: {error.reason}") from error
     return pair
 
 
@@ -268,10 +268,10 @@ def check_own_files(options: SecurityOptions) -> None:
 MBPS_MIN = 0.1
 MBPS_MAX = 1e6
 CHECK_BYTES_MAX = 4 * MIB
-"""Memory to check one range of values: the payload of 512 Ki values where there are kernels; without them 128 Ki
-values, their payload, and the fp64 sums."""
+"""Memory to check one range of values: with kernels, the payload of 512 Ki values; without them 128 Ki values, their
+payload, and the fp64 sums."""
 FRAMES_KEPT = 8
-"""Frames kept of versions that sites pull: made for the first site, and reused for the sites right behind it."""
+"""Frames in the cache of pulled versions: made for the first site, and reused for the sites that pull soon after."""
 STANDARD_STREAMS_MAX = 8
 """Streams of the health and reflection services open at once."""
 
@@ -290,7 +290,7 @@ class ServerOptions:
     checks_max: int = 2
     """Updates whose values are checked at once while they arrive, one range of each at a time; others wait."""
     pulls_per_site_max: int = 8
-    """The six streams of one pull, and those of an interrupted one that is still being ended."""
+    """Room for the six streams of one pull, and for those of an interrupted one that have not ended yet."""
     watches_per_site_max: int = 2
     calls_per_caller_max: int = 24
     """Concurrent calls of one identity, of all kinds: as many as three connections carry."""
@@ -309,7 +309,7 @@ class ServerOptions:
     its expiry are checked only when the connection is made."""
     keepalive_time_ms: int = 10_000
     keepalive_timeout_ms: int = 5_000
-    """Also TCP_USER_TIMEOUT: raise it where a round trip takes more than 300 ms or much is lost."""
+    """Also TCP_USER_TIMEOUT: raise it where a round trip takes more than 300 ms or many packets are lost."""
 
     def __post_init__(self) -> None:
         require(self.sites_max >= 1, "sites_max", self.sites_max, "at least 1")
@@ -327,7 +327,7 @@ class ServerOptions:
         at the worst that parsing can make of it.  gRPC states no bound of the window, which grows with the path; the
         largest observed is 12 MiB (``tests.hunts.crowd``).  ``streams`` are the open ones: at most ``calls_max`` are
         admitted, and at most ``push_credits`` begin a push.  The third term is for bytes that arrive early: over
-        several streams, or behind a chunk that is sent again.  The last one is the cache of frames for pulls.
+        several streams, or after a chunk that is sent again.  The last one is the cache of frames for pulls.
         """
         window, parsed = min(3 * payload_bytes // 2, 16 * MIB), 44 * CONTROL_BYTES_MAX
         early = self.push_credits * min(payload_bytes, WINDOW_BYTES)
@@ -343,7 +343,7 @@ class ServerOptions:
     def calls_max(self) -> int:
         """Calls at once, which is also the number of threads: enough for every caller to reach its own limit.
 
-        Callers beside the sites: observers, operators, a standby, and all unauthenticated ones, who count as one.
+        Besides the sites, 4 callers count: observers, operators, a standby, and all unauthenticated callers together.
         """
         return self.calls_per_caller_max * (self.sites_max + 4) + STANDARD_STREAMS_MAX
 
@@ -375,8 +375,8 @@ class ClientOptions:
     answer_s: float = 60.0
     """Longest wait for the answer to a commit, during which the syncer makes the update durable."""
     data_channels: int = 1
-    """Connections for bulk.  One transfer uses all of them at once: a long path with small TCP buffers needs several
-    to be filled (``channels_for``)."""
+    """Connections for bulk.  One transfer uses all of them at once: only several connections fill a long path if TCP's
+    buffers are small (``sync.link.channels_for``)."""
     up_mbps: float = 0.0
     """Capacity of the site's link, in 10^6 bits a second: pushes stay below it, to leave room for heartbeats.  0: the
     learned rate of a long-distance link (``client.Learned``), and no limit on others."""

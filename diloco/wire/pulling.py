@@ -61,7 +61,7 @@ class PullSink:
         """``begun`` is called for each payload that begins, with the memory that it will fill.  It may return a
         callback, which the receiving threads call, in any order, with the number of contiguous bytes from byte 0.
 
-        That callback is not called after ``broken``: the attempt broke off, and another may come late or never."""
+        That callback is not called after ``broken``: the attempt broke off, and the next may begin late or never."""
         self._begun = begun
         self._broken = broken
         self._come: Callable[[int], None] | None = None

@@ -62,7 +62,7 @@ def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> 
         service = parsed(health_pb2.HealthCheckRequest, raw).service
         status = healthy.statuses().get(service)
         if status is None:
-            raise Refusal(Status.NOT_FOUND, "service is not one that is known here")
+            raise Refusal(Status.NOT_FOUND, "service is not known here")
         return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
 
     def list_all(raw: bytes, identity: Identity) -> bytes:
@@ -75,7 +75,7 @@ def _standard_services(healthy: _Health, door: Door, options: ServerOptions) -> 
         request = parsed(health_pb2.HealthCheckRequest, door.first(call))
         if request.service not in healthy.statuses():
             # The stock handler would remember the requested name for ever.
-            raise Refusal(Status.NOT_FOUND, "service is not one that is watched here")
+            raise Refusal(Status.NOT_FOUND, "service is not known here")
         with streams.enter(call.caller):
             for answer in healthy.Watch(request, call.context):
                 yield answer.SerializeToString()

@@ -112,7 +112,7 @@ def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
     assert "TAKES NO UPDATES: disk_full, draining" in told
     assert "site-a CORRUPTS DATA (2 updates and 1 bases)" in told
     assert "site-b" not in told
-    broken = "permissions cannot be used, what was read before stays in force: permissions p: it is not JSON"
+    broken = "permissions cannot be used, its last good content stays in force: permissions p: it is not JSON"
     assert f"  {broken}  TAKES NO" in heading({**STATUS, "identity_complaints": [broken], "not_ready": ["disk_full"]})
     standby = {"mode": "sync", "standby": "osl", "following": True, "away_seconds": None, "detached": False}
     assert "  standby osl follows" in heading({**STATUS, "replication": standby})

@@ -158,7 +158,7 @@ def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_sta
     with place_in(tmp_path) as place:
         syncer, address = place.syncer("broken", f"cluster.syncer.tokens_file={tokens}")
         tokens.write_text("{")
-        said = f"tokens_file cannot be used, what was read before stays in force: tokens_file {tokens} is not JSON"
+        said = f"tokens_file cannot be used, its last good content stays in force: tokens_file {tokens} is not JSON"
         wait_for(lambda: said in syncer.text(), "its terminal", syncer.text)
         assert main(["status", address, f"site.token_file={token}"]) == 0
         assert said in capsys.readouterr().out

@@ -128,7 +128,7 @@ def test_what_a_syncer_answers_is_told(method: str, found: Callable[..., Any], w
 def test_a_rate_that_may_not_be_measured_is_a_warning() -> None:
     with served() as (address, fake), Checkup(address, SecurityOptions(), ClientOptions()) as checkup:
         found = [visit(checkup, visitor(bytes_each=1 << 16)) for _ in range(4)][-1]
-        assert "warn  bandwidth   not measured: Probe: probes of this caller is used up" in said(found)
+        assert "warn  bandwidth   not measured: Probe: caller is over its limit of probes" in said(found)
         assert " -> ask again in " in said(found)
         fake.probe_fails = Refusal(Status.PERMISSION_DENIED, "site/a may not push, nor send filler")
         assert "it answered before, and not now: site/a may not push" in said(visit(checkup, visitor()))

@@ -193,7 +193,7 @@ def test_files_that_cannot_work_are_refused_in_words(tmp_path: Path) -> None:
     cert, _ = authority.site("site/a")
     for options, words in (
         (SecurityOptions(tls_ca=empty), "tls_ca .*empty holds no certificate"),
-        (SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=empty), "no certificate and its key"),
+        (SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=empty), "are not a pair"),
         (SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=cert), "chmod 600"),
         (SecurityOptions(token_file=empty), "token_file .* is empty"),
     ):

@@ -303,7 +303,7 @@ def test_filler_has_a_rate_of_its_own_and_questions_have_not(guarded: Callable[.
     address = guarded().server.address
     for _ in range(3):
         probed(address, A, bytes_up=1)
-    with pytest.raises(Unreachable, match="probes of this caller is used up") as caught:
+    with pytest.raises(Unreachable, match="caller is over its limit of probes") as caught:
         probed(address, A, bytes_down=1)
     assert 0 < (caught.value.retry_after_s or 0) <= 10.1
     for _ in range(5):
@@ -314,7 +314,7 @@ def test_filler_has_a_rate_of_its_own_and_questions_have_not(guarded: Callable[.
 def test_filler_counts_against_what_a_site_may_carry(guarded: Callable[..., Wired]) -> None:
     rates = {"bytes_per_s": 1000.0, "pull_bytes_per_s": 1000.0}
     address = guarded(**{"site-a": rates, "site-b": {"may_push": False}}).server.address
-    for way, words in (("bytes_up", "Probe: bytes_per_s of this caller"), ("bytes_down", "pull_bytes_per_s of this")):
+    for way, words in (("bytes_up", "limit of bytes_per_s"), ("bytes_down", "limit of pull_bytes_per_s")):
         probed(address, A, **{way: 100_000})
         with pytest.raises(Unreachable, match=words):
             probed(address, A, **{way: 1})

@@ -157,7 +157,7 @@ def test_a_half_open_push_is_given_up_after_stall_s_and_control_is_not_behind_it
         assert client.report(report_info()).known
     assert not pushed.done()
     assert relay.connections == 2
-    with pytest.raises(Unreachable, match=r"nothing moved for 1\.5 s"):
+    with pytest.raises(Unreachable, match=r"no progress for 1\.5 s"):
         pushed.result(WAIT_S)
     assert not wired.syncer.accepted
 
@@ -170,9 +170,9 @@ def test_a_half_open_pull_and_watch_are_given_up_after_stall_s(wired: Wired, rel
     client.pull(ASK, PullSink())
     relay.freeze()
     begun_s = time.monotonic()
-    with pytest.raises(Unreachable, match="Pull: nothing moved"):
+    with pytest.raises(Unreachable, match="Pull: no progress"):
         client.pull(ASK, PullSink())
-    with pytest.raises(Unreachable, match="Watch: nothing moved"):
+    with pytest.raises(Unreachable, match="Watch: no progress"):
         list(stream)
     assert 0.7 < time.monotonic() - begun_s < 5
 
@@ -212,7 +212,7 @@ def test_what_a_syncer_of_an_older_epoch_answers_counts_for_nothing(wired: Wired
     wired.syncer.epoch = 2
     wired.syncer.publish(b"abcd", whole=True, epoch=2)
     for ask in asks:
-        with pytest.raises(Unreachable, match="answers is of epoch 2, and another of epoch 3 has taken its place"):
+        with pytest.raises(Unreachable, match="answers is of epoch 2, and one of epoch 3 has replaced it"):
             ask()
     wired.syncer.publish(b"abcd", whole=True, epoch=0)  # One that speaks protocol 1 does not tell.
     assert client.pull(ASK, PullSink()).header.version == 3
@@ -287,7 +287,7 @@ def test_a_damaged_chunk_is_sent_again_by_itself(wired: Wired, relay: Relay, cha
 def test_a_path_that_damages_everything_is_given_up(wired: Wired, relay: Relay) -> None:
     client = wired.client(address=relay.address)
     relay.damage(MARK, 1_000_000)
-    with pytest.raises(Unreachable, match="damaged on the way, as 64 before it"):
+    with pytest.raises(Unreachable, match="damaged on the way, after 64 retries in this push"):
         client.push(push_header(MARKED), MARKED)
     assert not wired.syncer.accepted
 

@@ -126,7 +126,7 @@ def test_what_a_site_has_goes_nowhere_that_has_not_taken_it_in(start: Callable[.
 
 def test_an_older_syncer_does_not_win_a_site_back(start: Callable[..., Wired]) -> None:
     one, other, client = two(start)
-    with pytest.raises(Unreachable, match="of lineage 7, epoch 2, and another of epoch 3 has taken its place"):
+    with pytest.raises(Unreachable, match="of lineage 7, epoch 2, and one of epoch 3 has replaced it"):
         client.join(join_ask(lineage=7), epoch=3)
     assert one.syncer.calls == other.syncer.calls == ["join"]
     assert client.join(join_ask(lineage=7), epoch=2).epoch == 2
@@ -140,7 +140,7 @@ def test_addresses_are_checked_at_the_door() -> None:
         ("127.0.0.1:7077,", "host:port wanted"),
         ("127.0.0.1:7077,127.0.0.1:99999", "a port of 1 to 65535"),
         ("127.0.0.1:7077,dns:///x", "host:port wanted"),
-        ("127.0.0.1:1,127.0.0.1:2,127.0.0.1:1", r"127\.0\.0\.1:1 is in it twice"),
+        ("127.0.0.1:1,127.0.0.1:2,127.0.0.1:1", r"127\.0\.0\.1:1 is listed twice"),
         (",".join(f"127.0.0.1:{port}" for port in range(1, ADDRESSES_MAX + 2)), f"at most {ADDRESSES_MAX}"),
     ):
         with pytest.raises(ValueError, match=f"address is .*{why}"):

@@ -294,7 +294,7 @@ def test_after_breaks_no_more_is_on_its_way_than_can_be_spared(aside: Callable[.
 
 def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:
     push = sending([])
-    with pytest.raises(MalformedMessage, match="were not sent"):
+    with pytest.raises(MalformedMessage, match="were never sent"):
         push.again(PushAgain(0, 1))
     requests = push.requests()
     next(requests)

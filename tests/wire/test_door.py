@@ -99,11 +99,11 @@ class Front:
         return "OK", ""
 
     def come_back_s(self, method: str, message: bytes, token: str, words: str) -> float:
-        """Of a call for which there is no room: after how long it may come back."""
+        """Of a call for which there is no room: after how long it may retry."""
         with pytest.raises(grpc.RpcError) as caught:
             next(self.ask(method, message, token))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert caught.value.details() == f"{words} of this caller is used up: come back"
+        assert caught.value.details() == f"caller is over its limit of {words}: retry later"
         return int(dict(caught.value.trailing_metadata())[PUSHBACK_KEY]) / 1000
 
 
@@ -237,7 +237,7 @@ def test_strangers_wait_in_one_line_and_in_no_callers_way(front: Callable[..., F
 def test_an_older_stream_that_does_not_end_is_waited_for_with_a_bound() -> None:
     one = OneAtATime("push", 50)
     with one.enter(("a",), 1, lambda: None):
-        with pytest.raises(Refusal, match="still being ended") as caught, one.enter(("a",), 1, lambda: None):
+        with pytest.raises(Refusal, match="has not ended yet") as caught, one.enter(("a",), 1, lambda: None):
             pass
         assert caught.value.retry_ms == 50
     with one.enter(("a",), 1, lambda: None):
@@ -297,7 +297,7 @@ def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(
         with AdminClient(wired.server.address) as operator:
             assert until_reached(operator.status)
         assert all(isinstance(next(watch), Alive) for _ in range(3)), "what is under way is never hung up on"
-        assert wired.noted("connections hung up on so far: ")
+        assert wired.noted("idle connections closed so far: ")
         [note] = wired.notes
         assert note.startswith("crowded: ")
         assert f"of {PLACES} places were taken" in note

@@ -228,7 +228,7 @@ def test_one_join_too_many_is_told_to_come_back_at_once(
     assert all(entered.acquire(timeout=WAIT_S) for _ in held)
     for channel, whose in ((one, "of this caller"), (other, "in all")):
         error = refused(join(channel).result, FULL)
-        assert error.details() == f"no room for one more join {whose}: come back"
+        assert error.details() == f"no room for one more join {whose}: retry later"
         assert dict(error.trailing_metadata())[PUSHBACK_KEY] == "1234"
     over.set()
     for call in held:

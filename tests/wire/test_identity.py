@@ -99,7 +99,7 @@ def test_a_right_that_is_withdrawn_is_missing_from_the_next_look_on(tmp_path: Pa
     written(tmp_path / "permissions", {"default": {"may_push": False}})
     assert any(each.refresh() for each in authenticator.watched)
     authenticator.check_still(found, "Pull")
-    assert refusal(lambda: authenticator.check_still(found, "Push")).text == "site/site-a may not push any more"
+    assert refusal(lambda: authenticator.check_still(found, "Push")).text == "site/site-a may no longer push"
 
 
 def allowed(method: str, is_site: bool, roles: frozenset[str]) -> bool:
@@ -297,7 +297,7 @@ def test_a_change_is_read_once_and_a_broken_one_leaves_what_was(tmp_path: Path) 
     path.write_text("three")
     said = watched.refresh()
     assert said is not None
-    assert said.startswith("number_file cannot be used, what was read before stays in force: invalid literal")
+    assert said.startswith("number_file cannot be used, its last good content stays in force: invalid literal")
     assert (watched.value, watched.complaint, watched.refresh()) == (22, said, None)
     path.unlink()
     assert "No such file" in str(watched.refresh())

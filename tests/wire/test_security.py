@@ -170,7 +170,7 @@ def test_a_token_that_is_removed_ends_its_streams_and_opens_nothing_more(
     written(file, {**TOKENS, "sites": {"site-a": A}})
     assert goes.ended.wait(WAIT_S)
     assert status_of(lambda: second.join(join_ask(site_id="site-b"))) is Status.UNAUTHENTICATED
-    assert here.noted("calls of site/site-b were ended: the token is not known any more")
+    assert here.noted("calls of site/site-b were ended: the token is no longer known")
     seen = stays.events
     assert wait_until(lambda: stays.events > seen), "the other site's stream goes on"
     assert first.join(join_ask())
@@ -197,7 +197,7 @@ def test_a_broken_file_leaves_the_one_before_it_in_force_and_says_so(run: Callab
     client = here.client(token=A)
     follower = Follower(client)
     written(file, '{"sites": {"site-a": "token-of')
-    assert here.noted("tokens_file cannot be used, what was read before stays in force: tokens_file")
+    assert here.noted("tokens_file cannot be used, its last good content stays in force: tokens_file")
     written(table, {"default": "perhaps"})
     assert here.noted("permissions cannot be used")
     assert client.join(join_ask())
@@ -322,7 +322,7 @@ def test_a_new_connection_sees_the_new_certificate_and_an_old_one_lives_on(
     follower = Follower(client)
     cert, key = successor.issue("syncer", *LOOPBACK)
     shutil.copy(cert, files["tls_cert"])  # For a moment they do not fit, and that is said and survived.
-    assert here.noted("are no certificate and its key")
+    assert here.noted("are not a pair")
     shutil.copy(key, files["tls_key"])
     assert wait_until(lambda: here.server.complaints() == []), "certificate and key fit again"
     later = shown(authority, "site/site-a") | {"tls_ca": successor.ca}
