@@ -109,7 +109,7 @@ class TurnedAway:
             if count == self._told or now_s < self._due_s:
                 return
             self._told, self._told_s = count, now_s
-        self._tell(f"idle connections closed so far: {count}; {why}")
+        self._tell(f"connections closed so far: {count}; {why}")
 
 
 @dataclass(eq=False)

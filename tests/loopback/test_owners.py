@@ -360,7 +360,7 @@ def test_a_thousand_idle_connections_leave_descriptors_for_merges_and_for_an_ope
             notes = [event for event in place.seen("crowded", "syncer", "note") if event["note"] == "crowded"]
             return [str(event["why"]).partition(" so far")[0] for event in notes]
 
-        told = ["idle connections closed", "cluster.syncer.metrics: idle connections closed"]
+        told = ["connections closed", "cluster.syncer.metrics: connections closed"]
         wait_for(lambda: set(told) <= set(said()), "it is said", lambda: str(said()))
         assert len(said()) <= 4, "once a minute for each port"
 

@@ -297,7 +297,7 @@ def test_connections_that_only_answer_pings_make_room_and_a_watch_goes_on(
         with AdminClient(wired.server.address) as operator:
             assert until_reached(operator.status)
         assert all(isinstance(next(watch), Alive) for _ in range(3)), "what is under way is never hung up on"
-        assert wired.noted("idle connections closed so far: ")
+        assert wired.noted("connections closed so far: ")
         [note] = wired.notes
         assert note.startswith("crowded: ")
         assert f"of {PLACES} places were taken" in note
