@@ -28,7 +28,7 @@ DAY_S = 86_400.0
 
 
 def answer(question: Question) -> dict[str, Any]:
-    """Return the whole answer; ``ValueError`` for an unknown codec or outer optimizer.
+    """Return the whole answer; raise ``ValueError`` for an unknown codec or outer optimizer.
 
     A figure with a formula and a simulation is in ``name`` (simulated) and ``name_formula``.
     """
@@ -73,8 +73,8 @@ def answer(question: Question) -> dict[str, Any]:
 
 
 def memory(question: Question) -> dict[str, Any]:
-    """Return the syncer's bytes, also of each part, and how many processes it takes on machines of ``host_gb``; None: a
-    fragment alone is too large for one."""
+    """Return the syncer's memory in bytes, in all and per part, and the number of processes needed on machines of
+    ``host_gb``; None: one fragment alone is too large."""
     if question.outer_kind not in OUTER_KINDS:
         raise ValueError(f"outer_kind is {question.outer_kind!r}: one of {', '.join(OUTER_KINDS)}")
     parts, room = max(1, question.shards), question.host_gb * 1e9
@@ -83,7 +83,7 @@ def memory(question: Question) -> dict[str, Any]:
     needed = None
     if _bytes(question, [max(question.numels)]) <= room:
         needed = 0
-        for numels in held:  # Each process has as many fragments of a part as fit.
+        for numels in held:  # Each process holds as many fragments of a part as fit.
             fits = max(many for many in range(1, len(numels) + 1) if _bytes(question, numels[:many]) <= room)
             needed += -(-len(numels) // fits)
     return {
@@ -135,8 +135,8 @@ WAYS = (
     ("central", "s1", "one syncer"),
 )
 LINEAR = (
-    "Linear in both? Every link's bytes are in the parameters, only a single syncer's in the sites as well.\n"
-    "One site's stay the same with any number of them, and below twice that where each holds a part of the syncer too."
+    "Every link's bytes grow with the parameters; only those of a single syncer's link grow with the sites as well.\n"
+    "A site's link carries the same for any number of sites, less than twice that where each has a part of the syncer."
 )
 
 
@@ -242,13 +242,13 @@ def advice_line(told: Mapping[str, Any]) -> str:
     asked, advice = told["asked"], told["advice"]
     share = _percent(asked["utilisation"])
     if advice is None:
-        return f"{share} on these links: no rhythm and encoding that learn well; faster links, or fewer bytes each"
+        return f"{share} on these links: no settings that learn well are enough; use faster links or a smaller model"
     typed = (f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in advice.items())
     return f"{share} on these links: {' '.join(typed)}"
 
 
 def picture(question: Question) -> str:
-    """Return an SVG file: a round's bytes in a link's busier direction by sites, for this model and 1 % of it."""
+    """Return an SVG file: a round's bytes in a link's busier direction by sites, for this model and 1 % of its size."""
     lines = []
     for parameters in (question.parameters, max(question.parameters / 100, question.fragments)):
         found = scaled(question, (parameters,), PICTURE_SITES)

@@ -129,7 +129,7 @@ class Question:
         require(self.layers <= LAYERS_MAX, "layers", self.layers, f"at most {LAYERS_MAX}")
         told = self.step_s > 0 or (self.flops > 0 and self.tokens_per_step > 0)
         require(told, "step_s", self.step_s, "above 0, or flops and tokens_per_step")
-        step_s, wanted = self.inner_step_s, f"that an inner step takes, from {STEPS_S[0]:g} to {STEPS_S[1]:g}"
+        step_s, wanted = self.inner_step_s, f"the seconds of an inner step, from {STEPS_S[0]:g} to {STEPS_S[1]:g}"
         require(STEPS_S[0] <= step_s <= STEPS_S[1], "step_s", step_s, wanted)
         rate, wanted = self.interruptions_per_chip_year, f"at most {INTERRUPTIONS_MAX}"
         require(rate <= INTERRUPTIONS_MAX, "interruptions_per_chip_year", rate, wanted)
@@ -370,7 +370,7 @@ def advised(question: Question) -> Question | None:
 
 
 def _reached(share: float | None, wanted: float) -> bool:
-    """Return whether ``share`` is at least ``wanted``, but for the rounding of a sum over many steps."""
+    """Return whether ``share`` is at least ``wanted``, up to the rounding of a sum over many steps."""
     return share is not None and share >= wanted - 1e-9
 
 
@@ -443,7 +443,7 @@ def scaled(question: Question, parameters: Sequence[float], sites: Sequence[int]
 
 # --- Links measured by ``diloco doctor``, for ``diloco plan`` --------------------------------------------------------
 
-MADE_BY = "diloco doctor HOST:PORT --json > FILE, at the site, makes one"
+MADE_BY = "run diloco doctor HOST:PORT --json > FILE at the site"
 DIGITS = 4
 """Significant digits of a measured value: one measurement is no more exact."""
 
@@ -462,10 +462,12 @@ def settings_of(links: Sequence[MeasuredLink], stated: Mapping[str, object]) -> 
     """Return the settings that the links give, beside those ``stated``; one link is that of all sites."""
     for key in ("up_gbps", "down_gbps", "rtt_ms"):
         if key in stated:
-            raise ConfigError(f"{key} is set, and --link measures it: one of the two")
+            raise ConfigError(f"{key} is set, and --link measures it: give one of the two")
     several = {"sites": len(links)} if len(links) > 1 else {}
     if several and stated.get("sites", len(links)) != len(links):
-        raise ConfigError(f"sites is {stated['sites']}, and {len(links)} links are given: one for all, or one for each")
+        raise ConfigError(
+            f"sites is {stated['sites']}, and {len(links)} links are given: give one for all, or one for each"
+        )
     return {
         **several,
         "up_gbps": tuple(link.up_gbps for link in links),
@@ -475,7 +477,7 @@ def settings_of(links: Sequence[MeasuredLink], stated: Mapping[str, object]) -> 
 
 
 def read_link(file: Path) -> MeasuredLink:
-    """Return the link that ``file`` has; ConfigError in one line for an invalid file."""
+    """Return the link that ``file`` describes; raise a one-line ConfigError for an invalid file."""
     try:
         checks = json.loads(file.read_bytes())["checks"]
         found = {(each["check"], each["address"]): each["figures"] for each in checks}

@@ -63,8 +63,8 @@ class Expected:
 
 
 def expected(question: Question) -> list[Expected]:
-    """Return what to expect of all chips as one job, and of sites with the syncer at one of them, in parts at each, or
-    as the question has it."""
+    """Return what to expect of all chips as one job, and of sites with the syncer at one of them, in parts at each, and
+    where the question places it."""
     asked = {question.syncer, "central"} | ({"sharded"} if 1 < question.sites <= question.fragments else set())
     rate, waits = rate_per_s(question), _waits(question)
     share, interruptions = (1.0, 0) if waits else _failing(question, question.sites, rate, INTERRUPTIONS)
