@@ -54,7 +54,7 @@ def run_cell(cell: Cell, folder: Path) -> Found:
     if trained < tokens:
         raise ConfigError(
             f"row {cell.name}, seed {cell.seed}: {trained} of {tokens} tokens were trained in {plan.seconds or 0:,.0f}"
-            f" s of virtual time, {SLACK} times what the slowest site needs: its links or faults leave it no more"
+            f" s of virtual time, {SLACK} times what the slowest site needs: its links or faults hold it back"
         )
     ended_s = fleet.last_merge_s
     trained_s = sum(site.trained_s for site in found.sites)

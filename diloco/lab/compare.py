@@ -168,7 +168,7 @@ def as_made(plan: FleetPlan, names: Sequence[str], made: MadeRun) -> FleetPlan:
     """Return the configuration's ``plan`` with the real run's measurements filled in."""
     missing = [name for name in names if name not in made.step_s]
     if missing:
-        raise ConfigError(f"cluster.sites has {missing[0]}, which has made no step in the run")
+        raise ConfigError(f"cluster.sites has {missing[0]}, which made no step in the run")
     pairs = zip(names, plan.sites, strict=True)
     return replace(
         plan,

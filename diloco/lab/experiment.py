@@ -179,10 +179,10 @@ def read(name: str, above: tuple[Path, ...] = ()) -> Laboratory:
     """
     path = _path(name)
     if path in above:
-        raise ConfigError(f"{above[-1]}: base is {name!r}: that begins with this one")
+        raise ConfigError(f"{above[-1]}: base is {name!r}, whose own base is this laboratory")
     plain = configs.of_yaml(path)
     if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
-        raise ConfigError(f"{path}: a laboratory has rows, and each a name")
+        raise ConfigError(f"{path}: a laboratory needs rows, each with a name")
     plain["rows"] |= _under_patterns(plain.pop("rules", {}), plain.pop("patterns", {}), path)
     below, taken = plain.pop("base", None), plain.pop("rows_of_base", [])
     base = None if below is None else read(str(below), (*above, path))
@@ -201,7 +201,7 @@ def read(name: str, above: tuple[Path, ...] = ()) -> Laboratory:
     )
     for key in filter(None, (lab.reference, *(row.against for row in rows.values()))):
         if key not in rows:
-            raise ConfigError(f"{path}: {key!r} is to be compared with, and is no row")
+            raise ConfigError(f"{path}: reference or against is {key!r}, which is no row")
     return lab
 
 
@@ -220,13 +220,11 @@ def _under_patterns(rules: object, patterns: object, path: Path) -> dict[str, di
     """Return a row for each rule under each pattern, with the fields of both."""
     for name, given in (("rules", rules), ("patterns", patterns)):
         if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
-            raise ConfigError(f"{path}: {name} is {given!r}: must be names, and what rows of each have")
+            raise ConfigError(f"{path}: {name} is {given!r}: must map names to fields of a row")
     assert isinstance(rules, dict)
     assert isinstance(patterns, dict)
     if bool(rules) != bool(patterns):
-        raise ConfigError(
-            f"{path}: rules are {list(rules)} and patterns {list(patterns)}: neither is without the other"
-        )
+        raise ConfigError(f"{path}: rules are {list(rules)} and patterns {list(patterns)}: give both or neither")
     first = next(iter(patterns), "")
     return {
         f"{rule}_{pattern}": {
@@ -283,7 +281,9 @@ def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Seq
                 continue
             settled = replace(row, speeds=row.speeds or lab.speeds)
             if row.phases and len(row.phases) != len(settled.speeds):
-                raise ConfigError(f"row {name}: phases are {row.phases}: one for each of {len(settled.speeds)} sites")
+                raise ConfigError(
+                    f"row {name}: phases are {row.phases}: give one for each of {len(settled.speeds)} sites"
+                )
             try:
                 config = configs.compose([*OWN, *lab.settings, *row.settings, *more, f"run.seed={seed}"])
                 warm = configs.compose([*OWN, *lab.settings, *more, f"run.seed={seed}"])
@@ -420,8 +420,8 @@ def html(lab: Laboratory, lines: Sequence[RowResult]) -> str:
     return page(lab.title, blocks_of(lab.name, tiles, sections, good=True))
 
 
-NOTE = "Each seed is a line of its own: how far lines of one colour lie apart is what a difference must exceed."
-TABLE = "Mean loss of the final model; differences are of runs with the same seed, their mean, least and most."
+NOTE = "Each line is one seed: a difference between rows must exceed the spread of the lines of one colour."
+TABLE = "Mean loss of the final model; differences are between runs with the same seed: mean, least and most."
 
 
 def _curves(lines: Sequence[RowResult], column: int, axis: Axis, scale: Callable[[Found, float], float]) -> str:

@@ -75,16 +75,18 @@ class Told:
             if not least <= value <= most:
                 raise ConfigError(f"{name} is {value:g}: must be from {least:g} to {most:g}")
         if self.regions and not self.region_interruptions_per_day:
-            raise ConfigError(f"--region is {self.regions[0]}: it fails by --region-interruptions-per-day, which is 0")
+            raise ConfigError(
+                f"--region is {self.regions[0]}: --region-interruptions-per-day is 0: give how often it fails"
+            )
         if self.region_interruptions_per_day and not self.regions:
             per_day = f"{self.region_interruptions_per_day:g}"
-            raise ConfigError(f"--region-interruptions-per-day is {per_day}: of which sites, --region says")
+            raise ConfigError(f"--region-interruptions-per-day is {per_day}: name the sites with --region")
         if not 0 <= self.chips <= CHIPS_MAX:
             raise ConfigError(f"--chips is {self.chips}: must be from 0 to {CHIPS_MAX}")
         if self.chips and not per_year:
-            raise ConfigError(f"--chips is {self.chips}: they fail by --interruptions-per-chip-year, which is 0")
+            raise ConfigError(f"--chips is {self.chips}: --interruptions-per-chip-year is 0, so they never fail")
         if per_year and not self.chips:
-            raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: of how many chips a site, --chips says")
+            raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: give a site's chips with --chips")
         if self.interruptions_per_s() > 1:
             per_day = f"{self.interruptions_per_s() * DAY_S:g}"
             raise ConfigError(
@@ -93,7 +95,7 @@ class Told:
         if every_h and not 0 < lasts_s < 3600 * every_h:
             raise ConfigError(f"--maintenance-s is {lasts_s:g}: must be above 0 and below --maintenance-every-h")
         if every_h and self.seconds is None:
-            raise ConfigError(f"--maintenance-every-h is {every_h:g}: for how long, --hours says")
+            raise ConfigError(f"--maintenance-every-h is {every_h:g}: give the simulated time with --hours")
         if not 0 <= self.step_jitter < 1:
             raise ConfigError(f"--step-jitter is {self.step_jitter:g}: must be from 0 to below 1")
 
@@ -108,8 +110,8 @@ class Told:
         assert self.seconds is not None, self
         every_s = 3600 * self.maintenance_every_h
         if self.maintenance_s > every_s / sites:
-            each = f"each of {sites} sites has {every_s / sites:g} s in turn"
-            raise ConfigError(f"--maintenance-s is {self.maintenance_s:g}: of --maintenance-every-h {each}")
+            each = f"each of {sites} sites gets only {every_s / sites:g} s"
+            raise ConfigError(f"--maintenance-s is {self.maintenance_s:g}: in --maintenance-every-h {each}")
         first_s = every_s * (place + 1) / sites
         begins = (first_s + every_s * number for number in range(int(self.seconds / every_s) + 1))
         return tuple((begin_s, begin_s + self.maintenance_s) for begin_s in begins if begin_s < self.seconds)
@@ -127,7 +129,7 @@ def with_sites(config: RunConfig, count: int, flag: str = "--sites") -> RunConfi
         raise ConfigError(f"{flag} is {count}: at least 1")
     known = list(config.cluster.sites.items())
     if not known:
-        raise ConfigError("cluster.sites is empty: there is no site to take over and over")
+        raise ConfigError("cluster.sites is empty: there is no site to repeat")
     sites = dict(known[:count])
     for place in range(len(known), count):
         name, site = known[place % len(known)]
@@ -158,7 +160,7 @@ def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
     """
     _check_own(config)
     if config.scenario is not None:
-        raise ConfigError(f"scenario is {config.scenario!r}: what happens at its time is not simulated with --above")
+        raise ConfigError(f"scenario is {config.scenario!r}: --above simulates no scenario")
     region = replace(_of_one(config), upstream=replace(config.upstream, endpoint="above:1", site_id="region"))
     build_syncer.check(region)
     whole, names, count = _plan(above, told), list(config.cluster.sites), len(above.cluster.sites)
@@ -187,7 +189,7 @@ def above_of(config: RunConfig, settings: Sequence[str], count: int | None = Non
         said = {text.partition("=")[0]: text for text in settings}
         for key, text in said.items():
             if not key.startswith(ABOVE) or key.startswith(OF_THE_MODEL):
-                raise ConfigError(f"{text}: the region's counts; of the one above {', '.join(ABOVE)}")
+                raise ConfigError(f"{text}: the region decides this; --above takes {', '.join(ABOVE)}")
         run = config.run
         if {"run.seconds", "run.tokens"} & said.keys():
             run = replace(run, seconds=above.run.seconds, tokens=above.run.tokens)
@@ -208,7 +210,7 @@ def above_of(config: RunConfig, settings: Sequence[str], count: int | None = Non
 def _check_own(config: RunConfig) -> None:
     if (endpoint := config.upstream.endpoint) is not None:
         text = f"upstream.endpoint is {endpoint!r}: leave it out (null)"
-        raise ConfigError(f"{text}; what is above regions, --above says")
+        raise ConfigError(f"{text}; --above describes the run above regions")
 
 
 def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
@@ -221,7 +223,7 @@ def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
     if told.seconds is not None or not ends:
         outer = replace(outer, run_ns=0, token_budget=0)
     elif not (outer.run_ns or outer.token_budget):
-        raise ConfigError("run.seconds and run.tokens are null: nothing ends this run, and --hours says how long it is")
+        raise ConfigError("run.seconds and run.tokens are null: nothing ends this run; give its length with --hours")
     numels = [fragment.numel for fragment in build.layout_of(config).fragments]
     try:
         up, down = make_codec(config.codec.up), make_codec(config.codec.down)
@@ -283,7 +285,7 @@ def faults_of(steps: Sequence[Step], names: Sequence[str]) -> tuple[FleetFault, 
     for step in steps:
         if step.do not in FAULTS:
             wanted = f"one of {', '.join(FAULTS)}"
-            raise ConfigError(f"line {step.line} of the scenario has do: {step.do}: to simulate, {wanted}")
+            raise ConfigError(f"line {step.line} of the scenario has do: {step.do}: the simulation knows {wanted}")
         kind, site = FAULTS[step.do], names.index(step.site) if step.site else None
         if site is None:
             kind = "down" if step.do == "kill" else "pause"

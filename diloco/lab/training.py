@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from diloco.outer.fragments import Layout
 
 TOLD = "diloco"
-"""The key of everything that is no tensor, in the file of a warm start."""
+"""The metadata key, in the file of a warm start, of all that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Warm:
     optimizer: str
 
     def save(self, path: Path) -> None:
-        """Write it to a file that is whole or not there."""
+        """Write it to a file atomically: a crash leaves no part of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"values/{name}": each for name, each in self.values.items()}
         tensors |= {f"inner/{name}": each for name, each in self.tensors.items()}
@@ -63,7 +63,7 @@ class Warm:
 
     @staticmethod
     def is_at(path: Path) -> bool:
-        """Return whether a whole file is there."""
+        """Return whether ``path`` has a complete file."""
         try:
             with safetensors.safe_open(path, "pt") as file:
                 return TOLD in (file.metadata() or {})

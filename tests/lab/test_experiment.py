@@ -27,10 +27,10 @@ from tests.runs.processes import TINY
     [
         ("rows: {a: {speed: [1]}}", "rows.a: unknown key speed: one of"),
         ("seed: 3\nrows: {a: {}}", "unknown key seed"),
-        ("rows: {}", "a laboratory has rows"),
+        ("rows: {}", "a laboratory needs rows"),
         ("[1", "mine.yaml cannot be read at line "),
-        ("reference: b\nrows: {a: {}}", "'b' is to be compared with, and is no row"),
-        ("rows: {a: {against: c}}", "'c' is to be compared with"),
+        ("reference: b\nrows: {a: {}}", "reference or against is 'b', which is no row"),
+        ("rows: {a: {against: c}}", "reference or against is 'c'"),
         ("rows: {a: {speeds: [1, 0]}}", "rows.a: speeds is (1, 0): above 0"),
         ("rows: {a: {speeds: 3}}", "rows.a: speeds is 3: must be a list, each part a number"),
         ("rows: {a: {speeds: [fast]}}", "rows.a: speeds is ['fast']: must be a number"),
@@ -49,10 +49,10 @@ from tests.runs.processes import TINY
         ("name: b\nrows: {a: {}}", "unknown key name"),
         ("rows_of_base: [sync]\nrows: {a: {}}", "rows_of_base is ['sync']: a list of rows, of a base"),
         ("base: smoke\nrows_of_base: [sink]\nrows: {a: {}}", "rows_of_base is ['sink']: a list of data_parallel, sync"),
-        ("base: PATH\nrows: {a: {}}", "begins with this one"),
+        ("base: PATH\nrows: {a: {}}", "whose own base is this laboratory"),
         ("rows: {a: {phases: [0, 1]}}", "rows.a: phases is (0, 1): each at least 0 and below 1"),
-        ("rules: {b: {}}\nrows: {a: {}}", "rules are ['b'] and patterns []: neither is without the other"),
-        ("rules: {b: {}}\npatterns: [c]\nrows: {a: {}}", "patterns is ['c']: must be names, and what rows"),
+        ("rules: {b: {}}\nrows: {a: {}}", "rules are ['b'] and patterns []: give both or neither"),
+        ("rules: {b: {}}\npatterns: [c]\nrows: {a: {}}", "patterns is ['c']: must map names to fields"),
         ("rules: {b: {}}\npatterns: {c: {speed: 1}}\nrows: {a: {}}", "rows.b_c: unknown key speed"),
     ],
 )
@@ -75,7 +75,7 @@ def test_19_rules_under_patterns_are_rows_compared_with_the_first_pattern(tmp_pa
     assert (row.against, row.rule, row.pattern) == ("default_together", "default", "apart")
     assert lab.rows["other_together"].against == "", "the laboratory's reference"
     text = "speeds: [1, 1]\nsettings: [run.tokens=1000]\nrows: {a: {phases: [0, 0.5, 0.1]}}"
-    with pytest.raises(configs.ConfigError, match=r"row a: phases are \(0, 0.5, 0.1\): one for each of 2 sites"):
+    with pytest.raises(configs.ConfigError, match=r"row a: phases are \(0, 0.5, 0.1\): give one for each of 2 sites"):
         labs.cells(labs.read(written(tmp_path, text)), (), (0,), ())
 
 
@@ -194,7 +194,7 @@ def test_the_plan_has_it_and_keeps_the_rest(tmp_path: Path) -> None:
     assert plan.update_bytes == (400, before.update_bytes[1])
     assert [(fault.kind, fault.site) for fault in plan.faults] == [("away", 0), ("cut", 1)]
     assert plan.sites[0].rtt_s == before.sites[0].rtt_s
-    with pytest.raises(ConfigError, match="site-z, which has made no step"):
+    with pytest.raises(ConfigError, match="site-z, which made no step"):
         as_made(before, ["site-a", "site-z"], made)
 
 

@@ -50,7 +50,7 @@ def test_maintenance_goes_from_site_to_site_as_long_as_the_run_lasts() -> None:
         ((3600.0, 3660.0), (7200.0, 7260.0)),
     ]
     assert fleet_of(compose([*TINY, "cluster=local3"]), TIMES).sites[0].planned == ()
-    with pytest.raises(ConfigError, match=r"--maintenance-s is 1201: .* each of 3 sites has 1200 s in turn"):
+    with pytest.raises(ConfigError, match=r"--maintenance-s is 1201: .* each of 3 sites gets only 1200 s"):
         fleet_of(compose([*TINY, "cluster=local3"]), replace(told, maintenance_s=1201.0))
 
 
@@ -130,7 +130,9 @@ def test_a_scenario_of_a_run_is_one_of_its_fleet(tmp_path: Path) -> None:
     )
     assert [site.starts_s for site in plan.sites] == [0.0, 0.0, inf]
     file.write_text("- {at_s: 30, do: reset, target: 'link:site-b'}")
-    with pytest.raises(ConfigError, match=r"line 1 of the scenario has do: reset: to simulate, one of kill, stop,"):
+    with pytest.raises(
+        ConfigError, match=r"line 1 of the scenario has do: reset: the simulation knows one of kill, stop,"
+    ):
         fleet_of(compose([*TINY, "cluster=local3", f"scenario={file}"]), TIMES)
     assert fleet_of(compose([*TINY, "cluster=local3"]), TIMES).faults == (), "the demo is for diloco up"
 
