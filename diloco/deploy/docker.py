@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 USER = 10001
 """A user id that no machine uses, so that files in a volume belong to no other user."""
 STATE = "/var/lib/diloco"
-"""The working folder of a container's processes: runs/ is made in it, and survives it on a volume."""
+"""The working folder of a container's processes; as a volume it keeps runs/ when the container is gone."""
 CPU_BASE = "python:3.11-slim-bookworm"
 CUDA_BASE = "nvidia/cuda:12.8.1-runtime-ubuntu24.04"
 LEFT_OUT = (

@@ -32,7 +32,7 @@ def prepared(config: RunConfig) -> list[Process]:
     listen = secured.cluster.syncer.listen
     port = listen.rpartition(":")[2]
     if not port.isdecimal() or int(port) == 0:
-        raise ConfigError(f"cluster.syncer.listen is {listen!r}: a port that others can know")
+        raise ConfigError(f"cluster.syncer.listen is {listen!r}: give a fixed port, by which others find it")
     # The syncer listens where other pods reach it.
     syncer, site = replace(secured.cluster.syncer, listen=f"0.0.0.0:{port}"), secured.site
     if is_loopback(site.syncer):  # No other address is configured: sites find a syncer by the name of its Service.
@@ -118,12 +118,10 @@ def _syncer(process: Process) -> str:
     ]
     lines = [
         _head(process),
-        "When the run has ended it is started again and again, which does nothing: delete it then.",
+        "Delete it when the run has ended: Kubernetes restarts it again and again, to no effect.",
     ]
     if config.cluster.syncer.tls_cert:
-        lines.append(
-            "Probes see only that it listens: the kubelet shows no certificate, and it takes none without one."
-        )
+        lines.append("Probes check only that the port is open, because the kubelet has no client certificate.")
     return documents(*told, head="\n".join(lines))
 
 
@@ -173,12 +171,10 @@ def _site(process: Process) -> str:
 def _head(process: Process) -> str:
     lines = [f"{process.what} of run {process.config.run.name}: kubectl apply --filename {manifest(process)}"]
     if process.nodes > 1:
-        lines.append(
-            f"Its {process.nodes} machines share one volume: launch.storage_class is to be one that many may write."
-        )
+        lines.append(f"Its {process.nodes} machines share one volume: launch.storage_class must allow ReadWriteMany.")
     if process.config.launch.secrets:
         name, space = process.label, process.config.launch.namespace
-        lines.append("Its certificate, from where `diloco certs` made it:")
+        lines.append("Its certificate, from the folder in which `diloco certs` made it:")
         files = [f"--from-file=certs/{file}" for file in SYNCER_FILES]
         if process.verb == "site":
             files = ["--from-file=certs/ca.pem"]

@@ -34,7 +34,7 @@ TEXTS: Mapping[str, str] = {
     "storage_class": r"[a-z0-9.-]*",
     "package": r"[^\s'\"`$\\]+",
 }
-"""The pattern of each text setting: the texts stand in files that other programs read."""
+"""The pattern of each text setting, because other programs read the files that contain them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def processes(config: RunConfig) -> list[Process]:
         needs = Needs(cores, launch.memory_gib or _syncer_gib(part), launch.disk_gib)
         found.append(Process("syncer", syncer_name(part.cluster.syncer.index), part, needs))
     if not config.cluster.sites:
-        raise ConfigError("cluster.sites is {}: the sites to be launched, as in cluster.sites.fra.nproc=8")
+        raise ConfigError("cluster.sites is {}: name the sites to launch, as in cluster.sites.fra.nproc=8")
     for name, site in config.cluster.sites.items():
         if not configs.is_name(name):
             raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
@@ -119,7 +119,7 @@ def processes(config: RunConfig) -> list[Process]:
             raise ConfigError(f"cluster.sites.{name}.nodes is {nodes}: at least 1")
         own = replace(config, site=replace(config.site, id=name, nproc=nproc, nodes=nodes))
         cpus = launch.cpus or nproc * max(1, config.site.threads) + 1
-        # What a machine's ranks hold, counted as if it lay in the machine's own memory.
+        # The state of a machine's ranks, counted as if all of it were in host memory.
         copies = nproc if own.site.parallel == "ddp" else 1 / nodes
         held_gib = ceil(numel * (copies * HELD_BYTES + EXCHANGED_BYTES) / GIB) + 4
         memory = launch.memory_gib or max(GIB_MIN, held_gib)
@@ -127,17 +127,17 @@ def processes(config: RunConfig) -> list[Process]:
     labels = [process.label for process in found]
     for process in found:
         if labels.count(process.label) > 1:
-            raise ConfigError(f"cluster.sites has {process.name!r}: as a name of machines it is {process.label}, twice")
+            raise ConfigError(f"cluster.sites has {process.name!r}: two names become the DNS label {process.label}")
     return found
 
 
 GIB = 1 << 30
 GIB_MIN = 16
-"""What a machine is asked for at least: imports, buffers and the text take some of it whatever the model."""
+"""The least memory to ask for: imports, buffers and the text take some of it with any model."""
 HELD_BYTES = 16
 """Of each value: a rank's parameter, gradient and two moments of its optimizer, in fp32."""
 EXCHANGED_BYTES = 16
-"""Of each value on a site's machine 0: the base, the pseudo-gradient, its rounding error and a version that comes."""
+"""Of each value on a site's machine 0: the base, the pseudo-gradient, its rounding error and an arriving version."""
 
 
 def _syncer_gib(config: RunConfig) -> int:
@@ -163,7 +163,7 @@ def check(config: RunConfig) -> None:
     for name, form in TEXTS.items():
         value = getattr(launch, name)
         if value is not None and re.fullmatch(form, value) is None:
-            raise ConfigError(f"launch.{name} is {value!r}: not a name of that kind")
+            raise ConfigError(f"launch.{name} is {value!r}: it has characters that this setting does not allow")
     for name in ("cpus", "memory_gib", "disk_gib", "hours"):
         value = getattr(launch, name)
         if value is not None and not 0 < value < 1e6:
@@ -179,7 +179,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_reachable(config: RunConfig) -> None:
-    """Raise ConfigError where sites on other machines would look for the syncer on loopback."""
+    """Raise ConfigError where sites on other machines could not reach the syncer: its address is on loopback."""
     from diloco.config import connecting
     from diloco.wire.options import check_bind, is_loopback
 
@@ -203,10 +203,12 @@ def has_syncer(config: RunConfig) -> bool:
 
 
 def label(text: str) -> str:
-    """Return ``text`` as a DNS label; ConfigError where nothing of it can stay, or it is too long."""
+    """Return ``text`` as a DNS label; ConfigError where that is too long or does not begin with a letter."""
     found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not found or not found[0].isalpha() or len(found) > NAMES_MAX:
-        raise ConfigError(f"{text!r}: as a name of machines at most {NAMES_MAX} letters, the first one of a to z")
+        raise ConfigError(
+            f"{text!r}: a DNS label of it needs a first letter a to z, and at most {NAMES_MAX} characters"
+        )
     return found
 
 
@@ -232,26 +234,26 @@ def documents(*told: Mapping[str, object], head: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What the machines install.  Exactly one of ``tree`` and ``files`` tells where it lies."""
+    """What the machines install: either from ``tree``, or with ``files`` beside those of the launch."""
 
     pip: str
     """The argument of ``pip install``, beside a constraints.txt."""
     tree: Path | None = None
     """The source tree of this program, with its constraints.txt."""
     files: tuple[File, ...] = ()
-    """Of an installed program: what is to lie beside the files of the launch."""
+    """For an installed program: its constraints.txt, to be written beside the files of the launch."""
     wheel: Path | None = None
 
 
 def package(config: RunConfig) -> Package:
-    """Return what ``launch.package`` says; ConfigError where there is nothing to install."""
+    """Return the package that ``launch.package`` names; ConfigError where there is nothing to install."""
     given, extra = config.launch.package, "[gpu]" if uses_cuda(config) else ""
     if given is None:
         tree = Path(__file__).resolve().parents[2]
         if not (tree / "pyproject.toml").is_file():
             raise ConfigError(
                 "launch.package is null, and this program was installed without its source tree: "
-                "give a wheel of it (diloco-...whl), or the requirement by which pip finds it"
+                "give its wheel (diloco-...whl), or the requirement with which pip installs it"
             )
         return Package(f".{extra}", tree)
     # The version of each package of this environment: the machines install the same ones.

@@ -11,9 +11,9 @@ HOME = "~/diloco"
 """The working folder of a process on its machine."""
 ENVIRONMENT = "~/diloco-env"
 PACKAGE = "~/diloco-package"
-"""Where the wheel and its constraints lie, when no source tree is installed."""
+"""The folder of the wheel and its constraints, when no source tree is installed."""
 HEAD = """{what} of run {run}: sky launch --cluster {name} {more}{file}    (from the folder of this file)
-What settings name by a relative path lies in that folder, and comes along: certificates, keys and tokens."""
+Files that the settings name by a relative path (certificates, keys, tokens) belong in that folder, and are copied."""
 
 
 def files(process: Process) -> list[File]:
@@ -41,7 +41,7 @@ def _task(process: Process) -> str:
     else:
         named = [syncer.tls_ca, syncer.tls_cert, syncer.tls_key]
         named += [syncer.tokens_file, syncer.permissions, syncer.revoked_file]
-    # What the settings name by a relative path lies beside them, and the machine does not have it.
+    # Files that the settings name by a relative path are beside them, and must be copied to the machine.
     own = [name for name in named if name and name != "system" and not name.startswith(("/", "~"))]
     mounts = {f"{HOME}/{name}": name for name in [process.settings, *own]}
     if installed.tree is None:
@@ -76,5 +76,7 @@ def _task(process: Process) -> str:
         what=process.what, run=process.config.run.name, name=process.label, more=more, file=task(process)
     )
     if process.nodes > 1:
-        head += f"\nIts {process.nodes} machines share a folder that this task does not make: run.dir is to lie in one."
+        head += (
+            f"\nIts {process.nodes} machines must share a folder, which this task does not make: put run.dir into it."
+        )
     return documents(made, head=head)

@@ -26,7 +26,7 @@ def script(process: Process) -> str:
 def _script(process: Process) -> str:
     """Return a script that runs `diloco site` on each machine, which starts the ranks there itself.
 
-    That of machine 0 is the script's own child, as on a site of one machine: it receives the request to leave, and
+    That of machine 0 is the script's own child, as on a site of one machine: it receives the signal to leave, and
     tells the others.
     """
     launch, needs = process.config.launch, process.needs

@@ -211,7 +211,7 @@ def test_sites_may_be_told_of_a_syncer_elsewhere_and_of_several(tmp_path: Path) 
 
 
 def test_what_pods_could_not_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.syncer\.listen is '127\.0\.0\.1:0': a port that others can know"):
+    with pytest.raises(ConfigError, match=r"cluster\.syncer\.listen is '127\.0\.0\.1:0': give a fixed port"):
         prepared(composed(*[*RUN, "cluster.syncer.listen=127.0.0.1:0"]))
     with pytest.raises(ConfigError, match=r"listen is '0\.0\.0\.0:7077': not a loopback address, and there is no TLS"):
         prepared(composed(*[*RUN, "launch.secrets=false"]))

@@ -84,14 +84,14 @@ def test_machines_have_names_of_their_own() -> None:
     labels = {"nimble-otter-a": "nimble-otter-a", "Run_1.x-fra": "run-1-x-fra", "a--b-": "a-b"}
     assert {text: label(text) for text in labels} == labels
     for text in ("", "---", "7", "x" * 41):
-        with pytest.raises(ConfigError, match="as a name of machines"):
+        with pytest.raises(ConfigError, match="a DNS label of it needs"):
             label(text)
     for name, words in (
         *[
             (bad, r"'.*': letters, digits, '\.', '_' and '-', at most 64")
             for bad in ("../fra", "fra iad", "fra\nreboot")
         ],
-        ("FRA", "'fra': as a name of .* first-run-fra, twice"),
+        ("FRA", "'fra': two names become the DNS label first-run-fra"),
     ):
         config = configured()
         config.cluster.sites[name] = config.cluster.sites["fra"]
@@ -99,7 +99,7 @@ def test_machines_have_names_of_their_own() -> None:
             processes(config)
     config = configured()
     config.run.name = "7up"
-    with pytest.raises(ConfigError, match="'7up-syncer': as a name of machines"):
+    with pytest.raises(ConfigError, match="'7up-syncer': a DNS label of it needs a first letter"):
         processes(config)
     config.cluster.sites = {}
     with pytest.raises(ConfigError, match=r"cluster\.sites is {}"):

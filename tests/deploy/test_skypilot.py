@@ -52,7 +52,7 @@ def test_the_machines_of_a_site_are_the_nodes_of_a_task(tmp_path: Path) -> None:
     texts = put(tmp_path, files(fra))
     told = yaml.safe_load(texts["fra.sky.yaml"])
     assert told["num_nodes"] == 2
-    assert "run.dir is to lie in one" in texts["fra.sky.yaml"]
+    assert "put run.dir into it" in texts["fra.sky.yaml"]
     script = told["run"].replace("cd ~/diloco\n", "").replace("diloco site", "echo site")
     for node_rank in range(2):
         place = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": str(node_rank), "HOME": str(tmp_path)}
