@@ -82,7 +82,7 @@ def bounded(name: str, check: Callable[[], T], limit_s: float) -> T | Finding:
     thread.start()
     thread.join(limit_s)
     if not done:
-        return fail(name, f"no answer within {limit_s:g} s", _UNANSWERED.get(name, "look at what it waits for"))
+        return fail(name, f"no answer within {limit_s:g} s", _UNANSWERED.get(name, "find out what it waits for"))
     return done[0]
 
 

@@ -2,8 +2,7 @@
 
 Kernel limits are read from files below /proc/sys on Linux; on other systems the finding says that they are unchecked.
 
-The checks leave nothing behind.  Where the folder does not exist yet, they use its nearest existing ancestor, in which
-it will be created.
+The checks leave nothing behind.  Where the folder does not exist yet, they use its nearest existing ancestor.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def kernel(link: LinkFigures | None, root: Path = Path("/proc/sys/net")) -> list
         with suppress(OSError):  # Another system, or a container that hides it.
             values[name] = (root / name).read_text("ascii")
     if "ipv4/tcp_wmem" not in values or "ipv4/tcp_rmem" not in values:
-        return [ok("kernel", f"{platform.system()}: its TCP settings are not looked at")]
+        return [ok("kernel", f"{platform.system()}: its TCP settings are not checked")]
     sends, takes = (int(values[f"ipv4/{name}"].split()[-1]) for name in ("tcp_wmem", "tcp_rmem"))
     findings = [_windows(link, sends, takes), _congestion(link, values)]
     queue = int(values.get("core/somaxconn", "4096"))
@@ -173,11 +172,10 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
     most = 64 * MIB
     remedy = (
         f"on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 {most}' net.ipv4.tcp_rmem='4096 131072 {most}'; "
-        f"where that may not be: site.data_channels={max(needed, 2)}, or site.adapt=true, which finds how many it "
-        "takes; a site learns the link's rate in its first rounds, and knows it from the first one on where it is told "
-        "(site.up_mbps, site.down_mbps)"
+        f"without root: site.data_channels={max(needed, 2)}, or site.adapt=true, which finds the number itself; "
+        "a site measures the link's rate in its first rounds; site.up_mbps and site.down_mbps give it from the start"
     )
-    return warn("windows", f"{told}: that is what bounds this link", remedy, channels=needed, **figures)
+    return warn("windows", f"{told}: this limits the link", remedy, channels=needed, **figures)
 
 
 def _congestion(link: LinkFigures | None, values: Mapping[str, str]) -> Finding:
@@ -193,21 +191,21 @@ def _congestion(link: LinkFigures | None, values: Mapping[str, str]) -> Finding:
     available = values.get("ipv4/tcp_available_congestion_control", "").split()
     first = "" if "bbr" in available else "modprobe tcp_bbr; "
     remedy = f"on both machines: {first}sysctl -w {' '.join(commands)}"
-    after = " and begins anew after each pause" if idle else ""
-    return warn("congestion", f"{told}: it all but stops at 0.1 % of loss over a long link{after}", remedy, **figures)
+    after = " and slow-starts again after each pause" if idle else ""
+    return warn("congestion", f"{told}: it almost stops at 0.1 % of loss over a long link{after}", remedy, **figures)
 
 
 def proxies(host: str, environment: Mapping[str, str]) -> list[Finding]:
     """Check whether gRPC would reach ``host`` through a proxy set in the environment."""
     name = next((each for each in PROXY_VARIABLES if environment.get(each)), None)
     if name is None:
-        return [ok("proxy", "the environment names none that gRPC would use")]
+        return [ok("proxy", "the environment sets none that gRPC would use")]
     spared = next((environment[each] for each in EXCEPTIONS if environment.get(each)), "")
     suffixes = [each.strip() for each in spared.split(",") if each.strip()]
     if any(_spares(suffix, host) for suffix in suffixes):
-        return [ok("proxy", f"{name} is set, and {host} is spared from it")]
+        return [ok("proxy", f"{name} is set, and {host} is exempt from it")]
     remedy = f"export no_grpc_proxy={','.join([*suffixes, host])} (or unset {name})"
-    return [warn("proxy", f"gRPC goes to {host} through the proxy of {name}, which may not carry it", remedy)]
+    return [warn("proxy", f"gRPC goes to {host} through the proxy of {name}, which may not support it", remedy)]
 
 
 def _spares(entry: str, host: str) -> bool:
@@ -263,7 +261,7 @@ def stores(config: RunConfig) -> list[Store]:
         found.append(Store("syncer", folder, SNAPSHOTS * 12 * numel + versions + updates))
     site = run_dir_of(config).site(config.site.id)
     if site.root.is_dir() or not found:
-        # Checkpoints (values, two moments, base and updates in flight), and the outbox: payloads without an answer yet.
+        # Checkpoints (values, two moments, base and updates in flight), and the outbox of unanswered payloads.
         numel = build.whole_layout(config).numel
         kept = (config.inner.checkpoints_kept + 1) * numel * (4 + 8 + 4 + 4 * in_flight)
         found.append(Store(f"site {config.site.id}", site.root, kept + in_flight * up.payload_bytes_max(numel)))
@@ -288,7 +286,7 @@ def store(of: Store) -> list[Finding]:
     if free < FREE_MIN_BYTES:
         return [fail("store", told, _remedy(errno.ENOSPC, folder, of), **figures)]
     if free < of.needed_bytes:
-        wanted = f"a run of this configuration comes to about {of.needed_bytes / 1e9:,.3g} GB"
+        wanted = f"a run of this configuration needs about {of.needed_bytes / 1e9:,.3g} GB"
         return [warn("store", f"{told}; {wanted}", _remedy(errno.ENOSPC, folder, of), **figures)]
     if sync_s > SLOW_SYNC_S:
         remedy = "keep the folder on a local disk: every acknowledged update waits for one"

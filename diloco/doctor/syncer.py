@@ -35,8 +35,8 @@ SERVICES = ("grpc.", "diloco.wire.")
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """The asking end: the site's name, the content of its join (without a run only its protocol), and the bytes of
-    filler to send each way within ``limit_s``; no filler where that is 0."""
+    """This end: the site's name, the content of its join (without a run only its protocol), and the bytes of filler to
+    send each way within ``limit_s``; no filler where that is 0."""
 
     site_id: str
     ask: ProbeAsk
@@ -63,7 +63,9 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
         return Visit([fail("grpc", error.why, "is this the syncer's own port? its log says what it refused")], False)
     except Refused as error:
         return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], False)
-    findings = [ok("grpc", "it answers")] if process else [warn("grpc", "it is going down", "ask again when it is up")]
+    findings = (
+        [ok("grpc", "it answers")] if process else [warn("grpc", "it is shutting down", "ask again when it runs again")]
+    )
     findings += _asked("run", lambda: [_run(checkup, visitor.ask.run_id)])
     findings += _asked("rtt", lambda: [_round_trip(checkup)])
     known = _asked("identity", lambda: _probed(checkup, visitor))
@@ -81,22 +83,24 @@ def _asked(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
         return check()
     except (Unreachable, Refused) as error:
         why = error.text if isinstance(error, Refused) else error.why
-        says = f"it answered before, and not now: {why}"
-        return [fail(name, says, "look whether it still runs, and ask again")]
+        says = f"it answered before, but not now: {why}"
+        return [fail(name, says, "check that it still runs, and ask again")]
 
 
 def _run(checkup: Checkup, run_id: str) -> Finding:
     """Check which run the syncer serves, and whether it is ours."""
     names = [name for name in checkup.names() if name and not name.startswith(SERVICES)]
-    told = f"run {', '.join(names)}" if names else "a run whose name it does not tell"
+    told = f"run {', '.join(names)}" if names else "a run whose name it does not give"
     if not run_id:
         return ok("run", f"it serves {told}; give run=NAME to have this site's settings compared", runs=names)
     serves = checkup.serving(run_id)
     if serves is None:
-        return fail("run", f"run {run_id} is not served there, but {told}", "give the run or the address that is meant")
+        return fail("run", f"run {run_id} is not served there, but {told}", "give the right run or address")
     if serves:
         return ok("run", f"it serves run {run_id}", runs=names)
-    remedy = "look at `diloco status` there: a standby before its time, or a syncer that waits for room or a backup"
+    remedy = (
+        "look at `diloco status` there: a standby that does not lead, or a syncer that waits for disk space or a backup"
+    )
     return warn("run", f"it knows run {run_id} and takes no updates at present", remedy, runs=names)
 
 
@@ -105,14 +109,16 @@ def _probed(checkup: Checkup, visitor: Visitor) -> list[Finding]:
     try:
         checkup.come_in()
     except Refused as error:
-        return [fail("identity", f"it does not let us in: {error.text}", _remedy(error))]
+        return [fail("identity", f"it refuses us: {error.text}", _remedy(error))]
     try:
         probed = checkup.probe(visitor.ask if checkup.serving(visitor.ask.run_id) else replace(visitor.ask, run_id=""))
     except Refused as error:
         if error.status is not Status.UNIMPLEMENTED:
             raise
-        says = "it is of an earlier release, which tells neither clock nor rates, and compares settings at a join only"
-        remedy = "when the run can be upgraded: the syncer first, then its sites"
+        says = (
+            "it is of an earlier release, which reports neither clock nor rates, and compares settings only at a join"
+        )
+        remedy = "upgrade when the run allows it: the syncer first, then its sites"
         return [ok("identity", "it lets us in"), warn("protocol", says, remedy)]
     return [_identity(probed.answer, visitor.site_id), *_meant(probed.answer, visitor.ask), _clock(probed)]
 
@@ -120,8 +126,8 @@ def _probed(checkup: Checkup, visitor: Visitor) -> list[Finding]:
 def _identity(answer: ProbeAnswer, site_id: str) -> Finding:
     who = answer.identity
     if who.startswith("site/") and who != f"site/{site_id}":
-        remedy = f"set site.id={who.removeprefix('site/')}, or show what was made for {site_id}"
-        return fail("identity", f"it takes us for {who}, and site.id is {site_id}", remedy, identity=who)
+        remedy = f"set site.id={who.removeprefix('site/')}, or show the credentials made for {site_id}"
+        return fail("identity", f"it takes us for {who}, but site.id is {site_id}", remedy, identity=who)
     told = f"it takes us for {who}" if who else "authentication is off: any client may join"
     return ok("identity", told, identity=who)
 
@@ -151,9 +157,9 @@ def _clock(probed: Probed) -> Finding:
     told = f"its clock is {abs(ahead_s):.3g} s {order} ours (to {doubt_s:.2g} s)"
     remedy = "set both clocks by NTP (chrony, systemd-timesyncd)"
     if abs(ahead_s) - doubt_s > CLOCK_FAIL_S:
-        return fail("clock", f"{told}: certificates are not good in time", remedy, **figures)
+        return fail("clock", f"{told}: certificates may not be valid yet", remedy, **figures)
     if abs(ahead_s) - doubt_s > CLOCK_WARN_S:
-        return warn("clock", f"{told}: logs of the two machines do not fit together", remedy, **figures)
+        return warn("clock", f"{told}: the times in the two machines' logs cannot be compared", remedy, **figures)
     return ok("clock", f"its clock and ours agree to {max(abs(ahead_s), doubt_s):.2g} s", **figures)
 
 
@@ -165,7 +171,7 @@ def _bandwidth(checkup: Checkup, visitor: Visitor) -> Finding:
         probed = checkup.probe(ask)
     except Refused as error:
         says = f"not measured: {error.text}"
-        return warn("bandwidth", says, "ask with what a site that may push would show")
+        return warn("bandwidth", says, "use the credentials of a site that may push")
     except Unreachable as error:
         if error.retry_after_s is None:
             raise
@@ -176,7 +182,7 @@ def _bandwidth(checkup: Checkup, visitor: Visitor) -> Finding:
     figures = {"up_bytes_per_s": up, "down_bytes_per_s": down}
     if not (up and down):
         says = (
-            f"of filler {carried[0]} went up and {carried[1]} came down in {visitor.limit_s:g} s: too little to measure"
+            f"only {carried[0]} of filler went up and {carried[1]} down in {visitor.limit_s:g} s: too little to measure"
         )
         return warn("bandwidth", says, "give more time: --seconds 10", **figures)
     says = f"up {megabits(up)}, down {megabits(down)} on one connection ({carried[0]} and {carried[1]} of filler)"
@@ -187,11 +193,9 @@ def _remedy(error: Refused) -> str:
     if error.status is Status.PERMISSION_DENIED:
         return "have this identity listed in the syncer's cluster.syncer.permissions"
     if "revoked" in error.text:
-        return "have a new token or certificate issued; this one was taken back"
+        return "have a new token or certificate issued; this one was revoked"
     if "token" in error.text:
-        return (
-            "give site.token_file=FILE with this site's token, as it stands in the syncer's cluster.syncer.tokens_file"
-        )
+        return "give site.token_file=FILE with this site's token, one of the syncer's cluster.syncer.tokens_file"
     if "certificate" in error.text:
         return "have a certificate issued for this site: diloco certs issue DIR --site NAME"
     return "ask the operator of the syncer"
@@ -203,7 +207,7 @@ def _round_trip(checkup: Checkup) -> Finding:
     told = f"a small call takes {usual * 1e3:.3g} ms (median of {len(taken)}; 95 % within {most * 1e3:.3g} ms)"
     figures = {"median_ms": round(usual * 1e3, 3), "p95_ms": round(most * 1e3, 3)}
     if most > 3 * usual + 0.05:
-        remedy = "a queue on the way fills up, or a machine is busy: look at what else uses this link"
+        remedy = "a queue on the path fills up, or a machine is busy: find what else uses this link"
         return warn("rtt", f"{told}: it varies much", remedy, **figures)
     return ok("rtt", told, **figures)
 
@@ -269,8 +273,10 @@ def _tcp(port: str, greetings: Mapping[str, Greeting | OSError]) -> Finding:
     says = "; ".join([*told, *failed])
     if not told:
         refused = any(isinstance(each, ConnectionRefusedError) for each in greetings.values())
-        start = "start the syncer, or give the port that it said it listens at"
-        remedy = start if refused else "let a firewall or security group on the way pass this port, outwards from here"
+        start = "start the syncer, or give the port on which it said that it listens"
+        remedy = (
+            start if refused else "let firewalls and security groups on the path pass this port, outwards from here"
+        )
         return fail("tcp", says, remedy)
     # A name such as localhost has two loopback addresses: a syncer listens at one of them, and gRPC finds it.
     if failed and not set(greetings) <= set(HERE):
@@ -291,7 +297,7 @@ def _spoken(address: str, host: str, security: SecurityOptions, greeting: Greeti
     silent = greeting.heard is Heard.SILENCE
     if not (security.tls_ca or silent) and speaks_tls(address):
         remedy = "give site.tls_ca=FILE, and site.tls_cert and site.tls_key if it asks for them"
-        return [*findings, fail("tls", "it speaks TLS, and this end is told to do without", remedy)]
+        return [*findings, fail("tls", "it speaks TLS, but this end is set to do without", remedy)]
     says = f"{greeting.heard.value if greeting.heard else 'nothing'} answers, where a syncer speaks HTTP/2"
     if silent:
         remedy = "it accepts and says nothing: a proxy or firewall that holds connections back, or a stuck process"
@@ -315,8 +321,8 @@ def _tls(address: str, host: str, security: SecurityOptions, greeting: Greeting)
         return _alerted(address, security, greeting.alert)
     if greeting.heard is Heard.CLOSED:
         remedy = _TAKES_ANOTHER if security.tls_cert else _WANTS_ONE
-        return fail("tls", "it ends the connection when it has seen what this end shows", remedy)
-    assert facts is not None, "a handshake that stands has a certificate"
+        return fail("tls", "it closed the connection after it saw this end's credentials", remedy)
+    assert facts is not None, "a completed handshake has a certificate"
     left = facts.ends - datetime.datetime.now(datetime.UTC)
     both = "both ends known" if security.tls_cert else "the syncer known"
     says = (
@@ -329,10 +335,10 @@ def _tls(address: str, host: str, security: SecurityOptions, greeting: Greeting)
     return ok("tls", says, **figures)
 
 
-_WANTS_ONE = "it may want to see a certificate: give site.tls_cert and site.tls_key"
-_TAKES_ANOTHER = "have site.tls_cert issued by the authority that the syncer knows (its cluster.syncer.tls_ca)"
+_WANTS_ONE = "it may require a certificate: give site.tls_cert and site.tls_key"
+_TAKES_ANOTHER = "have site.tls_cert issued by the authority that the syncer trusts (its cluster.syncer.tls_ca)"
 _RENEW = (
-    "where the authority is: diloco certs issue DIR --syncer --host {host}; the syncer reads the new files by itself"
+    "on the authority's machine: diloco certs issue DIR --syncer --host {host}; the syncer reloads its files itself"
 )
 
 
@@ -345,16 +351,16 @@ def _unverified(host: str, security: SecurityOptions, alert: str, facts: Facts |
         )
     if facts is not None and now < facts.begins:
         says = (
-            f"the syncer's certificate is good from {facts.begins:%Y-%m-%d %H:%M} UTC only, and here it is {now:%H:%M}"
+            f"the syncer's certificate is valid from {facts.begins:%Y-%m-%d %H:%M} UTC only, and here it is {now:%H:%M}"
         )
-        return fail("tls", says, "set the clocks of both machines (chrony, systemd-timesyncd)")
+        return fail("tls", says, "set the clocks of both machines by NTP (chrony, systemd-timesyncd)")
     if "mismatch" in alert.lower():
         names = ", ".join(facts.hosts) if facts is not None else ""
         remedy = f"give one of these names, or: diloco certs issue DIR --syncer --host {host}"
         return fail("tls", f"the syncer's certificate is not for {host}: it names {names or 'no host'}", remedy)
     signer = facts.issuer if facts is not None else "another authority"
     what = "this machine's roots" if security.tls_ca == SYSTEM_ROOTS else f"site.tls_ca {security.tls_ca}"
-    remedy = "give the run's authority.pem as site.tls_ca; if nothing changed on your side, another party is in between"
+    remedy = "give the run's authority.pem as site.tls_ca; if nothing changed on your side, an attacker is in between"
     return fail("tls", f"{what} did not sign the syncer's certificate, {signer} did: {alert}", remedy)
 
 
@@ -362,14 +368,16 @@ def _alerted(address: str, security: SecurityOptions, alert: str) -> Finding:
     """Say why the handshake failed, or why the other end refused this end's certificate."""
     alert = alert.upper().replace(" ", "_")
     if "CERTIFICATE_REQUIRED" in alert:
-        return fail("tls", "the syncer wants to see a certificate of this site", "give site.tls_cert and site.tls_key")
+        return fail("tls", "the syncer requires a certificate of this site", "give site.tls_cert and site.tls_key")
     if "UNKNOWN_CA" in alert or "BAD_CERTIFICATE" in alert or "CERTIFICATE_UNKNOWN" in alert:
-        what = f"the syncer does not know who signed {security.tls_cert or 'this end'}"
+        what = f"the syncer does not trust the signer of {security.tls_cert or 'this end'}"
         return fail("tls", what, _TAKES_ANOTHER)
     if "CERTIFICATE_EXPIRED" in alert:
-        return fail("tls", f"the syncer says that {security.tls_cert} is over", "diloco certs issue DIR --site NAME")
+        return fail(
+            "tls", f"the syncer says that {security.tls_cert} has expired", "diloco certs issue DIR --site NAME"
+        )
     if "WRONG_VERSION_NUMBER" in alert or speaks_tls(address) is False:
-        return fail("tls", "it does not speak TLS", "leave site.tls_ca out, or give the port that speaks it")
+        return fail("tls", "it does not speak TLS", "leave site.tls_ca out, or give the port that speaks TLS")
     return fail("tls", f"the handshake failed: {alert}", "TLS 1.3 must reach the syncer itself: is a proxy in between?")
 
 
@@ -391,11 +399,11 @@ def own_files(security: SecurityOptions, site_id: str) -> list[Finding]:
     says = (
         f"certificate of {', '.join(facts.ids) or facts.subject}, good until {facts.ends:%Y-%m-%d} ({left.days} days)"
     )
-    remedy = f"where the authority is: diloco certs issue DIR --site {site_id}"
+    remedy = f"on the authority's machine: diloco certs issue DIR --site {site_id}"
     if left < datetime.timedelta(0):
         return [fail("files", f"site.tls_cert {security.tls_cert} ended on {facts.ends:%Y-%m-%d %H:%M} UTC", remedy)]
     if len(facts.ids) != 1:
-        return [fail("files", f"{says}: exactly one SPIFFE id is wanted in it", remedy)]
+        return [fail("files", f"{says}: it must have exactly one SPIFFE id", remedy)]
     if left < datetime.timedelta(days=ENDS_SOON_DAYS):
         return [warn("files", says, remedy)]
     return [ok("files", says, ids=list(facts.ids))]

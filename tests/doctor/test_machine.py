@@ -55,18 +55,14 @@ def lines(root: Path, values: dict[str, str], link: LinkFigures | None) -> list[
 def test_a_stock_kernel_bounds_a_long_link(tmp_path: Path) -> None:
     windows, congestion = lines(tmp_path, STOCK, FAR)
     assert windows.startswith("warn  windows     one connection sends at most 218 Mbit/s and takes at most 327 Mbit/s")
-    assert (
-        "that is what bounds this link -> on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 67108864'"
-        in windows
-    )
-    assert "where that may not be: site.data_channels=2, or site.adapt=true" in windows
+    assert "this limits the link -> on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 67108864'" in windows
+    assert "without root: site.data_channels=2, or site.adapt=true" in windows
     assert windows.endswith(
-        "a site learns the link's rate in its first rounds, and knows it from the first one on where it is told "
-        "(site.up_mbps, site.down_mbps)"
+        "a site measures the link's rate in its first rounds; site.up_mbps and site.down_mbps give it from the start"
     )
     assert congestion == (
-        "warn  congestion  congestion control cubic, tcp_slow_start_after_idle 1: it all but stops at 0.1 % of loss "
-        "over a long link and begins anew after each pause -> on both machines: modprobe tcp_bbr; sysctl -w "
+        "warn  congestion  congestion control cubic, tcp_slow_start_after_idle 1: it almost stops at 0.1 % of loss "
+        "over a long link and slow-starts again after each pause -> on both machines: modprobe tcp_bbr; sysctl -w "
         "net.ipv4.tcp_congestion_control=bbr net.ipv4.tcp_slow_start_after_idle=0"
     )
 
@@ -78,7 +74,7 @@ def test_a_tuned_one_or_a_near_syncer_is_fine(tmp_path: Path, values: dict[str, 
         "warn  kernel      net.core.somaxconn is 16 -> where the syncer runs: sysctl -w net.core.somaxconn=4096"
     )
     [line] = [finding.line() for finding in kernel(FAR, tmp_path / "another system")]
-    assert "its TCP settings are not looked at" in line
+    assert "its TCP settings are not checked" in line
 
 
 def test_a_link_whose_rate_is_that_of_one_window_is_bound_by_it(tmp_path: Path) -> None:
@@ -206,7 +202,7 @@ def test_too_little_room_for_the_run_and_a_slow_disk_are_warnings(
 ) -> None:
     [found] = store(Store("site a", tmp_path, 1 << 60))
     assert found.level.value == "warn"
-    assert "a run of this configuration comes to about" in found.says
+    assert "a run of this configuration needs about" in found.says
     monkeypatch.setattr(machine, "SLOW_SYNC_S", 0.0)
     [found] = store(Store("site a", tmp_path, 0))
     assert (found.level.value, found.remedy[:30]) == ("warn", "keep the folder on a local dis")

@@ -65,7 +65,7 @@ def test_another_run_or_one_that_takes_no_updates_is_told_of() -> None:
     with served() as (address, _):
         found = said(visited(address, "run-2"))
         unsaid = said(visited(address, ""))
-    assert f"fail  run         run run-2 is not served there, but run {RUN} -> give the run or the address" in found
+    assert f"fail  run         run run-2 is not served there, but run {RUN} -> give the right run or address" in found
     assert f"it serves run {RUN}; give run=NAME to have this site's settings compared" in unsaid
     with served(ready=False) as (address, _):
         assert f"warn  run         it knows run {RUN} and takes no updates at present -> " in said(visited(address))
@@ -78,9 +78,9 @@ def test_another_run_or_one_that_takes_no_updates_is_told_of() -> None:
     ("owner", "token", "words"),
     [
         ("site-a", TOKEN, "ok    identity    it takes us for site/site-a\n"),
-        ("site-a", "another-token-012345", "fail  identity    it does not let us in: the token is not known -> give"),
-        ("site-a", "", "it does not let us in: a token is needed"),
-        ("site-b", TOKEN, "takes us for site/site-b, and site.id is site-a -> set site.id=site-b, or"),
+        ("site-a", "another-token-012345", "fail  identity    it refuses us: the token is not known -> give"),
+        ("site-a", "", "it refuses us: a token is needed"),
+        ("site-b", TOKEN, "takes us for site/site-b, but site.id is site-a -> set site.id=site-b, or"),
     ],
 )
 def test_what_a_token_is_worth(owner: str, token: str, words: str, tmp_path: Path) -> None:
@@ -108,14 +108,14 @@ def probed(ahead_s: float = 0.0, **told: Any) -> Callable[..., Probed]:
 @pytest.mark.parametrize(
     ("method", "found", "words"),
     [
-        ("come_in", raises(Unreachable("Watch: gone")), "fail  identity    it answered before, and not now: Watch: "),
+        ("come_in", raises(Unreachable("Watch: gone")), "fail  identity    it answered before, but not now: Watch: "),
         ("round_trips", lambda *_: [0.1] * 17 + [0.9] * 3, "warn  rtt         a small call takes 100 ms (median of 20"),
         ("probe", raises(Refused(Status.UNIMPLEMENTED, "No!")), "warn  protocol    it is of an earlier release"),
         ("probe", probed(difference="outer.lr is 1.0 at the site"), "fail  settings    outer.lr is 1.0 at the site"),
         ("probe", probed(protocol=2, protocol_oldest=1), "fail  protocol    it speaks 1 to 2, and this end 3 -> insta"),
         ("probe", probed(standby_of="10.0.0.1:7077"), "ok    role        it is the standby of 10.0.0.1:7077\n"),
         ("probe", probed(0.4), "ok    clock       its clock and ours agree to 0.4 s"),
-        ("probe", probed(-90.0), "warn  clock       its clock is 90 s behind ours (to 0.05 s): logs of the two"),
+        ("probe", probed(-90.0), "warn  clock       its clock is 90 s behind ours (to 0.05 s): the times in the two"),
         ("probe", probed(4000.0), "fail  clock       its clock is 4e+03 s ahead of ours (to 0.05 s): certificates"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_rate_that_may_not_be_measured_is_a_warning() -> None:
         assert "warn  bandwidth   not measured: Probe: caller is over its limit of probes" in said(found)
         assert " -> ask again in " in said(found)
         fake.probe_fails = Refusal(Status.PERMISSION_DENIED, "site/a may not push, nor send filler")
-        assert "it answered before, and not now: site/a may not push" in said(visit(checkup, visitor()))
+        assert "it answered before, but not now: site/a may not push" in said(visit(checkup, visitor()))
 
 
 # --- The way to an address, against real ends on the loopback ---------------------------------------------------------
@@ -202,9 +202,9 @@ def test_mutual_tls_that_stands_is_told_with_its_certificate(authority: Authorit
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("no tls", "it speaks TLS, and this end is told to do without -> give site.tls_ca=FILE"),
+        ("no tls", "it speaks TLS, but this end is set to do without -> give site.tls_ca=FILE"),
         ("no certificate", "give site.tls_cert and site.tls_key"),
-        ("foreign certificate", "-> have site.tls_cert issued by the authority that the syncer knows"),
+        ("foreign certificate", "-> have site.tls_cert issued by the authority that the syncer trusts"),
         ("wrong authority", "did not sign the syncer's certificate, CN=authority did: "),
         ("over", "the syncer's certificate ended on 2"),
         ("wrong name", "the syncer's certificate is not for 127.0.0.1: it names syncer.example -> give one of these"),
@@ -259,7 +259,7 @@ def test_one_dead_address_of_several_is_a_warning(monkeypatch: pytest.MonkeyPatc
         (("site/a",), 86400 * 90, Level.OK, "certificate of spiffe://example.org/site/a, good until"),
         (("site/a",), 3600, Level.WARN, "diloco certs issue DIR --site a"),
         (("site/a",), -60, Level.FAIL, "ended on 2"),
-        ((), 86400 * 90, Level.FAIL, "exactly one SPIFFE id is wanted"),
+        ((), 86400 * 90, Level.FAIL, "it must have exactly one SPIFFE id"),
     ],
 )
 def test_what_this_end_shows_is_judged_here(
