@@ -67,7 +67,7 @@ def take(source: str, settings: Sequence[str] = (), file: Path | None = None, ve
     kind, path = kind_of(source)
     if kind is Kind.FOLDER:
         if version is not None:
-            raise ConfigError(f"--version is {version}: {source} is a folder with one model")
+            raise ConfigError(f"--version is {version}: {source} is a folder with one model and no versions")
         return _of_folder(source, settings)
     if kind is Kind.TRAINED:
         return _of_checkpoint(path, settings, file, version)
@@ -78,7 +78,7 @@ def take(source: str, settings: Sequence[str] = (), file: Path | None = None, ve
     if path.parent.name == SYNCERS:  # Of one of several syncers; the run's folder has the whole model.
         run_dir = RunDir(path.parent.parent)
     if file is None and not run_dir.config.is_file():
-        raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: nothing there says what the run was")
+        raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: the run's settings are missing")
     return _of_run(run_dir, configs.read(file or run_dir.config, settings), version)
 
 
@@ -114,7 +114,7 @@ def _of_checkpoint(path: Path, settings: Sequence[str], file: Path | None, versi
     above = (folder / "config.yaml" for folder in (path, *path.absolute().parents[:ABOVE_MAX]))
     file = file or next((each for each in above if each.is_file()), None)
     if file is None:
-        raise ConfigError(f"{path}: no config.yaml above it says of which model it is; --config FILE does")
+        raise ConfigError(f"{path}: no config.yaml above it describes the model; give one with --config FILE")
     config = configs.read(file, settings)
     if version is not None:
         return _of_base(path, config, version)
@@ -126,7 +126,7 @@ def _of_checkpoint(path: Path, settings: Sequence[str], file: Path | None, versi
 def _of_base(path: Path, config: RunConfig, version: int) -> Taken:
     site = next((above for above in (path, *path.absolute().parents[:2]) if (above / "checkpoints").is_dir()), None)
     if site is None or has_several(config):
-        raise ConfigError(f"--version is {version}: {path} has no versions; a run's folder or a site's has")
+        raise ConfigError(f"--version is {version}: {path} has no versions; give a run's folder or a site's")
     try:
         found = read_site(site)
     except ColdError as error:
@@ -166,7 +166,7 @@ def _kept(past: Past, version: int | None) -> list[FragmentValues]:
 def _check_layout(there: str, config: RunConfig, where: str) -> None:
     """Raise ConfigError for values of another model's layout: the sizes may agree although the names do not."""
     if there != build.layout_of(config).fingerprint:
-        raise ConfigError(f"{where} is of another model, or of other fragments, than the settings say")
+        raise ConfigError(f"{where} has another model, or other fragments, than the settings say")
 
 
 def _numbered(versions: Sequence[int]) -> str:
@@ -174,7 +174,7 @@ def _numbered(versions: Sequence[int]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return ``text`` as one value of a setting, whatever characters it has."""
+    """Return ``text`` quoted as one value of a setting."""
     return "'" + text.replace("'", "\\'") + "'"
 
 
@@ -228,7 +228,7 @@ def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
         who = (str(published["site"]), str(published["run_id"]), str(published["layout_fingerprint"]))
     except (LookupError, TypeError, PlainError) as error:
         raise ColdError(
-            f"{found.path} does not say what was published (it is of an earlier version, or of no site): {error!r}"
+            f"{found.path} does not say what was published (an older release wrote it, or no site): {error!r}"
         ) from error
     versions = tuple(part.base_version for part in state.fragments)
     if min(versions) < 0 or max(versions) == 0:
@@ -239,8 +239,8 @@ def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
         here = digest(base, wanted)
         if here != wanted:
             raise ColdError(
-                f"{found.path}: what it holds as version {version} of fragment {index} is {shorter(here)}, and "
-                f"{shorter(wanted) or 'nothing'} was told when that was published"
+                f"{found.path}: its version {version} of fragment {index} has digest {shorter(here)}, and "
+                f"{shorter(wanted) or 'nothing'} was published with that version"
             )
         bases.append(base)
     lines = tuple(_line(part) for part in state.fragments)
@@ -268,8 +268,8 @@ Place = tuple[int, int, int]
 @dataclass(slots=True)
 class Evidence:
     """``digests`` maps a published version to (digest, source), one for each digest form; ``lineage`` and ``epoch`` are
-    the largest seen; ``merged`` has the (tokens, updates) of each site that went into a version; ``began`` has the
-    versions and the ``Held`` with which a lineage began."""
+    the largest seen; ``merged`` has each site's (tokens, updates) in a version; ``began`` has the versions and the
+    ``Held`` with which a lineage began."""
 
     digests: dict[Place, list[tuple[str, str]]] = field(default_factory=dict)
     merged: dict[Place, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -279,7 +279,7 @@ class Evidence:
     contradictions: list[str] = field(default_factory=list)
 
     def say(self, place: Place, digest: str, who: str) -> None:
-        """Record that the source ``who`` gives this version this digest; a different one known is a contradiction."""
+        """Record the digest that the source ``who`` gives for a version; a different known one is a contradiction."""
         lineage, fragment, version = place
         self.lineage = max(self.lineage, lineage)
         known = self.digests.setdefault(place, [])
@@ -320,7 +320,7 @@ def read_evidence(paths: Sequence[Path], syncer: int | None = None) -> Evidence:
         if path.is_file():
             _from_events(found, path)
         elif (path / "checkpoints").is_dir():
-            with suppress(ColdError):  # Such a site's folder has no evidence to compare.
+            with suppress(ColdError):  # A cold site's folder has no evidence.
                 site = read_site(path, syncer)
                 found.epoch = max(found.epoch, site.epoch)
                 for index, (version, told) in enumerate(zip(site.versions, site.digests, strict=True)):

@@ -58,15 +58,15 @@ def past_of(target: str) -> Past:
     """
     data = Path(target) if is_data(Path(target)) else None
     run_dir = existing_run(target) if data is None else RunDir(data.absolute().parent)
-    if data is not None and not run_dir.config.is_file():  # It lies elsewhere, and names its run.
+    if data is not None and not run_dir.config.is_file():  # It is outside the run's folder, but names its run.
         try:
             run_id = str(json.loads((data / CARD).read_bytes())["run_id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             says = f"{data} is a data folder whose {CARD} does not say of which run"
-            raise ConfigError(f"{says}: name the run's") from error
+            raise ConfigError(f"{says}: name the run's folder") from error
         run_dir = existing_run(run_id)
     if not run_dir.config.is_file():
-        raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: nothing there says what the run was")
+        raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: the run's settings are missing")
     config = configs.read(run_dir.config)
     if has_several(config) and run_dir.root.parent.name != SYNCERS:
         which = " or ".join(str(below(run_dir, index).root) for index in range(config.outer.num_syncers))
@@ -97,7 +97,7 @@ class Kind(Enum):
 
 
 def kind_of(source: str) -> tuple[Kind, Path]:
-    """Return what ``source`` is, and where: of a run of `diloco train` its checkpoints.  ConfigError for nothing."""
+    """Return what ``source`` is, and its path (of a `diloco train` run, that of its checkpoints); else ConfigError."""
     path = Path(source)
     if (path / "config.json").is_file():
         return Kind.FOLDER, path

@@ -303,7 +303,7 @@ SCORED = ["eval", "nowhere", "--tasks", "pets"]
         ("--shard-size is '5': a size", 2, ["export", "RUN", "--to", "x", "--shard-size", "5"]),
         ("invalid choice: 'int4'", 2, ["export", "RUN", "--to", "x", "--dtype", "int4"]),
         ("unknown key model.dimm", 2, ["export", "RUN", "--to", "x", "model.dimm=3"]),
-        ("is of another model, or of other fragments, than", 2, ["export", "RUN", "--to", "x", "model.tied=true"]),
+        ("has another model, or other fragments, than", 2, ["export", "RUN", "--to", "x", "model.tied=true"]),
         ("does not answer", 3, ["export", "--syncer", "127.0.0.1:1", "--to", "x"]),
         ("does not answer", 3, ["export", "--syncer", "127.0.0.1:1", "--to", "x", "run.name=past"]),
         ("give a run, a checkpoint or a model's folder, a prompt", 2, ["generate", "RUN"]),

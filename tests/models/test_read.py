@@ -150,7 +150,7 @@ def test_without_a_configuration_a_checkpoint_says_nothing(
 ) -> None:
     folder, _ = trained
     config = (tmp_path / "past" / "config.yaml").rename(tmp_path / "elsewhere.yaml")
-    with pytest.raises(ConfigError, match=r"no config\.yaml above it says of which model it is"):
+    with pytest.raises(ConfigError, match=r"no config\.yaml above it describes the model"):
         take(str(folder))
     assert take(str(folder), file=config).parameters
 
@@ -172,5 +172,5 @@ def test_what_is_neither_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'nowhere' is no run folder"):
         take("nowhere")
     (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="nothing there says what the run was"):
+    with pytest.raises(ConfigError, match="the run's settings are missing"):
         take(str(tmp_path))

@@ -64,10 +64,18 @@ def test_a_warm_site_is_read_with_what_its_base_holds_of_its_own_and_the_units_i
     [
         ((5, -1), {}, "versions 5 -1: a cold site is never a source"),
         ((0, 0), {}, "versions 0 0: a cold site is never a source"),
-        ((5, 6), {"digests": ["0" * 64, "1" * 64]}, "as version 5 of fragment 0 is .*, and 000000000000 was told"),
-        ((5, 6), {"digests": [digest(BASES[0]), ""]}, "as version 6 of fragment 1 is .*, and nothing was told"),
+        (
+            (5, 6),
+            {"digests": ["0" * 64, "1" * 64]},
+            "version 5 of fragment 0 has digest .*, and 000000000000 was published",
+        ),
+        (
+            (5, 6),
+            {"digests": [digest(BASES[0]), ""]},
+            "version 6 of fragment 1 has digest .*, and nothing was published",
+        ),
         ((5, 6), {"digests": None}, "does not say what was published"),
-        ((5, 6), {"bases": (FLIPPED, BASES[1])}, "as version 5 of fragment 0 is"),
+        ((5, 6), {"bases": (FLIPPED, BASES[1])}, "version 5 of fragment 0 has digest"),
     ],
 )
 def test_invariant_16_a_cold_learner_is_never_a_source(
