@@ -1,4 +1,4 @@
-"""Processes of the tests, forked where everything that any of them needs is imported already."""
+"""Processes of the tests, forked from a server that has already imported everything that they need."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ IMPORTED = (
     "diloco.cli.recover",
     "diloco.runs.site_rank",
     "diloco.cli.syncer",
-    "pytest",  # What ranks do often stands in a module of tests.
+    "pytest",  # A rank's function is often in a test module.
     "tests.hunts.target",
     "tests.models.pasts",
     "tests.layouts",
     "tests.loopback.toy",
-    "torch._dynamo",  # By the first step of an optimizer and by DDP, a second in each process.
-    "tests.frozen",  # The last one: what comes before it is not searched for garbage.
+    "torch._dynamo",  # An optimizer's first step and DDP import it, which takes each process a second.
+    "tests.frozen",  # The last one: it freezes all objects of the modules before it.
 )
 
 
 @cache
 def forkserver(imported: tuple[str, ...] = IMPORTED) -> ForkServerContext:
-    """What starts processes that are ready at once: they have ``imported`` these modules.
+    """Return the context whose processes start at once, with the modules ``imported``.
 
-    Of one process's there is one server for all its tests, and the first process that it starts decides what it has
-    imported.  So all of them are started from here: one of a server that has imported nothing takes seconds, in which
-    nobody answers those who wait for it.  The server finds ``tests`` where it begins, and says nothing of what it does
-    not find: it begins in this project's folder, in whichever the first test to ask works.
+    A test process has one fork server for all its tests, and the server's first start decides what it has imported.
+    So every test starts its processes from here: from a server without imports each would take seconds, during which
+    its peers get no answer.  The server imports ``tests`` from its working directory and silently skips modules that it
+    does not find, so it starts in this project's folder, whatever the current directory of the first test.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imported))
@@ -47,7 +47,7 @@ def forkserver(imported: tuple[str, ...] = IMPORTED) -> ForkServerContext:
 
 
 class ForkedVerb:
-    """``python -m diloco ARGUMENTS`` without the seconds of its imports; it is spoken to like a ``Popen``."""
+    """``python -m diloco ARGUMENTS`` without the seconds of its imports, with the interface of ``Popen``."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ForkedVerb:
         environment: Mapping[str, str],
         open_files: tuple[int, int] | None = None,
     ) -> None:
-        """``open_files`` are the soft and the hard limit with which it begins."""
+        """Start the process; ``open_files`` are its soft and hard limits of open files."""
         self.arguments = arguments
         begins = (arguments, cwd, out, dict(environment), open_files)
         self._process = forkserver().Process(target=_run_verb, args=begins)

@@ -1,6 +1,6 @@
-"""Import this last before processes are forked: the garbage collector leaves alone what is there by then.
+"""Import this last before processes are forked: the garbage collector then ignores all objects that exist so far.
 
-Each process would otherwise walk through torch's modules at its first full collection, and copy every page of them.
+Otherwise each process would walk through torch's modules at its first full collection, and copy every page of them.
 """
 
 from __future__ import annotations

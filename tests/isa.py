@@ -1,13 +1,13 @@
-"""``make test-isa``: the tests of arithmetic with the processor reduced step by step.
+"""``make test-isa``: run the tests of arithmetic with fewer and fewer of the processor's instructions.
 
-A level takes instructions away from torch, from its libraries and from our kernels by environment variables, which
-every process of a test inherits.  What the machine has itself is what the default tests run.  Before the tests of a
-level a process says what it really computes with.  The last line is one JSON object; exit 1 for a failed test, for a
-level without a passed one, and for a variable without effect.
+A level disables instructions in torch, in its libraries and in our kernels by environment variables, which every
+process of a test inherits.  The default tests cover the machine's own level.  Before the tests of a level, a process
+reports what it really computes with.  The last line is one JSON object; exit 1 for a failed test, for a level without a
+passed one, and for a variable without effect.
 
-A level takes, by rules that need no list: of :data:`FOLDERS` the files that use torch or numpy; not the kernels of an
-accelerator, which are interpreted and not compiled for this processor; and where only our own kernels differ from a
-level before, those of them that use ``diloco.codec`` as well.
+Rules select the tests of a level, so that no list must be kept: the files of :data:`FOLDERS` that use torch or numpy,
+without an accelerator's kernels, which are interpreted and not compiled for this processor; and, where a level differs
+from the one before only in our own kernels, only the files that also use ``diloco.codec``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from diloco.codec.kernel_library import PLAIN, VARIABLE
 
 FOLDERS = ("tests/codec", "tests/inner", "tests/outer", "tests/numerics")
 USES = "DILOCO_TEST_ISA_USES"
-"""What a file must use, for the plugin that this module is in a level's pytest: one package of each of these sets."""
+"""Tells this module, as a plugin of a level's pytest, what a test file must use: one package of each of these sets."""
 ARITHMETIC = "torch|numpy"
 KERNELS = f"{ARITHMETIC} diloco.codec"
 LEVEL_S_MAX = 1800
@@ -40,21 +40,21 @@ PROBE_S_MAX = 120
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """``environment`` reduces the processor; ``uses`` is what a file of its tests uses."""
+    """``environment`` disables instructions; ``uses`` is what a file of its tests must use."""
 
     name: str
     environment: dict[str, str]
     torch: str
-    """The capability that torch must say it computes with."""
+    """The CPU capability that torch must report."""
     said: tuple[str, ...]
-    """What oneDNN and MKL must say on an x86 when told to be verbose."""
+    """The text that oneDNN and MKL must print on an x86 in verbose mode."""
     uses: str = ARITHMETIC
 
 
 def reduced(name: str, kernels: str, uses: str = ARITHMETIC) -> Level:
     """Return a level without vector instructions beyond those that every x86 has.
 
-    MKL obeys MKL_ENABLE_INSTRUCTIONS on Intel's processors alone; MKL_CBWR=COMPATIBLE takes its oldest code on all.
+    MKL obeys MKL_ENABLE_INSTRUCTIONS only on Intel's processors; MKL_CBWR=COMPATIBLE selects its oldest code on all.
     """
     environment = {
         "ATEN_CPU_CAPABILITY": "default",
@@ -77,7 +77,7 @@ AVX2 = Level(
     "AVX2",
     ("isa:Intel AVX2",),
 )
-# A process says what it computes with, on standard output, where the verbose libraries write as well.
+# Report what a process computes with on standard output, to which the verbose libraries write as well.
 PROBE = """
 import torch
 from tests import conftest
@@ -107,7 +107,7 @@ def levels() -> tuple[list[Level], dict[str, str]]:
 
 
 def without_effect(level: Level) -> list[str]:
-    """Return what does not compute as ``level`` wants it to, in words."""
+    """Return a line for each library that does not compute at ``level``."""
     environment = {**os.environ, **level.environment, "ONEDNN_VERBOSE": "1"}
     command = [sys.executable, "-c", PROBE]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROBE_S_MAX, check=False)
@@ -141,7 +141,7 @@ def run(level: Level, options: list[str]) -> dict[str, int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what the level is about, where this module is a plugin."""
+    """Deselect the tests that do not belong to the level, where this module is a plugin."""
     uses = [each.split("|") for each in os.environ[USES].split()]
     kept, left = [], []
     for item in items:
@@ -152,7 +152,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def uses_one(item: pytest.Item, packages: list[str]) -> bool:
-    """Return whether the file of ``item`` has imported one of ``packages``, or something of it."""
+    """Return whether the file of ``item`` imports one of ``packages``, or something from it."""
     values = vars(getattr(item, "module", object)).values()
     names = [each.__name__ if isinstance(each, ModuleType) else getattr(each, "__module__", None) for each in values]
     return any(f"{name}.".startswith(f"{package}.") for name in names for package in packages)

@@ -1,6 +1,6 @@
-"""A small model of odd shapes, held by several ranks in every way that torch has and built by torch's own functions.
+"""A small model of odd shapes, distributed over several ranks in every layout that torch offers.
 
-What a rank holds is filled and read by torch's own functions too, so that the product is held against those.
+torch's own functions distribute, fill and read it, so that the product is compared with torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOUND_S = 60.0
 
 
 class Odd(nn.Module):
-    """Parameters that four ranks cannot share evenly, and some that they can."""
+    """A model with parameters that four ranks can divide evenly, and others that they cannot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def tp_fsdp(model: Odd, world: int) -> nn.Module:
 
 
 def by_hand(model: Odd, world: int) -> nn.Module:
-    """Cuts that no engine makes by itself: one dimension twice, the last one, two at once, unevenly."""
+    """Shard as no engine does: one dimension twice, the last dimension, two at once, unevenly."""
     mesh = init_device_mesh("cpu", (2, world // 2))
     cuts = {
         "cube": (Shard(2), Shard(0)),
@@ -120,7 +120,7 @@ LAYOUTS: Mapping[str, Callable[[Odd, int], nn.Module]] = {
 
 
 def dice(what: str, seed: int = 0) -> dict[str, Tensor]:
-    """Values for every parameter, the same in every process."""
+    """Return random values for every parameter, the same in every process."""
     drawn = {}
     for at, (name, shape) in enumerate(sorted(SHAPES.items())):
         generator = torch.Generator().manual_seed(1000 * seed + 31 * at + sum(what.encode()))
@@ -129,7 +129,7 @@ def dice(what: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def part_of(parameter: Tensor, values: Tensor) -> Tensor:
-    """What this rank holds of ``values`` where they are held as ``parameter`` is; nothing is sent."""
+    """Return this rank's part of ``values`` under the layout of ``parameter``, without communication."""
     if not isinstance(parameter, DTensor):
         return values
     held = values
@@ -143,7 +143,7 @@ def part_of(parameter: Tensor, values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Give the ranks of a site ``values``, each its part."""
+    """Copy this rank's part of ``values`` into ``parameters``."""
     for name, parameter in parameters.items():
         mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         mine.copy_(part_of(parameter, values[name]))
@@ -151,7 +151,7 @@ def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None
 
 @torch.no_grad()
 def whole(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All values on every rank, as torch gathers them."""
+    """Return all values on every rank, gathered by torch."""
     return {
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).clone()
         for name, parameter in parameters.items()
@@ -159,7 +159,7 @@ def whole(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit."""
+    """Return whether two tensors are equal bit for bit."""
     return one.shape == other.shape and torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
@@ -175,7 +175,7 @@ def free_port() -> int:
 
 
 def run_rank(program: Rank, rank: int, world: int, port: int, told: Connection, mine: tuple[Any, ...]) -> None:
-    """The whole life of a rank; what goes wrong is told."""
+    """Run a rank from start to end, and send its parent any error."""
     faulthandler.enable()
     torch.set_num_threads(1)
     try:
@@ -189,7 +189,7 @@ def run_rank(program: Rank, rank: int, world: int, port: int, told: Connection, 
 
 @dataclass
 class Started:
-    """A rank: where it is heard, and its process."""
+    """A rank: the end of the pipe on which it sends, and its process."""
 
     end: Connection
     process: multiprocessing.process.BaseProcess
@@ -197,7 +197,7 @@ class Started:
 
 @contextmanager
 def started(program: Rank, world: int, *mine: Any) -> Iterator[list[Started]]:
-    """``world`` processes that are ``program``, forked where everything is imported."""
+    """Start ``world`` processes that run ``program``, forked with everything imported."""
     context = forkserver()
     port = free_port()
     with ExitStack() as stack:
@@ -215,13 +215,13 @@ def started(program: Rank, world: int, *mine: Any) -> Iterator[list[Started]]:
 
 @contextmanager
 def ranks(program: Rank, world: int, *mine: Any) -> Iterator[list[Connection]]:
-    """The same: what each says, by rank."""
+    """Start them as ``started`` does, and yield only the ends of their pipes, by rank."""
     with started(program, world, *mine) as found:
         yield [each.end for each in found]
 
 
 def heard(end: Connection) -> Any:
-    """The next thing that a rank says."""
+    """Return the next message of a rank; fail on silence or an error."""
     assert end.poll(BOUND_S), "a rank says nothing"
     said = end.recv()
     assert not (isinstance(said, dict) and "error" in said), said["error"]

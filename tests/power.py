@@ -1,10 +1,9 @@
-"""What a power cut may leave, without cutting the power: a disk that writes down every operation, and a model of it.
+"""Simulate what a power cut may leave: a disk that records every operation, and a model of what survives.
 
-After a cut, of everything that was written and not yet synced any part may be there: nothing, all, a later write
-without an earlier one, or a write torn at a byte or with zeros in its place.  A name that was made, renamed or removed
-is so for certain once its folder is synced, and by chance before; a rename inside one folder happens or does not, one
-from folder to folder may leave both names.  That is less than ext4, xfs or btrfs promise, so that what survives here
-survives there.
+After a cut, any part of the unsynced writes may be on the disk: none, all, a later write without an earlier one, a
+write torn at a byte, or one with zeros in its place.  Creating, renaming or removing a name is certain only after its
+folder was synced.  Before that, a rename inside one folder happened or did not, and one between two folders may leave
+both names.  ext4, xfs and btrfs promise more than that, so that what survives here survives there.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from diloco.durable import Disk, Step
 
 PAGE = 4096
 ALONE_MAX = 2
-"""So many unsynced changes of one file or folder are lost and kept one by one."""
+"""The newest unsynced changes of one file or folder that are lost and kept one by one."""
 TORN_MAX = 4
-"""So many of the latest unsynced changes are torn."""
+"""The newest unsynced changes that are torn."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """``data`` at ``offset`` of a file; an ``offset`` of None cuts the file off at ``size``."""
+    """Writes ``data`` at ``offset`` of a file; an ``offset`` of None truncates the file to ``size``."""
 
     file: int
     offset: int | None
@@ -36,7 +35,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Named:
-    """What some names of a folder stand for from now on; None: for nothing."""
+    """Sets the nodes that some names of a folder refer to; None: the name is removed."""
 
     folder: int
     names: tuple[tuple[str, int | None], ...]
@@ -47,7 +46,7 @@ Change = Written | Named
 
 @dataclass(frozen=True)
 class Synced:
-    """All changes to ``node``, a file or a folder, are durable from here on."""
+    """Makes all earlier changes to ``node``, a file or a folder, durable."""
 
     node: int
     step: Step
@@ -55,7 +54,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class Told:
-    """Somebody was told of everything up to ``level``: no cut may take that back."""
+    """Records that everything up to ``level`` was acknowledged: no cut may lose it."""
 
     level: int
 
@@ -64,7 +63,7 @@ Operation = Change | Synced | Told
 
 
 class QuietDisk(Disk):
-    """A disk of which nobody will cut the power: nothing waits for it."""
+    """A disk whose power is never cut: it skips all syncs."""
 
     def sync(self, file: BinaryIO, step: Step) -> None:
         file.flush()
@@ -77,7 +76,7 @@ class QuietDisk(Disk):
 
 
 class ForgetfulDisk(Disk):
-    """Leaves out the syncs of one step, as a program with that mistake would."""
+    """Skips the syncs of one step, as a program with that bug would."""
 
     def __init__(self, forgotten: Step) -> None:
         self._forgotten = forgotten
@@ -96,7 +95,7 @@ class ForgetfulDisk(Disk):
 
 
 class RecordingDisk(QuietDisk):
-    """Does what it is asked in ``root`` and writes it down; ``root`` itself is there for certain."""
+    """Carries out operations in ``root`` and records them; ``root`` itself is already durable."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -189,9 +188,9 @@ class RecordingDisk(QuietDisk):
 
 @dataclass(frozen=True)
 class Cut:
-    """A state after a cut: behind the first ``at`` operations, with those unsynced changes that are in ``kept``.
+    """A state after a cut: after the first ``at`` operations, with those unsynced changes that are in ``kept``.
 
-    ``torn`` says of one of them which part of its bytes is there, and whether the rest of its room holds zeros.
+    ``torn`` is (number of the change, bytes of it that are there, whether zeros fill the rest).
     """
 
     at: int
@@ -200,12 +199,13 @@ class Cut:
 
 
 def cuts_at(log: Sequence[Operation], at: int, dice: random.Random, drawn: int) -> Iterator[Cut]:
-    """States behind the first ``at`` operations: the extremes, each change alone or alone missing, tears, and dice."""
+    """Yield cuts after the first ``at`` operations: the extremes, each change alone or alone missing, torn writes, and
+    ``drawn`` random ones."""
     pending = pending_at(log, at)
     everything = frozenset(pending)
     yield Cut(at, frozenset())
     yield Cut(at, everything)
-    # What is never synced piles up; of each file and folder the newest changes are the ones that matter.
+    # Changes that are never synced accumulate; of each file and folder only the newest ones matter.
     nodes = [node_of(log[number]) for number in pending]
     pending = [number for place, number in enumerate(pending) if nodes[place:].count(nodes[place]) <= ALONE_MAX]
     if len(pending) > 1:
@@ -226,7 +226,7 @@ def cuts_at(log: Sequence[Operation], at: int, dice: random.Random, drawn: int) 
 
 
 def pending_at(log: Sequence[Operation], at: int) -> list[int]:
-    """The numbers of the changes before ``at`` that nothing has made durable."""
+    """Return the numbers of the changes before ``at`` that are not durable yet."""
     pending: list[int] = []
     for number, operation in enumerate(log[:at]):
         if isinstance(operation, Synced):
@@ -269,7 +269,7 @@ class Tree:
             content[change.offset : change.offset + len(data)] = data
 
     def paths(self, folders: set[int], node: int = 0, at: str = "") -> Iterator[tuple[str, bytes | None]]:
-        """Every name that can be reached, with its content; None for a folder."""
+        """Yield every reachable path with its content; None for a folder."""
         for name, inner in sorted(self.folders.get(node, {}).items()):
             path = f"{at}{name}"
             if inner in folders:
@@ -280,7 +280,7 @@ class Tree:
 
 
 def state_after(log: Sequence[Operation], folders: set[int], cut: Cut) -> dict[str, bytes | None]:
-    """The files and folders that ``cut`` leaves."""
+    """Return the files and folders that ``cut`` leaves."""
     lost = set(pending_at(log, cut.at)) - cut.kept
     tree = Tree()
     for number, operation in enumerate(log[: cut.at]):
@@ -291,7 +291,7 @@ def state_after(log: Sequence[Operation], folders: set[int], cut: Cut) -> dict[s
 
 
 def lay_out(state: dict[str, bytes | None], folder: Path) -> None:
-    """Make ``state`` real in ``folder``, which is empty."""
+    """Create the files and folders of ``state`` in the empty ``folder``."""
     for name, content in state.items():
         if content is None:
             (folder / name).mkdir()
@@ -300,10 +300,10 @@ def lay_out(state: dict[str, bytes | None], folder: Path) -> None:
 
 
 def told_at(log: Sequence[Operation], at: int) -> int:
-    """The level that somebody had been told of."""
+    """Return the highest level acknowledged in the first ``at`` operations, -1 for none."""
     return max((operation.level for operation in log[:at] if isinstance(operation, Told)), default=-1)
 
 
 def without_syncs(log: Sequence[Operation], step: Step) -> list[Operation]:
-    """What a program would do that forgets the syncs of ``step``."""
+    """Return the operations of a program that forgets the syncs of ``step``."""
     return [operation for operation in log if not (isinstance(operation, Synced) and operation.step is step)]

@@ -1,4 +1,4 @@
-"""Which cases of a test the default run takes."""
+"""Select the cases of a test that the default run takes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 
 def sooner(values: Iterable[Any], *first: Any) -> list[Any]:
-    """``values`` for ``pytest.mark.parametrize``: those but ``first`` wait for the slow run.
+    """Return ``values`` for ``pytest.mark.parametrize``, with all but ``first`` marked slow.
 
-    A tuple has a value for each of several names.
+    A tuple holds one value for each of several argument names.
     """
     return [
         value

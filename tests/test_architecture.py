@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: each name in it exists, and a round goes the way that it says."""
+"""docs/architecture.md is true: each name in it exists, and a round makes the calls that it lists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUND_S = 40.0
 
 
 def calls() -> list[tuple[int, str, str]]:
-    """Number, file and function of each call in the numbered way."""
+    """Return the number, file and function of each call in the page's numbered list."""
     found = []
     way = PAGE[PAGE.index("## The way") : PAGE.index("## Threads")]
     for number, text in re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\n\n|\Z)", way, re.MULTILINE | re.DOTALL):
@@ -41,7 +41,7 @@ def calls() -> list[tuple[int, str, str]]:
 
 
 def functions(file: str) -> set[str]:
-    """The functions of a file, and the methods as Class.name."""
+    """Return the functions of a file, and its methods as Class.name."""
     tree = ast.parse((PACKAGE / file).read_text())
     found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in tree.body:
@@ -65,7 +65,7 @@ def test_each_call_that_it_names_is_a_function_of_that_file() -> None:
 
 
 def test_a_round_makes_these_calls(tmp_path: Path) -> None:
-    """A syncer and a site in this process, so that one trace sees both."""
+    """The syncer and the site run in this process, so that one trace sees both."""
     made: set[tuple[str, str]] = set()
 
     def trace(frame: FrameType, event: str, _: object) -> None:

@@ -1,4 +1,4 @@
-"""Files that are old or new, and a folder that one process has."""
+"""Writing files atomically and durably, and locking a folder for one process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(
 
 
 class Counting(Disk):
-    """How often each step was reached."""
+    """Records each step that was reached."""
 
     def __init__(self) -> None:
         self.passed: list[Step] = []
@@ -99,7 +99,7 @@ def test_every_operation_reaches_its_step_before_and_after(tmp_path: Path) -> No
     disk.sync_folder(folder, Step.SPOOL_FOLDER)
     assert (folder / "b").read_bytes() == b"cont"
     disk.remove(folder / "b", Step.SPOOL_DROP)
-    disk.remove(folder / "b", Step.SPOOL_DROP)  # Nobody minds.
+    disk.remove(folder / "b", Step.SPOOL_DROP)  # Removing it again is no error.
     assert not list(folder.iterdir())
     disk.write_file(folder / "c", b"whole", Step.CARD)
     disk.remove(folder, Step.SNAPSHOT_PRUNE)
@@ -138,7 +138,7 @@ def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
         locked(folder),
     ):
         pass
-    with locked(folder):  # And it is free again afterwards.
+    with locked(folder):  # The lock is free again afterwards.
         pass
 
 

@@ -1,4 +1,4 @@
-"""Processes of the tests begin with everything imported, whichever test is the first to start one."""
+"""Test processes start with everything imported, whichever test starts the first one."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_it_has_imported_everything_also_where_the_first_to_ask_works_in_another
 
 
 def test_nobody_else_starts_the_server_that_processes_are_forked_from() -> None:
-    """The first to do so decides for all: lives of a second each took six, in whichever worker had begun so."""
+    """The first start decides for all: in a worker that had started it elsewhere, processes of one second took six."""
     word = "fork" + "server"
     asks = [path for path in TESTS.rglob("*.py") if f'"{word}"' in path.read_text(encoding="utf-8")]
     assert asks == [TESTS / "forked.py"]
 
 
-# --- The soft limit of open files is raised to the hard one, a syncer that serves has it, and no crash leaves a core -
+# --- The soft limit of open files is raised to the hard one, also in a serving syncer; no crash leaves a core dump ---
 
 INFINITE = resource.RLIM_INFINITY
 
@@ -116,13 +116,13 @@ def test_a_syncer_that_serves_may_open_what_the_hard_limit_allows(tmp_path: Path
         assert resource.prlimit(syncer.process.pid, resource.RLIMIT_NOFILE) == (600, 600)
 
 
-# --- What the benchmarks hold every system's result against ----------------------------------------------------------
+# --- The reference with which the benchmarks compare every system's result -------------------------------------------
 
 TASK = Task(numel=200_000, sites=3, rounds=3, warm_up=2, seed=7)
 
 
 def by_torch(task: Task, rule: str) -> list[np.ndarray]:
-    """The values that all sites end with, worked out by torch on all of every tensor."""
+    """Return the final values of all sites, computed by torch on whole tensors."""
     theta = [torch.nn.Parameter(torch.from_numpy(values)) for values in task.zeros()]
     outer = torch.optim.SGD(theta, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
     for step in range(task.rounds_in_all):
@@ -171,7 +171,7 @@ def test_every_value_is_disturbed_and_no_two_sites_or_rounds_alike() -> None:
 
 
 def test_a_round_lasts_from_the_last_ready_to_the_last_done(capsys: pytest.CaptureFixture[str]) -> None:
-    print("whatever a peer says first")
+    print("other output of a peer")
     report(1, spans=[(2.0, 5.0), (6.0, 7.0)])
     report(0, spans=[(1.0, 6.0), (6.5, 6.9)])
     found = reports_in(capsys.readouterr().out)
@@ -180,7 +180,7 @@ def test_a_round_lasts_from_the_last_ready_to_the_last_done(capsys: pytest.Captu
     assert Task.read(TASK.written) == TASK
 
 
-# --- `make bench` says which of the kept rows are older than the last change of what they measure --------------------
+# --- `make bench` says which kept rows are older than the last change of the code that they measure ------------------
 
 
 def git(folder: Path, *words: str) -> str:

@@ -1,7 +1,7 @@
-"""The commands of the README and of the pages in docs/, run with the same text and short arguments.
+"""Run the commands of the README and of the pages in docs/ as they are written, with arguments that shorten them.
 
-Every command of a block fenced as ``sh`` must have an entry in ``SHORT``: what is added so that it takes seconds.  A
-command that is new, or whose text has changed, fails until its entry is made.
+Every command in a ``sh`` block must have an entry in ``SHORT``: the arguments to add so that it takes seconds.  A new
+or changed command fails until it has its entry.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tests.wire.fake_syncer import RUN, FakeSyncer, serve
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = [ROOT / f"docs/reference/{name}.md" for name in ("settings", "verbs", "protocol", "alerts")]
-"""``make docs`` makes these of the program."""
+"""``make docs`` generates these from the program."""
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-BY_CI = frozenset({"make demo", "make test"})  # .ci/run runs these two as they stand.
+BY_CI = frozenset({"make demo", "make test"})  # .ci/run runs these two unchanged.
 SHORT_RUN = ["run.seconds=null", "run.tokens=12000", "outer.final_wait_s=5"]
 UP = [*TINY, *SHORT_RUN, "cluster=one", "scenario=none", "model.layers=1"]
 REAL = [*TINY, *SHORT_RUN]
 OF_A_SITE = [word for word in TINY if word.startswith(("data", "inner.")) and not word.startswith("data.tokenizer")]
-"""What the short run says of a site alone: the rest comes from the syncer."""
+"""The short run's settings that belong to a site; it gets the others from the syncer."""
 SECOND = "run.name=second run.tokens=2e9"
 LONG = [*TINY, "run.tokens=60000", "outer.final_wait_s=5", "cluster.replication.timeout_s=2"]
 CERTS = [
@@ -93,7 +93,7 @@ LOOPS = [
         ("hf_trainer", "llama", "python", "v0/model.safetensors"),
     )
 ]
-"""Of each tutorial: the file of version 0, the syncer and two sites."""
+"""The commands of each tutorial: make version 0, start the syncer and start two sites."""
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
     "diloco up run.seconds=60 run.seed=3 network=transatlantic": UP,
@@ -101,7 +101,7 @@ SHORT: dict[str, list[str]] = {
     MIXED: [*UP, "cluster=local3", "run.name=mixed", "network=loopback"],
     "diloco up --help": [],
     "diloco syncer run.name=first run.tokens=2e9 cluster.syncer.listen=127.0.0.1:7077": REAL,
-    # A site's own machine does not see the syncer's folder.
+    # A site's machine does not share the syncer's folder.
     **{line: [*OF_A_SITE, "run.dir=elsewhere"] for line in SITES},
     "diloco status 127.0.0.1:7077": [],
     DOCTOR: OF_A_SITE,
@@ -152,11 +152,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def start(place: Place, command: str, ports: Mapping[str, str] | None = None) -> Verb:
-    """Run ``command`` with the ports of this test for those of the text."""
+    """Start ``command`` with this test's ports in place of those in the text."""
     verb = shlex.split(command)
     for written, ours in (ports or {}).items():
         verb = [word.replace(written, ours) for word in verb]
-    name = f"{len(place.verbs)}-" + re.sub(r"\W+", "-", command)[:60]  # Two commands may begin alike.
+    name = (
+        f"{len(place.verbs)}-" + re.sub(r"\W+", "-", command)[:60]
+    )  # The number makes it unique: two commands may begin alike.
     if verb[0] == "diloco":
         return place.start(name, *verb[1:], *SHORT[command])
     script = next(word for word in verb if word.endswith(".py"))
@@ -174,7 +176,7 @@ def test_every_command_is_run_here_or_by_ci() -> None:
 
 
 def test_every_link_of_a_page_leads_to_a_file() -> None:
-    """`make docs` follows those between pages of docs/, also to their headings; this is for the others."""
+    """`make docs` checks links between pages of docs/ and to their headings; this test checks the others."""
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             file = (page.parent / link).resolve()
@@ -196,7 +198,9 @@ def test_every_setting_of_a_page_exists() -> None:
 
 def test_the_page_of_events_has_those_that_the_program_emits_and_no_others() -> None:
     text = "".join(file.read_text(encoding="utf-8") for file in ROOT.glob("diloco/**/*.py"))
-    emitted = set(re.findall(r'\b(?:_?emit|_log|_say|note)\(\s*"([a-z_]+)",', text)) - {"crowded"}  # A note's name.
+    emitted = set(re.findall(r'\b(?:_?emit|_log|_say|note)\(\s*"([a-z_]+)",', text)) - {
+        "crowded"
+    }  # The name of a note, not of an event.
     page = (ROOT / "docs/reference/events.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
@@ -241,7 +245,7 @@ LATER = [*PLANS, *MODEL, LAUNCH, SLURM, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS]
 def test_what_is_asked_of_a_run_afterwards(
     place: Place, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process: a process of its own would import everything, and these keep nothing beyond their end."""
+    """Run the command in this process, which saves its imports: these commands leave nothing behind."""
     if "runs/latest" in command:
         assert (place.folder / "runs" / "latest").exists(), "no run was made above"
     monkeypatch.chdir(place.folder)
@@ -325,9 +329,9 @@ def test_real_sites_by_hand_and_status(
     rows = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.startswith(("fra ", "iad "))}
     assert {name: int(row[0].replace(",", "")) > 0 for name, row in rows.items()} == {"fra": True, "iad": True}
     assert "0 B up" not in said
-    assert "summary.json" not in said, "a file that is not there"
+    assert "summary.json" not in said, "it names a file that does not exist"
     page = Path("runs/first/report.html").read_text()
-    assert page.count("Nothing was recorded.") == 2, "the validation, which nobody asked for, and faults"
+    assert page.count("Nothing was recorded.") == 2, "the validation, which was not requested, and the faults"
 
 
 @pytest.mark.slow
@@ -341,7 +345,7 @@ def test_a_plan_on_links_that_were_measured(
     finally:
         server.stop(0.2)
     measured = capfd.readouterr().out
-    for site in ("fra", "osl", "nyc"):  # One link stands for all three of the text.
+    for site in ("fra", "osl", "nyc"):  # The text has three links; one measurement serves for all.
         (place.folder / f"{site}.json").write_text(measured)
     assert main([*shlex.split(LINKS)[1:], *SHORT[LINKS]]) == 0
     assert capfd.readouterr().out.count("measured   ") == 3

@@ -1,6 +1,6 @@
-"""A wish that is not a test does not last: the rules of ``tidy_rules.py``, applied to the product.
+"""Apply the rules of ``tidy_rules.py`` to the product: a rule without a test does not last.
 
-``test_rules_can_fail`` shows each rule a snippet that breaks it and the nearest one that does not, because a check that
+``test_rules_can_fail`` gives each rule a snippet that breaks it and the nearest one that does not, because a check that
 cannot fail is a defect.
 """
 
@@ -52,13 +52,13 @@ def test_imports_go_down_only() -> None:
     assert_kept(imports_go_down)
 
 
-# What changes folders beside the disk below launch: how many calls of a module, and why.
+# Modules that change folders without ``Disk``: the number of such calls, and why they may.
 BESIDE_THE_DISK = {
-    "diloco.inner.corpus": (11, "a cache of tokenised text: made anew when it is lost, and named when it is whole"),
-    "diloco.learner.seal": (1, "mapped into memory: its steps are around what is stored there"),
-    "diloco.syncer.snapshots": (1, "an image for an operator: nothing rests on it; of a lineage it has a step"),
-    "diloco.syncer.lease": (3, "the file beside the lease has no content: only its lock counts"),
-    "diloco.syncer.backups": (3, "another place, which may be no folder at all; its own steps are around it"),
+    "diloco.inner.corpus": (11, "a cache of tokenised text: rebuilt when it is lost, and renamed when it is complete"),
+    "diloco.learner.seal": (1, "mapped into memory: the steps are around the stores into it"),
+    "diloco.syncer.snapshots": (1, "an image for an operator: nothing depends on it; that of a lineage has a step"),
+    "diloco.syncer.lease": (3, "the file beside the lease is empty: only its lock matters"),
+    "diloco.syncer.backups": (3, "another place, which may be no folder at all; steps of its own are around it"),
 }
 
 
@@ -134,17 +134,17 @@ def test_no_error_is_swallowed() -> None:
 
 
 def members(text: str, base: str, used: frozenset[str] = frozenset()) -> set[str]:
-    """The records of a module that are a ``base``, but for those whose own base is ``used`` for all of them."""
+    """Return a module's dataclasses that derive from ``base``, except those derived from a class in ``used``."""
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     bases = {base}
-    for node in classes:  # What is below stands below.
+    for node in classes:  # A subclass is defined after its base.
         if not node.decorator_list and node.name not in used and bases & {ast.unparse(each) for each in node.bases}:
             bases.add(node.name)
     return {node.name for node in classes if node.decorator_list and bases & {ast.unparse(each) for each in node.bases}}
 
 
 def names_used(texts: list[str]) -> set[str]:
-    """Every name and attribute that stands in the code; an import alone is no use."""
+    """Return every name and attribute used in the code; an import alone is no use."""
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     return {node.id for node in nodes if isinstance(node, ast.Name)} | {
         node.attr for node in nodes if isinstance(node, ast.Attribute)
@@ -152,7 +152,7 @@ def names_used(texts: list[str]) -> set[str]:
 
 
 def machine(name: str) -> list[str]:
-    """The texts of a machine's module and of the modules of its floor that it is built from."""
+    """Return the texts of a machine's module and of the modules of its floor that it imports."""
     by_name = {module.name: module for module in modules() if module.floor == "sync"}
     data = {"diloco.sync.events", "diloco.sync.effects"}
     reached: set[str] = set()
@@ -203,7 +203,7 @@ def test_every_package_is_installed() -> None:
 
 
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 70
-# rule, module, a snippet that breaks the rule, the nearest snippet that does not
+# The rule, a module, a snippet that breaks the rule, and the nearest snippet that does not.
 EXAMPLES = [
     (imports_go_down, "diloco.codec.a", "from diloco.wire import chunks", "from diloco.outer import merge"),
     (imports_go_down, "diloco.codec.a", "def f():\n    import diloco.cli.main", "import diloco.codec.b"),
@@ -276,7 +276,7 @@ EXAMPLES = [
 def test_rules_can_fail(rule: Rule, name: str, bad: str, good: str | None) -> None:
     assert list(rule(Module(name, bad))), f"{rule.__name__} did not see it"
     if good is not None:
-        assert not list(rule(Module(name, good))), f"{rule.__name__} sees what is not there"
+        assert not list(rule(Module(name, good))), f"{rule.__name__} complains about good code"
 
 
 def test_every_rule_has_an_example() -> None:

@@ -1,6 +1,6 @@
-"""The rules of the house, each a function from one module's syntax tree to complaints in words.
+"""The code rules: each is a function from one module's syntax tree to complaints.
 
-``test_tidy.py`` applies them to the product and shows each one a snippet that breaks it.
+``test_tidy.py`` applies them to the product, and gives each rule a snippet that breaks it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FLOORS = {
     "cli": 12,
 }
 WITH_USERS = frozenset(name for name, floor in FLOORS.items() if floor >= FLOORS["config"])
-"""The floors that meet users and their machines: settings, the environment, printed lines."""
-# Beyond the order of the floors: who never imports whom.
+"""The floors that deal with users and their machines: settings, the environment, printed lines."""
+# Floors that must not be imported although they are below.
 NEVER = {
     "inner": frozenset(FLOORS) - {"inner"},  # a plain trainer, usable and testable without the rest
     "sim": frozenset({"wire", "syncer", "learner"}),  # it drives the machines themselves, not the processes
-    "plan": frozenset({"wire", "learner", "wan"}),  # of the syncer it takes the formula of its memory
+    "plan": frozenset({"wire", "learner", "wan"}),  # from syncer it takes only the formula of its memory
 }
 PURE = ("diloco.sync", "diloco.outer", "diloco.codec", "diloco.wire.chunks")
 IMPURE_IMPORTS = frozenset(
@@ -114,7 +114,7 @@ MUTABLE_CALLS = frozenset(
         "tensor",
     }
 )
-# The floors that keep what a crash must not take: there every durable step goes through ``diloco.durable.Disk``.
+# The floors whose data must survive a crash: there every durable step goes through ``diloco.durable.Disk``.
 KEEPERS = ("diloco.syncer", "diloco.learner", "diloco.inner")
 DISKS = frozenset({"disk", "_disk"})
 FOLDER_CHANGES = frozenset(
@@ -141,7 +141,7 @@ class Module:
 
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """All of the tree, walked once for all the rules."""
+        """All nodes of the tree, collected once for all rules."""
         return tuple(ast.walk(self.tree))
 
     @property
@@ -165,18 +165,18 @@ def module_name(path: Path) -> str:
 
 @cache
 def modules(folder: str = "diloco") -> tuple[Module, ...]:
-    """All hand-written modules of ``folder``, by name; read and parsed once for all the rules."""
+    """Return all hand-written modules of ``folder``, sorted by name; read and parsed once for all rules."""
     found = [Module(module_name(path), path.read_text("utf-8")) for path in sorted((ROOT / folder).rglob("*.py"))]
     return tuple(module for module in found if not module.generated)
 
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
-    """Every import in the module, wherever it stands: the line and the dotted name, ``from a import b`` as ``a.b``."""
+    """Yield the line and dotted name of every import, at any place in the module; ``from a import b`` is ``a.b``."""
     for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # A relative import is read against the module's own package; we have none, and a rule must not miss one.
+            # Relative imports are resolved too: we have none, but a rule must not miss one.
             above = module.name.split(".")[: -node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
@@ -186,7 +186,7 @@ def imports(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def dotted(node: ast.expr) -> str:
-    """``a.b.c`` of an attribute chain; "" for anything else."""
+    """Return ``a.b.c`` for an attribute chain, and "" for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -284,7 +284,7 @@ def mutable(value: ast.expr | None) -> bool:
 
 
 def no_module_level_state(module: Module) -> Iterator[str]:
-    """Neither modules nor classes hold a mutable value; a type that mypy keeps read-only (Mapping, ...) is fine."""
+    """Modules and classes hold no mutable values; a type that mypy keeps read-only (Mapping, ...) is fine."""
     bodies = [module.tree.body] + [node.body for node in module.nodes if isinstance(node, ast.ClassDef)]
     for node in itertools.chain.from_iterable(bodies):
         if isinstance(node, ast.Assign):
@@ -323,9 +323,9 @@ def no_print_below_config(module: Module) -> Iterator[str]:
 
 
 def durable_steps_have_names(module: Module) -> Iterator[str]:
-    """What a crash may cut short goes through the disk that kills, fails and writes down, and by a name of its own.
+    """Every write that a crash may interrupt goes through ``Disk``, which tests replace, under a named step.
 
-    What that disk is handed to do (``disk.make(path, lambda new: new.write_bytes(data), step)``) is inside of a step.
+    A function passed to the disk (``disk.make(path, lambda new: new.write_bytes(data), step)``) runs inside a step.
     """
     if not any(within(module.name, keeper) for keeper in KEEPERS):
         return
@@ -340,7 +340,7 @@ def durable_steps_have_names(module: Module) -> Iterator[str]:
     }
     for node in module.nodes:
         if isinstance(node, ast.Attribute) and dotted(node) == "Step.FILE":
-            yield f"line {node.lineno}: Step.FILE is for what nobody is killed at"
+            yield f"line {node.lineno}: Step.FILE is for files that no kill must test"
     for node in calls:
         if node in of_disk or id(node) in handed:
             continue
@@ -348,7 +348,7 @@ def durable_steps_have_names(module: Module) -> Iterator[str]:
         a_path_is = isinstance(node.func, ast.Attribute) and len(node.args) == 1 and not node.keywords
         replaces = (name == "replace" and a_path_is) or dotted(node.func) in {"os.replace", "os.link", "os.symlink"}
         if replaces or name in FOLDER_CHANGES or (name == "open" and _writes(node)):
-            yield f"line {node.lineno}: {name} beside the disk"
+            yield f"line {node.lineno}: {name} bypasses the disk"
 
 
 def _called(node: ast.Call) -> str:
@@ -360,7 +360,7 @@ def _owner(node: ast.Call) -> str:
 
 
 def _writes(node: ast.Call) -> bool:
-    """Whether one of the arguments is a mode, and one for writing."""
+    """Return whether one of the arguments is a mode for writing."""
     texts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]
     return any(re.fullmatch(r"[rwxabt+]{1,3}", text) and set("wxa+") & set(text) for text in texts)
 
@@ -372,7 +372,7 @@ def nothing_unfinished(module: Module) -> Iterator[str]:
 
 
 def no_error_is_swallowed(module: Module) -> Iterator[str]:
-    """Whoever catches everything raises again, or hands the error on (logs it, stores it)."""
+    """A handler that catches everything raises again, or passes the error on (logs it, stores it)."""
     for node in module.nodes:
         if not isinstance(node, ast.ExceptHandler):
             continue

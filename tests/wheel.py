@@ -1,11 +1,11 @@
-"""``make test-wheel``: the wheel, installed and run with each Python that is found.
+"""``make test-wheel``: install the wheel and run it with each Python that is found.
 
-The wheel is built once, of a copy of this tree: one serves every Python.  Each interpreter installs it with
-constraints.txt in an environment of its own, and runs ``diloco up``: without HOME, with LANG=C, in a folder whose name
-has a space and that cannot be written (for root, whom modes do not bind, in a mount that is read-only; for others by
-its mode), with ``run.dir`` elsewhere.  The run must end with 0, have trained at each site and have merged.
+The wheel is built once, from a copy of this tree, and serves every Python.  Each interpreter installs it with
+constraints.txt in its own environment, and runs ``diloco up``: without HOME, with LANG=C, with ``run.dir`` elsewhere,
+in a read-only folder whose name has a space (read-only by its mode or, for root, who ignores modes, by a mount).  The
+run must end with 0, have trained at each site and have merged.
 
-The last line is one JSON object: "ok", "failed: ..." or, where the interpreter or a torch for it cannot be had,
+The last line is one JSON object: "ok", "failed: ..." or, where the interpreter or a torch for it is missing,
 "absent: ...".  Exit 1 when one failed or none was ok.
 """
 
@@ -32,11 +32,11 @@ READ_ONLY_MOUNT = 'mount --bind "$PWD" "$PWD" && mount -o remount,bind,ro "$PWD"
 
 
 class Failed(Exception):
-    """A step that failed; the message is its last line."""
+    """A step failed; the message is the last line of its output."""
 
 
 def interpreter(version: str) -> str | None:
-    """Return a Python of ``version`` that can make environments, from the path or among pyenv's."""
+    """Return a Python of ``version`` that can create environments, from PATH or from pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     found = [*map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python"), reverse=True))]
     program = f"import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != {tuple(map(int, version.split('.')))})"
@@ -71,7 +71,7 @@ def step(
 
 
 def copy_of_tree(place: Path) -> Path:
-    """Copy what a commit of this tree would hold: a build then neither leaves anything in the tree nor takes it."""
+    """Copy the files that a commit would have: the build then neither writes into this tree nor uses more of it."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -88,7 +88,7 @@ def copy_of_tree(place: Path) -> Path:
 
 
 def read_only(folder: Path, command: list[str | Path]) -> list[str | Path]:
-    """Return ``command`` so that it finds its working directory ``folder`` read-only."""
+    """Return ``command`` changed so that its working directory ``folder`` is read-only."""
     if os.geteuid() != 0:
         folder.chmod(0o555)
         return command
@@ -96,7 +96,7 @@ def read_only(folder: Path, command: list[str | Path]) -> list[str | Path]:
 
 
 def run(python: Path, place: Path, seconds: int) -> str:
-    """Run the installed program as the module says; return what it came to."""
+    """Run the installed program as the module's docstring describes; return its results in words."""
     folder, runs = place / "a folder", place / "all runs"
     folder.mkdir()
     environment = {"PATH": os.environ["PATH"], "LANG": "C"}
@@ -115,7 +115,7 @@ def run(python: Path, place: Path, seconds: int) -> str:
 
 
 def trained_and_merged(summary: dict[str, Any]) -> str:
-    """Return in words what a run came to; raise :class:`Failed` where it is too little."""
+    """Return the results of a run in words; raise :class:`Failed` where they are too few."""
     steps = {name: site["inner_steps"] for name, site in summary["sites"].items()}
     merged = sum(site["tokens_merged"] for site in summary["sites"].values())
     told = f"steps {steps}, {merged} tokens merged, versions {summary['versions']}, status {summary['status']}"
@@ -125,18 +125,18 @@ def trained_and_merged(summary: dict[str, Any]) -> str:
 
 
 def built(source: Path, place: Path) -> Path:
-    """Build the wheel in ``place`` with this Python; it serves all."""
+    """Build the wheel for all Pythons in ``place`` with this one."""
     step([sys.executable, "-m", "venv", place / "builder"], place, BUILD_S_MAX)
     pip = [place / "builder/bin/python", "-m", "pip", "--disable-pip-version-check"]
     step([*pip, "wheel", "-q", "--no-deps", "-w", place, source], place, BUILD_S_MAX)
     [wheel] = place.glob("*.whl")
     if not wheel.name.split("-")[2:4] == ["py3", "none"]:
-        raise Failed(f"{wheel.name} is tagged for one Python, and its kernels are for all")
+        raise Failed(f"{wheel.name} is tagged for one Python, but its kernels are for all")
     return wheel
 
 
 def check(version: str, source: Path, wheel: Path, seconds: int) -> str:
-    """Return what came of ``version``."""
+    """Return the outcome for ``version``: ok, failed or absent."""
     python = interpreter(version)
     if python is None:
         return "absent: no such interpreter"
@@ -145,7 +145,7 @@ def check(version: str, source: Path, wheel: Path, seconds: int) -> str:
         pip = [place / "venv/bin/python", "-m", "pip", "--disable-pip-version-check"]
         try:
             step([python, "-m", "venv", place / "venv"], place, BUILD_S_MAX)
-            # Not compiled: of torch's and CUDA's thousands of files the run needs a part, and compiles that.
+            # Not compiled: the run compiles the part of torch's thousands of files that it needs.
             step([*pip, "install", "-q", "--no-compile", "-c", source / "constraints.txt", wheel], place, INSTALL_S_MAX)
             print(f"{version}: {run(place / 'venv/bin/python', place, seconds)}", flush=True)
         except Failed as error:
@@ -158,7 +158,7 @@ def check(version: str, source: Path, wheel: Path, seconds: int) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.wheel", description=__doc__)
     parser.add_argument("--pythons", nargs="+", default=PYTHONS, help=f"default: {' '.join(PYTHONS)}")
-    parser.add_argument("--seconds", type=int, default=40, help="of the run (default: 40)")
+    parser.add_argument("--seconds", type=int, default=40, help="length of the run (default: 40)")
     asked = parser.parse_args(arguments)
     print("the working directory is read-only by", "its mode" if os.geteuid() else "a mount in a namespace of its own")
     found = {}
