@@ -1,5 +1,5 @@
-"""How old is each row?  ``python -m benchmarks.ages``: the last record of each question, and the commits since then
-that changed what it measures."""
+"""How old is each row?  ``python -m benchmarks.ages`` prints each question's last record, and the number of commits
+since then that changed the measured code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("agent", "peers", "restart", "round", "several", "utilisation", "wan"), EXCHANGE),
     **dict.fromkeys(("arrivals", "convergence", "demo", "examples", "lab", "law", "quality"), TRAINED),
 }
-"""The packages of ``diloco`` that a question measures; a hunt's are those of ``HUNTED``."""
+"""The packages of ``diloco`` that a question measures; a hunt measures those of ``HUNTED``."""
 HUNTED = ("sync", *EXCHANGE)
 
 
@@ -46,9 +46,7 @@ def main() -> None:
         packages = MEASURED.get(path.stem, HUNTED)
         rows.append((last["at"], path.stem, changes_since(last["commit"].removesuffix("-dirty"), last["at"], packages)))
     for at, question, changes in sorted(rows):
-        print(
-            f"{at[:10]}  {question:12}  {f'{changes} commits since changed what it measures' if changes else 'as now'}"
-        )
+        print(f"{at[:10]}  {question:12}  {f'{changes} commits since changed its code' if changes else 'up to date'}")
 
 
 if __name__ == "__main__":

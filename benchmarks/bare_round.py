@@ -1,9 +1,9 @@
-"""The same rounds without a runtime: our kernels over raw sockets, for ``bench_round`` to stand beside.
+"""The same rounds without a runtime: our kernels over raw sockets, as the comparison for ``bench_round``.
 
-A star of M sites and one process in the middle.  The same bytes, and the passes over memory that a round cannot do
-without, by the same kernels: encode the difference where the values lie; mean, outer step and encode; follow; rebase.
-No names, no checks, no digests, no admission, no journal, no outbox, nothing on a disk; a peer that sends too little
-hangs it.  What comes out must have the bits of ours.
+A star of M sites around one process.  It moves the same bytes, and makes the passes over memory that no round can do
+without, with the same kernels: encode the difference in place; mean, outer step and encode; follow; rebase.  It has no
+names, checks, digests, admission, journal, outbox or disk; a peer that sends too little hangs it.  The result must be
+equal to ours, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def run_middle(case: Case, port: int, pipe: Any) -> None:
-    """The process in the middle; it has the same threads for the outer step as a syncer."""
+    """Run the process in the middle, with as many threads for the outer step as a syncer."""
     settle()
     task, codec = case.task, make_codec(case.codec)
     optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def run_middle(case: Case, port: int, pipe: Any) -> None:
 
 
 def run_site(case: Case, index: int, port: int, pipe: Any) -> None:
-    """A site's process; answers as ``rounds.run_site`` does."""
+    """Run a site's process; it answers as ``rounds.run_site`` does."""
     settle()
     task, codec, fast, buffers = case.task, make_codec(case.codec).plain, kernels(), Buffers(1)
     assert fast is not None, "no compiled kernels here"
@@ -82,7 +82,7 @@ def run_site(case: Case, index: int, port: int, pipe: Any) -> None:
 
 
 def measure_bare(case: Case, bound_s: float) -> list[dict[str, Any]]:
-    """What the sites measured."""
+    """Run ``case`` and return the sites' measurements."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -91,7 +91,7 @@ def measure_bare(case: Case, bound_s: float) -> list[dict[str, Any]]:
 
 
 def _each(work: Callable[[int, socket.socket], object], sites: list[tuple[int, socket.socket]]) -> None:
-    """Do ``work`` for all sites at once."""
+    """Do ``work`` for all sites in parallel."""
     threads = [threading.Thread(target=work, args=each) for each in sites]
     for thread in threads:
         thread.start()
@@ -108,7 +108,7 @@ def _receive(peer: socket.socket, into: memoryview) -> None:
 
 
 def _dialled(port: int) -> socket.socket:
-    """The middle opens its door when it has begun; spawning a process takes a while."""
+    """Connect to the process in the middle, which listens only some time after it was spawned."""
     until = time.monotonic() + 120.0
     while True:
         try:

@@ -1,9 +1,9 @@
 """Does the result of a run depend on which of its sites arrive together?
 
-The same run is started so many times: a syncer and two equal sites of ``examples/plain_loop.py``, each a process of its
-own, with the same text, version 0 and settings (by default those of ``outer=nesterov outer.inner_steps=10``).  Nothing
-says when a process is ready and how long its steps take, so each start has phases of its own.  ``spread`` is the
-largest less the smallest validation loss of the published model, over the median.
+The same run is made ``--starts`` times: a syncer and two equal sites of ``examples/plain_loop.py``, each in its own
+process, with the same text, version 0 and settings (by default those of ``outer=nesterov outer.inner_steps=10``).  The
+processes' start-up and step times vary, so that each start has other phases.  ``spread`` is the largest minus the
+smallest validation loss of the published model, over the median.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPREAD_MAX = 0.02
 
 
 def start(place: Place, name: str, settings: list[str], seed: int) -> dict[str, Any]:
-    """Train once; the final loss, the versions made, and how many sites each had on average."""
+    """Train once; return the final loss, the number of versions, and the mean number of sites in each."""
     run = place.folder / "runs" / name
     shared = [f"run.name={name}", f"run.seed={seed}", *settings, f"data.cache={CACHE}"]
     shared += ["model.kind=file", "run.init_from=v0.safetensors"]
@@ -51,12 +51,12 @@ def start(place: Place, name: str, settings: list[str], seed: int) -> dict[str, 
 
 
 def main() -> None:
-    """Run it so many times."""
+    """Make all runs and print the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--starts", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=400_000, help="of each run (default 400000)")
-    parser.add_argument("--set", action="append", default=[], help="a setting beside these, such as outer.momentum=0.5")
+    parser.add_argument("--tokens", type=int, default=400_000, help="tokens of each run (default 400000)")
+    parser.add_argument("--set", action="append", default=[], help="another setting, such as outer.momentum=0.5")
     given = parser.parse_args()
     starts, tokens = (2, 60_000) if given.quick else (given.starts, given.tokens)
     settings = [f"run.tokens={tokens}", "outer=nesterov", "outer.inner_steps=10", *given.set]

@@ -2,12 +2,12 @@
 
 A real syncer process, and stand-in sites that run the real client over real gRPC: each makes its updates fragment by
 fragment from a seed, a block of values at a time, encodes them, pushes them, waits for the version and pulls its
-down-link.  No site holds a model.  Of every fragment the first values are followed from version 0 on by the plain
-functions, and what was pulled is held against them.
+down-link.  No site holds a model.  The plain functions compute the first values of every fragment from version 0 on,
+and the pulled values are compared with them.
 
-The peak is the kernel's (VmHWM), from the process's first instruction, version 0 and its snapshot included.  The bound
-is 1.25 of what the state takes (fp32 parameters, momentum, what is published) and 1 GiB.  Everything shares one
-machine: the seconds are what they are beside the sites' own work.
+The peak is the kernel's VmHWM, from the start of the process, version 0 and its snapshot included.  The bound is 1.25
+times the state (fp32 parameters, momentum, published values) plus 1 GiB.  Everything shares one machine, so the times
+include the load of the sites.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 RUN = "billion"
 BLOCK = 1 << 20
-"""Values that a site makes at a time."""
+"""Values that a site generates at a time."""
 FOLLOWED = 4096
-"""The first values of every fragment, by which the result is checked; whole blocks of every codec here."""
+"""The first values of every fragment, which are checked; whole blocks of every codec here."""
 OPTIMIZER = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
 BOUND_S = 1800.0
 GIB = 1 << 30
@@ -59,7 +59,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What all processes of one case share."""
+    """The settings that all processes of one case share."""
 
     numel: int
     fragments: int
@@ -69,17 +69,17 @@ class Work:
     seed: int
 
     def layout(self) -> Layout:
-        """Two equal parameters in each fragment."""
+        """Return a layout of two equal parameters in each fragment."""
         size = self.numel // (2 * self.fragments)
         return plan_layout(tuple((f"w{index:03d}", (size,)) for index in range(2 * self.fragments)), self.fragments)
 
     def block(self, what: str, fragment: int, start: int, count: int, scale: float) -> Tensor:
-        """The values from ``start``, as the seed has them."""
+        """Return ``count`` values from ``start`` on, drawn from the seed."""
         seed = int.from_bytes(digest_of(f"{self.seed} {what} {fragment} {start}".encode(), "0" * 64)[:12].encode())
         return torch.randn(count, generator=torch.Generator().manual_seed(seed % (1 << 62))).mul_(scale)
 
     def version_zero(self, fragment: int, numel: int) -> Tensor:
-        """All of it."""
+        """Return the fragment's version 0."""
         values = torch.empty(numel)
         for start in range(0, numel, BLOCK):
             count = min(BLOCK, numel - start)
@@ -87,7 +87,7 @@ class Work:
         return values
 
     def plan(self) -> RunPlan:
-        """The run: a round closes when every site's update is there."""
+        """Return the run's plan: a round closes when every site's update has arrived."""
         layout = self.layout()
         outer = OuterOptions(
             num_fragments=self.fragments, quorum=self.sites, quorum_min=self.sites, sites_max=self.sites
@@ -97,7 +97,7 @@ class Work:
 
 
 class Expected:
-    """The first values of every fragment, by the plain functions."""
+    """Computes the first values of every fragment with the plain functions."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -107,7 +107,7 @@ class Expected:
         self._states = [NOTHING] * work.fragments
 
     def follow(self, fragment: int, version: int, payload: memoryview, numel: int) -> bool:
-        """Whether the down-link of ``version`` says what it should; to be asked once for each."""
+        """Return whether the down-link of ``version`` is right; call it once for each version, in order."""
         work, codec = self._work, self._codec
         updates = [
             codec.decode(
@@ -126,12 +126,12 @@ class Expected:
         return torch.equal(found, published)
 
     def holds(self, fragment: int, whole: memoryview) -> bool:
-        """Whether the published values of a fragment begin as they should."""
+        """Return whether the published values of a fragment begin with the right values."""
         return whole[: 4 * FOLLOWED] == bytes_of(self._published[fragment])
 
 
 def run_syncer(work: Work, folder: str, pipe: Connection) -> None:
-    """In a process of its own, until it is told to stop."""
+    """Run the syncer in its own process, until it is told to stop."""
     limit_arenas()
     torch.set_num_threads(1)
     events: list[dict[str, Any]] = []
@@ -161,13 +161,13 @@ def run_syncer(work: Work, folder: str, pipe: Connection) -> None:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Bytes, by the kernel's own names: now, and the most so far."""
+    """Return the memory in bytes, by the kernel's names: the present and the peak."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text("utf-8").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[0] in ("VmRSS:", "VmHWM:")}
 
 
 def update_of(work: Work, site: int, version: int, fragment: int, numel: int) -> tuple[memoryview, str]:
-    """A payload and the digest of its values, of which only a block is ever in memory."""
+    """Return a payload and the digest of its values, of which only one block at a time is in memory."""
     codec, values_digest = make_codec(work.codec).plain, Hasher()
     assert BLOCK % codec.block == 0, f"{work.codec} cannot be cut every {BLOCK} values"
     payload = torch.empty(codec.payload_bytes_max(numel), dtype=torch.uint8)
@@ -179,7 +179,7 @@ def update_of(work: Work, site: int, version: int, fragment: int, numel: int) ->
 
 
 def run_site(work: Work, site: int, address: str, pipe: Connection) -> None:
-    """In a process of its own: every round of every fragment."""
+    """Run a site in its own process: every round of every fragment."""
     torch.set_num_threads(1)
     name, layout = f"site-{site}", work.layout()
     expected, rounds, right = Expected(work), [], 0
@@ -201,14 +201,14 @@ def run_site(work: Work, site: int, address: str, pipe: Connection) -> None:
                 pulled = pull(client, name, each.index, version)
                 right += expected.follow(each.index, version, pulled, each.numel)
             rounds.append((began_s, time.monotonic()))
-        last = PullAsk(RUN, name, site % work.fragments, -1)  # One is looked at whole, another one by each site.
+        last = PullAsk(RUN, name, site % work.fragments, -1)  # Each site checks another fragment as a whole.
         if not expected.holds(last.fragment, client.pull(last, PullSink()).parts[0]):
-            raise ValueError(f"fragment {last.fragment} as it is published holds other values than it should")
+            raise ValueError(f"fragment {last.fragment} is published with wrong values")
     pipe.send({"rounds": rounds, "right": right, "memory": memory(os.getpid())})
 
 
 def pull(client: SyncClient, site: str, fragment: int, version: int) -> memoryview:
-    """The down-link to ``version``, as soon as there is one."""
+    """Pull the down-link to ``version`` as soon as it exists."""
     until_s = time.monotonic() + BOUND_S
     while time.monotonic() < until_s:
         pulled = client.pull(PullAsk(RUN, site, fragment, version - 1), PullSink())
@@ -220,7 +220,7 @@ def pull(client: SyncClient, site: str, fragment: int, version: int) -> memoryvi
 
 
 def measure(work: Work, folder: Path) -> dict[str, Any]:
-    """One row."""
+    """Run one case and return its row."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     syncer = context.Process(target=run_syncer, args=(work, str(folder), theirs), daemon=True)
@@ -248,15 +248,15 @@ def measure(work: Work, folder: Path) -> dict[str, Any]:
         syncer.kill()
         syncer.join()
     if len(told) != work.sites:
-        raise ValueError(f"{len(told)} of {work.sites} sites came to the end: {ended['failed']}")
+        raise ValueError(f"{len(told)} of {work.sites} sites finished: {ended['failed']}")
     return row(work, begun, ended, told)
 
 
 def row(work: Work, begun: dict[str, Any], ended: dict[str, Any], told: list[dict[str, Any]]) -> dict[str, Any]:
-    """What came of it; ``ValueError`` where the sites were sent other values than they should."""
+    """Return the row; raise ``ValueError`` where the sites received wrong values."""
     wanted = work.rounds * work.fragments
     if any(site["right"] != wanted for site in told):
-        raise ValueError(f"of {wanted} down-links {[site['right'] for site in told]} said what they should")
+        raise ValueError(f"of {wanted} down-links {[site['right'] for site in told]} were right")
     steps = [event for event in ended["events"] if event["what"] == "outer_step"]
     made = [event for event in ended["events"] if event["what"] == "published"]
     numel = work.layout().numel
@@ -305,8 +305,8 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=16)
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--codec", default="int4:32", help="of both directions")
-    parser.add_argument("--folder", help="where the syncer keeps its data: 4 + 8 bytes a value of room are needed")
+    parser.add_argument("--codec", default="int4:32", help="codec of both directions")
+    parser.add_argument("--folder", help="the syncer's data folder: it needs 4 + 8 bytes for each value")
     options = parser.parse_args()
     numel = 4_000_000 if options.quick else options.numel
     work = Work(

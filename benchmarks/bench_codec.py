@@ -1,18 +1,19 @@
 """How fast are the codecs on one core, beside memcpy?
 
-GB/s of fp32 (4 bytes for each value of the fragment, whatever else a call reads or writes) and times memcpy, which is
-``Tensor.copy_`` of the same values in the same run.  All memory, memcpy's too, is that of ``codec.base.Buffers``, where
-the fragments of a run live; it is made before and used again.  ``encode`` makes the payload of ``base - local``;
-``ef_encode`` does so with error feedback, and reads and writes the residual as well; ``decode`` writes the values, and
-``accumulate`` moves a running mean towards them.  Times are CPU seconds of the one thread that works, because the
-question is about a core and the machine's cores are shared.  All calls go in turns, forwards and backwards; the first
-turn is not counted.  Before each call, memcpy's too, a tensor larger than the caches is read: no call finds its input
-there, nor pays for writing out what the one before it left there, which made a tenth and more of difference with the
-order.  Every payload and every decoded value is compared with the plain torch version first.  Bits a value and the
-relative L2 error are those of the difference, which is Gaussian.
+Rates are GB/s of fp32 (4 bytes for each value of the fragment, whatever else a call reads or writes) and multiples of
+memcpy, which is ``Tensor.copy_`` of the same values in the same run.  All memory, memcpy's too, is from
+``codec.base.Buffers``, as for the fragments of a run, allocated in advance and reused.  ``encode`` makes the payload of
+``base - local``; ``ef_encode`` adds error feedback, and also reads and writes the residual; ``decode`` writes the
+values, and ``accumulate`` moves a running mean towards them.  Times are CPU seconds of the one working thread, because
+the question is about a core and the machine's cores are shared.  All calls alternate, forwards and backwards; the first
+turn is not counted.  Before each call, memcpy's too, a tensor larger than the caches is read, so that no call finds its
+input in the cache, or pays for writing back the data of the call before it, which made a difference of 10 % and more.
+First, every payload and decoded value is compared with the plain torch version.  Bits per value and the relative L2
+error are those of the difference, which is Gaussian.
 
-The last line has ``x_memcpy`` and ``topk_gb_per_s`` from the medians, and ``level``: which kernels ran, the best that
-this CPU has or those that ``--level`` or ``DILOCO_KERNELS`` forces.  Run as ``python -m benchmarks.bench_codec``.
+The last line has ``x_memcpy`` and ``topk_gb_per_s`` from the medians, and ``level``, the kernels that ran: the best
+that this CPU supports, or those that ``--level`` or ``DILOCO_KERNELS`` forces.  Run as ``python -m
+benchmarks.bench_codec``.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ CODECS = ("fp32", "bf16", "int8", "int8:256", "int4", "int4:256", "e3m0", "int2"
 OPERATIONS = ("encode", "ef_encode", "decode", "accumulate")
 BETA = 0.95
 CACHES_BYTES = 96 << 20
-"""More than the caches of a core hold."""
+"""More than the caches of a core."""
 
 
 class Bench:
-    """One codec with the memory it works in."""
+    """One codec with its memory."""
 
     def __init__(self, name: str, base: torch.Tensor, local: torch.Tensor, out: torch.Tensor) -> None:
-        """``out`` is written to and shared by all."""
+        """Prepare the codec ``name``; all codecs share ``out`` for their results."""
         self.codec: Codec = make_codec(name)
         room = Buffers(0)
         self.base, self.local, self.out = base, local, out
@@ -56,12 +57,12 @@ class Bench:
         self.carry = Carry(room.values(base.numel()).zero_(), BETA)
 
     def encode(self, carry: Carry | None = None) -> memoryview:
-        """The payload of the difference, as it is sent."""
+        """Return the payload of the difference, as it is sent."""
         self.codec.plain.encode_into((self.base, self.local), self.payload, carry=carry)
         return self.codec.closed(self.payload)
 
     def decode(self, accumulate: Towards | None = None) -> None:
-        """What was sent, into ``out``."""
+        """Decode the payload into ``out``."""
         plain, raw = self.codec.opened(self.sent, self.base.numel())
         plain.decode_into(raw, self.base.numel(), self.out, 0, accumulate)
 
@@ -73,15 +74,15 @@ class Bench:
         plain, decoded = torch.empty(len(raw), dtype=torch.uint8), torch.empty(numel)
         inner.encode_plain((difference,), None, plain, decoded, 0, numel)
         if bytes(bytes_of(plain)) != bytes(raw):
-            raise SystemExit(f"{self.codec.name}: the payload is not that of the plain version")
+            raise SystemExit(f"{self.codec.name}: the payload differs from the plain version's")
         self.decode()
         if not torch.equal(self.out.view(torch.int32), decoded.view(torch.int32)):
-            raise SystemExit(f"{self.codec.name}: the values are not those of the plain version")
+            raise SystemExit(f"{self.codec.name}: the values differ from the plain version's")
         error = torch.linalg.vector_norm((decoded - difference).double())
         return float(error / torch.linalg.vector_norm(difference.double()))
 
     def jobs(self) -> dict[str, Job]:
-        """The operations, ready to be called."""
+        """Return the operations by name."""
         return {
             "encode": self.encode,
             "ef_encode": lambda: self.encode(self.carry),
@@ -91,7 +92,7 @@ class Bench:
 
 
 def in_turns(jobs: dict[str, Job], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, ``repeats`` of each after one that does not count; every other turn goes backwards."""
+    """Return the seconds of ``repeats`` calls of each job after one that is not counted; turns alternate in order."""
     other = torch.zeros(CACHES_BYTES // 4)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(repeats + 1):
@@ -105,7 +106,7 @@ def in_turns(jobs: dict[str, Job], repeats: int) -> dict[str, list[float]]:
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, Any]:
-    """The row of one codec; memcpy is measured beside it."""
+    """Return the row of one codec, with memcpy measured beside it."""
     error = bench.check()
     numel = bench.base.numel()
     seconds = in_turns({"memcpy": lambda: bench.out.copy_(bench.base)} | bench.jobs(), repeats)
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--values", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=21)
     forced = os.environ.get(kernel_library.VARIABLE, "")
-    parser.add_argument("--level", default=forced, help="of the kernels, as in DILOCO_KERNELS")
+    parser.add_argument("--level", default=forced, help="level of the kernels, as in DILOCO_KERNELS")
     options = parser.parse_args()
     if fault := kernel_library.force(options.level):
         parser.exit(2, f"{fault}\n")

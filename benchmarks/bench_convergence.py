@@ -2,10 +2,10 @@
 
 For each seed, through the command line, as a user would run it:
 
-- ``warm``: a short phase of ``diloco train``; its checkpoint is version 0 of what begins warm;
+- ``warm``: a short phase of ``diloco train``; its checkpoint is version 0 of the warm arms;
 - ``dp warm`` and ``sites warm``: from there, ``diloco train`` with the batch of all sites together, and ``diloco up``;
-- ``dp``, ``sites`` and ``sites, faults``: the same from scratch; the last with the demo's faults (a site killed and
-  back, a link cut for ten seconds, the syncer killed and back).
+- ``dp``, ``sites`` and ``sites, faults``: the same from scratch; the last with the demo's faults (a site is killed and
+  restarted, a link is cut for ten seconds, the syncer is killed and restarted).
 
 Loss is that of the final global model on the whole validation split, in nats per token.  Ratios are paired by seed.
 """
@@ -45,7 +45,7 @@ def diloco(folder: str, name: str, verb: str, settings: list[str], bound_s: floa
 
 
 def one_seed(folder: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every arm with one seed."""
+    """Run every arm with one seed and return the rows."""
     shared = [f"run.seed={seed}", *(QUICK if options.quick else ())]
     together = [f"inner.batch_sequences={SITES * BATCH}", "site.threads=2"]
     tokens = [f"run.tokens={options.tokens}"]
@@ -86,7 +86,7 @@ def _merged(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]], arm: str, beside: str) -> dict[str, Any] | None:
-    """The losses of ``arm`` over those of ``beside``, by seed."""
+    """Return the losses of ``arm`` over those of ``beside``, by seed; None where no seed has both."""
     by_seed = {row["seed"]: row["val_loss"] for row in rows if row["arm"] == beside}
     found = [row["val_loss"] / by_seed[row["seed"]] for row in rows if row["arm"] == arm and row["seed"] in by_seed]
     if not found:
@@ -103,7 +103,7 @@ def ratios(rows: list[dict[str, Any]], arm: str, beside: str) -> dict[str, Any] 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_arguments(parser)
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds, from --seed on")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from --seed on")
     parser.add_argument("--tokens", type=int, default=1_200_000, help="merged tokens of every arm")
     parser.add_argument("--warm-tokens", type=int, default=400_000)
     parser.add_argument("--arms", nargs="*", default=[], help="only these arms")

@@ -1,9 +1,9 @@
 """What does ``make demo`` reach on this machine?
 
-Runs ``diloco up`` as the demo does, faults and all, and keeps what its ``summary.json`` says: bits a byte of validation
-text beside a stated limit, and each site's steps, tokens a second and number format.  Reduce the machine from outside:
-``taskset -c 0,1`` for two cores; ``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-DILOCO_KERNELS=avx2`` for another processor.
+Runs ``diloco up`` as the demo does, with its faults, and keeps these values of its ``summary.json``: bits per byte of
+validation text, beside a stated limit, and each site's steps, tokens per second and number format.  For a smaller
+machine: ``taskset -c 0,1`` for two cores; ``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+MKL_ENABLE_INSTRUCTIONS=AVX2 DILOCO_KERNELS=avx2`` for another processor.
 
 Run as ``python -m benchmarks.bench_demo``.
 """
@@ -22,13 +22,13 @@ from typing import Any
 from benchmarks.record import add_arguments, finish, record
 
 BITS_PER_BYTE_MAX = {"bf16": 1.6, "fp32": 2.0}
-"""By the number format that is fast here."""
+"""The limit by number format: that of fp32 where any site uses it."""
 ENDS_S_MAX = 900
 REDUCED_BY = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "DILOCO_KERNELS")
 
 
 def row_of(summary: dict[str, Any]) -> dict[str, Any]:
-    """What a run came to."""
+    """Return the row of a run from its summary."""
     sites = summary["sites"]
     slowest = "fp32" if any(site["products"] == "fp32" for site in sites.values()) else "bf16"
     return {

@@ -1,13 +1,13 @@
 """How fast are the codecs on an accelerator, beside its own copy, and are their bytes those of the plain codecs?
 
-First every pass is checked against the plain definition on the CPU, bit for bit: Gaussian, heavy-tailed and arbitrary
-bits, odd sizes; one difference ends the run with exit 1.  Then each pass is timed in turns with a copy on the same
-device, either first by turns.  A rate counts the bytes that a pass must read and write, once each; ``x_copy`` is
-that rate over the copy's of the same turn.  ``to_host`` rows time what a site waits for until its update lies in pinned
-memory: encoding on a side stream and its bytes, beside the fp32 values themselves.
+First every pass is compared with the plain definition on the CPU, bit for bit: Gaussian, heavy-tailed and arbitrary
+bits, odd sizes; any difference makes the exit code 1.  Then each pass is timed in alternation with a copy on the same
+device, in alternating order.  A rate counts the bytes that a pass must read and write, once each; ``x_copy`` is that
+rate over the copy's in the same turn.  ``to_host`` rows time how long a site waits until its update is in pinned
+memory: encoding on a side stream and copying its bytes, compared with copying the fp32 values.
 
-Needs torch with Triton and a CUDA device, and of the package ``diloco.codec`` only; without a device it says so, and
-exits 0.  ``--device cpu`` with TRITON_INTERPRET=1 shows that it runs, and its times mean nothing.
+Needs torch with Triton and a CUDA device, and only ``diloco.codec`` of the package; without a device it says so, and
+exits 0.  ``--device cpu`` with TRITON_INTERPRET=1 shows that it runs; its times mean nothing.
 Run as ``python -m benchmarks.bench_gpu_codec``; ``--sweep`` times other launches too.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from diloco.codec.base import PlainCodec
 
-# Not by their names, because the registry also wants the library of the entropy stage.
+# Constructed directly, because the registry also needs the library of the entropy stage.
 TIMED: tuple[PlainCodec, ...] = (
     Int4Codec("int4:32", 32),
     Int4Codec("int4:256", 256),
@@ -64,7 +64,7 @@ LEAST_REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the tensors of a :class:`Room`, which moves ``num_tensors`` fp32 tensors beside the bytes."""
+    """One pass over the tensors of a :class:`Room`; it moves ``num_tensors`` fp32 tensors and the payload."""
 
     name: str
     num_tensors: int
@@ -88,7 +88,7 @@ class Room:
         self.fault = new_fault(device)
 
     def passes(self) -> list[Pass]:
-        """What is timed."""
+        """Return the passes to time."""
         codec, base, local, sent, out, payload = self.codec, self.base, self.local, self.sent, self.out, self.payload
         fault = self.fault
         return [
@@ -100,7 +100,7 @@ class Room:
 
 
 def pairs_of_values(numel: int, seed: int) -> Iterator[tuple[str, list[Tensor]]]:
-    """Base, local and an update in flight, of three kinds of data."""
+    """Yield the base, the local values and an update in flight, for three kinds of data."""
     random = torch.Generator().manual_seed(seed)
     normal = torch.randn(3, numel, generator=random)
     base, step, sent = normal.unbind()
@@ -108,13 +108,13 @@ def pairs_of_values(numel: int, seed: int) -> Iterator[tuple[str, list[Tensor]]]
     tailed = step / torch.rand(numel, generator=random).clamp_(min=1e-4)
     yield "heavy-tailed", [base, base - tailed * 1e-4, sent * 1e-5]
     bits = torch.randint(-(2**31), 2**31, (numel,), generator=random).to(torch.int32).view(torch.float32)
-    # Halved, so that no sum of two of them overflows.
+    # Halved, so that no sum of two values overflows.
     wild = torch.where(torch.isfinite(bits), bits, -0.0) / 2
     yield "any bits", [wild, torch.where(normal[1] > 0, 0.0, -wild), torch.zeros(numel)]
 
 
 def differences(codec: PlainCodec, numel: int, seed: int, device: torch.device) -> list[str]:
-    """What differs from the plain codec, in words; nothing else is right."""
+    """Return a line for each difference from the plain codec; there must be none."""
     found: list[str] = []
     for kind, values in pairs_of_values(numel, seed):
         room = Room(codec, numel, None, values, device)
@@ -152,7 +152,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def in_turns(call: Callable[[], object], copy: Callable[[], object], repeats: int, device: torch.device) -> Any:
-    """Seconds of both, one pair a turn, each first in every other one; two turns go before that are not counted."""
+    """Return the seconds of both, one pair per turn, in alternating order, after two turns that are not counted."""
     taken = []
     for turn in range(-2, repeats):
         if turn % 2:
@@ -184,7 +184,7 @@ def measure(room: Room, each: Pass, repeats: int) -> dict[str, Any]:
 
 
 def to_host(room: Room, repeats: int) -> dict[str, Any]:
-    """Return the row of an update's way into pinned memory, beside that of the values as they are."""
+    """Return the row of copying an update into pinned memory, beside that of the fp32 values."""
     pinned = torch.empty(room.payload.numel(), dtype=torch.uint8, pin_memory=True)
     values = torch.empty(room.numel, pin_memory=True)
     side = torch.cuda.Stream(room.device)
@@ -207,7 +207,7 @@ def to_host(room: Room, repeats: int) -> dict[str, Any]:
 
 
 def timed(options: argparse.Namespace, numel: int, device: torch.device) -> list[dict[str, Any]]:
-    """Time every pass of every codec, and with ``--sweep`` the one that a site uses most under other launches."""
+    """Time every pass of every codec and, with ``--sweep``, the one that sites use most with other launches."""
     repeats = LEAST_REPEATS if options.quick else max(LEAST_REPEATS, options.repeats)
     values = next(pairs_of_values(numel, options.seed))[1]
     rows = []

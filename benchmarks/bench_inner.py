@@ -1,23 +1,23 @@
 """How much slower is our trainer, without an agent and under one, than a bare torch loop of the same model?
 
-Each rank holds the model twice and trains them in turns, a block of steps each: one by ``Trainer``, one by the loop
+Each rank holds the model twice and trains both in alternating blocks of steps: one with ``Trainer``, one with the loop
 that users write by hand (batch, forward, backward, clip, step), with the same text, optimizer, precision and, for two
 ranks, DDP.  The order changes with every pair of blocks.  ``overhead`` is 1 - (the loop's time) / (the trainer's), the
-median over neighbouring blocks; ``cpu_overhead`` is the same of the training thread's CPU time, which a machine that
-others use as well disturbs less.  The loop does without what the trainer does beside: it agrees with no other rank on
-the loss, looks for no NaN, measures no step, and has no schedule.
+median over neighbouring blocks; ``cpu_overhead`` is the same for the training thread's CPU time, which other load on
+the machine disturbs less.  The loop omits what the trainer does in addition: it exchanges no loss with other ranks,
+checks for no NaN, measures no step, and has no schedule.
 
-``optimizer_share`` is what clipping and the optimizers take of the loop's CPU time, which is that of plain torch; it
-may be at most ``OPTIMIZER_SHARE_MAX`` on any kind of machine.
+``optimizer_share`` is the share of clipping and the optimizers in the loop's CPU time, which is plain torch's; it may
+be at most ``OPTIMIZER_SHARE_MAX`` on any kind of machine.
 
-In the cases that end in ``under-agent`` rank 0 has one, towards a syncer in a process of its own (int4, four fragments,
-overlap 2), and before the loop has its turn the agent is at rest.  Nothing is pinned, and nothing taken off: where two
-ranks have two cores, all that the agent and the syncer need comes out of the ranks' time.  ``syncer_cpu_share`` is what
-the syncer had of a core meanwhile, which with real sites is another machine's: ``speed_kept_p50_syncer_elsewhere`` is
-without it, by its CPU time.
+In the cases that end in ``under-agent``, rank 0 has an agent, with a syncer in its own process (int4, four fragments,
+overlap 2), and the agent is idle before the loop's turn.  No thread is pinned and no time is deducted: where two ranks
+have two cores, all work of agent and syncer takes time from the ranks.  ``syncer_cpu_share`` is the syncer's share of a
+core in that time, which with real sites another machine bears: ``speed_kept_p50_syncer_elsewhere`` deducts its CPU
+time.
 
-The processes keep the memory that they have had (glibc's thresholds): which of the two hands its room back after a step
-and asks for it again is chance, and worth 4 % of a step either way.
+The processes never return memory to the system (glibc's thresholds): otherwise either loop may return its memory after
+a step and allocate it again, by chance, which costs 4 % of a step.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_":
 
 
 class Loop:
-    """What a user writes without us."""
+    """The loop that a user writes without us."""
 
     def __init__(self, model: torch.nn.Module, wrapped: torch.nn.Module, stream: TokenStream, precision: str) -> None:
         self._model, self._wrapped, self._stream = model, wrapped, stream
-        # The very optimizers of ours, with nothing around them.
+        # Our own optimizers, without the code around them.
         ours: InnerOptimizers = build_optimizers(model, InnerOptions(optimizer="muon"), precision)
         self._optimizers = [optimizer for optimizer, _ in ours._parts.values()]
         self._dtype = autocast_dtype(precision, torch.device("cpu"))
         self._cursor = 0
         self.optimizer_cpu_s = 0.0
-        """Of all steps so far."""
+        """CPU seconds of the optimizers in all steps so far."""
 
     def run(self, steps: int) -> None:
         """Train on the next ``steps`` batches."""
@@ -92,7 +92,7 @@ class Loop:
             inputs, targets = self._stream.batch(self._cursor)
             self._cursor += self._stream.sequences_per_batch
             with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype is not None):
-                # In one line, so that the logits are gone when the backward pass asks for room.
+                # In one line, so that the logits are freed before the backward pass allocates.
                 loss = next_token_loss(self._wrapped(inputs), targets)
             loss.backward()
             began_s = time.thread_time()
@@ -105,7 +105,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What every rank is told.  An empty ``syncer`` address: no agent."""
+    """The arguments of every rank.  An empty ``syncer`` address: no agent."""
 
     world: int
     port: int
@@ -119,16 +119,16 @@ class Facts:
 
 
 class NoAgent:
-    """The line after each step of a trainer without a display."""
+    """The hook after each step of a trainer without an agent."""
 
     def after_step(self, info: StepInfo) -> Verdict:
-        """Go on."""
+        """Continue training."""
         del info
         return Verdict()
 
 
 def line_of(model: torch.nn.Module, group: SiteGroup, facts: Facts) -> NoAgent | Agent | Follower:
-    """What stands beside the trainer of this rank, started."""
+    """Return the started counterpart of this rank's trainer: an agent, a follower or none."""
     if not facts.syncer:
         return NoAgent()
     layout, holding = layout_of(model), Holding(named_parameters_once(model), group)
@@ -152,7 +152,7 @@ def line_of(model: torch.nn.Module, group: SiteGroup, facts: Facts) -> NoAgent |
 
 
 def rest() -> None:
-    """Wait until the threads beside this one have nothing to do; at most ``CALM_S_MAX``."""
+    """Wait until the other threads of this process are idle, for at most ``CALM_S_MAX``."""
     until = time.monotonic() + CALM_S_MAX
     while time.monotonic() < until:
         before = time.process_time()
@@ -162,13 +162,13 @@ def rest() -> None:
 
 
 def cpu_s_of(pid: int) -> float:
-    """CPU seconds of a process, its own and the kernel's for it."""
+    """Return the user and system CPU seconds of a process."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
-    """Both, in turns; rank 0 tells the times of each pair."""
+    """Run both loops in turns; rank 0 sends the times of each pair."""
     torch.set_num_threads(1)
     told = (rank, rank, facts.world, "127.0.0.1", facts.port)
     group = SiteGroup(*told, device="cpu") if facts.world > 1 else SiteGroup(device="cpu")
@@ -211,7 +211,7 @@ def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
 
 
 def measure(world: int, agent: bool, arguments: argparse.Namespace, data: str) -> dict[str, Any]:
-    """The pairs of blocks of a site with ``world`` ranks."""
+    """Return the row of a site with ``world`` ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -238,7 +238,7 @@ def measure(world: int, agent: bool, arguments: argparse.Namespace, data: str) -
 
 
 def row_of(world: int, agent: bool, steps: int, pairs: list[dict[str, float]]) -> dict[str, Any]:
-    """What the pairs say."""
+    """Return the row of these pairs of blocks."""
     kept = [pair["bare_s"] / pair["ours_s"] for pair in pairs]
     cpu_kept = [pair["bare_cpu_s"] / pair["ours_cpu_s"] for pair in pairs]
     alone = [pair["bare_s"] / (pair["ours_s"] - pair.get("ours_syncer_cpu_s", 0.0)) for pair in pairs]
@@ -269,11 +269,11 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--steps", type=int, default=8, help="steps in a block")
     parser.add_argument("--pairs", type=int, default=24, help="pairs of blocks in each case")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="sites of how many ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--inner-steps", type=int, default=20, help="inner steps between two updates of one fragment")
     parser.add_argument("--agent", nargs="+", choices=("off", "on"), default=["off", "on"], help="with an agent or not")
     arguments = parser.parse_args()
-    os.environ.update(KEPT_MEMORY)  # The ranks are started with it.
+    os.environ.update(KEPT_MEMORY)  # The ranks inherit it.
     if arguments.quick:
         arguments.steps, arguments.pairs, arguments.inner_steps = 2, 2, 4
     with tempfile.TemporaryDirectory() as data:

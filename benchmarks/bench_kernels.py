@@ -1,9 +1,9 @@
 """What are fused kernels worth in an inner step, in time and in memory, beside torch's own operations and its compiler?
 
-One model on one accelerator, trained in turns under each way of computing it (``inner.kernels``, ``inner.compile``,
-``inner.loss_chunk``), blocks of some steps, whose order turns with every round.  A row has the step's time, the tokens
-in a second, the share of what the device can do at most (``--peak-tflops``, as ``site.peak_tflops``), and the most
-memory that was taken.  ``x_torch`` is torch's time over the row's.
+One model on one accelerator is trained in alternating blocks of steps with each way of computing it (``inner.kernels``,
+``inner.compile``, ``inner.loss_chunk``); the order is reversed with every round.  A row has the time of a step, tokens
+per second, the share of the device's peak (``--peak-tflops``, as ``site.peak_tflops``), and the peak memory.
+``x_torch`` is torch's time over the row's.
 
 Needs a CUDA device and ``pip install 'diloco[fused]'``; without a device it says so, and exits 0.
 """
@@ -33,7 +33,7 @@ SMALL = ModelOptions(vocab_size=1024, layers=2, dim=128, heads=4, context=128)
 
 
 class Way:
-    """A model of its own, and how it is computed."""
+    """A model with one way of computing it."""
 
     def __init__(self, options: ModelOptions, compute: ComputeOptions, batch: int, seed: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -44,7 +44,7 @@ class Way:
         self.tokens = torch.randint(0, options.vocab_size, (batch, options.context + 1), generator=dice).to(device)
 
     def run(self, steps: int) -> tuple[float, int]:
-        """Seconds of a step, and the most memory that was taken."""
+        """Make ``steps`` steps; return the seconds of one and the peak memory in bytes."""
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -63,9 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step (default 16)")
-    parser.add_argument("--steps", type=int, default=5, help="of a block (default 5)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a block (default 5)")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each way (default 7)")
-    parser.add_argument("--peak-tflops", type=float, help="of the device in bf16")
+    parser.add_argument("--peak-tflops", type=float, help="peak of the device in bf16")
     parser.add_argument("--kernels", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
@@ -78,7 +78,7 @@ def main() -> None:
     memory = dict.fromkeys(asked.kernels, 0)
     for turn in range(asked.rounds + 1):
         for name in asked.kernels if turn % 2 else asked.kernels[::-1]:
-            way = Way(options, WAYS[name], asked.batch, asked.seed)  # One at a time is in memory.
+            way = Way(options, WAYS[name], asked.batch, asked.seed)  # Only one is in memory at a time.
             way.run(3)
             step_s, memory[name] = way.run(asked.steps)
             seconds[name].append(step_s)

@@ -1,9 +1,9 @@
 """Which outer rule ends at which loss, at equal tokens?  A laboratory's table as one record.
 
-Each row of ``configs/lab/NAME.yaml`` is trained under virtual time with each seed (``diloco lab``); ``off`` are the
-differences from the reference with the same seed, as shares of its loss.  The limit is stated beside them: the row
-``data_parallel`` is one process with the batch of all sites, which no communication could do better.  What was
-trained before, at whatever commit, is taken from ``runs/lab/cells`` and not made again: ``--fresh`` leaves it out.
+Each row of ``configs/lab/NAME.yaml`` is trained under virtual time with each seed (``diloco lab``); ``off`` has the
+differences from the reference with the same seed, as shares of its loss.  The row ``data_parallel`` is the limit: one
+process with the batch of all sites, which no communication can beat.  Cells trained before, at any commit, are taken
+from ``runs/lab/cells``; ``--fresh`` ignores them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--lab", default="smoke", help="a file of configs/lab (smoke)")
     parser.add_argument("--seeds", default="", help="0,1,2 (the laboratory's own; --seed is not used)")
-    parser.add_argument("--rows", default="", help="these alone (all)")
+    parser.add_argument("--rows", default="", help="only these rows (all)")
     parser.add_argument("--jobs", type=int, default=2, help="cells at once")
-    parser.add_argument("--fresh", action="store_true", help="train every cell, whatever is kept")
-    parser.add_argument("settings", nargs="*", help="of every row, as diloco lab takes them")
+    parser.add_argument("--fresh", action="store_true", help="train every cell, also those kept")
+    parser.add_argument("settings", nargs="*", help="settings of every row, as for diloco lab")
     given = parser.parse_args()
     name = "smoke" if given.quick else given.lab
     with tempfile.TemporaryDirectory() as fresh:

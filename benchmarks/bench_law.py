@@ -1,10 +1,10 @@
-"""How do bytes grow with the model and with the number of sites?  Straight in both, or not.
+"""How do bytes grow with the model and with the number of sites: linearly, or not?
 
-For models of three sizes and runs of three numbers of sites, random updates are encoded by the run's own codecs, and
-the run is simulated by the real machines (``diloco sim``).  A row is what a site sends and takes in a round of the
-whole model, what crosses the link of a syncer that is central, and what crosses that of each site where every site
-holds a part of the syncer (``diloco plan``): (sites - 1) / sites of it all, twice, so that it has a bound.  ``slopes``
-are of the logarithms: 1 is straight, 0 is no growth at all.
+For models of three sizes and three numbers of sites, random updates are encoded by the run's own codecs, and the real
+machines simulate the run (``diloco sim``).  A row has the bytes that a site sends and receives in a round of the whole
+model, the bytes through the link of a central syncer, and those through each site's link where every site holds a part
+of the syncer (``diloco plan``): (sites - 1) / sites of both, twice, which is bounded.  ``slopes`` are those of the
+logarithms: 1 is linear growth, 0 is none.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from diloco.sim.fleet import simulate
 
 SITES = (2, 4, 8)
 DIMS = {96: 3, 192: 4, 320: 5}
-"""The width of a model, and how many layers it has: 0.4, 1.8 and 6.3 million parameters with a vocabulary of bytes."""
+"""Width: number of layers.  The models have 0.4, 1.8 and 6.3 million parameters with a vocabulary of bytes."""
 SETTINGS = (
     "outer=decoupled", "cluster=local4", "network=loopback", "data=stdlib_bytes", "outer.num_fragments=4",
     "outer.quorum=all", "outer.adopt=rebase", "codec.up=int4:32", "codec.down=int4:32", "scenario=none",
 )  # fmt: skip
 ROUNDS = 400
-"""So many that version 0, which every site takes whole, is little of it."""
+"""So many that version 0, which every site fetches whole, is a small part of the bytes."""
 
 
 def measured(sites: int, dim: int, seed: int) -> dict[str, Any]:
-    """One row."""
+    """Simulate one run and return its row."""
     config = with_sites(compose([*SETTINGS, f"model.dim={dim}", f"model.layers={DIMS[dim]}"]), sites)
     random = torch.Generator().manual_seed(seed)
     numels = [fragment.numel for fragment in layout_of(config).fragments]
@@ -45,7 +45,9 @@ def measured(sites: int, dim: int, seed: int) -> dict[str, Any]:
     for codec, sizes in ((config.codec.up, plan.update_bytes), (config.codec.down, plan.version_bytes)):
         encoded = tuple(len(make_codec(codec).encode(torch.randn(numel, generator=random))) for numel in numels)
         assert encoded == sizes, (codec, encoded, sizes)
-    done = simulate(replace(plan, sites=tuple(replace(site, step_s=1.0) for site in plan.sites)))  # All of one speed.
+    done = simulate(
+        replace(plan, sites=tuple(replace(site, step_s=1.0) for site in plan.sites))
+    )  # All have the same speed.
     up = sum(site.bytes_up for site in done.sites)
     down = sum(site.bytes_down for site in done.sites)
     rounds = done.site_rounds / len(numels) / sites
@@ -64,7 +66,7 @@ def measured(sites: int, dim: int, seed: int) -> dict[str, Any]:
 
 
 def slope(rows: list[dict[str, Any]], across: str, of: str) -> float:
-    """Of the logarithms, by least squares, where ``rows`` differ in ``across`` alone."""
+    """Return the least-squares slope of log ``of`` over log ``across``, where ``rows`` differ only in ``across``."""
     x, y = (np.log([row[name] for row in rows]) for name in (across, of))
     return round(float(np.polyfit(x, y, 1)[0]), 4)
 

@@ -1,9 +1,9 @@
 """How many events a second does the outer machine decide, with and without its journal?
 
-One event is one update of a round: every site pushes, the round closes, the outer step is done, the next round begins.
-``machine`` is ``OuterSync.handle`` alone, ``journalled`` the same with the effects' digest and the record's bytes,
-``append`` a loop that only appends the same events to a list: the speed of light of anything written in Python.  Rates
-are at the median and at the slow end (the 95th percentile of the time).  Run as ``python -m benchmarks.bench_machine``.
+In a round, every site pushes one update, the round closes, the outer step is done, and the next round begins.
+``machine`` is ``OuterSync.handle`` alone, ``journalled`` adds the effects' digest and the record's bytes, and
+``append`` is a loop that only appends the same events to a list: the upper limit of any Python code.  Rates are at the
+median and at the slow end (the 95th percentile of the time).  Run as ``python -m benchmarks.bench_machine``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEP_NS = 100_000_000
 
 
 def events_of(num_sites: int, rounds: int) -> list[OuterEvent]:
-    """Rounds in which every site pushes once and then the outer step is done."""
+    """Return the events of rounds in which every site pushes once and then the outer step is done."""
     sites = [f"site-{index:03d}" for index in range(num_sites)]
     events: list[OuterEvent] = [SyncerStarted(1)]
     events += [JoinRequested(index, site, "process") for index, site in enumerate(sites)]
@@ -56,14 +56,14 @@ def events_of(num_sites: int, rounds: int) -> list[OuterEvent]:
 
 
 def append(events: list[OuterEvent]) -> None:
-    """The floor: the events only go into a list."""
+    """Only append the events to a list: the floor."""
     kept: list[OuterEvent] = []
     for event in events:
-        kept.append(event)  # noqa: PERF402  # the loop is what is measured
+        kept.append(event)  # noqa: PERF402  # the loop itself is measured
 
 
 def machine(events: list[OuterEvent]) -> OuterSync:
-    """The decisions alone."""
+    """Make only the decisions."""
     outer = OuterSync(OuterOptions(quorum="all", grace="fixed"))
     steps = 0
     for now_ns, event in enumerate(events):
@@ -74,7 +74,7 @@ def machine(events: list[OuterEvent]) -> OuterSync:
 
 
 def journalled(events: list[OuterEvent]) -> int:
-    """The decisions, the digest of each one's effects and its encoded record; returns the bytes."""
+    """Make the decisions, the digest of each one's effects and its encoded record; return the bytes."""
     outer = OuterSync(OuterOptions(quorum="all", grace="fixed"))
     size = 0
     for now_ns, event in enumerate(events):
@@ -84,7 +84,7 @@ def journalled(events: list[OuterEvent]) -> int:
 
 
 def seconds(work: Callable[[list[OuterEvent]], object], events: list[OuterEvent], repeats: int) -> list[float]:
-    """The time of each of ``repeats`` runs, after one to warm up."""
+    """Return the time of each of ``repeats`` runs, after one warm-up."""
     work(events)
     times = []
     for _ in range(repeats):

@@ -1,10 +1,10 @@
-"""What does one outer round cost beside other systems that do the same work on this machine, in the same run?
+"""What does one outer round cost, compared with other systems that do the same work on this machine in the same run?
 
-The work is that of ``peers.task``: M sites, N fp32 parameters, all must end with the outer-stepped (ours, torchft) or
-averaged (hivemind, Flower, NVFlare) values, and what each ends with is held against that.  Every system takes its turn
-twice, the second time in the other order.  Ours does more than the others: int4 both ways with checksums, flow control,
-admission and a journal.  Each peer has an environment of its own below ``.venv-peers``, which ``make bench-peers``
-builds; one that cannot be had, or did not do the work, is named in the last line with the reason, without a figure.
+The work is that of ``peers.task``: M sites with N fp32 parameters must all end with the outer-stepped (ours, torchft)
+or averaged (hivemind, Flower, NVFlare) values, which are checked.  Every system has two turns, the second in reverse
+order.  Ours does more than the others: int4 both ways with checksums, flow control, admission and a journal.  Each peer
+has its own environment below ``.venv-peers``, which ``make bench-peers`` builds; a peer that is not installed, or did
+not do the work, is named in the last line with the reason and without a figure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.record import ROOT, add_arguments, finish, percentile, record
 from benchmarks.rounds import Case, error_max, measure_ours
 
 PEERS = {"torchft": 1e-4, "hivemind": 0.3, "flower": 1e-4, "nvflare": 1e-4}
-"""With how far the values may be from what they should be: fp32 on the wire, and hivemind's 8-bit quantisation."""
+"""Each peer's largest error of the values: fp32 on the wire, and hivemind's 8-bit quantization."""
 ENVIRONMENTS = ROOT / ".venv-peers"
 SIZES = {"2x10M": (2, 10_000_000), "2x100M": (2, 100_000_000), "4x100M": (4, 100_000_000)}
 QUICK_SIZES = {"2x1M": (2, 1_000_000)}
@@ -33,13 +33,13 @@ class PeerError(RuntimeError):
 
 
 def run_ours(task: Task, codec: str, bound_s: float) -> list[float]:
-    """The seconds of our rounds."""
+    """Return the seconds of our rounds."""
     sites = measure_ours(Case(task=task, codec=codec), bound_s)["sites"]
     return checked("diloco", sites, task, error_max(codec))
 
 
 def run_peer(name: str, task: Task, bound_s: float) -> list[float]:
-    """The seconds of a peer's rounds."""
+    """Return the seconds of a peer's rounds."""
     command = [str(ENVIRONMENTS / name / "bin" / "python"), "-m", f"benchmarks.peers.{name}", task.written]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
@@ -57,7 +57,7 @@ def run_peer(name: str, task: Task, bound_s: float) -> list[float]:
         except subprocess.TimeoutExpired:
             raise PeerError(f"not done in {bound_s:g} s") from None
         finally:
-            # What it started is in its session, and none of it may slow the next one down.
+            # Kill all processes of its session, so that none slows the next system down.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
@@ -66,24 +66,24 @@ def run_peer(name: str, task: Task, bound_s: float) -> list[float]:
 
 
 def checked(name: str, sites: list[dict[str, Any]], task: Task, allowed: float) -> list[float]:
-    """The seconds of the rounds of these sites, once they are known to have done the work."""
+    """Return the seconds of these sites' rounds, after a check that they did the work."""
     if len(sites) != task.sites:
-        raise PeerError(f"{len(sites)} of {task.sites} sites came to the end")
+        raise PeerError(f"{len(sites)} of {task.sites} sites finished")
     worst = max(site["error"] for site in sites)
     if not worst <= allowed:
-        raise PeerError(f"values are {worst:g} of the way from what they should be: {allowed:g} is allowed")
+        raise PeerError(f"the values' relative error is {worst:g}: {allowed:g} is allowed")
     return round_seconds(sites)
 
 
 def absent(name: str) -> str | None:
-    """Why a peer cannot run here, or None."""
+    """Return why a peer cannot run here, or None."""
     if (ENVIRONMENTS / name / ".ready").exists():
         return None
     return f"not installed: make .venv-peers/{name}/.ready"
 
 
 def measure(size: str, sites: int, numel: int, names: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each system that did the work; why another did not is in its row."""
+    """Return one row for each system; that of a system that failed says why."""
     task = Task(numel=numel, sites=sites, rounds=-(-arguments.rounds // 2), warm_up=1, seed=arguments.seed)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     failed: dict[str, str] = {}
@@ -118,10 +118,12 @@ def measure(size: str, sites: int, numel: int, names: list[str], arguments: argp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=8, help="of each system and size, half of them in each order")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="rounds of each system and size, half of them in each order"
+    )
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="sites x parameters")
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
-    parser.add_argument("--codec", default="int4:32", help="ours, both ways")
+    parser.add_argument("--codec", default="int4:32", help="our codec, both ways")
     parser.add_argument("--bound-s", type=float, default=1800.0, help="longest wait for one system's turn")
     arguments = parser.parse_args()
     sizes = QUICK_SIZES if arguments.quick else {size: SIZES[size] for size in arguments.sizes}

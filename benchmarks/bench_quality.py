@@ -2,24 +2,25 @@
 
 Two answers, with the demo's model (1.07 M parameters) and text:
 
-- ``gradient`` rows: bits a value, cosine and relative L2 error of what each codec makes of real pseudo-gradients (one
-  site, the demo's batch and inner steps), at several ages, with and without the entropy stage.
+- ``gradient`` rows: bits per value, cosine and relative L2 error of each codec on real pseudo-gradients (one site, the
+  demo's batch and inner steps), at several ages, with and without the entropy stage.
 - ``loss`` rows: the loss on a fixed part of the validation split after a fixed number of tokens, for each codec and
   seed, and its ratio to fp32 with the same seed.  Lock-step DiLoCo in this process, with the product's own mathematics:
-  from a warm start, ``adopt=overwrite``, the up-link encoded, the down-link fp32; ``+ef`` says that the residual is fed
-  back, by SparseLoCo's .95 for topk and 1 for the others.  Two sites, Muon, outer SGD of lr 1; and ``8 sites``:
+  from a warm start, ``adopt=overwrite``, the up-link encoded, the down-link fp32; ``+ef`` means error feedback, with
+  SparseLoCo's factor .95 for topk and 1 for the others.  Two sites, Muon, outer SGD of lr 1; and ``8 sites``:
 
-SparseLoCo (arXiv 2508.15706) is eight sites with AdamW and no outer momentum, and its code takes of each value the mean
-over those who sent it, where ours is over all.  Of 64 in 4096 few are sent by two, so its steps are up to 8 times ours,
-and topk gets an outer lr of 4, with which it did better than by a mean over senders.  fp32 beside it has Nesterov with
-.7 and .6, which does better than the plain mean, which is SparseLoCo without topk (``fp32 mean``).
+SparseLoCo (arXiv 2508.15706) has eight sites with AdamW and no outer momentum, and its code averages each value over
+the sites that sent it, where ours averages over all.  Two sites rarely send the same of the 64 in 4096 values, so its
+steps are up to 8 times ours, and topk gets an outer lr of 4, which did better than a mean over senders.  The fp32 arm
+beside it has Nesterov with .7 and .6, which does better than the plain mean, which is SparseLoCo without topk (``fp32
+mean``).
 
-Topk sends a value in one round of 64 on average and forgets a twentieth in each, so it takes many rounds: ``H2`` makes
-2.5 times as many of the same tokens, ``--rounds`` more of both.  ``--small`` is a tenth of the demo's model, on bytes,
-to which as many rounds are more: it shows topk closer to fp32.
+Topk sends a value in one of 64 rounds on average and forgets a twentieth in each, so it needs many rounds: ``H2`` makes
+2.5 times as many from the same tokens, and ``--rounds`` sets more of both.  ``--small`` is a tenth of the demo's model,
+on bytes, for which the same number of rounds is more: it shows topk closer to fp32.
 
-A run takes long, so everything that is finished is kept in ``--folder`` and taken from there the next time; each piece
-says at which commit it was made.  ``--pieces N`` trains at most N more pieces, ``--pieces 0`` only puts together.
+A run takes long, so ``--folder`` keeps every finished piece for the next time; each piece has the commit that made it.
+``--pieces N`` trains at most N more pieces; ``--pieces 0`` only assembles the record.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ PLAIN = ("bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Who trains, and how, in as many rounds as make the same tokens; None for what the size says."""
+    """The sites and their training, in as many rounds as give the same tokens; None: the size's value."""
 
     mark: str
-    """In the names of its pieces."""
+    """The prefix in the names of its pieces."""
     sites: int
     inner: InnerOptions
     batch: int | None = None
@@ -77,7 +78,7 @@ OFTEN = replace(SPARSELOCO, inner_steps=2)
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to send updates; ``beta`` is that of the residual, None for none."""
+    """One way to send updates; ``beta`` is the factor of error feedback, None for none."""
 
     name: str
     up: str
@@ -115,7 +116,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How long everything is."""
+    """The model and the lengths of all trainings."""
 
     model: dict[str, Any]
     tokenizer: str = "bpe1024"
@@ -138,7 +139,7 @@ QUICK = Size(
 
 
 class Bench:
-    """The pieces of one size, those that are there and those that are not."""
+    """Makes or loads the pieces of one size."""
 
     def __init__(self, size: Size, folder: Path, pieces: int | None) -> None:
         torch.set_num_threads(1)
@@ -149,13 +150,13 @@ class Bench:
 
     @property
     def manifest(self) -> CorpusManifest:
-        """The text; made at first need."""
+        """The text, prepared at its first use."""
         if self._manifest is None:
             self._manifest = prepare_corpus(DataOptions(tokenizer=self.size.tokenizer), self.folder / "data")
         return self._manifest
 
     def may_make(self) -> bool:
-        """Whether one more piece may be made; counts it."""
+        """Count one more piece, and return whether it may be made."""
         if self.left is not None:
             self.left -= 1
         return self.left is None or self.left >= 0
@@ -163,7 +164,7 @@ class Bench:
     # --- gradients -------------------------------------------------------------------------------------------------
 
     def gradients(self, seed: int) -> dict[int, Tensor]:
-        """Pseudo-gradients of one site by age; nothing if they may not be made now."""
+        """Return pseudo-gradients of one site by age; {} if they may not be made now."""
         path = self.folder / f"gradients-{self.mark}-{seed}.pt"
         if not path.exists():
             if not self.may_make():
@@ -185,7 +186,7 @@ class Bench:
         return found
 
     def gradient_rows(self, seed: int) -> list[dict[str, Any]]:
-        """What every codec makes of them."""
+        """Return a row for every codec and age."""
         rows = []
         for age, values in self.gradients(seed).items():
             for name in PLAIN:
@@ -216,7 +217,7 @@ class Bench:
     # --- losses ----------------------------------------------------------------------------------------------------
 
     def loss(self, arm: Arm, seed: int) -> dict[str, Any] | None:
-        """The row of one arm and seed; None if it may not be made now."""
+        """Return the row of one arm and seed; None if it may not be made now."""
         path = self.folder / f"loss-{self.mark}-{arm.name.replace(' ', '-')}-{seed}.json"
         if not path.exists():
             if not self.may_make():
@@ -230,7 +231,7 @@ class Bench:
         return found
 
     def _warm(self, recipe: Recipe, seed: int) -> tuple[Tensor, dict[str, Tensor], dict[str, float | int | bool]]:
-        """The values after a short phase of one site with the batch of all, and its optimizer's state."""
+        """Return the values after a short training of one site with the batch of all, and its optimizer's state."""
         path = self.folder / f"warm-{self.mark}-{recipe.mark}{seed}.pt"
         if not path.exists():
             site = Site(self, recipe.inner, seed, 0, 1, recipe.sites * (recipe.batch or self.size.batch))
@@ -274,7 +275,7 @@ class Bench:
 
 
 class Site:
-    """A model that trains by itself."""
+    """A site's model, optimizer and data."""
 
     def __init__(self, bench: Bench, options: InnerOptions, seed: int, index: int, sites: int, batch: int) -> None:
         self.model = Transformer(ModelOptions(**bench.size.model), seed)
@@ -288,7 +289,7 @@ class Site:
         self.steps = self.cursor = 0
 
     def step(self, progress: float) -> None:
-        """One inner step."""
+        """Make one inner step."""
         self.steps += 1
         tokens, targets = self.stream.batch(self.cursor)
         self.cursor += self.stream.sequences_per_batch
@@ -299,7 +300,7 @@ class Site:
         self.inner.step()
 
     def values(self) -> Tensor:
-        """A copy of the model's values."""
+        """Return a copy of the model's values."""
         return gather(self.fragment, self.parameters)
 
     def take(self, values: Tensor) -> None:
@@ -308,7 +309,7 @@ class Site:
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The losses of each arm over those of the arm beside it, by seed."""
+    """Return the losses of each arm over those of its comparison arm, by seed."""
     losses = {(row["arm"], row["seed"]): row["val_loss"] for row in rows}
     found = []
     for arm in ARMS:
@@ -330,12 +331,12 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_arguments(parser)
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds of the losses, from --seed on")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of the losses, from --seed on")
     parser.add_argument("--folder", type=Path, default=Path("runs/.quality"), help="where finished pieces are kept")
-    parser.add_argument("--pieces", type=int, default=None, help="train at most so many more pieces")
-    parser.add_argument("--rounds", type=int, default=FULL.rounds, help=f"of each loss (default {FULL.rounds})")
+    parser.add_argument("--pieces", type=int, default=None, help="train at most this many more pieces")
+    parser.add_argument("--rounds", type=int, default=FULL.rounds, help=f"rounds of each loss (default {FULL.rounds})")
     parser.add_argument("--small", action="store_true", help="with a model of .1 M parameters on bytes")
-    parser.add_argument("--arms", nargs="*", default=[], help="only these arms, fp32 among them")
+    parser.add_argument("--arms", nargs="*", default=[], help="only these arms; include fp32")
     options = parser.parse_args()
     if options.quick:
         options.seeds = 1
@@ -347,7 +348,7 @@ def main() -> None:
 
 
 def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    """Make what may be made, and the record of all that is there."""
+    """Make the pieces that may be made, and return the record of all finished ones."""
     arms = [arm for arm in ARMS if not options.arms or arm.name in options.arms]
     rows = bench.gradient_rows(options.seed)
     losses: list[dict[str, Any]] = []

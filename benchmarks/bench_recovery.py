@@ -1,15 +1,15 @@
 """How long is a site away when one of its ranks is killed, and what does it lose: from the disk, and from memory?
 
-A syncer and a site of two ranks that hold the model in parts (fsdp), as a user starts them.  Again and again, at an
-instant that is drawn, a rank is killed by SIGKILL; torchrun ends the other, starts both again, and they go on from the
-newest checkpoint.  ``disk`` writes one every --disk-every steps; before each return what lies in the page cache of its
-files is let go, as on a machine that has not written them.  ``memory`` writes the same to the disk, and one every
---memory-every steps into /dev/shm.
+A syncer and a site of two ranks with a sharded model (fsdp), as a user starts them.  Again and again, a rank gets
+SIGKILL at a random time; torchrun ends the other one and restarts both, and they resume from the newest checkpoint.
+``disk`` writes a checkpoint every --disk-every steps; its files are dropped from the page cache before each restart, as
+on a machine that has not written them.  ``memory`` writes the same ones, and one every --memory-every steps to
+/dev/shm.
 
-Each return is split by the site's own events: ``start_s`` is from the kill until the first checkpoint file is opened
+The site's events divide each return: ``start_s`` lasts from the kill until the first checkpoint file is opened
 (torchrun, processes, imports, the model), ``read_s`` from there until the state is in the model and its optimizers, and
-``on_s`` until the first step is done (joining the syncer, the versions, the step).  ``lost_tokens`` is what had been
-processed and was neither in the checkpoint nor in an update that the syncer had.
+``on_s`` until the first step is done (joining the syncer, the versions, the step).  ``lost_tokens`` counts processed
+tokens that were neither in the checkpoint nor in an update that the syncer had.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SETTINGS = (
 
 
 class Recovery:
-    """One site that is killed ``kills`` times; ``memory_every`` 0: it has the disk only."""
+    """A site that is killed ``kills`` times; ``memory_every`` 0: it checkpoints to the disk only."""
 
     def __init__(self, place: Place, given: argparse.Namespace, memory_every: int) -> None:
         self._place, self._kills, self._from_disk = place, given.kills, not memory_every
@@ -66,7 +66,7 @@ class Recovery:
         self._settings = (*SETTINGS, *model, *kept)
 
     def run(self) -> dict[str, Any]:
-        """One row."""
+        """Make all kills and return the row."""
         syncer, address = self._place.syncer(RUN, *self._settings)
         site = self._place.site(RUN, address, SITE, *self._settings)
         returns = [self._return_of(site, number) for number in range(self._kills)]
@@ -87,8 +87,8 @@ class Recovery:
         return self._place.folder / "runs" / RUN / "sites" / SITE / "checkpoints"
 
     def _return_of(self, site: Verb, number: int) -> dict[str, float]:
-        """Kill a rank at an instant between two checkpoints, wherever that is; how the site came back."""
-        self._wait(lambda: self._has_saved(number), site, f"a checkpoint after {number} deaths")
+        """Kill a rank at a random step between two checkpoints; return the times of the site's return."""
+        self._wait(lambda: self._has_saved(number), site, f"a checkpoint after {number} kills")
         steps = len(self._seen("step")) + self._dice.randrange(self._every_steps) + 1
         self._wait(lambda: len(self._seen("step")) >= steps, site, "its last steps")
         killed = time.time()
@@ -100,7 +100,7 @@ class Recovery:
         back = lambda: [event for event in self._seen("step") if _at(event) > _at(read)]  # noqa: E731
         self._wait(back, site, "a step after its return")
         in_memory = str(read["path"]).startswith("/dev/shm/")
-        assert in_memory != self._from_disk, f"the site went on from {read['path']}"
+        assert in_memory != self._from_disk, f"the site resumed from {read['path']}"
         read_s = float(str(read["read_s"]))
         losses = [float(str(event["tokens_lost"])) for event in self._seen("resumed")]
         return {
@@ -112,7 +112,7 @@ class Recovery:
         }
 
     def _has_saved(self, deaths: int) -> bool:
-        """Whether this life has made a checkpoint that is whole: the next one has begun, or it has said so."""
+        """Return whether the site has a complete checkpoint since its restart: on disk, once the next one has begun."""
         since = _at(self._seen("resumed")[-1]) if deaths else 0.0
         what, least = ("checkpoint", 2) if self._from_disk else ("memory_checkpoint", 1)
         return sum(_at(event) > since for event in self._seen(what)) >= least
@@ -133,11 +133,11 @@ def _at(event: Event) -> float:
 
 
 def let_go(folder: Path) -> None:
-    """Have the kernel forget what it has of the files below ``folder``; what is not on the disk yet stays."""
+    """Drop the files below ``folder`` from the page cache; pages that are not on the disk yet stay."""
     for path in folder.glob("*/*"):
         try:
             handle = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # Of a temporary folder that has just got its name.
+        except FileNotFoundError:  # In a temporary folder that was just renamed.
             continue
         try:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -149,7 +149,7 @@ def main() -> None:
     """Measure and print the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--kills", type=int, default=10, help="of ranks, each way")
+    parser.add_argument("--kills", type=int, default=10, help="ranks to kill, each way")
     parser.add_argument("--disk-every", type=int, default=50, help="steps between two checkpoints on the disk")
     parser.add_argument("--memory-every", type=int, default=5, help="the same in memory")
     parser.add_argument("--ways", default="disk,memory", help="one of them alone, or both")

@@ -1,9 +1,9 @@
-"""How accurate is the relay: what a link was configured to be, beside what two programs measure through it?
+"""How accurate is the relay: the configured link, compared with what two programs measure through it?
 
 For a grid of round-trip times and rates: the round trip of 64-byte pings on an idle link, the goodput of one bulk
-connection up the link in steady state, and the share of one processor that the relay process used for it. The
-first row is a loopback socket without a relay; the last is the relay with nothing asked of it. Run it on an otherwise
-idle machine for figures to quote.
+connection up the link in steady state, and the share of one core that the relay process used for it.  The first row is
+a loopback socket without a relay; the last is the relay with no delay and no limit.  Run it on an otherwise idle
+machine for figures to quote.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAIT_S = 30.0
 
 @dataclass(kw_only=True, slots=True)
 class Effort:
-    """How much is measured in each cell of the grid."""
+    """The length of the measurement in each cell of the grid."""
 
     num_pings: int
     bulk_s: float
@@ -36,7 +36,7 @@ class Effort:
 
 
 class Target:
-    """The far side: echoes each connection that begins with ``p``, counts and discards each other one."""
+    """The far side: echoes each connection that begins with ``p``; counts and discards the bytes of the others."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -45,7 +45,7 @@ class Target:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -72,7 +72,7 @@ class Target:
 
 
 def connect(address: str, first: bytes) -> socket.socket:
-    """A connection to the target, possibly through a link."""
+    """Return a connection to the target, possibly through a link."""
     connection = socket.create_connection(parse_address(address), timeout=WAIT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(first)
@@ -80,7 +80,7 @@ def connect(address: str, first: bytes) -> socket.socket:
 
 
 def measure_round_trips_ms(address: str, num_pings: int) -> list[float]:
-    """One ping at a time; the first, which also waits for the handshake, is not counted."""
+    """Send one ping at a time and return their times; the first, which includes the handshake, is not counted."""
     trips_ms: list[float] = []
     with connect(address, b"p") as connection:
         for _ in range(num_pings + 1):
@@ -94,7 +94,7 @@ def measure_round_trips_ms(address: str, num_pings: int) -> list[float]:
 
 
 def measure_goodput_mbps(address: str, target: Target, rtt_ms: float, bulk_s: float) -> float:
-    """Bytes that arrived within a window of ``bulk_s`` of a connection that always has something to send."""
+    """Return the rate at which bytes arrive in a window of ``bulk_s``, on a connection that always has data to send."""
     stop = threading.Event()
     connection = connect(address, b"b")
 
@@ -120,7 +120,7 @@ def measure_goodput_mbps(address: str, target: Target, rtt_ms: float, bulk_s: fl
 
 
 def measure_cell(relays: RelayProcess, target: Target, options: LinkOptions, effort: Effort) -> dict[str, object]:
-    """One cell of the grid, on a link of its own."""
+    """Measure one cell of the grid, on its own link."""
     name = f"{options.rtt_ms:g} ms {options.mbps:g} Mbit/s"
     address = relays.add(name, options, target.address)
     trips_ms = measure_round_trips_ms(address, effort.num_pings)
@@ -146,7 +146,7 @@ def measure_cell(relays: RelayProcess, target: Target, options: LinkOptions, eff
 
 
 def measure_direct(target: Target, effort: Effort) -> dict[str, object]:
-    """The same through a plain loopback socket."""
+    """Measure the same through a plain loopback socket."""
     trips_ms = measure_round_trips_ms(target.address, effort.num_pings)
     goodput_mbps = measure_goodput_mbps(target.address, target, 0.0, effort.bulk_s)
     return {

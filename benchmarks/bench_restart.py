@@ -1,9 +1,9 @@
 """How long does a syncer with a run's state take from start to serving, beside a plain read of the same files?
 
 A syncer with Nesterov momentum keeps three fp32 copies of the model: 1.2 GB for 100 million parameters.  Each start is
-a new process.  Timed from its first line of Python with everything imported to the moment that it serves, with the
-page cache warm and, where the kernel lets go of it (``posix_fadvise``), cold; beside it a plain ``read`` of the
-snapshot in use, into one buffer, in the same state of the cache, just before.  Nothing else runs; nothing is replayed.
+a new process, timed after its imports until it serves, with the page cache warm and, where the kernel drops it
+(``posix_fadvise``), cold.  Just before each start, a plain ``read`` of the same snapshot into one buffer is timed with
+the cache in the same state.  Nothing else runs; nothing is replayed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NUM_TENSORS = 20
 
 
 def layout_of(numel: int, fragments: int) -> Layout:
-    """Equal parameters."""
+    """Return a layout of equal parameters."""
     shapes = [(f"w{index:02d}", (numel // NUM_TENSORS,)) for index in range(NUM_TENSORS)]
     return plan_layout(tuple(shapes), fragments)
 
 
 def syncer_of(folder: str, layout: Layout, seed: int) -> Syncer:
-    """A syncer whose version 0 is drawn from ``seed``."""
+    """Return a syncer whose version 0 is drawn from ``seed``."""
     dice = torch.Generator().manual_seed(seed)
     fragments = len(layout.fragments)
     plan = RunPlan(
@@ -62,7 +62,7 @@ def syncer_of(folder: str, layout: Layout, seed: int) -> Syncer:
 
 
 def make(folder: Path, numel: int, fragments: int, seed: int) -> None:
-    """A run of which the last snapshot has a momentum."""
+    """Make a run whose last snapshot has a momentum."""
     layout = layout_of(numel, fragments)
     syncer = syncer_of(str(folder), layout, seed)
     syncer.start()
@@ -83,13 +83,13 @@ def make(folder: Path, numel: int, fragments: int, seed: int) -> None:
 
 
 def snapshot_files(folder: Path) -> list[Path]:
-    """What the start will read."""
+    """Return the files that a start will read."""
     kept = Snapshots(folder / "snapshots")
     return sorted((kept.folder / f"{kept.numbers()[-1]:08d}").iterdir())
 
 
 def let_go(folder: Path) -> None:
-    """Take the folder's files out of the page cache."""
+    """Drop the folder's files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -99,7 +99,7 @@ def let_go(folder: Path) -> None:
 
 
 def plain_read_s(folder: Path) -> float:
-    """Seconds to read the snapshot into a buffer that is there already."""
+    """Return the seconds to read the snapshot into an existing buffer."""
     files = snapshot_files(folder)
     buffer = memoryview(bytearray(max(path.stat().st_size for path in files)))
     began = time.perf_counter()
@@ -111,13 +111,13 @@ def plain_read_s(folder: Path) -> float:
 
 
 def peak_kib() -> int:
-    """The most memory that this process has had; what its parent had before it does not count."""
+    """Return this process's peak memory in KiB, without its parent's."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1])
 
 
 def serve_once(folder: str, numel: int, fragments: int, told: Connection) -> None:
-    """In a new process: start, say how long it took and how much memory it had at most, stop."""
+    """Start the syncer in a new process, send the time and the peak memory, and stop."""
     syncer = syncer_of(folder, layout_of(numel, fragments), 0)
     before = peak_kib()
     began = time.perf_counter()
@@ -128,7 +128,7 @@ def serve_once(folder: str, numel: int, fragments: int, told: Connection) -> Non
 
 
 def started(folder: Path, numel: int, fragments: int) -> tuple[float, int]:
-    """Seconds and KiB of one start."""
+    """Start once; return the seconds and the peak KiB."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=serve_once, args=(str(folder), numel, fragments, theirs))
@@ -139,7 +139,7 @@ def started(folder: Path, numel: int, fragments: int) -> tuple[float, int]:
 
 
 def measure(folder: Path, numel: int, fragments: int, cold: bool, repeats: int) -> dict[str, Any]:
-    """One row."""
+    """Measure all repeats and return the row."""
     size = sum(path.stat().st_size for path in snapshot_files(folder))
     starts, reads, kib = [], [], 0
     for _ in range(repeats):
@@ -173,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", default=None, help="where the run is made (default: a temporary folder)")
+    parser.add_argument("--folder", default=None, help="the run's folder (default: a temporary one)")
     given = parser.parse_args()
     numel = 1_000_000 if given.quick else 100_000_000
     repeats = 2 if given.quick else given.repeats

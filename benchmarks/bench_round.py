@@ -1,12 +1,12 @@
-"""What does one outer round cost end to end on loopback, beside torch's own way and beside no runtime at all?
+"""What does one outer round cost end to end on loopback, compared with torch's all-reduce and with no runtime at all?
 
 Ours: a syncer process and M site processes in lock-step, as ``rounds`` describes, with everything on; four times, with
-and without TLS and with and without fsync.  Beside it, in the same run and in both orders: M processes that average the
-same number of fp32 values with gloo ``all_reduce`` and take the same outer step (``bare``: the average alone), and a
-loop of our own kernels over raw sockets (``bare_round``).  Bytes are a site's, without what its join brought.
+and without TLS and with and without fsync.  In the same run and in both orders: M processes that average the same
+number of fp32 values with gloo ``all_reduce`` and take the same outer step (``bare``: only the average), and a loop of
+our own kernels over raw sockets (``bare_round``).  Bytes are those of a site, without its join.
 
-What comes out is checked: every system's values against what they should be, ours and the loop's with each other, to
-the bit, and where it does not take too long with the plain definitions, to the bit as well.
+The results are checked: every system's values against the exact ones; ours and the loop's against each other, bit for
+bit; and, where that does not take too long, against the plain definitions, also bit for bit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 
 GLOO, OURS, BARE = "gloo all_reduce + outer step", "diloco", "our kernels over raw sockets"
 DEFINED_NUMEL_MAX = 10_000_000
-"""Values that the plain definitions are computed for too: of more they take longer than what is measured."""
+"""The most values for which the plain definitions are computed too: for more they take longer than the benchmark."""
 
 
 def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> None:
@@ -92,16 +92,16 @@ def measure_gloo(task: Task, step_too: bool, bound_s: float) -> list[dict[str, A
 
 
 def checked(sites: list[dict[str, Any]], codec: str) -> dict[str, Any]:
-    """The row of these sites, once they are known to have ended with the right values."""
+    """Return the row of these sites, after a check that they ended with the right values."""
     worst = max(site["error"] for site in sites)
     allowed = error_max(codec)
     if not worst <= allowed:
-        raise ValueError(f"a site's values are {worst:g} of the way from what they should be: {allowed:g} is allowed")
+        raise ValueError(f"the relative error of a site's values is {worst:g}: {allowed:g} is allowed")
     return {**spread(sites), "error": worst}
 
 
 def expected_digest(task: Task, codec: str) -> str:
-    """Of the values after the last round, by the definitions on plain torch, one after the other."""
+    """Return the digests of the sites' final values, computed one by one with the definitions in plain torch."""
     coder, numel = make_codec(codec), task.numel
     optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
     theta, published, state = torch.zeros(numel), torch.zeros(numel), NOTHING
@@ -125,7 +125,7 @@ def expected_digest(task: Task, codec: str) -> str:
 
 @dataclass
 class Cell:
-    """One size and number of sites: what every system measured, its rounds from both orders."""
+    """One size and number of sites: the measurements of every system, from both orders."""
 
     task: Task
     codec: str
@@ -134,7 +134,7 @@ class Cell:
     sites: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def measure(self, *, backwards: bool) -> None:
-        """Every system once, one after the other; TLS and fsync on the way there only."""
+        """Measure every system once, one after the other; those with TLS and fsync only in the forward order."""
         jobs: list[tuple[str, Callable[[], list[dict[str, Any]]]]] = [
             ("gloo all_reduce, bare", lambda: measure_gloo(self.task, False, self.bound_s)),
             (GLOO, lambda: measure_gloo(self.task, True, self.bound_s)),
@@ -160,7 +160,7 @@ class Cell:
         return list(measure_ours(case, self.bound_s)["sites"])
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each system, after their values were held against each other."""
+        """Return a row for each system, after a comparison of their values."""
         wanted = expected_digest(self.task, self.codec) if self.task.numel <= DEFINED_NUMEL_MAX else None
         rows = []
         for name, sites in self.sites.items():
@@ -169,8 +169,8 @@ class Cell:
             if not name.startswith("gloo"):
                 digests = " ".join(site["digest"] for site in sites)
                 beside = " ".join(site["digest"] for site in self.sites[BARE])
-                assert digests == beside, f"{name}: other bits than {BARE}"
-                assert wanted in (None, digests), f"{name}: other bits than the definitions give"
+                assert digests == beside, f"{name}: the values differ from those of {BARE}"
+                assert wanted in (None, digests), f"{name}: the values differ from the definitions'"
                 row["ratio_to_gloo_and_step"] = row["round_s_p50"] / self.median_s(GLOO)
                 row["ratio_to_bare_loop"] = row["round_s_p50"] / self.median_s(BARE)
             if "bytes_up" in sites[0]:
@@ -180,15 +180,15 @@ class Cell:
         return rows
 
     def median_s(self, name: str) -> float:
-        """Of all rounds of a system, in both orders."""
+        """Return the median of all rounds of a system, from both orders."""
         return spread(self.sites[name])["round_s_p50"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=7, help="of each order, after those that warm up (default 7)")
-    parser.add_argument("--codec", default="int4:32", help="of both directions")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each order, after the warm-up (default 7)")
+    parser.add_argument("--codec", default="int4:32", help="codec of both directions")
     parser.add_argument("--numels", type=int, nargs="+", default=[10_000_000, 100_000_000])
     parser.add_argument("--bound-s", type=float, default=600.0, help="longest wait for one case")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What does a round cost with two syncers that hold half of the model each, beside one that holds all of it?
+"""What does a round cost with two syncers that hold half of the model each, compared with one that holds all of it?
 
-The programs of ``rounds``, not in lock-step: two sites, each with one agent or with one for each syncer, and in every
-round all fragments due at the same step, whose exchange is waited for.  Once on the loopback, where both syncers share
-this machine, and once over emulated links, where each site has one of its own to each syncer: what is placed over two
-links has two links' time.  Both ways in one run and in both orders; the sites' values are held against what they
-should be, and with two syncers against those with one, to the bit.
+The programs of ``rounds``, without lock-step: two sites, each with one agent or with one per syncer.  In every round
+all fragments are due at the same step, and the site waits for their exchange.  Once on the loopback, where both syncers
+share this machine, and once over emulated links, one between each site and each syncer, so that two syncers have twice
+the bandwidth.  Both variants in one run and in both orders; the sites' values are compared with the exact ones, and
+those with two syncers with those with one, bit for bit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 
 FRAGMENTS = 4
 PERIOD = 1 << 20
-"""Inner steps from one round to the next, so many that none of those that are waited through is another's."""
+"""Inner steps between two rounds: more than a site can wait through, so that rounds never overlap."""
 WAIT_S = 0.0005
 SITES = 2
 RTT_MS, MBPS = 20.0, 100.0
@@ -62,13 +62,13 @@ RTT_MS, MBPS = 20.0, 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class Several:
-    """The task, over so many syncers."""
+    """The task, with ``syncers`` syncers."""
 
     task: Task
     codec: str
     syncers: int
     link: LinkOptions | None = None
-    """Between each site and each syncer; None: nothing stands between."""
+    """The link between each site and each syncer; None: a direct connection."""
     bound_s: float = 300.0
 
     @property
@@ -78,16 +78,16 @@ class Several:
         return place([fragment.numel for fragment in whole.fragments], [1.0] * self.syncers)
 
     def layout(self, syncer: int) -> Layout:
-        """What ``syncer`` holds."""
+        """Return the layout of ``syncer``'s part."""
         return part_of(plan_layout(self.task.shapes(), FRAGMENTS), self.placement[syncer])
 
     def agreement(self, syncer: int) -> Agreement:
-        """What its sites have agreed on with it."""
+        """Return the agreement between ``syncer`` and its sites."""
         return Agreement(PROTOCOL, "bench", 1, self.layout(syncer).fingerprint, {"codec": self.codec})
 
 
 def run_syncer(case: Several, syncer: int, folder: str, pipe: Any) -> None:
-    """One syncer's process: tells its address, and ends when told."""
+    """Run one syncer's process: send its address, and end when told."""
     settle()
     layout = case.layout(syncer)
     outer = OuterOptions(
@@ -111,7 +111,7 @@ def run_syncer(case: Several, syncer: int, folder: str, pipe: Any) -> None:
 
 @dataclass
 class Adopted:
-    """Which version of each fragment of the model a site has, by its events."""
+    """The version of each fragment that a site has, from its events."""
 
     versions: dict[int, int] = field(default_factory=dict)
 
@@ -121,12 +121,12 @@ class Adopted:
             self.versions[int(str(fields["fragment"]))] = int(str(fields["version"]))
 
     def all_at(self, version: int) -> bool:
-        """Whether every fragment is there."""
+        """Return whether every fragment has at least ``version``."""
         return all(self.versions.get(index, 0) >= version for index in range(FRAGMENTS))
 
 
 def outer_of(case: Several, folder: str, addresses: list[str], site: str, seen: Adopted, parameters: Any) -> Any:
-    """A site's agent, or one for each of several syncers."""
+    """Return a site's agent, or its agents for several syncers."""
     voice, group = OneVoice(case.placement, seen.emit), SiteGroup()
     orders, agents = Orders(group), []
     for syncer, address in enumerate(addresses):
@@ -150,7 +150,7 @@ def outer_of(case: Several, folder: str, addresses: list[str], site: str, seen: 
 
 
 def run_site(case: Several, folder: str, addresses: list[str], index: int, pipe: Any) -> None:
-    """A site's process: does all rounds, then tells what it measured."""
+    """Run a site's process: make all rounds, then send the measurements."""
     settle()
     task, seen = case.task, Adopted()
     parameters = {name: torch.zeros(shape) for name, shape in task.shapes()}
@@ -175,7 +175,7 @@ def run_site(case: Several, folder: str, addresses: list[str], index: int, pipe:
 
 
 def measure(case: Several) -> list[dict[str, Any]]:
-    """What the sites of ``case`` found."""
+    """Run ``case`` and return the sites' measurements."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -203,21 +203,21 @@ def measure(case: Several) -> list[dict[str, Any]]:
 
 
 def rows_of(task: Task, codec: str, links: str, link: LinkOptions | None, *, both: bool) -> list[dict[str, Any]]:
-    """One syncer and two, in both orders, once their values are known to be right and the same."""
+    """Return the rows of one and two syncers, after a check that their values are right and the same."""
     found: dict[int, list[dict[str, Any]]] = {}
     for order in ((1, 2), (2, 1)) if both else ((1, 2),):
         for syncers in order:
             sites = measure(Several(task=task, codec=codec, syncers=syncers, link=link))
             worst = max(site["error"] for site in sites)
             if not worst <= error_max(codec):
-                raise ValueError(f"a site's values are {worst:g} of the way from what they should be")
+                raise ValueError(f"the relative error of a site's values is {worst:g}")
             before = found.setdefault(syncers, sites)
             if before is not sites:
                 for mine, more in zip(before, sites, strict=True):
                     mine["spans"] = [*mine["spans"], *more["spans"]]
                     assert mine["digest"] == more["digest"], "two runs of one seed differ"
     digests = [[site["digest"] for site in found[syncers]] for syncers in (1, 2)]
-    assert digests[0] == digests[1], "two syncers give other bits than one"
+    assert digests[0] == digests[1], "two syncers give other values than one"
     rows: list[dict[str, Any]] = [
         {"links": links, "numel": task.numel, "sites": task.sites, "syncers": syncers, **spread(sites)}
         for syncers, sites in found.items()
@@ -229,8 +229,8 @@ def rows_of(task: Task, codec: str, links: str, link: LinkOptions | None, *, bot
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=7, help="of each order, after those that warm up (default 7)")
-    parser.add_argument("--codec", default="int4:32", help="of both directions")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each order, after the warm-up (default 7)")
+    parser.add_argument("--codec", default="int4:32", help="codec of both directions")
     parser.add_argument("--numel", type=int, default=10_000_000)
     options = parser.parse_args()
     numel, rounds = (200_000, 2) if options.quick else (options.numel, options.rounds)

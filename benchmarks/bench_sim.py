@@ -1,11 +1,10 @@
-"""How many site-rounds a second does the simulator get through on one core, without tensors?
+"""How many site-rounds per second does the simulator make on one core, without tensors?
 
-A site-round is one update of a site: trained, sealed, pushed, merged and adopted, by the machines that a run has.  The
+A site-round is one update of a site: trained, sealed, pushed, merged and adopted, by the machines of a real run.  The
 fleets are those of ``diloco sim`` with sites of unequal speed: all sites in lock-step, and quorum 1 with grace and one
-or four fragments.  ``heap`` is a plain loop that takes the earliest of as many instants as there are sites and puts the
-next one back, once for each site-round: the floor of anything that simulates by events in Python.  Each seed is a
-repeat; rates are at the median and at the slow end (the 95th percentile of the time).  Run as
-``python -m benchmarks.bench_sim``.
+or four fragments.  ``heap`` is a plain loop that, for each site-round, takes the earliest of as many timestamps as
+there are sites and puts the next one back: the floor of any event simulation in Python.  Each seed is a repeat; rates
+are at the median and at the slow end (the 95th percentile of the time).  Run as ``python -m benchmarks.bench_sim``.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ FLEETS = {
 }
 SITES = (20, 100, 1000)
 SITE_HOURS = {"lock-step": 1200.0, "1 fragment": 800.0, "4 fragments": 260.0}
-"""Of each fleet: a few seconds of a core each."""
+"""The simulated hours of each fleet times its sites: a few seconds of a core each."""
 
 
 def fleet(settings: tuple[str, ...], sites: int, seconds: float, seed: int) -> FleetPlan:
-    """A fleet of so many sites for so long, with inner steps of a second where a site is not slowed."""
+    """Return a fleet of ``sites`` for ``seconds``, with inner steps of a second where a site is not slowed."""
     config = with_sites(configs.compose([*SETTINGS, *settings, f"run.seed={seed}"]), sites)
     return fleet_of(config, Told(step_s=1.0, seconds=seconds))
 
 
 def heap(sites: int, rounds: int) -> None:
-    """The floor: only the instants, in their order."""
+    """Only process the timestamps, in order: the floor."""
     planned = [(index, index) for index in range(sites)]
     for _ in range(rounds):
         now, index = planned[0]
@@ -51,14 +50,14 @@ def heap(sites: int, rounds: int) -> None:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """How long it took."""
+    """Return the seconds that ``work`` takes."""
     began_s = time.perf_counter()
     work()
     return time.perf_counter() - began_s
 
 
 def measured(name: str, sites: int, seconds: float, seeds: range) -> dict[str, Any]:
-    """One row: a fleet of each seed, and the floor after it."""
+    """Simulate a fleet of each seed, with the floor after it, and return the row."""
     plans = [fleet(FLEETS[name], sites, seconds, seed) for seed in seeds]
     simulate(plans[0])
     rates, floors, rounds = [], [], 0
@@ -86,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     arguments = parser.parse_args()
-    # A large fleet whose share of the hours is small has not closed a round when they are over.
+    # With a small share of the hours, a large fleet would not close any round.
     share, repeats, sizes = (0.02, 2, SITES[:2]) if arguments.quick else (1.0, 5, SITES)
     seeds = range(arguments.seed, arguments.seed + repeats)
     rows = []

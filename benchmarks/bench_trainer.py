@@ -1,16 +1,15 @@
-"""How much slower does a site train with everything on, beside the same trainer without an agent, in turns?
+"""How much slower does a site train with everything on, compared with the same trainer without an agent, in turns?
 
-Two processes train the demo's model on the standard library's text, a block of steps each by turns: in one an agent
-seals, sends, fetches and adopts (int4, four fragments, overlap 2), the other has none.  Before it hands the turn over,
-the agent finishes what it has begun, so that none of its work falls into the other's time.  The trainer has one thread
-and one core.  Twice: with another core for the agent's threads and for gRPC's (``core_free``), and with all of the site
-on the trainer's core (``no_core_free``), where the CPU time of the agent, that of its threads and that of
-``after_step``, is taken off, because that work has to be done somewhere.  The syncer is another machine's load: it has
-the other core.
+Two processes train the demo's model on the standard library's text in alternating blocks of steps: one with an agent
+that seals, sends, fetches and adopts (int4, four fragments, overlap 2), the other without.  Before the agent's process
+hands over, it finishes all work in progress, so that none falls into the other's time.  The trainer has one thread and
+one core.  Two cases: with another core for the agent's and gRPC's threads (``core_free``), and with the whole site on
+the trainer's core (``no_core_free``), where the agent's CPU time (its threads and ``after_step``) is deducted, because
+that work must be done somewhere.  The syncer is another machine's load, and runs on the other core.
 
-A slowdown is 1 - (steps per second with) / (without), the median over neighbouring blocks; ``p99_over_p50`` is that of
-the time from one step's end to the next one's.  Beside it stands the CPU time that the training thread took for a step,
-which says the same of a machine that others use as well, but for the time in which it had to wait.
+A slowdown is 1 - (steps per second with) / (without), the median over neighbouring blocks; ``p99_over_p50`` is for the
+time from the end of one step to the end of the next.  ``trainer_cpu_ratio`` compares the training thread's CPU time per
+step: other load on the machine disturbs it less, but it contains no waiting.
 """
 
 from __future__ import annotations
@@ -53,26 +52,26 @@ CODEC = "int4:32"
 NUM_FRAGMENTS = 4
 OVERLAP_STEPS = 2
 MODEL = ModelOptions(vocab_size=1025, layers=2, dim=128, heads=4, context=128)
-"""That of ``configs/model/tiny.yaml``, which the demo trains."""
+"""The model of ``configs/model/tiny.yaml``, which the demo trains."""
 BATCH = 16
 START_S_MAX = 120.0
 CALM_S, CALM_SHARE, CALM_S_MAX = 0.2, 0.02, 20.0
-"""The agent is at rest once it used less than this share of a core for so long."""
+"""The agent is idle once it has used less than this share of a core for ``CALM_S``."""
 STEPS_MAX = 1 << 40
 CASES = ("core_free", "no_core_free")
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What both trainers are told."""
+    """The arguments of both trainers."""
 
     steps: int
     inner_steps: int
     seed: int
     own_core: int
-    """That of the training thread."""
+    """The core of the training thread."""
     others_core: int
-    """That of all other threads of the site's process."""
+    """The core of all other threads of the site's process."""
 
 
 def layout_of(model: torch.nn.Module) -> Layout:
@@ -102,7 +101,7 @@ def run_syncer(folder: str, seed: int, core: int, pipe: Any) -> None:
 
 
 class Turns:
-    """The line after each step: counts a block, hands the turn over, and waits for the next."""
+    """The hook after each step: counts a block's steps, hands the turn over, and waits for the next turn."""
 
     def __init__(self, agent: Agent | None, steps: int, pipe: Any) -> None:
         self._agent, self._steps, self._pipe = agent, steps, pipe
@@ -113,7 +112,7 @@ class Turns:
         self._began_cpu_s = self._others_cpu_s()
 
     def after_step(self, info: StepInfo) -> Verdict:
-        """Hand the step to the agent, if there is one, and count all of it."""
+        """Pass the step to the agent, if there is one, and record the times."""
         verdict = Verdict()
         if self._agent is not None:
             began = time.thread_time()
@@ -144,12 +143,12 @@ class Turns:
                 return
 
     def _others_cpu_s(self) -> float:
-        """CPU seconds of all threads of this process but the trainer's."""
+        """Return the CPU seconds of all threads of this process except the trainer's."""
         return time.process_time() - time.thread_time()
 
 
 def run_trainer(folder: str, data: str, address: str, facts: Facts, pipe: Any) -> None:
-    """A site's process; with an empty ``address`` it has no agent."""
+    """Run a site's process; with an empty ``address`` it has no agent."""
     torch.set_num_threads(1)
     torch.manual_seed(facts.seed)
     os.sched_setaffinity(0, {facts.others_core})  # Threads inherit it; the trainer's own is set last.
@@ -181,7 +180,7 @@ def run_trainer(folder: str, data: str, address: str, facts: Facts, pipe: Any) -
 
 
 def measure(case: str, blocks: int, arguments: argparse.Namespace, data: str) -> dict[str, Any]:
-    """The blocks of one case: by turns, and every second pair the other way round."""
+    """Run the blocks of one case in turns, every second pair in reverse order, and return the row."""
     core, free = sorted(os.sched_getaffinity(0))[:2]
     others = free if case == "core_free" else core
     facts = Facts(arguments.steps, arguments.inner_steps, arguments.seed, core, others)
@@ -207,7 +206,7 @@ def measure(case: str, blocks: int, arguments: argparse.Namespace, data: str) ->
             for kind in (True, False) if pair % 2 else (False, True):
                 pipes[kind].send("go on")
                 found[kind].append(answer(pipes[kind], 600.0))
-    # The first pair warms up; with it the agent has joined and adopted.
+    # The first pair is the warm-up, in which the agent joins and adopts.
     return row(case, found[True][1:], found[False][1:])
 
 

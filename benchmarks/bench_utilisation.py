@@ -1,12 +1,12 @@
-"""How much of its time does a site train behind a link of so many bits a second, beside what the formula says?
+"""How much of its time does a site train on a link of a given rate, compared with the formula?
 
-Whole runs (``diloco up``) of two sites over emulated links, whose rate is given in multiples of what one exchange of
-the model each way and period asks for: values x bits / (inner_steps x step).  Sites that wait (``outer=diloco``), with
-the model in one and in four fragments, and sites that train on meanwhile (``outer=decoupled outer.adopt=rebase``), for
-which the formula says 1 and the row says how many of the updates due were merged.  The formula
-(``diloco/plan/estimate.py``) is given what the run measured: the step, the outer step and the bytes.  Figures are of
-the site whose steps took longer, for which the other waits; ``off_points`` is the difference.  Run as
-``python -m benchmarks.bench_utilisation``.
+Whole runs (``diloco up``) of two sites over emulated links.  A link's rate is a multiple of the least that carries one
+exchange of the model each way per period: values x bits / (inner_steps x step).  Some sites wait (``outer=diloco``),
+with the model in one and in four fragments; others train on meanwhile (``outer=decoupled outer.adopt=rebase``), for
+which the formula gives 1 and the row has the merged share of the updates due.  The formula
+(``diloco/plan/estimate.py``) gets the run's measurements: the step, the outer step and the bytes.  Figures are of the
+site with the slower steps, for which the other waits; ``off_points`` is the difference.  Run as ``python -m
+benchmarks.bench_utilisation``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMES = (1, 2, 4, 8)
 INNER_STEPS = 10
 SITES = ("site-a", "site-b")
 SLOWDOWN = 4.0
-"""Sites that sleep most of the time leave the cores to each other, so that a step takes what it takes."""
+"""Sites that sleep most of the time do not compete for the cores, so that the time of a step is steady."""
 SETTINGS = (
     "cluster=one",
     *(f"cluster.sites.{name}.slowdown={SLOWDOWN:g}" for name in SITES),
@@ -57,12 +57,12 @@ WAYS = {
     "trains on, 4 fragments": ("outer=decoupled", "outer.num_fragments=4", "outer.adopt=rebase"),
 }
 BOUND_S = 240.0
-"""Beyond a run's own time: starting, and the last round behind the slowest link."""
+"""The time allowed beyond a run's own: for its start, and the last round over the slowest link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long each run trains, and which there are."""
+    """The length of each run, and which runs to make."""
 
     seconds: float
     times: tuple[int, ...]
@@ -70,7 +70,7 @@ class Effort:
 
 
 def made(place: Path, name: str, seconds: float, seed: int, *settings: str) -> MadeRun:
-    """A whole run."""
+    """Make a whole run and return its measurements."""
     run = (f"run.name={name}", f"run.seconds={seconds:g}", f"run.seed={seed}")
     command = [sys.executable, "-m", "diloco", "up", *SETTINGS, *run, *settings]
     source = str(Path(__file__).resolve().parent.parent)
@@ -83,14 +83,14 @@ def made(place: Path, name: str, seconds: float, seed: int, *settings: str) -> M
 
 
 def bits_of(sizes: Sequence[int | None]) -> float:
-    """Of the whole model; each fragment must have been exchanged."""
+    """Return the bits of the whole model; each fragment must have been exchanged."""
     known = [size for size in sizes if size is not None]
     assert len(known) == len(sizes), f"a fragment was never exchanged: {sizes}"
     return sum(known) * 8.0
 
 
 def expected(run: MadeRun, fragments: int, mbps: float) -> float:
-    """By the formula."""
+    """Return the formula's share for the measurements of ``run``."""
     load = Load(updates_up=bits_of(run.update_bytes), versions_down=bits_of(run.version_bytes))
     star = Star(
         inner_steps=INNER_STEPS,
@@ -103,7 +103,7 @@ def expected(run: MadeRun, fragments: int, mbps: float) -> float:
 
 
 def row(way: str, times: int, mbps: float, run: MadeRun) -> dict[str, Any]:
-    """What the slower site of a run came to."""
+    """Return the row of a run's slower site."""
     waits, fragments = way.startswith("waits"), len(run.update_bytes)
     column = run.columns[max(run.step_s, key=run.step_s.__getitem__)]
     measured = 1 - column.idle_share
@@ -124,7 +124,7 @@ def row(way: str, times: int, mbps: float, run: MadeRun) -> dict[str, Any]:
 
 
 def words(found: dict[str, Any]) -> str:
-    """For a person."""
+    """Return the row as one line of text."""
     trained, formula, merged = (100 * found[name] for name in ("utilisation", "formula", "updates_merged"))
     return (
         f"{found['way']:24s} {found['times']} x, {found['mbps']:6.2f} Mbit/s: trains {trained:5.1f} % of the time,"

@@ -1,24 +1,24 @@
-"""What does an outer round cost over far links, beside what its bytes must take there and beside torchft over the same?
+"""What does an outer round cost over far links, compared with the least time of its bytes and with torchft?
 
-Each site has a network namespace behind an emulated link that the kernel's own TCP crosses (``diloco.wan.netns``); the
-programs are those of ``rounds``.  By link and congestion control: ``rate_fraction``, payload per second in both
-directions while a transfer runs (from 1 % of its bytes to 99 %, so with its slow start), as a share of the link's rate;
-``round_over_ideal``, the round without the outer step that is stated beside it, over (encoded bytes up + down of the
-busiest link / rate + 2 round trips); and where the time went, by when the bytes crossed.  torchft's two members stand
-at the two ends of one such link, which is the least that can be between two sites.  Ours and theirs take turns, in both
-orders.  Where the emulator was late there is no row.
+Each site has a network namespace behind an emulated link, which the kernel's own TCP crosses (``diloco.wan.netns``);
+the programs are those of ``rounds``.  For each link and congestion control: ``rate_fraction``, the payload per second
+of a transfer in either direction (from 1 % to 99 % of its bytes, so slow start is included), as a share of the link's
+rate; ``round_over_ideal``, the round without its outer step, which has its own figure, over (encoded bytes up + down of
+the busiest link / rate + 2 round trips); and the stages of the round, by when the bytes crossed.  torchft's two members
+are at the two ends of one such link, the shortest path between two sites.  The systems take turns, in both orders.
+Where the emulator was late there is no row.
 
-Two ratios of bytes stand beside the speedup.  ``bytes_ratio`` counts what crosses a link in both directions together.
-``bytes_in_turn_ratio`` counts what must cross one thing after the other, which is what takes time: gloo's all_reduce
-sends and receives at once, so that of its bytes only those of one direction count, while a round of one fragment goes
-up and then comes down, so that all of ours do.  Where both fill the link, the second is what the speedup is; gloo's
-one connection does not where the link's rate x round trip is more than a socket's buffer, or anything is lost.
+There are two ratios of bytes.  ``bytes_ratio`` counts all bytes through a link in both directions.
+``bytes_in_turn_ratio`` counts only bytes that must cross one after the other, which determine the time: gloo's
+all_reduce sends and receives at once, so only one direction counts, while a round of one fragment goes up and then
+comes down, so all of ours count.  Where both systems fill the link, the speedup equals the second ratio; gloo's one
+connection does not fill it where the link's rate x round trip exceeds a socket's buffer, or packets are lost.
 
-Sites know their link's rate (``site.up_mbps``, ``site.down_mbps``), and pace their bulk by it: short transfers never
-let BBR see that the link is full, and connections that go on probing lose one byte in twenty to its queue.  Sites that
-are not told learn it in their first rounds (``--untold``, which wants more of them: ``--warm-up``).  Files are not
-synced and nothing is encrypted, as in the rounds on loopback (``--synced``).  While rounds go on every site sends
-heartbeats: ``heartbeat_s_p99`` is what they took, beside a bound of two round trips and 0.2 s.
+Sites know their link's rate (``site.up_mbps``, ``site.down_mbps``), and pace their bulk transfers by it: short
+transfers never let BBR see that the link is full, and connections that continue to probe lose one byte in twenty to its
+queue.  With ``--untold``, sites learn the rate in their first rounds, of which they need more (``--warm-up``).  Files
+are not synced (but see ``--synced``), and nothing is encrypted, as in the rounds on loopback.  During the rounds every
+site sends heartbeats: ``heartbeat_s_p99`` is their time, with a bound of two round trips and 0.2 s.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SAMPLE_S = 0.01
 BEAT_EVERY_S = 0.05
 HEARTBEAT_SLACK_S = 0.2
 BULK_BYTES_MIN = 256 * 1024
-"""A direction that carried less in a round carried no transfer."""
+"""A direction with fewer bytes than this in a round had no transfer."""
 RATES = ("up_mbps", "down_mbps")
 STAGES = ("seal_s", "up_s", "outer_step_s", "down_s", "adopt_s")
 WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
@@ -60,7 +60,7 @@ KERNELS = {"stock": {}, "tuned": {**WIDE, "ipv4.tcp_slow_start_after_idle": "0"}
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One column of the table, and how much crosses it so that a round is seconds."""
+    """One column of the table, with a number of values for which a round takes seconds."""
 
     mbps: float
     rtt_ms: float
@@ -69,12 +69,12 @@ class Link:
 
     @property
     def name(self) -> str:
-        """As in the last line."""
+        """The link's name in the last line."""
         loss = f" {self.loss_percent:g}%" if self.loss_percent else ""
         return f"{self.mbps:g}Mbit/s {self.rtt_ms:g}ms{loss}"
 
     def ideal_s(self, num_bytes: float) -> float:
-        """What ``num_bytes``, some up and the rest down, must take."""
+        """Return the least time of ``num_bytes``, some up and then the rest down."""
         return num_bytes * 8e-6 / self.mbps + 2 * self.rtt_ms / 1e3
 
 
@@ -87,7 +87,7 @@ LINKS = (
 
 @dataclass(frozen=True)
 class Crossing:
-    """One site's round: when it began and ended, when its transfers crossed, and their payload bytes by way."""
+    """One site's round: its begin and end, the times of its transfers, and their payload bytes by direction."""
 
     began_s: float
     up: tuple[float, float]
@@ -96,18 +96,18 @@ class Crossing:
     payload_bytes: Mapping[int, float]
 
     def mbps(self) -> tuple[float, float]:
-        """What the transfers had, up and down."""
+        """Return the rates of the transfers up and down."""
         up_s, down_s = self.up[1] - self.up[0], self.down[1] - self.down[0]
         return self.payload_bytes[0] * 8e-6 / up_s, self.payload_bytes[1] * 8e-6 / down_s
 
     def stages_s(self) -> dict[str, float]:
-        """Where the round went: before the first bytes, up, until the first come back, down, and what is left."""
+        """Return the round's stages: until the first bytes, up, until the first bytes down, down, and the rest."""
         marks = (self.began_s, *self.up, *self.down, self.ended_s)
         return dict(zip(STAGES, (end - begin for begin, end in pairwise(marks)), strict=True))
 
 
 class Sampler:
-    """How many bytes have crossed each link, again and again, with the instants."""
+    """Samples the bytes that have crossed each link, with timestamps."""
 
     def __init__(self, network: Netns) -> None:
         self._network = network
@@ -128,7 +128,7 @@ class Sampler:
         self._thread.join()
 
     def busy(self, site: str, way: int, began_s: float, ended_s: float) -> tuple[float, float] | None:
-        """When 1 % and when 99 % of what crossed a link in a span had, or None if that was no transfer."""
+        """Return when 1 % and 99 % of a span's bytes had crossed a link, or None if those were no transfer."""
         first, last = bisect_left(self._at_s, began_s), bisect_left(self._at_s, ended_s)
         series = [
             (at, crossed[site][way])
@@ -142,13 +142,13 @@ class Sampler:
 
 
 def window_bytes(kernel: str) -> int:
-    """The largest buffer with which one socket sends: what was set, or what this machine has."""
+    """Return a socket's largest send buffer: that of the kernel settings, or else this machine's."""
     setting = KERNELS[kernel].get("ipv4.tcp_wmem") or Path("/proc/sys/net/ipv4/tcp_wmem").read_text("ascii")
     return int(setting.split()[2])
 
 
 def ours(network: Netns, link: Link, task: Task, channels: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Our rounds over ``link``."""
+    """Run our rounds over ``link`` and return the measurements."""
     names = [f"site-{index}" for index in range(task.sites)]
     case = Case(
         task=task,
@@ -185,9 +185,9 @@ def ours(network: Netns, link: Link, task: Task, channels: int, arguments: argpa
 
 
 def torchft(network: Netns, link: Link, task: Task, channels: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """torchft's rounds over the link of the first site: its other member stands where our syncer does.
+    """Run torchft's rounds over the link of the first site, with its other member in the place of our syncer.
 
-    It has no choice of ``channels``: gloo has one connection between two members.
+    ``channels`` is unused: gloo has one connection between two members.
     """
     lighthouse = [f"--bind=0.0.0.0:{LIGHTHOUSE_PORT}", f"--min_replicas={task.sites}", "--quorum_tick_ms=10"]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
@@ -209,14 +209,14 @@ def torchft(network: Netns, link: Link, task: Task, channels: int, arguments: ar
             process.wait()
     sites = reports_in(output)
     if len(sites) != task.sites:
-        raise ValueError(f"torchft: {len(sites)} of {task.sites} members came to the end")
+        raise ValueError(f"torchft: {len(sites)} of {task.sites} members finished")
     ways = [(after - at) / task.rounds_in_all for after, at in zip(network.crossed()["site-0"], before, strict=True)]
     error = checked(sites, "")["error"]
     return {"seconds": round_seconds(sites), "link_bytes": sum(ways), "way_bytes": max(ways), "error": error}
 
 
 def measure(link: Link, congestion: str, kernel: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One row: ours, theirs, theirs, ours."""
+    """Measure ours, theirs, theirs, ours, and return the row."""
     numel = arguments.numel or (2_000_000 if arguments.quick else link.numel)
     rounds = 2 if arguments.quick else -(-arguments.rounds // 2)
     task = Task(numel=numel, sites=SITES, rounds=rounds, warm_up=arguments.warm_up, seed=arguments.seed)
@@ -284,7 +284,7 @@ def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, l
 
 
 def summed_up(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the last line says at its top, of the first congestion control and kernel; the rows have all."""
+    """Return the last line's top figures, for the first congestion control and kernel; the rows have all."""
     first = [r for r in rows if (r["congestion"], r["kernel"]) == (arguments.congestions[0], arguments.kernels[0])]
     lowest = {r["link"]: [r[key] for key in ("rate_fraction_up", "rate_fraction_down") if r[key]] for r in first}
     return {
@@ -300,18 +300,18 @@ def summed_up(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=8, help="of each system, link and congestion control")
-    parser.add_argument("--numel", type=int, default=0, help="parameters; 0: so many that a round is seconds")
-    parser.add_argument("--codec", default="int4:32", help="of both directions")
-    parser.add_argument("--channels", type=int, default=0, help="connections for bulk; 0: those that fill it")
-    parser.add_argument("--untold", action="store_true", help="sites do not know their link's rate, and learn it")
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds before those that count")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of each system, link and congestion control")
+    parser.add_argument("--numel", type=int, default=0, help="parameters; 0: the link's own number")
+    parser.add_argument("--codec", default="int4:32", help="codec of both directions")
+    parser.add_argument("--channels", type=int, default=0, help="connections for bulk; 0: as many as fill the link")
+    parser.add_argument("--untold", action="store_true", help="sites must learn their link's rate")
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds of the warm-up")
     parser.add_argument("--synced", action="store_true", help="every file is synced, as in a run")
     parser.add_argument("--congestions", nargs="+", default=["bbr", "cubic"], help="torchft runs under the first")
     parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=["stock"])
     parser.add_argument("--links", nargs="+", type=int, default=[0, 1, 2], help=", ".join(link.name for link in LINKS))
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="ours alone")
-    parser.add_argument("--late-ms", type=float, default=5.0, help="how late 1 packet in 100 of the emulator may be")
+    parser.add_argument("--late-ms", type=float, default=5.0, help="how late the emulator may send 1 packet in 100")
     parser.add_argument("--bound-s", type=float, default=900.0, help="longest wait for one system on one link")
     arguments = parser.parse_args()
     if (reason := unavailable()) is not None:

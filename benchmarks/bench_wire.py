@@ -1,8 +1,8 @@
-"""What does the wire cost on loopback, beside a raw socket that carries the same bytes?
+"""What does the wire cost on loopback, compared with a raw socket that carries the same bytes?
 
-One process sends, another receives and throws away (no storage, no digest over the whole), as a site and a syncer do.
-Each repetition takes every way once, so that a busy machine slows all of them.  The first repetition warms up and is
-not counted.
+One process sends and another receives and discards (no storage, no digest of the whole), like a site and a syncer.
+Each repetition measures every way once, so that load on the machine slows all of them.  The first repetition is a
+warm-up and is not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Run as a script, the tree that it stands in is measured, not an installed package.
+# As a script it measures its own tree, not an installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.record import add_arguments, finish, percentile, record
@@ -37,19 +37,19 @@ RECEIVE_BYTES = MIB
 
 
 class NullSession:
-    """An admitted push whose bytes go nowhere."""
+    """An admitted push whose bytes are discarded."""
 
     offset = 0
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Throw away."""
+        """Discard the bytes."""
 
     def commit(self, digest: str) -> PushResult:
-        """Accept whatever it was."""
+        """Accept any content."""
         return PushResult(Outcome.ACCEPTED, 1)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 class NullSyncer:
@@ -66,18 +66,18 @@ class NullSyncer:
         return NullSession()
 
     def pull(self, ask: PullAsk, identity: object) -> PullSource:
-        """Always the same version."""
+        """Return the same version each time."""
         return self._source
 
 
 def random_bytes(count: int, seed: int) -> bytes:
-    """Drawn by MiB: Python's generator gives less than 256 of them at once."""
+    """Return random bytes, drawn MiB by MiB, because Python's generator returns less than 256 MiB at once."""
     dice = random.Random(seed)
     return b"".join(dice.randbytes(min(MIB, count - at)) for at in range(0, count, MIB))
 
 
 def serve_until_closed(payload_bytes: int, seed: int, chunk_bytes: int) -> None:
-    """The other process: the gRPC server and the raw socket; ends when its standard input does."""
+    """Run the other process, the gRPC server and the raw socket, until its standard input ends."""
     payload = random_bytes(payload_bytes, seed)
     api: Any = NullSyncer(payload)
     options = ServerOptions(run_id=RUN, chunk_bytes=chunk_bytes)
@@ -93,7 +93,7 @@ def serve_until_closed(payload_bytes: int, seed: int, chunk_bytes: int) -> None:
 
 
 def answer_raw(listener: socket.socket, payload: bytes) -> None:
-    """Raw socket: for ``u`` read the payload and answer one byte, for ``d`` send it."""
+    """Serve the raw socket: after ``u`` read the payload and answer one byte, after ``d`` send it."""
     connection, _ = listener.accept()
     buffer = bytearray(RECEIVE_BYTES)
     while wish := connection.recv(1):
@@ -105,7 +105,7 @@ def answer_raw(listener: socket.socket, payload: bytes) -> None:
 
 
 def receive(connection: socket.socket, buffer: bytearray, wanted_bytes: int) -> None:
-    """Read and throw away ``wanted_bytes``."""
+    """Read and discard ``wanted_bytes``."""
     while wanted_bytes:
         wanted_bytes -= connection.recv_into(buffer, min(wanted_bytes, len(buffer)))
 
@@ -127,31 +127,31 @@ class Peer:
         self._sequence = 0
 
     def push(self) -> None:
-        """One update through the client and the service."""
+        """Push one update through the client and the service."""
         self._sequence += 1
         size = len(self._payload)
         header = PushHeader(RUN, "site-a", 1, 0, self._sequence, 0, 1, 1, 1, 1, False, "fp32", size, size, DIGEST)
         assert self._client.push(header, self._payload).outcome is Outcome.ACCEPTED
 
     def pull(self) -> None:
-        """One version through the client and the service."""
+        """Pull one version through the client and the service."""
         pulled = self._client.pull(PullAsk(RUN, "site-a", 0, -1), self._sink)
         assert len(pulled.parts[0]) == len(self._payload)
         self._sink.give_back(pulled)
 
     def raw_up(self) -> None:
-        """The same bytes there, and one back."""
+        """Send the same bytes, and receive one."""
         self._raw.sendall(b"u")
         self._raw.sendall(self._payload)
         self._raw.recv(1)
 
     def raw_down(self) -> None:
-        """The same bytes here."""
+        """Receive the same bytes."""
         self._raw.sendall(b"d")
         receive(self._raw, self._buffer, len(self._payload))
 
     def cpu_s(self) -> float:
-        """CPU seconds of both processes so far."""
+        """Return the CPU seconds of both processes so far."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("cpu\n")
@@ -160,14 +160,14 @@ class Peer:
         return float(self._process.stdout.readline()) + mine.ru_utime + mine.ru_stime
 
     def close(self) -> None:
-        """End both."""
+        """End both processes."""
         self._client.close()
         self._raw.close()
         self._process.communicate(timeout=20)
 
 
 def measure(payload: bytes, seed: int, chunk_bytes: int, repeats: int) -> list[dict[str, Any]]:
-    """One row for each way at one chunk size."""
+    """Return a row for each way at one chunk size."""
     peer = Peer(payload, seed, chunk_bytes)
     ways = {"push": peer.push, "raw socket up": peer.raw_up, "pull": peer.pull, "raw socket down": peer.raw_down}
     seconds: dict[str, list[float]] = {name: [] for name in ways}

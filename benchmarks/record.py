@@ -1,7 +1,7 @@
 """The record every benchmark ends with: what was measured, by which code, on which machine.
 
-A benchmark's last line of output is one JSON object.  It holds the commit, the resolved configuration, the machine,
-the versions, the seed and the number of repeats beside the rows, so that a figure never travels without what made it.
+A benchmark's last line of output is one JSON object.  With the rows it has the commit, the resolved configuration, the
+machine, the versions, the seed and the number of repeats, so that a figure always comes with its origin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "zstandard", "triton")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that every benchmark has: ``--quick``, ``--seed`` and ``--save``."""
-    parser.add_argument("--quick", action="store_true", help="small sizes: only to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes: only to check that it runs")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random data (default 0)")
     parser.add_argument("--save", action="store_true", help="append the record to benchmarks/results/<question>.jsonl")
 
@@ -87,7 +87,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what of this machine changes a figure: processor, cores we may use, memory, system, accelerator."""
+    """Return the machine's properties that affect a figure: processor, usable cores, memory, system, accelerator."""
     description: dict[str, Any] = {
         "cpu": _cpu_model(),
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -103,7 +103,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that carry the work, those that are installed."""
+    """Return the versions of Python and of those of ``PACKAGES`` that are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -128,7 +128,7 @@ def _cpu_model() -> str:
 
 
 def _gpu_name() -> str | None:
-    # A benchmark that never loaded torch measured nothing on the accelerator and should not wait for the import.
+    # A benchmark that never loaded torch measured nothing on the accelerator, and need not wait for the import.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None

@@ -1,8 +1,8 @@
 """Outer rounds of the real programs, for the benchmarks that time them: a syncer process and sites in lock-step.
 
 A round is: pseudo-gradient, encode, outbox, push, spool, check, fsync, merge, outer Nesterov step, encode the
-down-link, pull, decode, adopt; measured at the sites as the time inside ``after_step``.  Nothing trains; in every round
-each site's values change as ``peers.task`` says, and at the end they are held against what it expects.
+down-link, pull, decode, adopt; its time is that inside ``after_step`` at the sites.  There is no training: in every
+round ``peers.task`` changes each site's values, and at the end it compares them with the expected ones.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One cell of a table: the task, and how our programs do it."""
+    """One cell of a table: the task, and the options of our programs."""
 
     task: Task
     codec: str
-    """Of both directions."""
+    """The codec of both directions."""
     listen: str = "127.0.0.1:0"
     places: Mapping[str, str] = field(default_factory=dict)
-    """By "syncer" and site: the network namespace to run in, by its path; those not named stay where they are."""
+    """For "syncer" or a site, the path of the network namespace to run in; others stay in the present one."""
     dial: Mapping[str, str] = field(default_factory=dict)
-    """By site: the host at which it finds the syncer, where that is not the one of ``listen``."""
+    """For a site, the host at which it finds the syncer, if that is not the host of ``listen``."""
     client: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the sites' clients that are not the defaults."""
+    """Options of the sites' clients that differ from the defaults."""
     synced: bool = True
-    """Whether what is written is synced, as the programs always do: without, a round costs no disk's time."""
+    """Whether writes are synced, as in the real programs; without it, a round does not wait for the disk."""
     beat_every_s: float = 0.0
-    """How often a site sends a heartbeat of its own while rounds go on, and takes its time; 0: never."""
+    """The interval at which a site sends a timed heartbeat during the rounds; 0: never."""
     tls: Mapping[str, str] = field(default_factory=dict)
     """Files of ``tls_files``; empty: nothing is encrypted."""
 
@@ -82,35 +82,35 @@ class Case:
 
     @property
     def agreement(self) -> Agreement:
-        """What all have agreed on."""
+        """The agreement of syncer and sites."""
         return Agreement(PROTOCOL, "bench", 1, plan_layout(self.task.shapes(), 1).fingerprint, {"codec": self.codec})
 
 
 def error_max(codec: str) -> float:
-    """How far the values may be from the exact ones (see ``Task.error``); ``codec`` empty: fp32 in all of it."""
+    """Return the largest allowed error of the values (see ``Task.error``); an empty ``codec`` means fp32 throughout."""
     return {"": 1e-4, "fp32": 1e-4, "int8": 0.02}.get(codec.partition(":")[0].partition("+")[0], 0.2)
 
 
 def quiet(what: str, fields: dict[str, object]) -> None:
-    """A benchmark's events are not read."""
+    """Ignore an event."""
 
 
 class UnsyncedDisk(Disk):
-    """Writes what it is told and waits for no disk: after a power cut nothing of it need be there."""
+    """Writes without waiting for the disk: a power cut may lose everything."""
 
     def sync(self, file: BinaryIO, step: Step) -> None:
-        """Give it to the system."""
+        """Flush to the operating system only."""
         file.flush()
 
     def sync_file(self, path: Path, step: Step) -> None:
-        """It is there already."""
+        """Do nothing."""
 
     def sync_folder(self, folder: Path, step: Step) -> None:
-        """It is there already."""
+        """Do nothing."""
 
 
 def tls_files(folder: Path) -> dict[str, str]:
-    """An authority and a certificate for a syncer on the loopback, made for one run; their files by name."""
+    """Make an authority and a certificate for a syncer on the loopback; return their files by name."""
     now = datetime.now(UTC)
     authority = make_authority("bench", now)
     leaf = issue(authority, "syncer", ["127.0.0.1"], 1, now)
@@ -122,7 +122,7 @@ def tls_files(folder: Path) -> dict[str, str]:
 
 
 def values_digest(values: Sequence[np.ndarray]) -> str:
-    """Of a model's values, to the bit."""
+    """Return the digest of a model's values, bit for bit."""
     found = Hasher()
     for each in values:
         found.update(each.data)
@@ -130,7 +130,7 @@ def values_digest(values: Sequence[np.ndarray]) -> str:
 
 
 def run_syncer(case: Case, folder: str, pipe: Any) -> None:
-    """The syncer's process: tells its address, then the seconds of each outer step when asked, and ends when told."""
+    """Run the syncer's process: send its address, then its events when asked, and end when told."""
     _settle(case, "syncer")
     layout = plan_layout(case.task.shapes(), 1)
     outer = OuterOptions(quorum="all", quorum_min=case.task.sites, grace="fixed", grace_ns=0, weights="uniform")
@@ -151,12 +151,12 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     pipe.send(syncer.start())
     while pipe.recv() != "end":
         pipe.send(events)
-    # The last snapshot is no part of a round, and this state is not needed: end without it.
+    # End without the last snapshot, which is not part of a round.
     pipe.close()
 
 
 def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> None:
-    """A site's process: does all rounds, then tells what it measured."""
+    """Run a site's process: make all rounds, then send the measurements."""
     name = case.site_names[index]
     _settle(case, name)
     task = case.task
@@ -200,7 +200,7 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
 
 
 class Beats:
-    """Heartbeats beside the rounds, each by its own time; one that fails counts as long as it was waited for."""
+    """Heartbeats during the rounds, each timed; a failed one counts with its waiting time."""
 
     def __init__(self, client: SyncClient, site: str, every_s: float) -> None:
         self._client, self._every_s = client, every_s
@@ -219,7 +219,7 @@ class Beats:
             self._took.append((began, time.monotonic() - began))
 
     def stop(self, since: float) -> list[float]:
-        """Beat no more; what those that began from ``since`` on took."""
+        """Stop the heartbeats; return the times of those that began at ``since`` or later."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(10.0)
@@ -227,7 +227,7 @@ class Beats:
 
 
 def measure_ours(case: Case, bound_s: float, watch: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Run ``case`` and return what its sites measured and the syncer's events; ``watch`` is called when all is up."""
+    """Run ``case``; return its sites' measurements and the syncer's events.  Call ``watch`` once the syncer runs."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -251,7 +251,7 @@ def measure_ours(case: Case, bound_s: float, watch: Callable[[], None] | None = 
 
 
 def in_processes(jobs: list[tuple[Any, tuple[Any, ...]]], bound_s: float) -> list[dict[str, Any]]:
-    """Run ``jobs`` in processes of their own and return what each sends; they end when all have."""
+    """Run each of ``jobs`` in its own process and return what each sends; the processes end after the last answer."""
     context = multiprocessing.get_context("spawn")
     started = []
     for target, arguments in jobs:
@@ -276,13 +276,13 @@ def in_processes(jobs: list[tuple[Any, tuple[Any, ...]]], bound_s: float) -> lis
 
 
 def spread(sites: list[dict[str, Any]]) -> dict[str, float]:
-    """The median and the slow end of the rounds."""
+    """Return the median and the 95th percentile of the rounds' seconds."""
     rounds = round_seconds(sites)
     return {"round_s_p50": percentile(rounds, 50), "round_s_p95": percentile(rounds, 95)}
 
 
 def settle() -> None:
-    """As our programs begin, and for every system of a comparison alike: one thread, and the modules stay."""
+    """Set up a process as our programs do, for every system of a comparison: one thread, and modules frozen."""
     torch.set_num_threads(1)
     keep_what_is_loaded()
 
