@@ -1,8 +1,8 @@
-"""Bad updates of one of four sites among the real pseudo-gradients of all: each is refused, or bounded as documented.
+"""Inject bad updates among the real pseudo-gradients of four sites: each must be refused, or bounded as documented.
 
-A small model is trained (``pseudo_gradients``), every update is measured as the syncer measures it and judged by the
-product's machine.  At so many places of the run each fault is injected into a copy of that machine.  An update that is
-not refused must be finite and no larger than ``norm_ratio_max`` times the usual: then its site's weight bounds it.
+A small model is trained (``pseudo_gradients``); the syncer's own code measures every update, and its machine judges it.
+At ``--places`` rounds, each fault is injected into a copy of that machine.  An update that is not refused must be
+finite and have at most ``norm_ratio_max`` times the usual norm: its site's weight then bounds its effect.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.hunts.reporting import Hunt
 FAULTS = ("nan", "scale", "sign", "exponent_bit", "stale_replay", "wrong_layout")
 ALWAYS_REFUSED = frozenset({"nan", "scale", "stale_replay", "wrong_layout"})
 BEGINS = 20
-"""Rounds before the first fault, so that there is something that is usual."""
+"""Rounds before the first fault, from which the machine learns the usual norm."""
 
 
 class Run:
-    """The machine beside a training: it hears of every update that the training sends."""
+    """A training, and the machine that receives every update of it."""
 
     def __init__(self, scene: Scene, seed: int) -> None:
         self.training = Training(scene, seed)
@@ -48,7 +48,7 @@ class Run:
             self.machine.handle(ev.JoinRequested(1, name, name), 0)
 
     def answer(self, machine: OuterSync, sent: Sent, sequence: int, base: int, values: Tensor) -> fx.AnswerPush:
-        """What the syncer says to ``values`` as an update of ``sent``'s site."""
+        """Return the syncer's answer to ``values`` as an update of ``sent``'s site."""
         measuring = Measuring()
         measuring.add(sums_of(values, sent.momentum))
         vitals = measuring.vitals()
@@ -62,14 +62,14 @@ class Run:
         return next(effect for effect in effects if isinstance(effect, fx.AnswerPush))
 
     def take(self, sent: Sent) -> fx.AnswerPush:
-        """An update as it is; the round closes with the last one."""
+        """Pass on an unchanged update; the last one of a round closes it."""
         answer = self.answer(self.machine, sent, sent.version + 1, sent.version, sent.gradient)
         for step in self.started:
             self.machine.handle(ev.OuterStepDone(step.fragment, step.version, "", ""), 0)
         return answer
 
     def inject(self, kind: str, sent: Sent, random: Random) -> tuple[str, float]:
-        """``kind`` into an update of ``sent``'s site: what came of it, and how many times the usual norm it had."""
+        """Inject ``kind`` into an update of ``sent``'s site; return the outcome and the norm over the usual one."""
         machine = OuterSync(self.machine.options, copy.deepcopy(self.machine.state))
         values, sequence, base = sent.gradient.clone(), sent.version + 1, sent.version
         place = random.randrange(values.numel())
@@ -81,7 +81,7 @@ class Run:
             values = -values
         elif kind == "exponent_bit":
             values.view(torch.int32)[place] ^= 1 << random.randrange(23, 31)
-        elif kind == "stale_replay":  # Under a new number; under its own it is a duplicate, which is merged no more.
+        elif kind == "stale_replay":  # With a new sequence number: with its own it would be a duplicate.
             base = sent.version - 3
         elif kind == "wrong_layout":
             codec = make_codec("fp32")
@@ -97,9 +97,11 @@ class Run:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the hunt; exit code 1 when something bad entered, or something good did not."""
+    """Run the hunt; return 1 when a bad update was accepted or a good one refused."""
     hunt = Hunt("admission", __doc__)
-    hunt.parser.add_argument("--places", type=int, default=20, help="where each fault is injected (default: 20)")
+    hunt.parser.add_argument(
+        "--places", type=int, default=20, help="rounds at which each fault is injected (default: 20)"
+    )
     hunt.parser.add_argument("--rounds", type=int, default=1000, help="clean rounds (default: 1000)")
     given = hunt.asked(arguments)
     random = Random(given.seed)

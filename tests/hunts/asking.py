@@ -1,4 +1,4 @@
-"""Requests as they should be: by method, by a site that knows how its run stands."""
+"""Valid requests for every method, from a site that knows the state of its run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STREAMS = ("Push", "ServerReflectionInfo")
 
 @dataclass
 class Call:
-    """One call: ``who`` shows what, and the ``row`` its answer is in, or other ``allowed`` ones."""
+    """One call by the caller ``who``; its answer must be in ``row`` of the table, or in ``allowed`` if that is set."""
 
     row: str
     path: str
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass
 class World:
-    """What one attacker knows of a run in which its site has pushed and seen some versions."""
+    """An attacker's knowledge of a run in which its site has pushed updates and seen versions."""
 
     site: str
     other: str
@@ -91,7 +91,7 @@ class World:
         return JoinAsk(**(fields | changes))
 
     def update(self, chance: random.Random, encoding: str = "fp32", **changes: Any) -> tuple[PushHeader, bytes]:
-        """The next update of one of the fragments: a good one, but for ``changes``."""
+        """Return the next update of one of the fragments, valid except for ``changes``."""
         fragment = changes.get("fragment", chance.randrange(len(self.versions)))
         numel = self.layout.fragments[fragment].numel
         payload = changes.pop("payload", None)
@@ -119,13 +119,13 @@ class World:
 
 
 def pushed(header: PushHeader, payload: bytes, at: int = 0) -> list[bytes]:
-    """All messages of an update."""
+    """Return all messages of an update's push, from byte ``at`` on."""
     parts = [Chunk(at, memoryview(payload)[at:], checksum((payload[at:],)))] if payload[at:] else []
     return [pack_push(part) for part in (header, *parts, PushCommit(header.payload_bytes, header.digest))]
 
 
 def raw_header(header: PushHeader, **changes: Any) -> bytes:
-    """A header that no client of ours would send: packed without its own check."""
+    """Return a header packed without its checks, as no client of ours would send it."""
     message = sync_pb2.PushRequest()
     message.ParseFromString(pack_push(header))
     for name, value in changes.items():
@@ -134,12 +134,12 @@ def raw_header(header: PushHeader, **changes: Any) -> bytes:
 
 
 def methods() -> dict[str, Any]:
-    """Every method that a site, an operator or anybody may call, with the message it takes."""
+    """Return every method that a site, an operator or any caller may use, with the type of its request."""
     return _methods([sync_pb2, admin_pb2, health_pb2, reflection_pb2])
 
 
 def other_methods() -> dict[str, Any]:
-    """Those of every other service of ours: none of them is for who attacks here."""
+    """Return the methods of all our other services, which the attackers here may not call."""
     names = [module.name for module in pkgutil.iter_modules(v1.__path__) if module.name.endswith("_pb2")]
     found = _methods([importlib.import_module(f"{v1.__name__}.{name}") for name in sorted(names)])
     return {path: kind for path, kind in found.items() if path not in methods()}
@@ -155,7 +155,7 @@ def _methods(files: list[Any]) -> dict[str, Any]:
 
 
 def good(world: World, chance: random.Random) -> dict[str, tuple[object, bytes]]:
-    """A request for each method that changes nothing however often it is made, as dataclass where there is one."""
+    """Return a valid, idempotent request for each method: (dataclass if there is one, bytes)."""
     asks: dict[str, tuple[object, bytes]] = {}
     for name, ask, pack in (
         (f"{SYNC}Join", world.join(), convert.pack_join),
@@ -176,12 +176,12 @@ def good(world: World, chance: random.Random) -> dict[str, tuple[object, bytes]]
 
 
 def asked_by(path: str, world: World) -> str:
-    """Who may call this."""
+    """Return the caller that may call this method."""
     return "admin" if path.startswith(ADMIN) else world.site
 
 
 def with_fields(world: World, chance: random.Random, path: str, **changes: Any) -> bytes:
-    """A good request for ``path`` but for ``changes``, whether a client of ours would send it or not."""
+    """Return a request for ``path`` that is valid except for ``changes``, packed without checks."""
     message: Any = GetMessageClass(methods()[path])()
     message.ParseFromString(good(world, chance)[path][1])
     inside = message.header if path.endswith("Push") else message
@@ -197,7 +197,7 @@ WATCHES = ("Watch",)
 
 
 class Access:
-    """The channels of one attacker; ``shown`` is by caller what ``target.guarded`` gave."""
+    """The channels of one attacker; ``shown`` has each caller's credentials, as ``target.guarded`` returned them."""
 
     def __init__(self, address: str, shown: dict[str, Any]) -> None:
         self._address = address
@@ -207,15 +207,15 @@ class Access:
 
     @property
     def has_certificates(self) -> bool:
-        """Whether callers are told apart by certificates rather than tokens."""
+        """Whether certificates, rather than tokens, identify callers."""
         return "token" not in self.shown["unknown"]
 
     def can_show(self, who: str) -> bool:
-        """Whether there is such a caller in this variant."""
+        """Return whether the caller ``who`` exists in this variant."""
         return who in self.shown or (not self.has_certificates and who in _ODD_TOKENS)
 
     def channel(self, who: str) -> Any:
-        """The channel on which ``who`` calls; tokens of all callers travel on one."""
+        """Return the channel of ``who``; all callers with tokens share one."""
         pair = self.shown.get(who, {}).get("certificate")
         name = who if pair else ""
         if name not in self._channels:
@@ -229,14 +229,14 @@ class Access:
         return self._channels[name]
 
     def metadata(self, who: str) -> tuple[tuple[str, str], ...]:
-        """What ``who`` sends along."""
+        """Return the metadata with the credentials of ``who``."""
         if not self.has_certificates and who in _ODD_TOKENS:
             return tuple(("authorization", value) for value in _ODD_TOKENS[who])
         token = self.shown.get(who, {}).get("token")
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def make(self, call: Call) -> tuple[str, str]:
-        """Make ``call``: its answer in the table's words, and the details."""
+        """Make ``call``; return its answer in the table's words, and the details."""
         channel, metadata = self.channel(call.who), self.metadata(call.who) + call.metadata
         options: dict[str, Any] = {"metadata": metadata, "timeout": CALL_S, "compression": call.compression}
         try:
@@ -266,18 +266,18 @@ _ODD_TOKENS = {
 
 
 def _result(answers: list[bytes]) -> str:
-    """What a push was told last."""
+    """Return the outcome in the last reply to a push."""
     try:
         last = unpack_push_reply(answers[-1]) if answers else None
     except MalformedMessage as error:
-        return f"an answer that is none: {error}"
+        return f"a malformed answer: {error}"
     if not isinstance(last, PushResult):
         return "OK without a result"
     return last.outcome.value + (f"/{last.reason.value}" if last.reason is not None else "")
 
 
 def due(call: Call, access: Access) -> frozenset[str]:
-    """What may be answered to ``call`` here: somebody whose certificate is not ours does not get as far as a status."""
+    """Return the allowed answers to ``call`` here: without a certificate of ours a caller gets no status at all."""
     if access.has_certificates and call.who in ("nobody", "unknown"):
         return statuses.ROWS[statuses.TLS_FAILS]
     return call.allowed or statuses.ROWS[call.row]

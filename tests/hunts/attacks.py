@@ -1,7 +1,7 @@
-"""What is said to the syncer: every class of bad input, each with the row of the table that its answer must be in.
+"""Every class of bad input to the syncer, each with the row of the table that must contain its answer.
 
-Methods come from the services' own descriptors, fields and their bounds from the wire's own messages, so that what is
-added there is attacked too.
+Methods come from the services' descriptors, fields and their bounds from the wire's messages, so that additions there
+are attacked too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def malformed(world: World, chance: random.Random) -> Call:
 
 
 def out_of_bounds(world: World, chance: random.Random) -> Call | None:
-    """One field of a message whose fields state bounds gets a value that breaks its own rule."""
+    """Give one field a value that violates its stated bounds."""
     path, (ask, raw) = chance.choice([(p, a) for p, a in good(world, chance).items() if is_dataclass(a[0])])
     name, rule = chance.choice(sorted(bounds_of(type(ask)).items()))
     message: Any = GetMessageClass(methods()[path])()
@@ -86,7 +86,7 @@ def out_of_bounds(world: World, chance: random.Random) -> Call | None:
         except (TypeError, ValueError, AttributeError, OverflowError):
             continue
         try:
-            rule(name, getattr(inside, name))  # Of what protobuf made of it, which may be in order.
+            rule(name, getattr(inside, name))  # Protobuf may have converted the value into a valid one.
         except MalformedMessage:
             return Call(s.BOUNDS, path, [message.SerializeToString()], asked_by(path, world))
     return None
@@ -98,7 +98,7 @@ def another_run(world: World, chance: random.Random) -> Call:
 
 
 def another_site(world: World, chance: random.Random) -> Call:
-    """What somebody else might have said, as it was said."""
+    """Send a valid request in the name of another site."""
     path = SYNC + chance.choice(("Push", "Watch", "Pull", "Leave", "Report", "Join"))
     if path.endswith("Push") and chance.random() < 0.5:
         header, payload = world.update(chance, site_id=world.other)
@@ -129,7 +129,9 @@ def disagreement(world: World, chance: random.Random) -> Call:
 
 def no_layout(world: World, chance: random.Random) -> Call:
     whole = world.layout.to_json().encode()
-    cut_off = whole[: chance.randrange(1, len(whole))]  # Cut off, not spoiled: a spoiled layout may still be valid.
+    cut_off = whole[
+        : chance.randrange(1, len(whole))
+    ]  # Truncated, not corrupted: a corrupted layout may still be valid.
     text = chance.choice((b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"{}", cut_off))
     ask = world.join(layout_fingerprint="1" * 64, layout_json=text)
     return Call(s.DECLARED, f"{SYNC}Join", [convert.pack_join(ask)], world.site)
@@ -168,7 +170,7 @@ def wrongly_declared(world: World, chance: random.Random) -> Call:
 
 
 def bomb(world: World, chance: random.Random) -> Call | None:
-    """A payload of the right length for its codec that is not one, its digest right."""
+    """Send an undecodable payload of the right length, with a correct digest."""
     encoding = chance.choice([name for name in CODECS if "zstd" in name])
     codec, fragment = make_codec(encoding), chance.randrange(len(world.versions))
     numel = world.layout.fragments[fragment].numel
@@ -195,7 +197,7 @@ def damaged(world: World, chance: random.Random) -> Call:
     flipped = bytearray(payload)
     flipped[chance.randrange(len(payload))] ^= 1 << chance.randrange(8)
     match chance.randrange(6):
-        case 0:  # A bit of the payload, its checksum with it: only the digest can tell.
+        case 0:  # A flipped bit with a matching checksum: only the digest can detect it.
             messages = [messages[0], *pushed(header, bytes(flipped))[1:]]
         case 1:
             messages[1] = pack_push(Chunk(0, memoryview(flipped), checksum((payload,))))
@@ -290,7 +292,7 @@ def too_large(world: World, chance: random.Random) -> Call:
 
 
 def long_control(world: World, chance: random.Random) -> Call:
-    """Within gRPC's limit, and over that of a message that is parsed."""
+    """Send a message below gRPC's size limit but above that of a parsed message."""
     path = chance.choice([path for path in methods() if not path.endswith(("Push", "Join"))])
     raw = chance.choice(
         (b"\x12\x00" * CONTROL_BYTES_MAX, bytes(CONTROL_BYTES_MAX + 1), b"\xff" * (CONTROL_BYTES_MAX + 1))
@@ -312,7 +314,7 @@ def compressed(world: World, chance: random.Random) -> Call:
 
 
 def other_service(world: World, chance: random.Random) -> Call | None:
-    """A service that is not for sites, nor for operators, served here or not."""
+    """Call a service that is for neither sites nor operators, whether it is served here or not."""
     others = other_methods()
     if not others:
         return None
@@ -364,11 +366,11 @@ STRICT: dict[str, tuple[Attack, float]] = {
     "other_service": (other_service, 1.0),
     "not_known": (not_known, 2.0),
 }
-"""By name, with how often it is drawn.  None of them changes the run, and the answer to each is known."""
+"""By name: the attack, and the weight with which it is drawn.  None changes the run; the answer to each is known."""
 
 
 def strict(world: World, chance: random.Random) -> Iterator[Call]:
-    """Calls without end whose answers are known."""
+    """Yield calls with known answers, without end."""
     names = sorted(STRICT)
     weights = [STRICT[name][1] for name in names]
     while True:
@@ -379,7 +381,7 @@ def strict(world: World, chance: random.Random) -> Iterator[Call]:
 
 
 def spoiled_at_random(world: World, chance: random.Random) -> Iterator[Call]:
-    """Calls without end that were good once: what they became is anybody's guess, so any definite answer will do."""
+    """Yield randomly mutated valid calls, without end: any definite answer is allowed, since some stay valid."""
     known = methods()
     while True:
         goods = good(world, chance)
@@ -399,5 +401,5 @@ def spoiled_at_random(world: World, chance: random.Random) -> Iterator[Call]:
                 messages.insert(chance.randrange(len(messages)), messages.pop(at))
             case _:
                 messages[at] = spoiled(messages[at], messages, chance)
-        # An operator's word would be taken: theirs are spoiled by callers who have none.
+        # The syncer would obey an operator: a site makes the mutated operator's calls too.
         yield Call("spoiled at random", path, messages, world.site, s.ANY | {"OK"})

@@ -1,16 +1,16 @@
-"""``make clocks N=200``: wall clocks that jump, each process's on its own, while a run merges.
+"""``make clocks N=200``: make each process's wall clock jump independently while a run merges.
 
-Real processes over real gRPC: a syncer that makes backups, its standby, two sites.  Each has a wall clock in
-a file, which is rewritten under the living process (``tests/hunts/cutting.py``): ten years ahead or back, 1960, the
-beginning of 1970, a second more or less, a second that comes twice, a clock that stands still.  Monotonic time goes on.
+Real processes over real gRPC: a syncer that makes backups, its standby, two sites.  Each reads its wall clock from a
+file, which the hunt rewrites while the process runs (``tests/hunts/cutting.py``): ten years ahead or back, 1960, the
+beginning of 1970, a second ahead or back, a repeated second, a stopped clock.  Monotonic time is not changed.
 
-Every few jumps a process is killed and begins again under another clock: a site; the syncer, whose standby takes over
-by a lease in one run and by the operator's verb in the next, upon which the old one comes back for a moment;
-the syncer in its own folder; the syncer without its folder, restored from the backup that goes furthest.
+Every few jumps a process is killed and restarted under another clock: a site; the syncer, whose standby takes over by a
+lease in one run and by the operator's verb in the next, after which the old syncer briefly comes back; the syncer in
+its own folder; the syncer without its folder, restored from the most advanced backup.
 
-After each jump, within ``BOUND_S``, both sites merge again and every process lives.  Nobody is evicted, no update is
-implausible, no duration in the status is negative or no number.  Merged tokens, epochs and lineages never fall; a
-restore has at least what the backup had.  The furthest backup is never pruned.
+After each jump, within ``BOUND_S``, both sites merge again and every process runs.  No site is evicted, no update is
+implausible, and no duration in the status is negative or NaN.  Merged tokens, epochs and lineages never fall; a restore
+has at least the backup's tokens.  The most advanced backup is never pruned.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from tests.loopback.toy import RUN, Toy
 
 BOUND_S = 30.0
 SITES = {"a": 0.02, "b": 0.03}
-"""Seconds of a step."""
+"""Seconds of each site's step."""
 LOSSY = 0.3
-"""Of the operator's words: the standby begins a lineage, whose number has to do with the time."""
+"""The share of lossy promotions: the standby then begins a lineage, whose number depends on the wall clock."""
 EACH = 40
-"""Jumps in one run."""
+"""The most jumps in one run."""
 AT = {2: "site", 4: "take_over", 6: "restart", 9: "restore"}
-"""What happens besides at these of ten jumps."""
+"""What else happens at these jumps of every ten."""
 
 
 def untrue(status: object, name: str = "status") -> Iterator[str]:
-    """Numbers in a status that no true clock gives."""
+    """Yield the numbers in a status that no correct clock gives."""
     if isinstance(status, dict):
         for key, value in status.items():
             yield from untrue(value, f"{name}.{key}")
@@ -68,14 +68,14 @@ def untrue(status: object, name: str = "status") -> Iterator[str]:
 
 @dataclass
 class Clocks:
-    """One run, from its first process to its end."""
+    """One run from its first process to its end."""
 
     folder: Path
     seed: int
     by: str
     counts: Counter[str] = field(default_factory=Counter)
     misdated: int = 0
-    """Backups of which the date is more than a year off."""
+    """Backups whose date is more than a year off."""
 
     def __post_init__(self) -> None:
         self.dice = random.Random(f"clocks/{self.seed}")
@@ -135,7 +135,7 @@ class Clocks:
         return self.folder / "clocks" / name
 
     def _begin(self, role: str, name: str, **mine: object) -> Process:
-        """Start a process under a clock of its own, any of them."""
+        """Start a process under its own clock, of a random kind."""
         tell(self._clock(name), self.dice.choice(KINDS))
         process = Process(role, self.toy, clock=str(self._clock(name)), **mine)
         self.alive.callback(process.__exit__)
@@ -143,7 +143,7 @@ class Clocks:
         return process
 
     def _said(self, process: Process, what: str, count: int = 1, text: str = "") -> None:
-        """``process`` has said so, or something has ended that must not."""
+        """Wait until ``process`` has logged ``what``; fail if any process ends or ``BOUND_S`` passes."""
         until = time.monotonic() + BOUND_S
         while sum(text in str(event) for event in process.log.of(what)) < count:
             self._all_live()
@@ -164,7 +164,7 @@ class Clocks:
         self._said(process, "listening")
 
     def _follow(self) -> None:
-        """A new standby, until it has everything."""
+        """Start a new standby, and wait until it has caught up."""
         self.next += 1
         while self.next % 2 == self.leads % 2:
             self.next += 1
@@ -173,7 +173,7 @@ class Clocks:
         mine = {"data": name, "port": self.ports[self.follows % 2], "primary": self._address(self.leads)}
         self._begin("standby", name, **mine)
         leader = self.living[f"node-{self.leads}"]
-        if self.toy.lease:  # As in the hunt for take-overs: before that it is not the heir.
+        if self.toy.lease:  # As in the failover hunt: until then it is not the heir.
             self._said(leader, "note", text=f"names {name}-")
         until = time.monotonic() + BOUND_S
         with AdminClient(self._address(self.leads)) as operator:
@@ -194,7 +194,7 @@ class Clocks:
         self._begin("site", site, site=site, step_s=SITES[site], checkpoint_every=3, address=self._both())
 
     def _take_over(self) -> None:
-        """The syncer dies, the standby leads; where an operator said so, the old one comes back and finds nobody."""
+        """Kill the syncer and let the standby lead; where a verb promoted it, the old one comes back without sites."""
         old = self.leads
         self._kill(f"node-{old}")
         self.leads = self.follows
@@ -215,7 +215,7 @@ class Clocks:
         self._follow()
 
     def _restart(self, *, lost: bool) -> None:
-        """Syncer and standby die; the syncer begins again in its folder, or in what a backup gives."""
+        """Kill syncer and standby, and restart the syncer in its own folder or in one restored from a backup."""
         if lost:
             self._said(self.living[f"node-{self.leads}"], "backup")
         for number in (self.follows, self.leads):
@@ -226,13 +226,13 @@ class Clocks:
         self._follow()
 
     def _restore(self, folder: Path) -> None:
-        """As ``diloco restore --from`` does, which reads the run's events too."""
+        """Restore ``folder`` as ``diloco restore --from`` does, which reads the run's events too."""
         shutil.rmtree(folder)
         shutil.rmtree(self.folder / f"archive-{folder.name}", ignore_errors=True)
         name, facts = self._furthest()
         every = [each for each in self.vault.backups(RUN).values() if isinstance(each, BackupFacts)]
         most = max((each.lineage, each.run_tokens) for each in every)
-        assert (facts.lineage, facts.run_tokens) == most, f"{name} is restored, and another has {most}"
+        assert (facts.lineage, facts.run_tokens) == most, f"{name} is restored, but another has {most}"
         plan, (outer, rule) = self.toy.plan(), self.toy.rules()
         card = RunCard(RUN, plan.agreement.layout_fingerprint, plan.shared_digest)
         clock_s = tell(self._clock("restore"), self.dice.choice(KINDS))
@@ -254,12 +254,12 @@ class Clocks:
             self.dated[name] = facts.at
         name, last = list(found.items())[-1]
         assert isinstance(last, BackupFacts)
-        assert last.reach >= self.reach, f"the backup that went to {self.reach} is gone; {name} is left"
+        assert last.reach >= self.reach, f"the backup that reached {self.reach} is gone; {name} is left"
         self.reach = last.reach
         return name, last
 
     def _goes_on(self) -> None:
-        """Both sites merge again, and what the syncer says is true."""
+        """Check that both sites merge again, and that the syncer's status is plausible."""
         leader = self.living[f"node-{self.leads}"]
         since, until = len(leader.log), time.monotonic() + BOUND_S
         merged: set[str] = set()
@@ -290,7 +290,7 @@ class Clocks:
             self._furthest()
 
     def _end(self) -> None:
-        """Drained, every site's ledger balances."""
+        """Drain the run, and check that every site's ledger balances."""
         with AdminClient(self._address(self.leads)) as operator:
             operator.drain()
         state = None
@@ -310,7 +310,7 @@ class Clocks:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("clocks", __doc__)
-    hunt.parser.add_argument("--jumps", type=int, default=200, help="so many (default: 200)")
+    hunt.parser.add_argument("--jumps", type=int, default=200, help="number of jumps (default: 200)")
     asked = hunt.asked(arguments)
     counts: Counter[str] = Counter()
     runs = misdated = 0

@@ -1,12 +1,12 @@
-"""``make crash KILLS=100``: kill -9 at every named durable step of syncer and sites, again and again in one run.
+"""``make crash KILLS=100``: kill -9 syncer and sites at every named durable step, again and again in one run.
 
-Real processes over real gRPC.  Every life of a process but the last has its death: at a passage of a step of
-``diloco.durable.Step``, at a place in ``tests/loopback/toy.py``, or at an instant.  The step that was killed at least
-often comes next.  When the run has ended its books are audited, and in a run in lock-step every update and the final
-parameters must be those of the twin that nobody killed, bit for bit.
+Real processes over real gRPC.  Every life of a process except the last ends in a kill: at a passage of a step of
+``diloco.durable.Step``, at a place in ``tests/loopback/toy.py``, or after a random time.  The step with the fewest
+kills so far comes next.  After the run its token counts are audited, and in lock-step every update and the final
+parameters must equal those of a twin run without kills, bit for bit.
 
-Between those runs come a standby's lives (``standby_lives.py``), those of restores and backups (``short_lives.py``),
-and now and then those of the verbs themselves (``verb_lives.py``).
+Other rounds kill a standby (``standby_lives.py``), restores and backups (``short_lives.py``) and, now and then, the
+verbs themselves (``verb_lives.py``).
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ BOUND_S = 120.0
 SITES = ("a", "b")
 STEP_S = 0.003
 ENOUGH = 500
-"""In so many kills every case has come at least once."""
+"""After this many kills, every case must have come at least once."""
 KILLS_A_ROUND = 25
-"""In one run of syncer and sites: the other rounds are to have their turns."""
+"""The most kills in one run of syncer and sites, so that the other kinds of rounds have their turns."""
 SHORT_DEATHS = 15
 KINDS = ("lock-step", "standby", "free", "short", "lock-step", "verbs", "free", "short", "standby")
-"""The kinds of a round, in turn.  Those of the verbs are slow, and a few of them are enough."""
+"""The kinds of rounds, in turn.  Those of the verbs are slow, and a few of them are enough."""
 INSTANT = "instant"
-"""A death that no place has: SIGKILL from outside, some time after the process began."""
+"""A kill at no particular place: SIGKILL from outside, some time after the process started."""
 
 
 @dataclass(frozen=True)
 class Case:
     """Where a process is killed: at one of the first ``passages`` of a step, in a life of ``role``.
 
-    ``before`` brings about what the step is for, and says whether it could.  ``when`` is the part of the run in which
-    the step is passed at all: "first" lives only, or after the "last" version.
+    ``before`` makes the step necessary, and returns whether it could.  ``when`` is the part of the run in which the
+    step occurs at all: only in "first" lives, or after the "last" version.
     """
 
     role: str
@@ -66,11 +66,11 @@ class Case:
     before: Callable[[Path], bool] = lambda folder: True
     when: str = ""
     asynchronous: bool = False
-    """Only in runs that are not in lock-step, where a stranger may push as well."""
+    """Only in runs without lock-step, where a stranger may push as well."""
 
 
 def torn_journal(folder: Path) -> bool:
-    """What a power cut may leave behind the last frame."""
+    """Append to the journal what a power cut may leave after the last frame."""
     segments = sorted((folder / "journal").glob("journal-*.log"))
     if not segments or segments[-1].stat().st_size == 0:
         return False
@@ -80,7 +80,7 @@ def torn_journal(folder: Path) -> bool:
 
 
 def damaged_snapshot(folder: Path) -> bool:
-    """A bit is flipped in the newest of several snapshots; the one before it and the journal have all that it had."""
+    """Flip a bit in the newest of several snapshots; the previous one and the journal contain all of its data."""
     found = sorted(path for path in (folder / "snapshots").glob("*") if path.name.isdigit())
     if len(found) < 2:
         return False
@@ -135,7 +135,9 @@ CASES: Mapping[Step | str, Case] = {
     "adopted": Case("site", 12),
     "pulled": Case("site", 12),
 }
-NEVER: Mapping[Step, str] = {Step.FILE: "nothing rests on it, and tests/test_tidy.py keeps it out of what is kept"}
+NEVER: Mapping[Step, str] = {
+    Step.FILE: "nothing durable depends on it; tests/test_tidy.py keeps it out of rooms with durable data"
+}
 EVERY_CASE = frozenset(
     {
         *(f"{case.role}: {name}" for name, case in CASES.items()),
@@ -143,12 +145,12 @@ EVERY_CASE = frozenset(
         *(named(what, step) for what, steps in SHORT.items() for step in steps),
     }
 )
-"""Every role at every step at which it must be killed."""
+"""Every pair of a role and a step at which it must be killed."""
 
 
 @dataclass
 class Actor:
-    """One of the run's processes through all its lives."""
+    """One of the run's processes, over all its restarts."""
 
     name: str
     process: Process | None = None
@@ -164,7 +166,7 @@ class Actor:
 
 
 class Killing:
-    """One run, from its first process to its audit."""
+    """One run from its first process to its audit."""
 
     def __init__(self, folder: Path, seed: int, killed: Counter[str], kills_max: int, *, lock_step: bool) -> None:
         self.dice = random.Random(f"crash/{seed}")
@@ -197,7 +199,7 @@ class Killing:
     # --- lives -------------------------------------------------------------------------------------------------
 
     def _begin(self, actor: Actor, alive: ExitStack) -> None:
-        """Start the next life, with its death."""
+        """Start the actor's next process, with the place of its kill."""
         actor.death, actor.kill_at_s = self._next_death(actor), None
         mine: dict[str, object] = {"stay": True} if self.over else {}
         if actor.role == "site":
@@ -215,7 +217,7 @@ class Killing:
         if self.over or not self.mortal:
             return None
         if self.kills_left <= 0:
-            # The end of a run has a step of its own: the last life but one dies there.
+            # A run's end has its own step, the export: the second to last process is killed there.
             self.mortal = actor.role != "syncer"
             return None if self.mortal else (str(Step.EXPORT), self.dice.randint(1, CASES[Step.EXPORT].passages))
         if self.dice.random() < 0.15:
@@ -247,23 +249,23 @@ class Killing:
         if status is None:
             if actor.kill_at_s is not None and now_s >= actor.kill_at_s:
                 actor.kill_at_s = None
-                with suppress(ProcessLookupError):  # It has ended by itself in this very moment.
+                with suppress(ProcessLookupError):  # It ended by itself just now.
                     process.send(signal.SIGKILL)
             assert self.over or now_s - actor.began_s < BOUND_S, (
-                f"{actor.name} still lives after {BOUND_S} s: {actor.death}"
+                f"{actor.name} still runs after {BOUND_S} s: {actor.death}"
             )
             return
         process.wait(20.0)
         assert status in (0, -9), f"{actor.name} ended with {status}; {process.errors}"
         if status == -9:
-            assert actor.death is not None, f"{actor.name} was killed by somebody else"
+            assert actor.death is not None, f"{actor.name} was not killed by this hunt"
             self.kills, self.kills_left = self.kills + 1, self.kills_left - 1
             self.killed[f"{actor.role}: {actor.death[0]}"] += 1
             self._begin(actor, alive)
             return
         actor.done = True
         if actor.name == "syncer":
-            # A site that was killed at the end asks once more; whoever started the syncer starts it again for that.
+            # A site that was killed at the end asks once more; so the syncer is started again, as its operator would.
             self.over = True
             self._begin(actor, alive)
 
@@ -283,7 +285,7 @@ class Killing:
 
 
 def the_toy(folder: Path, *, lock_step: bool) -> Toy:
-    """Two sites and two fragments; in lock-step without a codec, so that nothing hangs on when a process died."""
+    """Two sites and two fragments; in lock-step without a codec, so that the time of a kill changes nothing."""
     common: dict[str, object] = {"folder": str(folder), "inner_steps": 6, "seed": 11, "port": free_port()}
     outer: dict[str, object] = {"num_fragments": 2, "grace": "fixed"}
     if lock_step:
@@ -296,14 +298,14 @@ def the_toy(folder: Path, *, lock_step: bool) -> Toy:
 
 
 def twin(folder: Path) -> tuple[History, dict[str, torch.Tensor]]:
-    """The run in lock-step in which nobody dies."""
+    """Make the run in lock-step without kills."""
     unkilled = Killing(folder, 0, Counter(), 0, lock_step=True)
     return unkilled.run(), unkilled.final()
 
 
 def compare(found: History, final: dict[str, torch.Tensor], wanted: tuple[History, dict[str, torch.Tensor]]) -> None:
-    """Invariant 11: whatever was done again has the same id and the same content, and the run ends in the same bits."""
-    assert found.accepted == wanted[0].accepted, "an update has another content than the twin's"
+    """Invariant 11: all repeated work has the same ids and content, and the run ends in the same bits."""
+    assert found.accepted == wanted[0].accepted, "an update differs from the twin's"
     assert found.published == wanted[0].published, "a version differs from the twin's"
     assert {key: fate.version for key, fate in found.fates.items()} == {
         key: fate.version for key, fate in wanted[0].fates.items()
@@ -313,7 +315,7 @@ def compare(found: History, final: dict[str, torch.Tensor], wanted: tuple[Histor
 
 
 class Crashes:
-    """Round after round, of each kind in turn."""
+    """Rounds of each kind in turn."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
@@ -328,7 +330,7 @@ class Crashes:
         return self.killed.total()
 
     def round(self, number: int, kills_max: int) -> None:
-        """One more; ``AssertionError`` says what is wrong."""
+        """Run one more round; raise ``AssertionError`` for a violation."""
         kind, seed, here = KINDS[number % len(KINDS)], self.seed * 1000 + number, self.folder / str(number)
         if kind == "short":
             self._short = self._short or ShortLives(self.folder / "short")
@@ -347,11 +349,11 @@ class Crashes:
         shutil.rmtree(here, ignore_errors=True)
 
     def never(self) -> list[str]:
-        """The cases that have not come."""
+        """Return the cases that have not occurred."""
         return sorted(name for name in EVERY_CASE if not self.killed[name])
 
     def counts(self) -> dict[str, object]:
-        """For the last line: by step, and by who was killed there."""
+        """Return the counts for the last line, by step and by role."""
         by_step: Counter[str] = Counter({str(step): 0 for step in Step if step not in NEVER})
         for name, kills in self.killed.items():
             step = name.partition(": ")[2]
@@ -371,7 +373,7 @@ class Crashes:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("crash", __doc__)
-    hunt.parser.add_argument("--kills", type=int, default=100, help="kill at least so many times (default: 100)")
+    hunt.parser.add_argument("--kills", type=int, default=100, help="the least number of kills (default: 100)")
     asked = hunt.asked(arguments)
     replay = {"seed": asked.seed, "kills": asked.kills}
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
@@ -387,7 +389,7 @@ def main(arguments: list[str] | None = None) -> int:
                 break
     never = crashes.never()
     if never and crashes.kills >= ENOUGH:
-        hunt.violated(f"in {crashes.kills} kills none at {', '.join(never)}", **replay)
+        hunt.violated(f"none of {crashes.kills} kills was at {', '.join(never)}", **replay)
     return hunt.finish(crashes.counts())
 
 

@@ -1,8 +1,8 @@
-"""``make crowd``: 64 sites push 32 MiB at once; does the syncer stay under the stated bound of its memory?
+"""``make crowd``: 64 sites push 32 MiB at once; does the syncer stay below its stated memory bound?
 
-A real syncer's process, whose peak of resident memory the kernel keeps (VmHWM), against
-``ServerOptions.memory_bytes_max``; the sites are threads here.  No round closes, so that nothing but their pushes is in
-the peak.  In ``merged`` rounds do close, and the bound is that of ``syncer.options.memory_bytes_max``.
+Compares the peak resident memory of a real syncer process (the kernel's VmHWM) with ``ServerOptions.memory_bytes_max``;
+the sites are threads here.  No round closes, so that only their pushes count in the peak.  In ``merged``, rounds do
+close, and the bound is that of ``syncer.options.memory_bytes_max``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Crowd:
         self._threads = [threading.Thread(target=self._run, args=(f"site-{number}",)) for number in range(sites)]
 
     def push(self) -> float:
-        """All at once; the seconds until the last one is acknowledged."""
+        """Push from all sites at once; return the seconds until the last push is acknowledged."""
         began_s = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -88,7 +88,7 @@ class Crowd:
         return "never"
 
     def between(self, sequence: int) -> None:
-        """Every site has its answer to this update before the next one begins; here nothing else is waited for."""
+        """Wait between two updates of a site; here no longer than for the answer to the first."""
 
     def _count(self, what: str) -> None:
         with self._lock:
@@ -96,7 +96,7 @@ class Crowd:
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """Bytes by the kernel's own names."""
+    """Return a process's memory in bytes, by the kernel's names."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text("utf-8").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[0] in ("VmRSS:", "VmHWM:")}
 
@@ -113,7 +113,7 @@ def measured(hunt: Hunt, folder: Path, sites: int, mebibytes: int) -> dict[str, 
     options = ServerOptions(run_id=RUN, sites_max=sites + 2)
     with Process("syncer", toy) as syncer:
         address = str(syncer.log.wait_for("listening", 1, BOUND_S)[0]["address"])
-        Path(f"/proc/{syncer.pid}/clear_refs").write_text("5")  # The peak begins anew: not that of the start.
+        Path(f"/proc/{syncer.pid}/clear_refs").write_text("5")  # Reset the peak, which would be that of the start.
         before = memory_of(syncer.pid)["VmRSS"]
         crowd = Crowd(toy, address, sites)
         seconds = crowd.push()
@@ -135,7 +135,7 @@ def measured(hunt: Hunt, folder: Path, sites: int, mebibytes: int) -> dict[str, 
 
 
 class Rounds(Crowd):
-    """The same, and every update of a site waits for the version that the one before it is in."""
+    """A crowd in which each update of a site waits for the version that contains the previous one."""
 
     def __init__(self, syncer: Process, toy: Toy, address: str, sites: int, rounds: int) -> None:
         super().__init__(toy, address, sites, rounds)
@@ -146,7 +146,7 @@ class Rounds(Crowd):
 
 
 def merged(hunt: Hunt, folder: Path, sites: int, mebibytes: int, rounds: int = 2) -> dict[str, object]:
-    """Every round has an update of every site, whose values take ``mebibytes``; encoded they take a quarter of that."""
+    """Measure rounds with an update of every site, of ``mebibytes`` in fp32 and a quarter of that encoded."""
     toy = Toy(
         folder=str(folder),
         codec="int8",
@@ -164,7 +164,7 @@ def merged(hunt: Hunt, folder: Path, sites: int, mebibytes: int, rounds: int = 2
         versions = len(syncer.log.wait_for("published", rounds, PATIENCE_S))
         peak = memory_of(syncer.pid)["VmHWM"]
         assert syncer.wait(0) is None, syncer.errors
-    at_rest = mebibytes * MIB  # Version 0 is theta, once.
+    at_rest = mebibytes * MIB  # Version 0 is theta alone.
     bound = memory_bytes_max(toy.options(), toy.plan(), toy.network(0)) - at_rest
     decoded = sites * mebibytes * MIB
     facts: dict[str, object] = {
@@ -182,8 +182,8 @@ def merged(hunt: Hunt, folder: Path, sites: int, mebibytes: int, rounds: int = 2
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("crowd", __doc__)
-    hunt.parser.add_argument("--sites", type=int, default=64, help="how many push at once (default: 64)")
-    hunt.parser.add_argument("--mebibytes", type=int, default=32, help="of an update (default: 32)")
+    hunt.parser.add_argument("--sites", type=int, default=64, help="sites that push at once (default: 64)")
+    hunt.parser.add_argument("--mebibytes", type=int, default=32, help="size of an update (default: 32)")
     asked = hunt.asked(arguments)
     with tempfile.TemporaryDirectory(prefix="crowd-") as folder:
         found = measured(hunt, Path(folder), asked.sites, asked.mebibytes)

@@ -1,7 +1,7 @@
-"""``make cuts``: one push, and one pull, of which the connections are cut at random offsets.
+"""``make cuts``: cut the connections of one push and one pull at random offsets.
 
-Each completes, arrives as it was sent, and has put less than ``EXTRA_SHARE_MAX`` more on the wire than its bytes: what
-was on its way at a cut is lost, and nothing else is sent twice.  Counted where it passes, between the two.
+Each completes, arrives unchanged, and puts less than ``EXTRA_SHARE_MAX`` more than its bytes on the wire: only bytes in
+flight at a cut are sent twice.  A relay between the two ends counts them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE_S = 600.0
 
 
 class SpoolSession:
-    """A push into a real spool, from whose file the next attempt goes on."""
+    """A push into a real spool, whose file lets the next attempt resume."""
 
     def __init__(self, partial: PartialUpdate) -> None:
         self._partial = partial
@@ -54,7 +54,7 @@ class SpoolSession:
 
 
 class SpoolingSyncer(FakeSyncer):
-    """The fake of the wire's tests with a spool on disk."""
+    """The fake syncer of the wire's tests, with a spool on disk."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class SpoolingSyncer(FakeSyncer):
 
 
 def gaps(payload_bytes: int, cuts: int, dice: random.Random) -> list[int]:
-    """How many bytes pass between one cut and the next, where their places in the payload are drawn evenly."""
+    """Return the bytes between consecutive cuts, whose places in the payload are drawn uniformly."""
     places = sorted(dice.randrange(payload_bytes) for _ in range(cuts))
     return [after - before for before, after in zip([0, *places], places, strict=False)]
 
 
 def cut_through(relay: Relay, between: list[int], attempt: Callable[[], object]) -> tuple[object, int]:
-    """The answer of ``attempt``, which is made until it has one, and how often the connections were cut."""
+    """Repeat ``attempt`` until it has an answer; return that, and the number of cuts."""
     until_s, left, made = time.monotonic() + PATIENCE_S, list(between), 0
     while True:
         if left and not relay.waits_to_cut:
@@ -91,8 +91,8 @@ def cut_through(relay: Relay, between: list[int], attempt: Callable[[], object])
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("cuts", __doc__)
-    hunt.parser.add_argument("--cuts", type=int, default=50, help="of each transfer (default: 50)")
-    hunt.parser.add_argument("--mib", type=int, default=256, help="payload (default: 256)")
+    hunt.parser.add_argument("--cuts", type=int, default=50, help="cuts of each transfer (default: 50)")
+    hunt.parser.add_argument("--mib", type=int, default=256, help="payload in MiB (default: 256)")
     hunt.parser.add_argument("--channels", type=int, default=1, help="connections side by side (default: 1)")
     asked = hunt.asked(arguments)
     dice = random.Random(asked.seed)
@@ -119,11 +119,11 @@ def main(arguments: list[str] | None = None) -> int:
             extra = (carried - len(payload)) / len(payload)
             counts |= {f"{way}_cuts": made, f"{way}_extra_percent": round(100 * extra, 2)}
             if made < asked.cuts:
-                hunt.violated(f"{way}: it was cut {made} times only", **replay)
+                hunt.violated(f"{way}: it was cut only {made} times", **replay)
             if extra >= EXTRA_SHARE_MAX:
                 hunt.violated(f"{way}: {100 * extra:.1f} % more than its bytes went over the wire", **replay)
             if not arrived(way, answer, payload):
-                hunt.violated(f"{way}: what arrived is not what was sent", **replay)
+                hunt.violated(f"{way}: the data that arrived differs from the data that was sent", **replay)
         client.close()
         relay.close()
         server.stop(0.5)
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def arrived(way: str, answer: Any, payload: bytes) -> bool:
-    """Whether the other end has what was sent."""
+    """Return whether the other end has received the payload."""
     if way == "push":
         return bool(answer.outcome is Outcome.ACCEPTED)
     return bool(answer.parts[0] == payload)

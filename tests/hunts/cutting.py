@@ -1,4 +1,4 @@
-"""A small run, every operation of its disk written down, and what must be true of each state that a cut may leave."""
+"""Record every disk operation of a small run, and check each state that a power cut may leave of it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from tests.syncer.desk import CARD, Desk
 from tests.syncer.test_kept import RULES
 
 State = tuple[str, ...]
-"""The machine's memory and the digests of all values."""
+"""The machine's snapshot and the digests of all values."""
 GOES_ON_EVERY = 10
-"""In every so many states the syncer that was recovered goes on, and is recovered once more."""
+"""In one of this many states, the recovered syncer continues and is recovered once more."""
 
 
 @contextlib.contextmanager
 def quick_folder() -> Iterator[Path]:
-    """A folder in memory where there is one: thousands of states are laid out in it."""
+    """Return a temporary folder, in memory where possible: thousands of states are created in it."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="cuts-", dir=memory if memory.is_dir() else None) as folder:
         yield Path(folder)
@@ -73,7 +73,7 @@ def _digests(values: FragmentValues) -> tuple[str, ...]:
 
 
 class RecordedDesk(Desk):
-    """Tells the disk how much is acknowledged after each turn, and keeps the state that belongs to it."""
+    """Records in the disk's log what is acknowledged after each turn, and keeps the state of that moment."""
 
     def __init__(self, folder: Path, disk: RecordingDisk) -> None:
         super().__init__(folder, disk=disk)
@@ -91,7 +91,7 @@ class RecordedDesk(Desk):
 
 @dataclass(frozen=True)
 class Recording:
-    """``check`` says in words what is wrong with a folder that a cut left, given the level that was told."""
+    """``check`` says what is wrong with a folder that a cut left, given the acknowledged level; "" if nothing is."""
 
     log: Sequence[Operation]
     folders: set[int]
@@ -100,11 +100,10 @@ class Recording:
     def examined(
         self, folder: Path, dice: Random, drawn: int = 0, first: int = 0, every: int = 1
     ) -> Iterator[tuple[Cut, str]]:
-        """Every state behind every prefix of the operations, from ``first`` on, with what is wrong with it.
+        """Yield every state after every prefix of the operations, from ``first`` on, with what is wrong with it.
 
-        ``every`` is how many operations the next prefix is longer.
-
-        A state that several prefixes leave is looked at once for each level that was told.
+        Each prefix has ``every`` operations more than the one before.  A state that several prefixes leave is checked
+        once for each acknowledged level.
         """
         seen: set[tuple[int, frozenset[tuple[str, bytes | None]]]] = set()
         for at in range(first, len(self.log) + 1, every):
@@ -121,14 +120,14 @@ class Recording:
                 yield cut, self.check(folder, told)
 
     def forgetting(self, step: Step, since: int = 0) -> tuple[Recording, int]:
-        """What a program would have done that forgets the syncs of ``step`` from ``since`` on, and its first one."""
+        """Return the recording of a program that forgets the syncs of ``step`` from ``since`` on, and the first one."""
         before, log = list(self.log[:since]), self.log[since:]
         first = next(n for n, each in enumerate(log) if isinstance(each, Synced) and each.step is step)
         return Recording(before + without_syncs(log, step), self.folders, self.check), since + first
 
 
 def record_syncer(root: Path, rounds: int) -> Recording:
-    """Pushes of two sites, merges, versions, a snapshot each round, and what goes with the oldest of them."""
+    """Record pushes of two sites, merges, versions, a snapshot each round, and the pruning of the oldest."""
     disk = RecordingDisk(root)
     desk = RecordedDesk(root / "syncer", disk)
     desk.begin()
@@ -141,7 +140,7 @@ def record_syncer(root: Path, rounds: int) -> Recording:
             while fragment in desk.under_way:
                 desk.finish(fragment)
         desk.snapshot()
-    desk.snapshot()  # With the one of the beginning there are three now: one goes.
+    desk.snapshot()  # With the one of the start there are three now: the oldest is pruned.
     desk.close()
     levels = {state: level for level, state in enumerate(desk.states)}
     number = itertools.count()
@@ -160,9 +159,9 @@ def _wrong_syncer(folder: Path, told: int, levels: dict[State, int], *, goes_on:
     try:
         level = levels.get(state_of(desk))
         if level is None:
-            return "it goes on with a state that never was"
+            return "it recovered a state that never existed"
         if level < told:
-            return f"{told} records were acknowledged, and {level} are left"
+            return f"{told} records were acknowledged, but {level} are left"
         for reference, whole in payloads_in(desk.machine.snapshot()).items():
             stored(desk.store.spool, reference, whole)
         if not goes_on:
@@ -176,11 +175,11 @@ def _wrong_syncer(folder: Path, told: int, levels: dict[State, int], *, goes_on:
         desk.close()
     again = Desk(folder, disk=QuietDisk())
     again.close()
-    return "" if state_of(again) == left else "after one more snapshot it is another state"
+    return "" if state_of(again) == left else "after one more snapshot it recovers another state"
 
 
 def record_site(root: Path) -> Recording:
-    """Sealed updates put and dropped, and checkpoints of which the oldest goes."""
+    """Record sealed updates put into the outbox and dropped, and checkpoints of which the oldest is pruned."""
     disk = RecordingDisk(root)
     outbox = Outbox(root / "site" / "outbox", disk)
     put: list[tuple[int, PushHeader, int]] = []
@@ -206,15 +205,15 @@ def _wrong_site(folder: Path, told: int, put: list[tuple[int, PushHeader, int]])
     if isinstance(kept, str):
         return kept
     if kept < told // 2:
-        return f"checkpoint {told // 2} was whole, and {kept} is the newest now"
+        return f"checkpoint {told // 2} was complete, but {kept} is the newest now"
     digests = Outbox(folder / "outbox", QuietDisk()).digests()
     for level, header, number in put:
         found = digests.get((0, number))
         if found not in (None, header.digest):
-            return f"update {number} has another content than was put there"
-        # One that a later checkpoint does not list any more may be dropped.
+            return f"update {number} has other content than was put there"
+        # An update that a later checkpoint no longer lists may be dropped.
         if found is None and level <= told < level + 3:
-            return f"update {number} was durable and is gone"
+            return f"update {number} was durable, and is lost"
     return ""
 
 
@@ -237,7 +236,7 @@ VERSIONS = [4, 4]
 
 
 def a_run(folder: Path, disk: QuietDisk) -> Desk:
-    """Some versions of either fragment, and a snapshot between them."""
+    """Make some versions of both fragments, and a snapshot between them."""
     desk = Desk(folder, disk=disk)
     desk.begin()
     for site in "ab":
@@ -255,7 +254,7 @@ def a_run(folder: Path, disk: QuietDisk) -> Desk:
 
 
 def record_in_place(root: Path) -> tuple[Recording, int]:
-    """A run that takes itself up from an image; where the restore begins."""
+    """Record a run that is restored in place from an image; return also the operation at which the restore begins."""
     disk = RecordingDisk(root)
     desk = a_run(root / "syncer", disk)
     began = len(disk.log)
@@ -274,7 +273,7 @@ def record_in_place(root: Path) -> tuple[Recording, int]:
 
 
 class MortalDisk(RecordingDisk):
-    """Ends a restore for once, in the middle of moving what it has made into its place."""
+    """Interrupts a restore once, while it moves its files into place."""
 
     def __init__(self, root: Path, passage: int) -> None:
         super().__init__(root)
@@ -288,12 +287,12 @@ class MortalDisk(RecordingDisk):
 
 
 def record_second(root: Path) -> tuple[Recording, int]:
-    """A backup that is restored where a restore was cut short; where the second one begins."""
+    """Record a backup's restore after an interrupted restore; return also where the second one begins."""
     return record_backup(root, passage=5)
 
 
 def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
-    """A backup that is restored into an empty folder; after a death at that ``passage``, if it is one."""
+    """Record a backup's restore into an empty folder, after one interrupted at ``passage`` unless that is 0."""
     a_run(root / "lost", QuietDisk())
     vault, here = Vault(str(root / "vault")), root / "here"
     back_up(root / "lost", vault)
@@ -317,7 +316,7 @@ def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
         if not isinstance(found, str):
             return wrong(found, told)
         if told > 0:
-            return f"it was restored, and is not there: {found}"
+            return f"it was restored, but does not start: {found}"
         if found != "it is empty" and "restore it again" not in found:
             return f"no start: {found}"
         if number % GOES_ON_EVERY:
@@ -333,13 +332,13 @@ def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
 
 
 def restored(folder: Path, vault: Vault, disk: QuietDisk) -> None:
-    """What ``diloco restore`` does with a backup."""
+    """Restore a backup as ``diloco restore`` does."""
     fetch = lambda to: vault.fetch(RUN, vault.names(RUN)[-1], to, disk)  # noqa: E731
     restore_backup(folder, CARD, RULES, fetch, "a test", Known(CLOCK_S), disk)
 
 
 def stands(folder: Path) -> tuple[int, list[int]] | str:
-    """The lineage and the versions that a syncer goes on with, all of the past replayed; why it does not."""
+    """Return the lineage and versions that a syncer recovers, all of its past replayed; or why it does not start."""
     try:
         desk = Desk(folder, disk=QuietDisk())
     except StoreError as error:
@@ -356,10 +355,10 @@ def stands(folder: Path) -> tuple[int, list[int]] | str:
 
 
 def wrong(found: tuple[int, list[int]], told: int) -> str:
-    """What is wrong with a run that stands like that: it is the one before, or the restored one."""
+    """Return what is wrong with a run in this state: only that before the restore and the restored one are right."""
     if found == (CLOCK_S, [version + 1 for version in VERSIONS]):
         return ""
-    return "" if found == (1, VERSIONS) and told < 1 else f"it goes on with {found}"
+    return "" if found == (1, VERSIONS) and told < 1 else f"it recovered {found}"
 
 
 # --- The wall clock of a process, read from a file that the hunt rewrites while the process lives --------------------
@@ -370,7 +369,7 @@ KINDS = (*OFFSETS, "1960", "1970", "frozen")
 
 
 def tell(clock: Path, kind: str) -> int:
-    """Have the process of this file see the time so; that time, in seconds since 1970."""
+    """Set the wall clock of the process that reads ``clock``; return its time in seconds since 1970."""
     now_s = time.time_ns() // 1_000_000_000
     if kind == "second twice":
         _write(clock, "+ 1")
@@ -393,10 +392,10 @@ def _write(clock: Path, text: str) -> None:
 
 
 def follow(clock: Path) -> None:
-    """From now on all that the product's own code asks for wall time in this process is told what ``clock`` says.
+    """From now on, give the product's own code in this process the wall time of ``clock``.
 
-    Libraries go on with the machine's clock (gRPC makes of its deadlines instants of wall time, which its core in C
-    compares with that), and so do the dates of files, which another machine may have written.
+    Libraries keep the machine's clock (gRPC turns deadlines into wall times, which its C core compares with that
+    clock), and so do the dates of files, which another machine may have written.
     """
 
     def now_ns() -> int:

@@ -1,14 +1,14 @@
 """``make disaster``: the demo's syncer loses its data folder in the middle of the run, and a user restores it.
 
-``diloco up`` with its own configuration (model, text, three sites of different speed, emulated WAN links) and no other
-fault.  Once for each way to restore:
+Runs ``diloco up`` with its own configuration (model, text, three sites of different speed, emulated WAN links) and no
+other fault, once for each way to restore:
 
     backup   the syncer is killed (SIGKILL) and its folder removed; restored from the newest backup
-    site     the folder is removed under the living syncer, which has to notice; restored from what a warm site holds
+    site     the folder is removed under the running syncer, which must notice; restored from a warm site's checkpoint
 
-The user reads what ``diloco up`` says, and types the very command that it names.  Nothing else is touched.  The clock
-runs from the loss until every site has merged in the new lineage, the user's reading and the processes' starts
-included.  Then the run is drained, the books are compared, and the restored run is replayed.
+The user types exactly the command that ``diloco up`` prints, and changes nothing else.  The measured time runs from the
+loss until every site has merged in the new lineage, the user's reading and the processes' starts included.  Then the
+run is drained, the token counts are compared, and the restored run is replayed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ TOLD = "type:  diloco "
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("disaster", __doc__)
     hunt.parser.add_argument("--ways", default=",".join(WAYS), help=f"which ({', '.join(WAYS)}; default: all)")
-    hunt.parser.add_argument("--versions", type=int, default=10, help="published before the loss (default: 10)")
-    hunt.parser.add_argument("--settings", default="", help="more of diloco up, for another run than the demo")
+    hunt.parser.add_argument(
+        "--versions", type=int, default=10, help="versions published before the loss (default: 10)"
+    )
+    hunt.parser.add_argument("--settings", default="", help="more settings of diloco up, for another run than the demo")
     asked = hunt.asked(arguments)
     counts: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="disaster-") as root:
@@ -70,7 +72,7 @@ class Disaster:
         self.up = place.start("up", "up", *SETTINGS, *backups, *settings)
 
     def happen(self, versions: int) -> dict[str, object]:
-        self.wait_for(lambda: self.ready_to_lose(versions), "the run to get going", START_S)
+        self.wait_for(lambda: self.ready_to_lose(versions), "the run to make progress", START_S)
         before = self.published()
         lost_s = self.lose()
         self.wait_for(lambda: TOLD in self.up.text(), "diloco up to say what to type", BOUND_S)
@@ -100,12 +102,12 @@ class Disaster:
         }
 
     def lose(self) -> float:
-        """The instant at which the folder was gone."""
+        """Remove the syncer's folder; return the time of the loss."""
         if self.way == "backup":
             started = [event for event in self.processes("started") if event["name"] == "syncer"]
             os.kill(int(str(started[-1]["pid"])), signal.SIGKILL)
         shutil.rmtree(self.place.folder / RUN / "syncer", ignore_errors=True)
-        # A living syncer may have made a file while its folder was being removed.
+        # A running syncer may have made a file while its folder was being removed.
         shutil.rmtree(self.place.folder / RUN / "syncer", ignore_errors=True)
         assert not (self.place.folder / RUN / "syncer").exists(), "the folder is still there"
         return time.time()
@@ -113,7 +115,7 @@ class Disaster:
     # --- what is seen --------------------------------------------------------------------------------------------
 
     def wait_for(self, condition: Callable[[], object], what: str, bound_s: float) -> None:
-        """As ``processes.wait_for``; a run that ends meanwhile is waited for no longer."""
+        """Wait as ``processes.wait_for`` does, but stop if the run ends."""
         process = self.up.process
         wait_for(lambda: condition() or process.poll() is not None, what, lambda: self.up.text()[-2000:], bound_s)
         assert condition(), f"the run ended before {what}: {self.up.text()[-2000:]}"
@@ -125,7 +127,7 @@ class Disaster:
         return [event for event in self.place.seen("lost", "up", "process") if event["state"] == state]
 
     def ready_to_lose(self, versions: int) -> bool:
-        """Whether there are so many versions, every site has merged, and there is what the way needs."""
+        """Return whether ``versions`` exist, every site has merged, and there is something to restore from."""
         events = self.published()
         if not events or int(str(events[-1]["version"])) < versions or self.all_merged_s(1) is None:
             return False
@@ -134,7 +136,7 @@ class Disaster:
         return any((self.place.folder / RUN / "sites/site-a/checkpoints").glob("*/manifest.json"))
 
     def all_merged_s(self, lineage: int) -> float | None:
-        """When the last of the sites had an update of its own in a version of ``lineage``; None before."""
+        """Return when the last of the sites had its first update merged in ``lineage``; None before that."""
         merged = set[str]()
         for event in self.published():
             if event["lineage"] == lineage:
@@ -146,9 +148,11 @@ class Disaster:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def drained(self) -> dict[str, dict[str, int]]:
-        """Let the run end in order; every site's ledger, each balanced and as the syncer has it."""
+        """Drain the run; return every site's ledger, after a check that it balances and agrees with the syncer's."""
         started = [str(event["name"]) for event in self.processes("started")]
-        assert sorted(started) == sorted([*SITES, "eval", "syncer", "syncer"]), f"not only the syncer: {started}"
+        assert sorted(started) == sorted([*SITES, "eval", "syncer", "syncer"]), (
+            f"other processes than the syncer were restarted: {started}"
+        )
         ledgers = end_in_order(self.place, self.up)
         merged = held_at_the_end(self.place)
         for site, ledger in ledgers.items():
@@ -161,7 +165,7 @@ class Disaster:
 
 
 def end_in_order(place: Place, up: Verb) -> dict[str, dict[str, int]]:
-    """What every site said when the run was drained."""
+    """Drain the run; return each site's final ledger."""
     up.signal(signal.SIGINT)
     code = up.end(START_S)
     assert code == 75, f"diloco up ended with {code}: {up.text()[-2000:]}"
@@ -171,7 +175,7 @@ def end_in_order(place: Place, up: Verb) -> dict[str, dict[str, int]]:
 
 
 def held_at_the_end(place: Place) -> dict[str, int]:
-    """What the syncer's own folder says is merged of each site."""
+    """Return each site's merged tokens by the syncer's own folder."""
     state = Kept(place.folder / RUN / "syncer").points()[-1].state
     return {
         name: sum(line.tokens_merged for line in site.lines) // len(site.lines) for name, site in state.sites.items()

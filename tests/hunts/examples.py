@@ -1,8 +1,8 @@
-"""``make examples``: each file of ``examples/`` runs and reaches the loss that it should.
+"""``make examples``: run each file of ``examples/``, and check that it reaches the expected loss.
 
-Each example is two sites in processes of their own, with a syncer as its first lines start one, but in lock-step.
-Hugging Face's Trainer begins with a Llama, which our trainer trains beside it on the same text; the loop on several
-ranks begins with the plain loop's model.  Then the final versions are evaluated on the validation text.
+Each example runs as two sites in their own processes, with the syncer of its first lines, but in lock-step.  Hugging
+Face's Trainer starts from a Llama, which our trainer also trains on the same text; the loop on several ranks starts
+from the plain loop's model.  Then the final versions are evaluated on the validation text.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ INNER += ["inner.warmup_steps=0", "inner.precision=fp32", "inner.checkpoint_ever
 CACHE = "runs/.data"
 EXAMPLES = ("plain_loop", "fsdp_loop", "hf_trainer")
 ELSEWHERE = ("torchtitan_site",)
-"""What has an environment of its own: tests/integrations/test_torchtitan.py runs it."""
+"""Examples that need their own environment: tests/integrations/test_torchtitan.py runs this one."""
 OURS = "trainer"
 LIKE = {"hf_trainer": OURS, "fsdp_loop": "plain_loop"}
-"""What trains the same model on the same text."""
+"""For an example, the one that trains the same model on the same text."""
 BOUND_S = 300.0
 LEARNT = 0.7
-"""Of version 0's loss: at most this much is left."""
+"""The largest final loss, as a share of version 0's."""
 EXAMPLE = str(ROOT / "examples/{}.py")
 SHARE_MAX = 0.02
-"""By which the losses of two that train the same may differ."""
+"""The largest relative difference of losses between two that train the same model."""
 VALIDATION_SEQUENCES = 256
 
 
 def version0(place: Place) -> dict[str, Path]:
-    """Version 0 of a Llama as ``transformers`` writes it, and of the plain loop's model, by the example's name."""
+    """Make version 0 of a Llama as ``transformers`` writes it, and of the plain loop's model; return their files."""
     for example, file in (("hf_trainer", "v0"), ("plain_loop", "v0.safetensors")):
         made = Verb(place.folder, f"init-{example}", ["init", file], script=EXAMPLE.format(example))
         place.verbs.append(made)
@@ -56,7 +56,7 @@ def version0(place: Place) -> dict[str, Path]:
 
 
 def run_of(place: Place, example: str, tokens: int) -> float:
-    """The validation loss of what two sites of ``example``, or of our trainer, make of version 0."""
+    """Train version 0 with two sites of ``example``, or of our trainer; return the validation loss."""
     own = ["model.kind=file", "run.init_from=v0.safetensors"]
     if example == "hf_trainer":
         own = ["model.kind=file", "run.init_from=v0/model.safetensors"]
@@ -91,7 +91,7 @@ def _site(place: Place, example: str, shared: list[str], address: str, index: in
 
 
 def loss_of(place: Place, final: Path) -> float:
-    """Of the published values in ``final``, nats per token of the validation text."""
+    """Return the validation loss of the published values in ``final``, in nats per token."""
     values = load_file(final)
     plain: type[nn.Module] = import_module("examples.plain_loop").Model
     model = plain() if "places.weight" in values else Transformer(MODEL)
@@ -105,7 +105,7 @@ def loss_of(place: Place, final: Path) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("examples", __doc__)
-    hunt.parser.add_argument("--tokens", type=int, default=400_000, help="of each run (default: 400000)")
+    hunt.parser.add_argument("--tokens", type=int, default=400_000, help="tokens of each run (default: 400000)")
     hunt.parser.add_argument("--only", choices=EXAMPLES, nargs="+", default=list(EXAMPLES))
     asked = hunt.asked(arguments)
     losses: dict[str, float] = {}

@@ -1,16 +1,14 @@
-"""``make failover N=10``: kill -9 the syncer, again and again in one run, and let its standby take its place each time.
+"""``make failover N=10``: kill -9 the syncer, again and again in one run; its standby takes over each time.
 
-Real processes over real gRPC, with ``replication=sync``.  The syncer dies at a drawn passage of a durable step, every
-second time in the middle of a merge; with ``--at merge`` each time.  In one run the standby is promoted by the
-operator's verb; in the next one nobody says anything, and as the heir it takes the lease (a file) that the dead one
-lets run out.  The sites, which know both addresses, find it by themselves; and a new standby with an empty folder
-begins to follow it at the address that has become free, every second one only after it was killed in the middle of its
-first copy.
+Real processes over real gRPC, with ``replication=sync``.  The syncer is killed at a random passage of a durable step:
+every second time in the middle of a merge, or each time with ``--at merge``.  In one run the operator's verb promotes
+the standby; in the next no operator acts, and as the heir it takes the lease (a file), which expires after the kill.
+The sites know both addresses and find the new syncer themselves.  A new standby with an empty folder then follows it at
+the free address; every second one is first killed in the middle of its first copy.
 
-A new version must be out within ``WITHIN_S`` of the verb, or within ``WITHIN_LEASES`` times the lease of the kill, and
-the sites' training must not have stood still for it.  When the run has ended its books are audited, over all journals
-that there ever were: nothing acknowledged is lost or doubled, no version has two contents, epochs and versions only
-rise.
+A new version must be published within ``WITHIN_S`` after the verb, or within ``WITHIN_LEASES`` leases after the kill,
+and the sites' training must not have stopped for it.  After the run an audit reads all journals of its syncers: nothing
+acknowledged is lost or doubled, no version has two contents, and epochs and versions only rise.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ BOUND_S = 90.0
 SITES = ("a", "b")
 STEP_S = 0.08
 WITHIN_S = 2.0
-"""From the verb to a new version."""
+"""The longest time from the verb to a new version."""
 WITHIN_LEASES = 3.0
-"""From the kill to a new version, where nobody says a word, in times of the lease."""
+"""The longest time from the kill to a new version without an operator, in leases."""
 LEASE_TTL_S = 2.0
 BY = ("verb", "lease")
 STALL_SHARE_MAX = 0.02
 PATIENCE_S = 15.0
-"""A step that is not passed by then is not waited for: SIGKILL from outside."""
+"""If a step does not occur for this long, SIGKILL comes from outside instead."""
 KILLED_COPYING = 0.5
-"""Of the standbys."""
+"""The share of standbys that are killed during their first copy."""
 PASSAGES_COPYING = 24
 """Fewer than a whole copy has."""
 STEPS = (
@@ -70,7 +68,7 @@ STEPS = (
 
 @dataclass
 class Took:
-    """What a failover cost, in seconds from the verb, or by the lease from the kill."""
+    """The times of a failover, in seconds after the verb or, by the lease, after the kill."""
 
     serving_s: float
     joined_s: float
@@ -79,7 +77,7 @@ class Took:
 
 @dataclass
 class Failovers:
-    """One run, from its first process to its audit."""
+    """One run from its first process to its audit."""
 
     folder: Path
     seed: int
@@ -130,7 +128,7 @@ class Failovers:
         return f"127.0.0.1:{self.ports[number % 2]}"
 
     def _node(self, alive: ExitStack) -> None:
-        """The next process: the first leads, each later one follows the one before."""
+        """Start the next process: the first one leads, and each later one follows the one before."""
         number = len(self.nodes)
         mine: dict[str, object] = {"data": f"node-{number}", "port": self.ports[number % 2], "late": True}
         if number:
@@ -146,7 +144,7 @@ class Failovers:
         self._said(process, "standing" if number else "listening")
 
     def _dies_copying(self, mine: dict[str, object]) -> None:
-        """A standby that is killed in the middle of its first copy; the same command then goes on in its folder."""
+        """Kill a standby in the middle of its first copy; the same command later resumes in its folder."""
         death = (str(Step.STANDBY_FILE), self.dice.randint(1, PASSAGES_COPYING))
         with Process("standby", self.toy, death, **mine) as standby:
             assert standby.wait(BOUND_S) == -signal.SIGKILL, f"it ended with {standby.wait(0)}: {standby.errors}"
@@ -157,16 +155,16 @@ class Failovers:
         return Process("site", self.toy, site=site, address=both, step_s=STEP_S * (1.0 if site == "a" else 1.6))
 
     def _said(self, process: Process, what: str, count: int = 1) -> None:
-        """``process`` has said so; or it has ended, and its error says more."""
+        """Wait until ``process`` has logged ``what``; fail with its error if it ends before."""
         until = time.monotonic() + BOUND_S
         while len(process.log.of(what)) < count:
             assert process.wait(0.005) is None, f"it ended before {what}: {process.errors}"
             assert time.monotonic() < until, f"no {what} in {BOUND_S} s: {process.log.events[-5:]}"
 
     def _fail_over(self, number: int, sites: dict[str, Process], alive: ExitStack) -> None:
-        """Kill who leads, have who follows take its place, and have another follow that one."""
+        """Kill the leader, let its follower take over, and start a new follower."""
         leads, follows = self.nodes[number], self.nodes[number + 1]
-        if self.by == "lease":  # What it was told before it was the heir is waited for by nobody.
+        if self.by == "lease":  # Until the standby is the heir, the syncer does not wait for it.
             heir = f"names node-{number + 1}-"
             leads.log.wait_for("note", 1, BOUND_S, where=lambda note: heir in str(note.get("why")))
         leads.send(signal.SIGUSR2)
@@ -215,7 +213,7 @@ class Failovers:
 
 @dataclass
 class Tally:
-    """What the failovers of one kind cost, over all their runs."""
+    """The times of all failovers of one kind."""
 
     runs: int = 0
     took: list[Took] = field(default_factory=list)
@@ -223,14 +221,14 @@ class Tally:
     longest_s: float = 0.0
 
     def add(self, run: Failovers) -> None:
-        """One run more."""
+        """Add a run."""
         self.runs += 1
         self.took += run.took
         self.stalls += run.stalls
         self.longest_s = max(self.longest_s, run.longest_s)
 
     def told(self, by: str) -> dict[str, object]:
-        """For the last line: the verb's in seconds, the lease's in times of the lease."""
+        """Return the counts for the last line: the verb's times in seconds, the lease's in leases."""
         unit, one = ("_leases", LEASE_TTL_S) if by == "lease" else ("_s", 1.0)
         counts = {"failovers": len(self.took), "runs": self.runs}
         names = ("serving", "joined", "published")
@@ -241,15 +239,15 @@ class Tally:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("failover", __doc__)
-    hunt.parser.add_argument("--n", type=int, default=10, help="kill so many syncers (default: 10)")
+    hunt.parser.add_argument("--n", type=int, default=10, help="syncers to kill (default: 10)")
     hunt.parser.add_argument("--by", choices=[*BY, "both"], default="both", help="run by run (default: both)")
     hunt.parser.add_argument("--at", choices=["any", "merge"], default="any", help="where to kill (default: any)")
-    hunt.parser.add_argument("--each", type=int, default=5, help="so many of them in one run (default: 5)")
-    hunt.parser.add_argument("--within-s", type=float, default=WITHIN_S, help=f"of the verb (default: {WITHIN_S:g})")
+    hunt.parser.add_argument("--each", type=int, default=5, help="kills in one run (default: 5)")
+    hunt.parser.add_argument("--within-s", type=float, default=WITHIN_S, help=f"after the verb (default: {WITHIN_S:g})")
     hunt.parser.add_argument(
-        "--within-leases", type=float, default=WITHIN_LEASES, help=f"of the kill (default: {WITHIN_LEASES:g})"
+        "--within-leases", type=float, default=WITHIN_LEASES, help=f"after the kill (default: {WITHIN_LEASES:g})"
     )
-    hunt.parser.add_argument("--stall-share", type=float, default=STALL_SHARE_MAX, help="largest (default: 0.02)")
+    hunt.parser.add_argument("--stall-share", type=float, default=STALL_SHARE_MAX, help="largest share (default: 0.02)")
     asked = hunt.asked(arguments)
     kinds = BY if asked.by == "both" else (asked.by,)
     bounds_s = {"verb": asked.within_s, "lease": asked.within_leases * LEASE_TTL_S}
@@ -284,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """The middle, the 95th of a hundred, the largest."""
+    """Return the median, the 95th percentile and the largest value."""
     ordered = sorted(values) or [0.0]
     at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
     return {name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) for name, share in at.items()}

@@ -1,9 +1,8 @@
-"""``make flips FLIPS=2000``: in a syncer's data folder a random bit is flipped, or a file is cut off or missing.
+"""``make flips FLIPS=2000``: flip a random bit in a syncer's data folder, or truncate or remove a file.
 
-``diloco journal verify`` or a start must name the file, or the bytes are ones that nothing acknowledged rests on: then
-the state that is recovered is the same to the bit.  A start after any flip ends in words or with that very state, and
-with every payload whole that is still to be merged: one case in four damages such a payload, and there a start is
-always tried.
+``diloco journal verify`` or a start must name the file, unless no acknowledged data depends on the damaged bytes: then
+the recovered state is the same to the bit.  A start after any damage is refused with a message, or recovers that same
+state with every pending payload intact.  One case in four damages such a payload, and then a start is always tried.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from tests.syncer.building import stored, update
 from tests.syncer.desk import Desk
 
 START_EVERY = 10
-"""In every so many cases that were found by looking, a process is started as well."""
+"""In one of this many cases that ``verify`` found, a start is tried as well."""
 WAITING_SHARE = 0.25
 
 
 def damage(path: Path, dice: random.Random) -> str:
-    """Flip a bit, or cut the file off, or remove it; what was done."""
+    """Flip a bit of the file, or truncate or remove it; return what was done."""
     data = path.read_bytes()
     kind = dice.random()
     if kind < 0.02:
@@ -45,7 +44,7 @@ def damage(path: Path, dice: random.Random) -> str:
 
 
 def looked_at(folder: Path) -> str:
-    """What looking finds; nothing if all is whole."""
+    """Return the error that ``verify`` finds; "" if there is none."""
     try:
         verify(folder)
     except (JournalError, SnapshotError, SpoolError) as error:
@@ -54,7 +53,7 @@ def looked_at(folder: Path) -> str:
 
 
 def started(folder: Path, copy: Path, wanted: State) -> tuple[str, bool]:
-    """What a start on a copy says, and whether it goes on with the state that was acknowledged."""
+    """Start on a copy; return what it says, and whether it refuses or recovers the acknowledged state."""
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)
     try:
@@ -67,7 +66,7 @@ def started(folder: Path, copy: Path, wanted: State) -> tuple[str, bool]:
 
 
 def unmergeable(desk: Desk) -> str:
-    """What an outer step would find that is still to come; nothing if it can be computed."""
+    """Return the error that a pending outer step would meet; "" if it can be computed."""
     try:
         for reference, whole in payloads_in(desk.machine.snapshot()).items():
             stored(desk.store.spool, reference, whole)
@@ -77,7 +76,7 @@ def unmergeable(desk: Desk) -> str:
 
 
 def let_wait(folder: Path) -> list[str]:
-    """Have updates acknowledged in ``folder`` and not merged, some behind an outer step that is under way."""
+    """Push updates that are acknowledged but not merged, some of them waiting for a running outer step."""
     desk = Desk(folder, disk=QuietDisk())
     desk.begin()
     version = desk.machine.state.fragments[0].version
@@ -91,7 +90,7 @@ def let_wait(folder: Path) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("flips", __doc__)
-    hunt.parser.add_argument("--flips", type=int, default=2000, help="so many cases (default: 2000)")
+    hunt.parser.add_argument("--flips", type=int, default=2000, help="cases (default: 2000)")
     asked = hunt.asked(arguments)
     dice, found = random.Random(f"flips/{asked.seed}"), Counter[str]()
     with quick_folder() as place:
@@ -100,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         waiting = let_wait(folder)
         started(folder, copy, ())
         shutil.rmtree(folder)
-        shutil.copytree(copy, folder)  # As a start leaves it: nothing is there that nobody needs.
+        shutil.copytree(copy, folder)  # A start has removed all files that are not needed.
         desk = Desk(copy, disk=QuietDisk())
         desk.close()
         wanted = state_of(desk)
@@ -118,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
                 told, same = started(folder, copy, wanted)
                 named = named or path.name in told
                 if not same:
-                    hunt.violated(f"{name}, {what}: goes on with another state", seed=asked.seed, flips=asked.flips)
+                    hunt.violated(f"{name}, {what}: a start recovers another state", seed=asked.seed, flips=asked.flips)
             found["named" if named else "harmless"] += 1
             found["still to be merged"] += name in waiting
             if not named:

@@ -1,8 +1,8 @@
 """``make flood``: one site floods a syncer at full speed; how much longer are another site's rounds?
 
-A real syncer, one honest site and the flooding site, each in a process of its own, in one run: quiet and flooded spells
-take turns, so that whatever else this machine does falls on both.  The honest site waits for each version
-(``lock_step``), so that all that the syncer does later is in its round.
+A real syncer, an honest site and the flooding site run in their own processes, in one run.  Quiet and flooded periods
+alternate, so that other load on this machine affects both.  The honest site waits for each version (``lock_step``), so
+that any delay at the syncer is part of its round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTLE_S = 1.0
 
 
 def honest(toy: Toy, address: str, step_s: float, told: Connection, over: Any) -> None:
-    """The honest site's process: the instant of each boundary between two rounds, until ``over``."""
+    """Run the honest site's process, which sends the time of each boundary between rounds, until ``over``."""
     site = ToySite(toy, "honest", address, lambda what, fields: None)
 
     def after(trained: int) -> None:
@@ -96,7 +96,7 @@ class Run:
         self.site.join(BOUND_S)
 
     def spell(self, seconds: float, order: Order | None) -> tuple[list[float], float, dict[str, int]]:
-        """The rounds that began and ended in it, the share of one core that the syncer took, and the flood's counts."""
+        """Run one period; return its complete rounds, the syncer's share of one core, and the flood's counts."""
         began_s = time.monotonic()
         if order is not None:
             order.until_s = began_s + seconds
@@ -119,7 +119,7 @@ class Run:
 
 
 def cpu_of(pid: int) -> float:
-    """Seconds of processor that a process has used."""
+    """Return the CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -163,14 +163,19 @@ def after_rise(row: dict[str, object]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("flood", __doc__)
     add = hunt.parser.add_argument
-    add("--seconds", type=float, default=10.0, help="length of a spell (default: 10)")
-    add("--turns", type=int, default=2, help="quiet and flooded spells of each measurement (default: 2)")
+    add("--seconds", type=float, default=10.0, help="length of a period (default: 10)")
+    add("--turns", type=int, default=2, help="quiet and flooded periods of each measurement (default: 2)")
     add("--kinds", default="all", help=f"all (at once), each (one after the other) or some of {', '.join(KINDS)}")
     add("--threads", type=int, default=2, help="flooding threads of each kind (default: 2)")
-    add("--connections", type=int, default=4, help="connections they share (default: 4)")
+    add("--connections", type=int, default=4, help="connections that they share (default: 4)")
     add("--step-s", type=float, default=0.03, help="an inner step of the honest site; ten make a round (default: 0.03)")
-    add("--megabytes", type=float, default=1.0, help="of an update (default: 1)")
-    add("--calls-per-s", type=float, default=100.0, help="what the syncer allows each (default: 100, as by default)")
+    add("--megabytes", type=float, default=1.0, help="size of an update (default: 1)")
+    add(
+        "--calls-per-s",
+        type=float,
+        default=100.0,
+        help="the syncer's limit for each site (default: 100, its own default)",
+    )
     add("--grants", choices=["limited", "none"], default="limited", help="limited: 2 pushes and 4 MB a second")
     asked = hunt.asked(arguments)
     wanted = {"all": [KINDS], "each": [(kind,) for kind in KINDS]}.get(asked.kinds, [tuple(asked.kinds.split(","))])

@@ -1,7 +1,7 @@
-"""One site that does all it can to keep a syncer busy: the abuse of ``flood``, in a process of its own.
+"""A site that does all it can to keep a syncer busy: the abuse of ``flood``, in its own process.
 
-It has a good token and speaks only for itself.  Nothing of the product's own client is used, which would wait when it
-is told to: each thread asks again as soon as it has an answer.
+It has a valid token and calls only for its own site.  It does not use the product's client, which would back off when
+told to: each thread calls again as soon as it has an answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from diloco.wire.convert import (
 from diloco.wire.messages import Chunk, JoinAsk, PullAsk, PushCommit, PushHeader, PushResult, ReportInfo, WatchAsk
 from tests.loopback.toy import RUN, Toy
 
-# --- As much of HTTP/2 as it takes to be rude ------------------------------------------------------------------------
+# --- Just enough HTTP/2 for the abuse --------------------------------------------------------------------------------
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
@@ -50,7 +50,7 @@ def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
 
 
 def headers(path: str, token: str = "") -> bytes:
-    """A header block for a gRPC call, every field a literal that is never indexed."""
+    """Return a header block for a gRPC call, with every field a literal that is never indexed."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
     fields += [("content-type", "application/grpc"), ("te", "trailers")]
     fields += [("authorization", f"Bearer {token}")] if token else []
@@ -58,14 +58,14 @@ def headers(path: str, token: str = "") -> bytes:
 
 
 def text(words: str) -> bytes:
-    """As a header has it: not compressed, with its length."""
+    """Return a string as HPACK writes it: its length, then the bytes, without compression."""
     raw = words.encode()
     assert len(raw) < 127, "one byte of length is enough here"
     return bytes([len(raw)]) + raw
 
 
 def message(raw: bytes) -> bytes:
-    """As gRPC frames it: not compressed, with its length."""
+    """Return ``raw`` in gRPC's framing, without compression."""
     return b"\x00" + struct.pack(">I", len(raw)) + raw
 
 
@@ -75,7 +75,7 @@ def dial(address: str, timeout_s: float = 30.0) -> socket.socket:
 
 
 def hello(address: str, settings: bytes = b"") -> socket.socket:
-    """A connection that has introduced itself."""
+    """Return a connection that has sent the HTTP/2 preface and settings."""
     connection = dial(address)
     connection.sendall(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(SETTINGS, ACK, 0, b""))
     return connection
@@ -86,7 +86,7 @@ TAKES_NOTHING = struct.pack(">HI", 4, 0)
 
 
 def is_over(connection: socket.socket) -> bool:
-    """Whether the other end has hung up; what it has said meanwhile is thrown away."""
+    """Return whether the other end has closed the connection; discard what it has sent."""
     connection.setblocking(False)
     try:
         with suppress(BlockingIOError):
@@ -99,7 +99,7 @@ def is_over(connection: socket.socket) -> bool:
 
 
 def heard(connection: socket.socket, stream: int, timeout_s: float) -> int | None:
-    """The kind of the first frame that ends ``stream`` or the connection (0 for trailers); None in ``timeout_s``."""
+    """Return the kind of the first frame that ends ``stream`` or the connection (0 for trailers); None on a timeout."""
     connection.settimeout(timeout_s)
     try:
         while True:
@@ -136,7 +136,7 @@ CHUNK_BYTES = 256 * 1024
 
 @dataclass
 class Order:
-    """What to do until when (on the clock that all processes of a machine share), in how many threads of each kind."""
+    """The calls to make until ``until_s`` on the monotonic clock, with this number of threads for each kind."""
 
     kinds: tuple[str, ...]
     until_s: float
@@ -169,7 +169,7 @@ class Flood:
     def join(self, process: str) -> None:
         ask = JoinAsk(PROTOCOL, RUN, 1, SITE, process, self.fingerprint, b"", {"codec": self.toy.codec})
         reply = unpack_join_reply(next(self.ask("Join", pack_join(ask))))
-        while reply.ticket:  # Our other threads join as well, and each has the others asked once more.
+        while reply.ticket:  # Our other threads hold the same site: joining with the ticket replaces them.
             reply = unpack_join_reply(next(self.ask("Join", pack_join(replace(ask, ticket=reply.ticket)))))
         self.incarnation = reply.incarnation
         self.sequence = reply.standings[0].watermark + 1
@@ -179,7 +179,7 @@ class Flood:
         self.join("0123456789abcdef")
 
     def starts(self) -> None:
-        """Each time as a process that nobody has seen."""
+        """Join as a new process each time."""
         self.join(f"{next(self.numbers):032x}")
 
     def reports(self) -> None:
@@ -217,12 +217,12 @@ class Flood:
         return last if isinstance(last, PushResult) else None
 
     def damaged(self) -> None:
-        """Whole updates, whose bytes are not what was declared."""
+        """Push a complete update whose digest does not match."""
         self.starts()
         self.push(hashlib.sha256(str(next(self.numbers)).encode()).hexdigest())
 
     def updates(self) -> None:
-        """Good ones, one after the other."""
+        """Push a valid update."""
         self.starts()
         self.push(hashlib.sha256(self.payload).hexdigest())
 
@@ -245,8 +245,8 @@ def attack(flood: Flood, kind: str, until_s: float, counts: Counter[str], lock: 
 
 
 def main(toy: Toy, address: str, token: str, orders: Connection) -> None:
-    """Carry out one order after the other; what came of each is sent back."""
-    os.nice(19)  # What is measured is the syncer's work, not this process's share of the machine.
+    """Carry out one order after the other, and send back the counts of each."""
+    os.nice(19)  # The hunt measures the syncer's work, not competition for the CPU.
     while (order := orders.recv()) is not None:
         counts: Counter[str] = Counter()
         lock = threading.Lock()
@@ -260,22 +260,22 @@ def main(toy: Toy, address: str, token: str, orders: Connection) -> None:
                 for _ in range(order.threads)
             ]
         for each in attacks:
-            each.result()  # A flood that has broken down is no flood: the hunt must not go on with less of it.
+            each.result()  # Raise the error of a flood that broke down: the hunt must not continue with less.
         for channel in channels:
             channel.close()
         orders.send(dict(counts))
 
 
-# --- Floods of frames that HTTP/2 allows and no peer of ours would send, each as fast as one connection takes them ---
+# --- Floods of frames that HTTP/2 allows but our peers never send, each as fast as one connection accepts them -------
 
 PUSH = f"/{SYNC_SERVICE}/Push"
 Pieces = Callable[[str], Iterator[bytes]]
 QUIET_S = 1.0
-"""What was sent before is looked at for so long after the last piece."""
+"""How long to listen after the last piece."""
 
 
 class Due(Enum):
-    """What is done about a flood; who is ended is refused too."""
+    """The syncer's reaction to a flood; ENDED includes REFUSED."""
 
     ENDED = "ended"
     REFUSED = "refused"
@@ -284,7 +284,7 @@ class Due(Enum):
 
 @dataclass
 class Flooded:
-    """What became of one connection; ``kinds`` are the frames that were heard."""
+    """The outcome of one connection; ``kinds`` are the frames that were received."""
 
     sent_bytes: int = 0
     ended: bool = False
@@ -292,14 +292,14 @@ class Flooded:
 
     @property
     def due(self) -> Due:
-        """What was done about it."""
+        """The syncer's reaction."""
         if self.ended or GOAWAY in self.kinds:
             return Due.ENDED
         return Due.REFUSED if RST in self.kinds else Due.BORNE
 
 
 def flood(address: str, pieces: Iterator[bytes], seconds: float) -> Flooded:
-    """Send until ``seconds`` have passed or the other end has had enough; what it says is read all the while."""
+    """Send until ``seconds`` have passed or the other end closes the connection, reading its frames all the time."""
     found, heard, until_s = Flooded(), bytearray(), time.monotonic() + seconds
     with hello(address) as connection:
         connection.settimeout(QUIET_S)
@@ -315,14 +315,14 @@ def flood(address: str, pieces: Iterator[bytes], seconds: float) -> Flooded:
                 _listen(connection, heard, found.kinds)
                 time.sleep(0.05)
         except TimeoutError:
-            pass  # It reads no more, which is its right, and hangs up only when it looks again.
+            pass  # It stopped reading, which is allowed; it closes the connection later.
         except OSError:
             found.ended = True
     return found
 
 
 def _listen(connection: socket.socket, heard: bytearray, kinds: set[int]) -> None:
-    """Take in what was said, without waiting; ``heard`` keeps what is not yet a whole frame."""
+    """Receive what has arrived, without waiting; ``heard`` keeps an incomplete frame."""
     timeout_s = connection.gettimeout()
     connection.setblocking(False)
     try:
@@ -340,7 +340,7 @@ def _listen(connection: socket.socket, heard: bytearray, kinds: set[int]) -> Non
 
 
 def rapid_resets(token: str) -> Iterator[bytes]:
-    """Streams that are opened and reset at once, so that there is always room for one more."""
+    """Yield streams that are opened and reset at once, so that the limit of open streams is never reached."""
     block = headers(PUSH, token)
     for first in itertools.count(1, 200):
         opened = (_opened(stream, block) for stream in range(first, first + 200, 2))
@@ -353,14 +353,14 @@ def _opened(stream: int, block: bytes) -> bytes:
 
 
 def new_names(token: str) -> Iterator[bytes]:
-    """Streams of the same kind whose headers are all to be remembered."""
+    """Yield such streams with headers that the peer must add to its dynamic table."""
     for number in itertools.count():
         names = (b"\x40" + text(f"x-{number}-{at}") + text("v" * 100) for at in range(60))
         yield _opened(2 * number + 1, headers(PUSH, token) + b"".join(names))
 
 
 def endless_headers(token: str) -> Iterator[bytes]:
-    """One block of headers that goes on and on."""
+    """Yield one header block without end."""
     yield frame(HEADERS, 0, 1, headers(PUSH, token))
     for number in itertools.count():
         fields = b"\x10" + text(f"x-{number}") + text("v" * 100)
@@ -368,7 +368,7 @@ def endless_headers(token: str) -> Iterator[bytes]:
 
 
 def huge_header(token: str) -> Iterator[bytes]:
-    """One header whose value is said to be a gigabyte, and comes."""
+    """Yield one header with a declared value of a gigabyte, and send that value."""
     length = b"\x7f" + b"\x81\xff\xff\xff\x03"
     block = headers(PUSH, token) + b"\x10" + text("x-large") + length
     yield frame(HEADERS, 0, 1, block)
@@ -377,7 +377,7 @@ def huge_header(token: str) -> Iterator[bytes]:
 
 
 def empty_headers(token: str) -> Iterator[bytes]:
-    """Continuations of nothing."""
+    """Yield empty CONTINUATION frames without end."""
     yield frame(HEADERS, 0, 1, headers(PUSH, token))
     while True:
         yield frame(CONTINUATION, 0, 1, b"") * 1000
@@ -390,7 +390,7 @@ def empty_data(token: str) -> Iterator[bytes]:
 
 
 def same(kind: int, stream: int, body: bytes, count: int) -> Pieces:
-    """One frame over and over."""
+    """Return a flood of ``count`` equal frames per piece."""
     return lambda token: itertools.repeat(frame(kind, 0, stream, body) * count)
 
 
@@ -408,4 +408,4 @@ FLOODS: dict[str, tuple[Pieces, Due]] = {
     "priorities": (same(PRIORITY, 1, b"\x00\x00\x00\x00\x01", 1000), Due.BORNE),
     "unknown_frames": (same(0x63, 0, bytes(1000), 50), Due.BORNE),
 }
-"""By name, with the least that is done about it."""
+"""By name: the flood, and the syncer's least reaction to it."""

@@ -1,8 +1,8 @@
-"""``make fuzz N=100000``: every method of a real syncer under bad input, with good credentials, bad ones and none.
+"""``make fuzz N=100000``: call every method of a real syncer with bad input, with valid, invalid and no credentials.
 
-A batch is followed by a look inside: nothing has changed that a refused message may not change.  Calls whose class is
-known must be answered as the table of ``statuses`` says; those spoiled at random may be told anything definite, and
-what they changed must be what was answered.  Nobody who may not gets as far as a codec.
+After each batch, a view of the syncer's state must show that refused messages changed nothing.  Calls of a known class
+must be answered as the table of ``statuses`` says; randomly mutated ones may get any definite answer, and must have
+changed what that answer says.  No payload of an unauthorized caller reaches a codec.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from tests.hunts.reporting import Hunt
 from tests.hunts.target import Died, Fortress, Target, View, guarded, running
 
 SITES = ("alder", "birch", "cedar", "damson", "hazel", "willow")
-"""No two of them can become each other by a few bits."""
+"""No name becomes another one by a few flipped bits."""
 EACH = 150
 """Calls of a worker in a batch."""
 VARIANTS = {"tokens": 0.5, "tls": 0.25, "mtls": 0.25}
 GROWTH_MAX = 0.05
 WARM_CALLS = 15_000
-"""Until then much memory is only now touched for the first time: pools of threads, arenas, snapshots.  Of a shorter run
-the first half; in either case ``warm_after_calls`` says it, and growth is over all the rest."""
+"""Calls of the warm-up, in which much memory is touched for the first time (thread pools, arenas, snapshots); in a
+shorter run, the first half.  ``warm_after_calls`` reports it, and memory growth is measured over the rest."""
 GROWTH_CALLS_MIN = 20_000
 QUIET_S = 20.0
 PUSHES = 4
 SAID_MAX = 200
-"""Lines that a batch may make the syncer say: what it says of good updates and snapshots, not one for a refusal."""
+"""The most lines that the syncer may log in a batch: for good updates and snapshots, and none for a refusal."""
 
 
 @dataclass
 class Findings:
-    """What all batches came to."""
+    """The results of all batches."""
 
     calls: int = 0
     answers: Counter[str] = field(default_factory=Counter)
@@ -59,14 +59,14 @@ class Findings:
 
 
 class Worker:
-    """One attacker: a site's own credentials, everybody else's that can be had, and what it knows of the run."""
+    """One attacker: its site's credentials, all others that it can get, and its knowledge of the run."""
 
     def __init__(self, site: str, other: str, fortress: Fortress, address: str, shown: dict[str, Any]) -> None:
         self.world = World(site, other, fortress.layout(), fortress.agreement())
         self.access = Access(address, shown)
 
     def settle(self, chance: random.Random, pushes: int = 0) -> None:
-        """Join as a newer process than one before, push what is asked for, and see how everything stands."""
+        """Join as a newer process than an earlier one, make ``pushes`` good pushes, and learn the run's state."""
         world = self.world
         if not world.incarnation:
             self._must(Call("", f"{SYNC}Join", [convert.pack_join(world.join(process="0ddba110ddba11"))], world.site))
@@ -81,7 +81,7 @@ class Worker:
             self.stand()
 
     def _join(self) -> JoinReply:
-        """In whose place we come, we confirm that we live."""
+        """Join; where another process holds the site, join again with the reply's ticket, which replaces it."""
         world, ticket = self.world, 0
         while True:
             ask = convert.pack_join(world.join(ticket=ticket))
@@ -91,7 +91,7 @@ class Worker:
             ticket = reply.ticket
 
     def stand(self) -> None:
-        """Join (again): where everything stands.  As a new process, where a spoiled Join has put one in our place."""
+        """Join again to learn the run's state; as a new process where a mutated Join has replaced ours."""
         world = self.world
         try:
             reply = self._join()
@@ -116,7 +116,7 @@ class Worker:
                 time.sleep(0.1)
 
     def attack(self, calls: Iterator[Call], count: int, findings: Findings, lock: threading.Lock) -> int:
-        """Make ``count`` calls; how many updates were accepted."""
+        """Make ``count`` calls; return how many updates were accepted."""
         accepted = 0
         for _ in range(count):
             call = next(each for each in calls if self.access.can_show(each.who))
@@ -134,7 +134,7 @@ class Worker:
 
 
 def strangers(calls: Iterator[Call], chance: random.Random) -> Iterator[Call]:
-    """The same calls by those who may not make them: the answer is that, or what gRPC says before anybody looks."""
+    """Yield the same calls by unauthorized callers: the syncer refuses them as such, or gRPC does before it."""
     early = frozenset({"UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED"})
     for call in calls:
         if call.path in FOR_STRANGERS:
@@ -145,9 +145,9 @@ def strangers(calls: Iterator[Call], chance: random.Random) -> Iterator[Call]:
 
 
 def impostors(calls: Iterator[Call], other: str) -> Iterator[Call]:
-    """The same calls by a site that is not the one they speak for: whatever is wrong first, nothing is OK.
+    """Yield the same calls by a site other than the one they name: none may be answered OK.
 
-    But for what speaks for that very site, and a probe that names no site at all, as an observer's.
+    Exceptions are calls that name the caller's own site, and an observer's probe, which names no site.
     """
     allowed = statuses.ANY - {"OK", "accepted", "duplicate"} - {answer for answer in statuses.ANY if "/" in answer}
     for call in calls:
@@ -177,7 +177,7 @@ class Siege:
             worker.stand()
 
     def batch(self, number: int, each: int) -> None:
-        """One batch of its kind by all workers, and the looks before and after it."""
+        """Run one batch by all workers, and compare the syncer's state before and after it."""
         kind = ("strict", "strangers", "strict", "impostors", "spoiled")[number % 5]
         before = self.quiet()
         chances = [random.Random(f"{self.seed} {number} {place}") for place in range(len(self.workers))]
@@ -205,30 +205,30 @@ class Siege:
         if after.state != before.state:
             self.findings.changes += 1
             if kind != "spoiled":
-                complain(f"{kind}: the run changed, and every message was refused")
+                complain(f"{kind}: the run changed, although every message was refused")
             elif after.watermarks - before.watermarks != accepted:
                 complain(
-                    f"{kind}: {accepted} updates were accepted, and {after.watermarks - before.watermarks} are there"
+                    f"{kind}: {accepted} updates were accepted, but {after.watermarks - before.watermarks} are there"
                 )
         elif accepted:
-            complain(f"{kind}: {accepted} updates were accepted, and the run is as it was")
+            complain(f"{kind}: {accepted} updates were accepted, but the run has not changed")
         if kind in ("strangers", "impostors"):
             reached = after.decoded - before.decoded
             received = after.counters.get("payload_bytes_in", 0) - before.counters.get("payload_bytes_in", 0)
             self.findings.decoded_of_strangers += reached
             if reached or received:
-                complain(f"{kind}: {received} bytes were taken in and {reached} payloads decoded")
+                complain(f"{kind}: {received} bytes were received and {reached} payloads decoded")
         if after.counters.get("internal", 0) != before.counters.get("internal", 0):
-            complain(f"{kind}: the syncer hit a defect of its own")
+            complain(f"{kind}: the syncer had an internal error")
         if after.said - before.said > SAID_MAX:
             complain(f"{kind}: {after.said - before.said} lines were logged")
         if after.forged:
-            complain(f"{kind}: a line was logged that is not one: {after.forged[0]!r}")
+            complain(f"{kind}: a forged line was logged: {after.forged[0]!r}")
         if after.partial > len(self.workers) * len(self.workers[0].world.versions):
-            complain(f"{kind}: {after.partial} updates lie half received")
+            complain(f"{kind}: {after.partial} updates are half received")
 
     def quiet(self, wanted: View | None = None) -> View:
-        """A look when nothing moves any more; until it is as ``wanted``, where that is given, or a bound has passed."""
+        """Return a view once nothing changes any more or, with ``wanted``, once it equals that; at most ``QUIET_S``."""
         until_s = time.monotonic() + QUIET_S
         last = self.target.look()
         while time.monotonic() < until_s:
@@ -249,9 +249,9 @@ class Siege:
 def besiege(
     variant: str, folder: Path, seed: int, count: int, told: Callable[[int, str], None], first: int = 0
 ) -> tuple[Findings, list[int]]:
-    """``count`` calls at a syncer of this ``variant``; what came of them, and its memory after each batch once warm.
+    """Make ``count`` calls to a syncer of this ``variant``; return the findings, and its memory after each warm batch.
 
-    ``told`` gets each complaint with the number of its batch, from ``first`` on: a batch is drawn from that number.
+    ``told`` gets each complaint with the number of its batch, from ``first`` on; that number seeds the batch.
     """
     sites = list(SITES)
     fortress, shown = guarded(variant, folder, sites)
@@ -279,12 +279,12 @@ def besiege(
 
 
 def warm_after(count: int) -> int:
-    """Calls of ``count`` after which memory is looked at."""
+    """Return the number of calls of the warm-up, for a run of ``count``."""
     return min(WARM_CALLS, count // 2)
 
 
 def growth_of(memory: list[int]) -> float:
-    """From the middle of the first quarter of the looks to that of the last: a single look may catch a snapshot."""
+    """Return the growth from the median of the first quarter to that of the last: one value may fall on a snapshot."""
     if not memory:
         return 0.0
     quarter = max(1, len(memory) // 4)

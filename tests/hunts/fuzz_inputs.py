@@ -1,8 +1,8 @@
-"""``make fuzz-inputs N=1000000``: every reader of bytes under spoiled ones, in process.
+"""``make fuzz-inputs N=1000000``: give every reader of bytes mutated input, in this process.
 
-Codecs, both formats of the journal, the wire's converters, layouts, certificates' names, every file of ours, also those
-that the first release has left, and the models of others.  Only the documented exception comes out, in bounded time and
-memory, and what is taken is what was written.
+The readers: codecs, both journal formats, the wire's converters, layouts, certificates' names, all our files, also
+those of the first release, and foreign models.  Each raises only its documented exception, in bounded time and memory,
+and what it accepts equals what was written.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tests.hunts.reporting import Hunt
 
 PIECE = 5000
 SECONDS_MAX = 2.0
-"""Of processor time that one input may take; all are short, and the machine may be loaded."""
+"""The most CPU time of one input; all are short, and the machine may be loaded."""
 HANG_S = 60
 WORDS_MAX = 1000
-"""Characters of a refusal, beside what it may quote."""
+"""The most characters of an error message, beyond the input that it may quote."""
 GROWTH_BYTES_MAX = 192 << 20
-"""Over what a process holds after its first inputs: a 1 MiB frame, a join of 1.25 MiB 44 times over, and room."""
+"""The most growth after a process's first inputs: a 1 MiB frame, a 1.25 MiB join 44 times over, and a margin."""
 
 
 @dataclass
 class Piece:
-    """What one piece of the inputs came to; ``taken`` and ``refused`` by reader."""
+    """The results of one piece of the inputs; ``taken`` and ``refused`` are by reader."""
 
     seed: int
     taken: Counter[str] = field(default_factory=Counter)
@@ -49,7 +49,7 @@ class Piece:
 
 
 def readers(folder: Path) -> dict[str, Reader]:
-    """All of them by name; names of messages come more than once, and are numbered."""
+    """Return all readers by name, with numbers for repeated names of messages."""
     found: dict[str, Reader] = {}
     everywhere = (*codecs(), *journals(), *messages(), *texts())
     for name, reader in (*everywhere, *files(folder), *folders(folder), *models(folder / "models")):
@@ -58,7 +58,7 @@ def readers(folder: Path) -> dict[str, Reader]:
 
 
 class Hung(BaseException):
-    """An input took longer than any may."""
+    """An input took longer than allowed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_piece(seed: int, count: int) -> Piece:
-    """``count`` inputs drawn from ``seed``."""
+    """Run ``count`` inputs drawn from ``seed``."""
     torch.set_num_threads(1)
     piece = Piece(seed)
     home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -120,7 +120,7 @@ def _one(piece: Piece, name: str, reader: Reader, others: list[bytes], chance: r
     except reader.words as error:
         piece.refused[name] += 1
         if len(str(error)) > len(raw) + WORDS_MAX:
-            piece.failures.append(f"turn {turn}, {name}: words of {len(str(error))} characters for {raw[:60]!r}")
+            piece.failures.append(f"turn {turn}, {name}: a message of {len(str(error))} characters for {raw[:60]!r}")
     except (Exception, Hung) as error:
         piece.failures.append(f"turn {turn}, {name}: {type(error).__name__}: {str(error)[:200]} for {raw[:120]!r}")
     finally:

@@ -1,10 +1,11 @@
-"""``make hostile``: a network full of peers that mean no good, around a site that trains all the time.
+"""``make hostile``: a network full of malicious peers, around a site that trains all the time.
 
-Silent connections, half-open ones, thousands at once, streams a byte a second, streams whose client is killed, resets
-in the middle of a chunk, floods of frames and of questions, a thousand reconnects.  The site's rounds go on through
-each of them, what is silent is hung up on, an operator is answered in the largest crowd, and when it is over, threads,
-files and memory of the syncer are what they were.  The syncer may open 256 files, then 1,024, then 65,536 (or what the
-hard limit allows); each has a share of the scenarios, and all of them the crowd.
+The scenarios: silent connections, half-open ones, thousands at once, streams of a byte a second, streams whose client
+is killed, resets in the middle of a chunk, floods of frames and of calls, a thousand reconnects.  The site's rounds
+continue in each of them, the syncer closes silent connections, and an operator gets an answer even among thousands of
+connections.  Afterwards the syncer's threads, files and memory are back where they were.  The syncer may open 256
+files, then 1,024, then 65,536 (or what the hard limit allows); each limit has some of the scenarios, and all have the
+thousands.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ HONEST, RUDE = "site-a", "site-b"
 SILENT = 500
 MANY = 10_000
 HANDSHAKE_S = 5.0
-"""``grpc.server_handshake_timeout_ms`` of the syncer; what is silent may live about twice as long."""
+"""``grpc.server_handshake_timeout_ms`` of the syncer; a silent connection may last about twice as long."""
 GONE_S = 60.0
 ANSWER_S = 20.0
 ADOPTED_MIN = 3
 GROWTH_MAX = 0.05
 THREAD_BYTES = 128 << 10
-"""Resident, of a handler's thread that gRPC adds to its pool, up to the bound of calls; measured: 35 to 110 KiB."""
+"""Resident bytes of each thread that gRPC adds to its pool, up to the bound of calls; measured: 35 to 110 KiB."""
 FILES_SLACK = 8
-"""Of the snapshots, the journal and the honest site's own connections, which come and go."""
+"""Files of the snapshots, the journal and the honest site's connections, which come and go."""
 FLOOD_S = 10.0
 FLOOD_BYTES_MAX = 768 << 20
-"""What a flood of frames may take meanwhile.  gRPC states no bound for what it reads at once; the most that was seen is
-450 MiB, all of which is gone when the connections are.
+"""The most memory of a flood of frames.  gRPC states no bound for what it reads at once; the most that was measured is
+450 MiB, all of it freed with the connections.
 """
 ORDER = (Due.BORNE, Due.REFUSED, Due.ENDED)
 PATH = f"/{SYNC_SERVICE}/"
@@ -64,7 +65,7 @@ PATH = f"/{SYNC_SERVICE}/"
 
 @dataclass
 class Siege:
-    """What every scenario needs: where the syncer is, how large to be, and the token of a site that is let in."""
+    """The arguments of every scenario: the syncer's address, the scale, and the token of a known site."""
 
     address: str
     scale: float
@@ -72,17 +73,17 @@ class Siege:
     hunt: Hunt
     facts: dict[str, object]
     pid: int
-    """The syncer's."""
+    """The syncer's process."""
     operator: str
-    """The token of one."""
+    """The token of an operator."""
     adopted: Callable[[], int]
-    """How many versions the honest site has adopted so far."""
+    """Returns the number of versions that the honest site has adopted so far."""
 
     def count(self, full: int) -> int:
         return max(5, int(full * self.scale))
 
     def answered(self) -> None:
-        """Wait until an operator's new connection has found a place and an answer; how long that took."""
+        """Wait until an operator's new connection gets an answer, and note how long that took."""
         began_s = time.monotonic()
         with AdminClient(self.address, SecurityOptions(token=self.operator)) as operator:
             while time.monotonic() - began_s < ANSWER_S:
@@ -90,10 +91,10 @@ class Siege:
                     operator.status()
                     self.facts["operator_answered_s"] = round(time.monotonic() - began_s, 1)
                     return
-        self.hunt.violated(f"an operator had no answer in {ANSWER_S:g} s")
+        self.hunt.violated(f"an operator got no answer in {ANSWER_S:g} s")
 
     def gone(self, connections: list[socket.socket], bound_s: float, what: str) -> float:
-        """Wait until the syncer has hung up on all of them; how long that took."""
+        """Wait until the syncer has closed all of them; return how long that took, in seconds."""
         began_s = time.monotonic()
         left = list(connections)
         while left and time.monotonic() - began_s < bound_s:
@@ -107,21 +108,21 @@ class Siege:
 
 
 def silent(siege: Siege) -> None:
-    """Connections that never say anything."""
+    """Open connections that never send anything."""
     connections = [flooding.dial(siege.address) for _ in range(siege.count(SILENT))]
     siege.facts["silent"] = len(connections)
     siege.facts["silent_closed_s"] = siege.gone(connections, GONE_S, "silent connections")
 
 
 def half_open(siege: Siege) -> None:
-    """Connections that have introduced themselves and answer no ping: as if their machine had lost its power."""
+    """Open HTTP/2 connections that answer no ping, as if their machine had lost its power."""
     connections = [flooding.hello(siege.address) for _ in range(siege.count(200))]
     siege.facts["half_open"] = len(connections)
     siege.facts["half_open_closed_s"] = siege.gone(connections, GONE_S, "half-open connections")
 
 
 def many(siege: Siege) -> None:
-    """As many at once as may be: the limits of open files, of either side, are the bound."""
+    """Open as many connections at once as the limits of open files on both sides allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(siege.count(MANY), soft - 1000)
     connections: list[socket.socket] = []
@@ -141,7 +142,7 @@ def many(siege: Siege) -> None:
 
 
 def trickle(siege: Siege) -> None:
-    """Calls whose messages come a byte a second, of a site that may make them: each is ended in its time."""
+    """Make permitted calls that send a byte a second: the syncer ends each in time."""
     raw = flooding.message(report(site_id=RUDE))
     connections = []
     for method in ("Report", "Push", "Watch", "Pull", "Leave"):
@@ -167,7 +168,9 @@ def trickle(siege: Siege) -> None:
             break
         time.sleep(1.0)
     if len(over) < len(connections):
-        siege.hunt.violated(f"{len(connections) - len(over)} of {len(connections)} calls trickle on after {GONE_S:g} s")
+        siege.hunt.violated(
+            f"{len(connections) - len(over)} of {len(connections)} calls still trickle after {GONE_S:g} s"
+        )
     for each in connections:
         each.close()
     siege.facts["trickling"] = len(connections)
@@ -184,7 +187,7 @@ threading.Event().wait()
 
 
 def abandoned_streams(address: str, token: str) -> None:
-    """In a process of its own: streams of every kind that are opened, and never ended by anybody."""
+    """Open streams of every kind and never end them; runs in its own process."""
     import threading
 
     import grpc
@@ -204,7 +207,7 @@ def abandoned_streams(address: str, token: str) -> None:
 
 
 def abandoned(siege: Siege) -> None:
-    """Clients that are killed in the middle of their streams."""
+    """Kill clients in the middle of their streams."""
     processes = []
     for _ in range(max(1, int(4 * siege.scale))):
         command = [sys.executable, "-c", ABANDON, siege.address, siege.token]
@@ -219,7 +222,7 @@ def abandoned(siege: Siege) -> None:
 
 
 def resets(siege: Siege) -> None:
-    """Connections that are reset in the middle of a chunk, and of a frame."""
+    """Reset connections in the middle of a chunk, and of a frame's header."""
     header = flooding.message(pack_push(update(site_id=RUDE)))
     opening = flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers(f"{PATH}Push", siege.token))
     opening += flooding.frame(flooding.DATA, 0, 1, header)
@@ -233,10 +236,10 @@ def resets(siege: Siege) -> None:
 
 
 def frames(siege: Siege) -> None:
-    """Every flood of frames, over two connections of one site at once, while the honest site goes on."""
+    """Send every flood of frames over two connections of one site at once, while the honest site trains."""
     told: dict[str, object] = {}
     for name, (pieces, due) in FLOODS.items():
-        Path(f"/proc/{siege.pid}/clear_refs").write_text("5")  # The peak begins anew.
+        Path(f"/proc/{siege.pid}/clear_refs").write_text("5")  # Reset the peak.
         before, adopted = memory_of(siege.pid)["VmRSS"], siege.adopted()
         seconds, began_s = max(1.0, FLOOD_S * siege.scale), time.monotonic()
         with ThreadPoolExecutor(2) as pool:
@@ -246,16 +249,16 @@ def frames(siege: Siege) -> None:
         rounds, took_s = siege.adopted() - adopted, time.monotonic() - began_s
         told[name] = [*(each.due.value for each in found), f"{taken >> 20} MiB", f"{rounds} rounds"]
         if any(ORDER.index(each.due) < ORDER.index(due) for each in found):
-            siege.hunt.violated(f"{name}: {[each.due.value for each in found]}, where it is to be {due.value}")
+            siege.hunt.violated(f"{name}: {[each.due.value for each in found]}, but {due.value} is due")
         if taken > FLOOD_BYTES_MAX:
-            siege.hunt.violated(f"{name}: the syncer took {taken} bytes, where {FLOOD_BYTES_MAX} are the bound")
+            siege.hunt.violated(f"{name}: the syncer took {taken} bytes, more than the bound {FLOOD_BYTES_MAX}")
         if not rounds and took_s >= seconds:
-            siege.hunt.violated(f"{name}: the honest site has adopted nothing meanwhile")
+            siege.hunt.violated(f"{name}: the honest site adopted nothing meanwhile")
     siege.facts["floods"] = told
 
 
 def checks(siege: Siege) -> None:
-    """Strangers who ask after the syncer's health as fast as they can, in more calls at once than it has threads."""
+    """Check the syncer's health as strangers, as fast as possible, in more calls at once than it has threads."""
     asking = flooding.headers("/grpc.health.v1.Health/Check")
     connections = [flooding.hello(siege.address) for _ in range(siege.count(100))]
     seconds, adopted, asked = max(2.0, FLOOD_S * siege.scale), siege.adopted(), 0
@@ -268,7 +271,7 @@ def checks(siege: Siege) -> None:
         if time.monotonic() > until_s:
             break
         for connection in connections:
-            if not flooding.is_over(connection):  # Which also takes in what was answered.
+            if not flooding.is_over(connection):  # This also reads the answers.
                 connection.setblocking(True)
                 with suppress(OSError):
                     connection.sendall(calls)
@@ -278,11 +281,11 @@ def checks(siege: Siege) -> None:
     rounds = siege.adopted() - adopted
     siege.facts["checks_per_s"], siege.facts["rounds_in_checks"] = round(asked / seconds), rounds
     if not rounds:
-        siege.hunt.violated(f"checks: the honest site has adopted nothing in {seconds:g} s")
+        siege.hunt.violated(f"checks: the honest site adopted nothing in {seconds:g} s")
 
 
 def takers_of_nothing(siege: Siege) -> None:
-    """Strangers who ask, in more calls than there are threads, and take no byte of an answer."""
+    """Make more calls than there are threads, as strangers, and accept no byte of an answer."""
     asking, connections = flooding.headers("/grpc.health.v1.Health/Check"), []
     for _ in range(siege.count(100)):
         connections.append(flooding.hello(siege.address, flooding.TAKES_NOTHING))
@@ -295,7 +298,7 @@ def takers_of_nothing(siege: Siege) -> None:
     adopted = siege.adopted()
     time.sleep(max(2.0, FLOOD_S * siege.scale))
     if siege.adopted() == adopted:
-        siege.hunt.violated("takers of nothing: the honest site has adopted nothing meanwhile")
+        siege.hunt.violated("takers of nothing: the honest site adopted nothing meanwhile")
     siege.answered()
     for each in connections:
         each.close()
@@ -303,7 +306,7 @@ def takers_of_nothing(siege: Siege) -> None:
 
 
 def reconnects(siege: Siege) -> None:
-    """One call on each connection; every one is answered."""
+    """Make one call on each of many connections; every call is answered."""
     call = flooding.frame(flooding.HEADERS, flooding.END_HEADERS, 1, flooding.headers("/grpc.health.v1.Health/Check"))
     call += flooding.frame(flooding.DATA, flooding.END_STREAM, 1, flooding.message(b""))
     answered = 0
@@ -323,7 +326,7 @@ SCENARIOS: Mapping[int, tuple[Callable[[Siege], None], ...]] = {
     1024: (silent, many, resets, reconnects),
     65_536: (many, frames, checks, takers_of_nothing),
 }
-"""By the files that the syncer may open."""
+"""The scenarios, by the number of files that the syncer may open."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -334,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     facts: dict[str, object] = {}
     for files in SCENARIOS:
         with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-            # One keepalive in five seconds, so that half-open peers are noticed soon enough to wait for it.
+            # One keepalive in five seconds, so that the hunt need not wait long until half-open peers are noticed.
             fortress, shown = guarded("tokens", Path(folder), [HONEST, RUDE], keepalive_time_ms=5_000)
             tokens = {name: each["token"] for name, each in shown.items() if each}
             with running(replace(fortress, files=files)) as target:
@@ -351,8 +354,8 @@ def _besieged(
     fresh, scenarios = target.look(), SCENARIOS[files]
     adopted = lambda: len(site.log.of("adopted"))  # noqa: E731
     siege = Siege(target.address, scale, tokens[RUDE], hunt, {}, target.pid, tokens["admin"], adopted)
-    # Pools are filled (of threads: as far as strangers can), code is loaded, and the allocator has seen the crowd: what
-    # it keeps of the largest grows no more after the third time.
+    # Warm up: fill the pools (of threads as far as strangers can), load code, and let the allocator grow with the
+    # crowd: after the third time it keeps no more.
     again = (many, many, checks) if checks in scenarios else ()
     for scenario in (*scenarios, *again):
         scenario(replace(siege, scale=scale if scenario in (many, checks) else 0.01, facts={}))
@@ -365,7 +368,7 @@ def _besieged(
         try:
             site.log.wait_for("adopted", known + ADOPTED_MIN, 20.0)
         except AssertionError as error:
-            hunt.violated(f"{name}: the honest site's rounds stand still: {error}", scale=scale)
+            hunt.violated(f"{name}: the honest site's rounds stopped: {error}", scale=scale)
         rounds[name] = round((len(site.log.of("adopted")) - known) / (time.monotonic() - began_s), 2)
     after = _settled(target, before)
     _compare(hunt, before, after, scale)
@@ -377,7 +380,7 @@ def _besieged(
 
 
 def _settled(target: Target, wanted: View | None) -> View:
-    """A look when what is left of the scenarios has been let go of, or the bound for that has passed."""
+    """Return a view once the syncer has freed what the scenarios left, or after the bound for that."""
     until_s = time.monotonic() + GONE_S
     view = target.look()
     while time.monotonic() < until_s:
@@ -400,13 +403,13 @@ def _compare(hunt: Hunt, before: View, after: View, scale: float) -> None:
     if scale >= 0.5 and after.rss_bytes > before.rss_bytes * (1 + GROWTH_MAX) + wakened:
         hunt.violated(f"{before.rss_bytes} bytes of memory before and {after.rss_bytes} after", scale=scale)
     if after.counters.get("internal", 0):
-        hunt.violated(f"{after.counters['internal']} defects of its own", scale=scale)
+        hunt.violated(f"{after.counters['internal']} internal errors", scale=scale)
     if after.forged:
-        hunt.violated(f"a line was logged that is not one: {after.forged[0]!r}", scale=scale)
+        hunt.violated(f"a forged line was logged: {after.forged[0]!r}", scale=scale)
 
 
 def _raise_limit() -> None:
-    """Of open files, for this process and the ones that it starts."""
+    """Raise the limit of open files of this process and the ones that it starts."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

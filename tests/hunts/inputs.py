@@ -1,6 +1,6 @@
-"""What reads bytes that somebody else may have written: each reader with good inputs, and what may come out of it.
+"""All readers of bytes from outside, each with valid inputs and the exceptions that it may raise.
 
-A ``Reader`` takes any bytes and either raises one of its ``words`` or takes them; what it takes, ``check`` has judged.
+A ``Reader`` either raises one of its ``words`` or accepts the bytes, after a check of what it has read.
 """
 
 from __future__ import annotations
@@ -83,23 +83,23 @@ BLOCKS = {
     **dict.fromkeys(("e3m0", "int2", "sign"), ("", ":8", ":64")),
     "topk": ("", ":256x4", ":65536x1024"),
 }
-"""What the name of each kind may go on with."""
+"""The suffixes that each kind's name may have."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """``read`` raises ``AssertionError`` where it took what it must not."""
+    """``read`` raises ``AssertionError`` where the product accepted bytes that it must refuse."""
 
     samples: list[bytes]
     read: Callable[[bytes], object]
     words: tuple[type[Exception], ...]
     spoil: Spoil | None = None
-    """Beside bytes at random: what knows the format."""
+    """A mutation that knows the format, used beside random ones."""
     weight: float = 1.0
 
 
 def codecs() -> Iterator[tuple[str, Reader]]:
-    """Every registered codec, in several sizes, with and without the entropy stage."""
+    """Yield a reader for every registered codec, in several sizes, with and without the entropy stage."""
     dice = torch.Generator().manual_seed(1)
     for kind in CODEC_NAMES:
         for block in BLOCKS[kind]:
@@ -113,7 +113,7 @@ def codecs() -> Iterator[tuple[str, Reader]]:
                         found = codec.decode(raw, numel)
                         assert found.shape == (numel,), found.shape
                         assert found.dtype == torch.float32
-                        assert bool(torch.isfinite(found).all()), "not finite and not said"
+                        assert bool(torch.isfinite(found).all()), "not finite, but accepted"
                         return True
 
                     spoil = lying_frame(codec.payload_bytes(numel)) if stage else not_finite
@@ -121,7 +121,7 @@ def codecs() -> Iterator[tuple[str, Reader]]:
 
 
 def not_finite(raw: bytes, chance: random.Random) -> bytes:
-    """A NaN or an infinity, of fp32 or bf16, somewhere; or a scale that is one."""
+    """Write a NaN or an infinity of fp32 or bf16 at a random place, which may be a scale."""
     pattern = chance.choice(
         (b"\x00\x00\x80\x7f", b"\x01\x00\x80\xff", b"\xc0\x7f", b"\x80\xff", b"\x01\x00", b"\x00\x80")
     )
@@ -130,7 +130,7 @@ def not_finite(raw: bytes, chance: random.Random) -> bytes:
 
 
 def lying_frame(expected: int) -> Spoil:
-    """zstd frames that are none of ours: other sizes than they say, bombs, vast windows, two in a row."""
+    """Return a mutation that makes foreign zstd frames: wrong declared sizes, bombs, huge windows, two frames."""
 
     def spoil(raw: bytes, chance: random.Random) -> bytes:
         content = bytes(chance.choice((0, 1, expected - 1, expected, expected + 1, 1 << 20)))
@@ -143,7 +143,7 @@ def lying_frame(expected: int) -> Spoil:
                 frame *= 2
             case 1:
                 frame = b"\x50\x2a\x4d\x18" + (len(frame)).to_bytes(4, "little") + frame
-            case 2:  # A single segment whose size is told in eight bytes, and is a lie.
+            case 2:  # A single segment that declares a wrong size in eight bytes.
                 size = chance.choice((expected, 1 << 34, 1 << 62, (1 << 64) - 1))
                 frame[4:] = b"\xe0" + size.to_bytes(8, "little") + frame[6:]
             case 3:
@@ -157,7 +157,7 @@ def lying_frame(expected: int) -> Spoil:
 
 
 def shuffled(frame: struct.Struct, length_at: int) -> Spoil:
-    """Whole units of a journal dropped, doubled or in another order."""
+    """Return a mutation that drops, doubles or reorders whole units of a journal."""
 
     def spoil(raw: bytes, chance: random.Random) -> bytes:
         units, at = [], 0
@@ -180,18 +180,18 @@ def shuffled(frame: struct.Struct, length_at: int) -> Spoil:
 
 
 def crafted(body: bytes, chance: random.Random) -> bytes:
-    """A record's JSON with other nodes; the caller puts a right checksum before it."""
+    """Mutate nodes of a record's JSON; the caller adds a correct checksum."""
     return json_spoiled(body.split(b"\n")[0], chance)
 
 
 def journals() -> Iterator[tuple[str, Reader]]:
-    """Both formats: spoiled bytes, and bodies that are not records behind right checksums and chains."""
+    """Yield the readers of both formats, for mutated bytes and for invalid records with right checksums and chains."""
     records = a_run().records
 
     def first(raw: bytes) -> object:
         found, end = read_records(raw)
         assert end <= len(raw)
-        assert all(record in records for record in found), "a record that nobody wrote"
+        assert all(record in records for record in found), "a record that was never written"
         return found
 
     def crafted_first(raw: bytes) -> object:
@@ -212,7 +212,7 @@ def journals() -> Iterator[tuple[str, Reader]]:
         if not told and found.header is None:
             return found
         whole = [[frame.body for frame in each.frames] for each in known]
-        assert any(told == bodies[: len(told)] for bodies in whole), "frames that nobody wrote in this order"
+        assert any(told == bodies[: len(told)] for bodies in whole), "frames that were never written in this order"
         return [decode_records(frame.body, frame.offset) for frame in found.frames]
 
     def crafted_second(raw: bytes) -> object:
@@ -228,7 +228,7 @@ def journals() -> Iterator[tuple[str, Reader]]:
 
 
 def segment(records: list[Record], turns: int) -> bytes:
-    """A segment with ``turns`` frames."""
+    """Return a segment with ``turns`` frames."""
     header, chain = encode_header(1, bytes(32), {"run_id": "small"})
     pieces = [header, encode_mark(chain)]
     for turn in range(turns):
@@ -241,7 +241,7 @@ def segment(records: list[Record], turns: int) -> bytes:
 
 
 def messages() -> Iterator[tuple[str, Reader]]:
-    """Every converter of the wire with the samples that are its own; what is taken can be sent on."""
+    """Yield a reader for every converter of the wire, with its samples; what it accepts can be packed again."""
     for message, pack, unpack in everything():
         raw = pack(message)
         kind = proto_of(unpack)
@@ -250,7 +250,7 @@ def messages() -> Iterator[tuple[str, Reader]]:
             return pack(unpack(raw))
 
         spoil = None if kind is None else message_spoiled(kind)
-        # Only a frame says by itself that it was damaged, wherever one can come.
+        # Only a frame can detect its own damage, in the two converters that may receive one.
         bulk = unpack in (convert.unpack_push, convert.unpack_pull_part)
         words = (MalformedMessage, DamagedChunk) if bulk else (MalformedMessage,)
         spoil = frame_spoiled if isinstance(message, Frame) else spoil
@@ -259,12 +259,12 @@ def messages() -> Iterator[tuple[str, Reader]]:
 
 
 def proto_of(unpack: Callable[[bytes], object]) -> Any:
-    """The generated class that ``unpack`` parses, found by letting it: ``parse`` is told the class first."""
+    """Return the generated class that ``unpack`` parses, recorded by a replaced ``parse``."""
     seen: list[Any] = []
 
     def parse(kind: Any, raw: bytes, bytes_max: int) -> Any:
         seen.append(kind)
-        raise MalformedMessage("that is all we wanted to know")
+        raise MalformedMessage("the class is recorded")
 
     original = convert.parse
     convert.parse = parse  # type: ignore[assignment]
@@ -278,7 +278,7 @@ def proto_of(unpack: Callable[[bytes], object]) -> Any:
 
 
 def message_spoiled(kind: Any) -> Spoil:
-    """Field by field."""
+    """Return a mutation that works field by field."""
 
     def spoil(raw: bytes, chance: random.Random) -> bytes:
         message = kind()
@@ -293,7 +293,7 @@ def message_spoiled(kind: Any) -> Spoil:
 
 
 def frame_spoiled(raw: bytes, chance: random.Random) -> bytes:
-    """Behind a right checksum of the head: other kinds, places that cannot be, lengths that are too long or nothing."""
+    """Return a frame with a correct checksum of its head, and a wrong kind, an impossible offset or a bad length."""
     kind, reserved = chance.choice((0, 1, 1, 2, 255)), chance.choice((0, 0, 1, 0xFFFF))
     offset = chance.choice((0, 5, PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_MAX + 1, (1 << 64) - 1))
     length = chance.choice((0, 1, len(raw) - FRAME_HEAD_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MAX + 1))
@@ -305,7 +305,7 @@ def frame_spoiled(raw: bytes, chance: random.Random) -> bytes:
 
 
 def texts() -> Iterator[tuple[str, Reader]]:
-    """What is JSON or text and comes without a file."""
+    """Yield the readers of JSON or text that is not in a file."""
     layouts = [plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), count) for count in (1, 2, 3)]
 
     def layout(raw: bytes) -> object:
@@ -330,7 +330,7 @@ def texts() -> Iterator[tuple[str, Reader]]:
 
 
 class _Certified:
-    """As much of gRPC's context as is asked for."""
+    """The parts of gRPC's context that ``Authenticator`` uses."""
 
     def __init__(self, ids: list[bytes]) -> None:
         self._ids = ids
@@ -343,7 +343,7 @@ class _Certified:
 
 
 def files(folder: Path) -> Iterator[tuple[str, Reader]]:
-    """What lies in a folder of ours; ``folder`` should be in memory."""
+    """Yield the readers of our folders' files; ``folder`` should be in memory."""
     card = RunCard("small", "f" * 64, "shared")
     run = folder / "run"
     Store(run, card).journal.close()
@@ -368,7 +368,7 @@ def files(folder: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def credentials(folder: Path) -> Iterator[tuple[str, Reader]]:
-    """Who may come in, and what they may do."""
+    """Yield the readers of tokens, permissions and revocations."""
     table = {"sites": {"a": "token-of-site-a-0123", "b": "b" * 40}, "observer": "o" * 16, "admin": "a" * 16}
     granted = {"fragments": [0, 1], "update_bytes_max": 40_000_000, "bytes_per_s": 5e6, "pull_bytes_per_s": 9}
     permissions = {"default": "deny", "sites": {"a": granted, "b": {"may_push": False}}, "roles": ["observer"]}
@@ -386,7 +386,7 @@ def credentials(folder: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def snapshot_file(snapshots: Snapshots, path: Path) -> Callable[[bytes], object]:
-    """Reads the snapshot with one of its files replaced."""
+    """Return a function that reads the snapshot with one of its files replaced."""
     good = path.read_bytes()
 
     def read(raw: bytes) -> object:
@@ -401,7 +401,7 @@ def snapshot_file(snapshots: Snapshots, path: Path) -> Callable[[bytes], object]
 
 
 def outbox(folder: Path) -> Reader:
-    """Reads a sealed update whose file is replaced; what is taken is what was put."""
+    """Return a reader of a sealed update with a replaced file; what it accepts equals what was put there."""
     box = Outbox(folder)
     header, payload = update()
     box.put(header, payload)
@@ -412,7 +412,7 @@ def outbox(folder: Path) -> Reader:
         known = box.digests()
         assert known in ({}, {(header.fragment, header.sequence): header.digest}), known
         found, view = box.get(header.fragment, header.sequence, 5)
-        assert (found, bytes(view)) == (replace(header, incarnation=5), payload), "not what was put"
+        assert (found, bytes(view)) == (replace(header, incarnation=5), payload), "another update than was put there"
         return True
 
     return Reader([path.read_bytes()], read, (OutboxError,), weight=0.5)
@@ -425,7 +425,7 @@ Words = tuple[type[Exception], ...]
 
 
 def folders(folder: Path) -> Iterator[tuple[str, Reader]]:
-    """All of them; ``folder`` should be in memory."""
+    """Yield the readers of all kinds of folders; ``folder`` should be in memory."""
     desk = told(folder / "past")
     yield from past(folder / "past", RULES, "kept")
     yield from image(folder, desk)
@@ -435,7 +435,7 @@ def folders(folder: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def replaced(path: Path, read: Callable[[], object], words: Words, weight: float) -> Reader:
-    """A reader of what ``path`` is a part of; the file is as it was afterwards."""
+    """Return a reader of a folder that replaces the file ``path``, and restores it afterwards."""
     good = path.read_bytes()
 
     def reading(raw: bytes) -> object:
@@ -449,7 +449,7 @@ def replaced(path: Path, read: Callable[[], object], words: Words, weight: float
 
 
 def told(folder: Path) -> Desk:
-    """A short run with snapshots that are kept, and something after the last one."""
+    """Make a short run that keeps its snapshots, with records after the last one."""
     desk = Desk(folder)
     desk.store.snapshots.prune = lambda retention, behind, pinned: Choice((), cut=False)  # type: ignore[method-assign]
     desk.begin()
@@ -463,7 +463,7 @@ def told(folder: Path) -> Desk:
 
 
 def past(folder: Path, rules: Rules, name: str) -> Iterator[tuple[str, Reader]]:
-    """A replay of the folder; an end that was cut off gives an earlier state, and every state is of a known version."""
+    """Yield readers that replay the folder; a truncated journal gives an earlier state, always of known versions."""
     whole = Kept(folder).replay(rules)
     digests = {(at, values.version): values.digest for at, values in enumerate(whole.values)}
     for point in Kept(folder).points():
@@ -474,8 +474,10 @@ def past(folder: Path, rules: Rules, name: str) -> Iterator[tuple[str, Reader]]:
     def read() -> object:
         found = Kept(folder).replay(rules, verify=True)
         for at, values in enumerate(found.values):
-            assert values.version <= newest[at], "a version that nobody published"
-            assert digests.get((at, values.version), values.digest) == values.digest, "other values than published"
+            assert values.version <= newest[at], "a version that was never published"
+            assert digests.get((at, values.version), values.digest) == values.digest, (
+                "other values than those published"
+            )
         return found
 
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
@@ -501,7 +503,7 @@ def image(folder: Path, desk: Desk) -> Iterator[tuple[str, Reader]]:
 
 
 def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
-    """What the first release has left: its syncer's folder, and a site's checkpoint."""
+    """Yield the readers of the first release's files: its syncer's folder, and a site's checkpoint."""
     shutil.copytree(FIXTURE, folder)
     toy = toy_of(folder)
     outer, rule = toy.rules()
@@ -510,8 +512,8 @@ def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
 
         def journal(path: Path = path) -> object:
             found = read_file(path).records
-            # Each frame of format 1 stands by itself: one that another journal had reads as well as its own, and what
-            # is wrong with the order is found by a replay.
+            # Frames of format 1 are independent: one from another journal is readable too, and only a replay finds a
+            # wrong order.
             assert len(found) <= path.read_bytes().count(b'"at_ns":'), "more records than are there"
             return found
 
@@ -556,7 +558,7 @@ def checkpoint_files(folder: Path, prefix: str) -> Iterator[tuple[str, Reader]]:
 
 
 def lease(path: Path) -> Reader:
-    """A lease that somebody holds; nobody is to be told that somebody else does, or that it is free."""
+    """Return a reader of a held lease: no damage may show another holder, or that it is free."""
     file = FileLease(path, "run-1", 5.0)
     assert file.acquire(Claim("syncer-1", 1, 1, anew=True)) is not None
     standing, _ = file.read()
@@ -566,19 +568,19 @@ def lease(path: Path) -> Reader:
     def read(raw: bytes) -> object:
         path.write_bytes(raw)
         found, _ = FileLease(path, "run-1", 5.0).read()
-        assert found == standing, f"{found} holds it"
+        assert found == standing, f"the lease was read as {found}"
         return found
 
     return Reader([good], read, (LeaseError, LeaseRefusedError), json_spoiled)
 
 
-# --- Readers of models and tokenizers that others have made ----------------------------------------------------------
+# --- Readers of foreign models and tokenizers ------------------------------------------------------------------------
 
 OPTIONS = ModelOptions(vocab_size=257, layers=1, dim=8, heads=2, ffn_dim=32, context=8)
 
 
 def models(folder: Path) -> Iterator[tuple[str, Reader]]:
-    """Every file of a folder of the field's form."""
+    """Yield a reader for every file of a folder in Hugging Face's form."""
     whole, parts = folder / "whole", folder / "parts"
     for where, shard_bytes in ((whole, 1 << 20), (parts, 4096)):
         values = {name: value.detach() for name, value in Transformer(OPTIONS).named_parameters()}

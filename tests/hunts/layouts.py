@@ -1,10 +1,10 @@
-"""``make layouts``: sites of every layout train one model, and the layout changes no bit of what is exchanged.
+"""``make layouts``: sites of every layout train one model, and the layout changes no bit of the exchanged data.
 
 Real processes over real gRPC, ranks over gloo.  In each run the same sites make the same steps, in lock-step and by
-default without a codec, so that every payload, every version and every value that is adopted is determined; only how
-the ranks of a site hold the model is another.  First one site alone, as one process and then under each layout; then
-four sites of four layouts together, against four sites of one process each.  What the journal of the syncer says of
-payloads and versions is compared, and what each rank holds after each boundary, as torch itself gathers it.
+default without a codec, so that every payload, version and adopted value is determined; only the layout of the model
+over a site's ranks differs.  First one site alone, as one process and then under each layout; then four sites of four
+layouts together, compared with four sites of one process each.  Compared are the payloads and versions in the syncer's
+journal, and the values on each rank after each boundary, as torch gathers them.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Sites = Mapping[str, tuple[str, int]]
 
 @dataclass
 class Found:
-    """What a run was, to the bit: payloads by (site, fragment, sequence), versions by (fragment, version), and what the
-    sites held by (site, step)."""
+    """The digests of a run: payloads by (site, fragment, sequence), versions by (fragment, version), and the sites'
+    values by (site, step)."""
 
     payloads: dict[Any, str] = field(default_factory=dict)
     versions: dict[Any, str] = field(default_factory=dict)
     held: dict[Any, str] = field(default_factory=dict)
 
     def differs(self, other: Found) -> list[str]:
-        """Each thing that one of the two has and the other has not, or has with other bits."""
+        """Return each entry that only one of the two has, or that differs."""
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in ("payloads", "versions", "held")]
         return [
             f"{name} {key}"
@@ -68,7 +68,7 @@ class Found:
 
 @torch.no_grad()
 def train(parameters: Mapping[str, Tensor], site: str, step: int) -> None:
-    """One inner step of a site, the same whoever holds what."""
+    """Make one inner step of a site, the same for every layout."""
     for name, parameter in parameters.items():
         mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         noise = torch.randn(SHAPES[name], generator=generator(7, f"{site}/{name}", step))
@@ -76,8 +76,8 @@ def train(parameters: Mapping[str, Tensor], site: str, step: int) -> None:
 
 
 def site_rank(group: SiteGroup, tell: Callable[[Any], None], toy: Toy, site: str, address: str, layout: str) -> None:
-    """One of the ranks of ``site``."""
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # That what is cut twice is gathered twice.
+    """Run one rank of ``site``."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # It warns of tensors sharded twice.
     parameters = named_parameters_once(LAYOUTS[layout](Odd(), group.world))
     fill(parameters, {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()})
     holding, fragments = Holding(parameters, group), toy.layout()
@@ -104,11 +104,11 @@ def site_rank(group: SiteGroup, tell: Callable[[Any], None], toy: Toy, site: str
 
 
 def heard(ends: Mapping[Connection, Log]) -> None:
-    """Listen to all ranks until the last one has ended; what goes wrong is raised."""
+    """Receive from all ranks until the last one has ended; raise any error."""
     left = dict(ends)
     while left:
         ready = wait(list(left), BOUND_S)
-        assert ready, f"nobody says anything for {BOUND_S:g} s"
+        assert ready, f"no rank sends anything for {BOUND_S:g} s"
         for end in ready:
             assert isinstance(end, Connection)
             try:
@@ -121,7 +121,7 @@ def heard(ends: Mapping[Connection, Log]) -> None:
 
 
 def run_of(folder: Path, sites: Sites, rounds: int, adopt: str, codec: str = "fp32") -> Found:
-    """A whole run, and its audit."""
+    """Make a whole run and audit it."""
     toy = Toy(
         folder=str(folder),
         shapes=tuple(SHAPES.items()),
@@ -154,8 +154,10 @@ def run_of(folder: Path, sites: Sites, rounds: int, adopt: str, codec: str = "fp
         for rank, log in enumerate(mine):
             for event in log.of("holds"):
                 key = (site, int(str(event["step"])))
-                assert held.setdefault(key, str(event["digest"])) == event["digest"], f"rank {rank} holds another {key}"
-    # Whether the word of the end comes before one more step or after it is the network's to say.
+                assert held.setdefault(key, str(event["digest"])) == event["digest"], (
+                    f"rank {rank} has other values at {key}"
+                )
+    # Depending on the network, the end of the run arrives before or after one more step.
     return Found(
         {key: payload for key, payload in told.accepted.items() if key[2] <= rounds},
         {key: version for key, version in told.published.items() if key[1] <= rounds},
@@ -165,9 +167,9 @@ def run_of(folder: Path, sites: Sites, rounds: int, adopt: str, codec: str = "fp
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("layouts", __doc__)
-    hunt.parser.add_argument("--rounds", type=int, default=6, help="of each fragment (default: 6)")
-    hunt.parser.add_argument("--adopt", default="rebase", help="rule (default: rebase)")
-    hunt.parser.add_argument("--codec", default="fp32", help="of updates and versions (default: fp32)")
+    hunt.parser.add_argument("--rounds", type=int, default=6, help="rounds of each fragment (default: 6)")
+    hunt.parser.add_argument("--adopt", default="rebase", help="adopt rule (default: rebase)")
+    hunt.parser.add_argument("--codec", default="fp32", help="codec of updates and versions (default: fp32)")
     hunt.parser.add_argument("--layouts", nargs="+", default=["ddp", "fsdp", "hsdp", "tp", "tp_fsdp"])
     hunt.parser.add_argument("--mixed", action="store_true", help="only the run of four layouts")
     asked = hunt.asked(arguments)

@@ -1,12 +1,12 @@
-"""``make liars N=10000``: sites that keep to the protocol and lie about their updates.
+"""``make liars N=10000``: sites that follow the protocol but lie about their updates.
 
-A run of honest sites under the outer machine: uneven steps and batches, absences, processes that start again with other
-batches.  One or two of them lie, in one field or two, at the extremes and just inside the bounds, once or for many
-rounds.  A lie is compared with the true update at the same instant of the same memory: how far either moves the model
-is its site's weight times the step's share.
+Runs honest sites on the outer machine: uneven steps and batches, absences, processes that restart with other batches.
+One or two of them lie, in one field or two, at the extremes and just inside the bounds, once or for many rounds.  A lie
+is compared with the true update in the same state at the same instant: each moves the model by its site's weight times
+the step's share.
 
-Violated: an accepted lie that moves the model more than ``MOVED_MAX`` times as far as the truth, that hides a norm,
-ends the run, or lengthens a grace; and an honest update that is refused for what it says.
+A violation is an accepted lie that moves the model more than ``MOVED_MAX`` times as far as the truth, hides a norm,
+ends the run or lengthens a grace; and an honest update that is refused for its declared figures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.hunts.reporting import Hunt
 
 MOVED_MAX = 1.5
 NORM_MAX = 10.0 * 8
-"""Times the usual one for the steps of a period: what admission allows, for as many steps as are believed of one."""
+"""The largest norm over the usual one of the true steps: admission's ratio 10, times 8 for falsely believed steps."""
 ROUNDS = 60
 BUDGET_PERIODS = 10_000
 RATIOS = (1e-12, 1e-6, 0.01, 0.5, 1.9, 3.0, 7.9, 15.9, 16.1, 63.0, 1e3, 1e6, 1e12)
@@ -38,7 +38,7 @@ FIELDS = ("steps", "tokens", "step_ns", "cursor", "norm")
 
 @dataclass
 class Site:
-    """What is true of a site."""
+    """The true figures of a site."""
 
     name: str
     step_ns: int
@@ -80,7 +80,7 @@ class World:
         self.lies_from, self.lies_for = draw.randint(0, ROUNDS // 2), draw.choice((1, 10, ROUNDS))
 
     def handle(self, event: ev.OuterEvent, now_ns: int) -> list[fx.OuterEffect]:
-        """Hand it in, with the deadlines that come before it, and make every step that is asked for at once."""
+        """Give the machine the event after all earlier deadlines, and complete every requested outer step at once."""
         while (due_ns := self.machine.next_deadline_ns()) is not None and due_ns < now_ns:
             self._stepped(self.machine.handle(ev.DeadlinePassed(), due_ns), due_ns)
         return self._stepped(self.machine.handle(event, now_ns), now_ns)
@@ -93,7 +93,7 @@ class World:
         return effects
 
     def update(self, site: Site, now_ns: int) -> ev.UpdateArrived:
-        """The truth: the steps since its last update, and a norm that grows with them, less than they do."""
+        """Return the true update: the steps since the site's last one, and a norm that grows with their square root."""
         steps = max(1, (now_ns - site.sealed_ns) // site.step_ns)
         return ev.UpdateArrived(
             1, site.name, site.incarnation, 0, site.sequence + 1, self.machine.state.fragments[0].version,
@@ -103,7 +103,7 @@ class World:
 
 
 def lied(event: ev.UpdateArrived, lies: dict[str, float]) -> ev.UpdateArrived:
-    """The same with its fields times the ratios of ``lies``, as far as the wire carries them."""
+    """Return the event with its fields multiplied by the ratios of ``lies``, up to the wire's bounds."""
     said: dict[str, Any] = {name: getattr(event, name) * ratio for name, ratio in lies.items()}
     bound = {"steps": 1 << 40, "tokens": 1 << 40, "step_ns": 1 << 62, "cursor": 1 << 62}
     said = {name: value if name == "norm" else min(bound[name], max(1, round(value))) for name, value in said.items()}
@@ -111,8 +111,8 @@ def lied(event: ev.UpdateArrived, lies: dict[str, float]) -> ev.UpdateArrived:
 
 
 def moved(machine: OuterSync, event: ev.UpdateArrived, now_ns: int) -> tuple[float, fx.AnswerPush, Phase, int]:
-    """What would come of ``event`` in a copy of the memory: its weight times its step's share, the answer, how the run
-    stands, and how long a round waits."""
+    """Return the effects of ``event`` on a copy of the machine: its weight times its step's share, the answer, the
+    run's phase, and how long the round waits."""
     copy = OuterSync.restore(machine.options, machine.snapshot())
     effects = copy.handle(event, now_ns)
     answer = next(effect for effect in effects if isinstance(effect, fx.AnswerPush))
@@ -134,15 +134,15 @@ def moved(machine: OuterSync, event: ev.UpdateArrived, now_ns: int) -> tuple[flo
 
 
 def play(seed: int, hunt: Hunt, counts: Counter[str]) -> tuple[float, float]:
-    """One run; how far its worst lie moved the model beside the truth, and how much more than it should a site that
-    lied for long counts in the end."""
+    """Make one run; return the largest ratio by which a lie moved the model further than the truth, and the largest
+    final weight of a site over its true weight."""
     world, worst = World(seed), 0.0
     draw, period_ns = world.draw, {site.name: world.inner_steps * site.step_ns for site in world.sites}
     due = {site.name: round(period_ns[site.name] * draw.random()) + site.step_ns for site in world.sites}
     for _ in range(ROUNDS * len(world.sites)):
         site = min(world.sites, key=lambda each: due[each.name])
         now_ns = due[site.name]
-        if draw.random() < 0.01:  # Another process, which may have other batches.
+        if draw.random() < 0.01:  # Restart with other batches.
             site.incarnation += 1
             site.step_tokens = max(100, round(site.step_tokens * draw.uniform(0.8, 1.2)))
             world.handle(ev.JoinRequested(1, site.name, f"p{site.incarnation}"), now_ns)
@@ -181,7 +181,7 @@ def play(seed: int, hunt: Hunt, counts: Counter[str]) -> tuple[float, float]:
     told_ns = fastest_step_ns(world.machine.state, world.machine.attendance.live)
     if told_ns < honest_ns // 8:
         hunt.violated(
-            f"the sites are told of a step of {told_ns} ns, where the fastest takes {honest_ns}", seed=seed, n=1
+            f"the sites are told of a step of {told_ns} ns, but the fastest takes {honest_ns}", seed=seed, n=1
         )
     if world.machine.state.phase is not Phase.RUNNING:
         hunt.violated("the run has ended", seed=seed, n=1)
@@ -196,7 +196,7 @@ def _weight(world: World, site: Site) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("liars", __doc__)
-    hunt.parser.add_argument("--n", type=int, default=1000, help="lies (default: 1000)")
+    hunt.parser.add_argument("--n", type=int, default=1000, help="number of lies (default: 1000)")
     asked = hunt.asked(arguments)
     counts: Counter[str] = Counter()
     moved_most, weight_most, seed = 0.0, 0.0, asked.seed

@@ -1,4 +1,4 @@
-"""A file system of its own whose power can be cut: ext4 on a loop device, shut down without a flush of its journal."""
+"""A separate file system whose power can be cut: ext4 on a loop device, shut down without flushing its journal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BOUND_S = 60.0
 
 
 class NotPermittedError(OSError):
-    """This machine does not let us; the text says what."""
+    """This machine does not permit it; the text says what is missing."""
 
 
 class LoopDisk:
-    """Mounted at ``folder`` while it is used in ``with``."""
+    """An ext4 file system, mounted at ``folder`` inside ``with``."""
 
     def __init__(self, place: Path, megabytes: int = 96) -> None:
         self.folder = place / "disk"
@@ -30,7 +30,7 @@ class LoopDisk:
         missing = [name for name in ("mkfs.ext4", "mount", "umount") if shutil.which(name) is None]
         if missing or os.geteuid() != 0 or not Path("/dev/loop-control").exists():
             why = f"{', '.join(missing)} missing" if missing else "root and /dev/loop-control are needed"
-            raise NotPermittedError(f"no file system of our own here: {why}")
+            raise NotPermittedError(f"no loop file system here: {why}")
         self.folder.mkdir(parents=True)
         with self._image.open("wb") as file:
             file.truncate(megabytes << 20)
@@ -45,7 +45,7 @@ class LoopDisk:
         self._image.unlink()
 
     def cut(self) -> None:
-        """The power is gone: nothing reaches the disk from here on, and every operation fails."""
+        """Cut the power: from now on nothing reaches the disk, and every operation fails."""
         handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.ioctl(handle, SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
@@ -53,7 +53,7 @@ class LoopDisk:
             os.close(handle)
 
     def back(self) -> None:
-        """The power is back; nobody may have a file open.  The file system recovers by its own journal."""
+        """Restore the power; no process may have a file open.  The file system recovers from its own journal."""
         self._unmount()
         self._mount()
 
@@ -67,7 +67,7 @@ class LoopDisk:
             try:
                 _run("umount", str(self.folder))
                 self._is_mounted = False
-            except NotPermittedError:  # Busy for a moment: a process that was killed has files open until it is gone.
+            except NotPermittedError:  # Busy for a moment: a killed process keeps its files open until it is gone.
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)

@@ -1,8 +1,8 @@
-"""Places in Python code where one small change makes a mutant, found in its syntax trees.
+"""Find the places in Python code where one small change makes a mutant.
 
-What runs at import (constants, defaults, class bodies) is no place: such a value is a choice, and a test that repeats
-it says nothing.  Nor is what no test can tell apart, or should: annotations, branches for type checkers, texts, what is
-logged or raised, assertions, and kernels, which Triton compiles.
+Code that runs at import (constants, defaults, class bodies) has no places: such a value is a choice, and a test that
+repeats it says nothing.  Nor has code whose change no test can or should notice: annotations, branches for type
+checkers, texts, logging, raised errors, assertions, and kernels, which Triton compiles.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BOUNDS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotIn: ast.In,
 }
 TURNED = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
-"""A bound moved is here the whole comparison negated."""
+"""For these operators, the changed comparison is the same as the negated condition."""
 LOGGERS = {"log", "logger", "logging", "warnings"}
 
 
@@ -58,31 +58,31 @@ class Site:
     before: str
     after: str
     nth: int
-    """Of those in its function with the same ``operator`` and ``before``."""
+    """Its index among the sites of its function with the same ``operator`` and ``before``."""
     span: tuple[int, int]
     marked: tuple[int, int]
     """The expression that is evaluated when the site is reached."""
 
     @property
     def name(self) -> str:
-        """What ``--at`` takes."""
+        """The name that ``--at`` takes."""
         return f"{self.path}:{self.span[0]}-{self.span[1]}:{self.operator}"
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Which of its function's sites it is, wherever the function stands."""
+        """Identifies the site within its function, wherever that function is."""
         return self.operator, self.before, self.nth
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.operator}: {self.before} -> {self.after}"
 
     def mutate(self, source: bytes) -> bytes:
-        """``source`` with this one change."""
+        """Return ``source`` with this one change."""
         return source[: self.span[0]] + self.after.encode() + source[self.span[1] :]
 
 
 def sites_of(tree: Path, packages: Iterable[str]) -> list[Site]:
-    """All sites in the Python files of ``packages``, which are folders below ``tree``, in order."""
+    """Return all sites in the Python files of ``packages``, which are folders below ``tree``, in order."""
     found = list[Site]()
     for file in sorted(file for package in packages for file in (tree / package).glob("*.py")):
         finder = _Finder(str(file.relative_to(tree)), file.read_bytes())
@@ -92,10 +92,10 @@ def sites_of(tree: Path, packages: Iterable[str]) -> list[Site]:
 
 
 def in_both(here: Iterable[Site], there: Iterable[Site]) -> Iterator[tuple[Site, Site]]:
-    """Each site of ``here`` that ``there`` has too, with that one.
+    """Yield each site of ``here`` with the same one of ``there``, if that exists.
 
-    A function is the same if its qualified name is: in the file of the same path, else in the only file that has such a
-    function, else in the first one in which all that can be changed is the same.
+    Functions match by qualified name: in the file of the same path, else in the only file with such a function, else in
+    the first one whose function has the same sites.
     """
     ours, theirs = _by_function(here), _by_function(there)
     for name, files in ours.items():
@@ -108,12 +108,12 @@ def in_both(here: Iterable[Site], there: Iterable[Site]) -> Iterator[tuple[Site,
 
 
 def marked(source: bytes, sites: Iterable[tuple[int, Site]], call: str) -> bytes:
-    """``source`` in which ``call``, which takes a number and gives None, runs before each of the numbered sites."""
+    """Return ``source`` with a ``call`` before each numbered site; ``call`` takes the number and returns None."""
     inserted = list[tuple[int, int, bytes]]()
     for number, site in sites:
         start, end = site.marked
         inserted += [(start, 1, f"({call}({number}) or (".encode()), (end, 0, b"))")]
-    # From the end; where one site ends and another begins, what closes stands before what opens.
+    # From the end; where one site ends and another begins, the closing text comes before the opening one.
     for at, _, text in sorted(inserted, reverse=True):
         source = source[:at] + text + source[at:]
     return source
@@ -156,7 +156,7 @@ class _Finder(ast.NodeVisitor):
         self.found.append(Site(self.path, function, node.lineno, *change, self._bytes(node), self._bytes(marked)))
 
     def _either(self, node: ast.AST, *one_of: str) -> str:
-        """One of them, always the same at the same site, also where its function has moved."""
+        """Return one of them, always the same for the same site, even if its function has moved."""
         site = f"{'.'.join(self._names)}: {ast.unparse(node)}"
         self._chosen[site] += 1
         return Random(f"{site} {self._chosen[site]}").choice(one_of)
@@ -215,7 +215,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(statement)
 
     def _pass_over(self, node: ast.AST) -> None:
-        """Texts, and what is said with them."""
+        """Visit nothing below: these nodes contain only texts and messages."""
 
     visit_JoinedStr = visit_Raise = visit_Assert = _pass_over  # noqa: N815
 

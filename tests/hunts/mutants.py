@@ -1,12 +1,12 @@
 """``make mutants N=300``: would the default tests notice if one place in the code were wrong?
 
-Each mutant is one small change in a function of the seven packages below, in a copy of the tree.  One run of the
-default tests says which test files reach which of the drawn places, also in processes that they start.  A mutant is
-given to those files alone: first that of its module's name, then those of its package, then the others, each time the
-fastest first, until --tests-seconds have passed.  One that fails a test is killed, and so is one that makes it hang.
+Each mutant is one small change in a function of the seven packages below, in a copy of the tree.  A first run of the
+default tests records which test files reach which of the drawn places, also in processes that they start.  Only those
+files run with a mutant: first the file of its module's name, then those of its package, then the others, the fastest
+first each time, until --tests-seconds have passed.  A mutant that fails a test, or makes it hang, is killed.
 
-A place that a test reaches only through another file's fixture, or a cache, counts for that file alone.  Tests that
-fail without a mutant are left out, and counted; one that fails now and then may kill a mutant that it does not see.
+A place that a test reaches only through another file's fixture or cache counts for that file alone.  Tests that fail
+without a mutant are left out, and counted; a flaky test may kill a mutant that it does not detect.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ IMPORTED = (
     "prometheus_client",
     "fsspec",
     "rich.live",
-    "tests.frozen",  # The last one, as for the processes of the tests.
+    "tests.frozen",  # The last one, as in tests/forked.py.
 )
-"""What most tests import and no mutant changes: seconds of each run that are spent once."""
+"""Modules that most tests import and no mutant changes: importing them once saves seconds of each run."""
 EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""What is imported before pytest begins keeps its assertions as they are."""
+"""Modules imported before pytest starts do not get its rewritten assertions."""
 EXIT = ("-o", "faulthandler_exit_on_timeout=true")
 OF_A_TREE = {"tests", "benchmarks", "examples", "conftest"}
 START_S = 0.5
-"""What a test file costs beside its tests."""
+"""The time that a test file takes beside its tests."""
 TEST_S = 30.0
-"""A test hangs that takes longer than this and five times as long as ever without a mutant."""
+"""A test hangs if it takes longer than this, and than five times its file's longest test without a mutant."""
 RECORD_S = 7200.0
 BYTES_MAX = 12 << 30
-"""Of memory and of a file; a mutant may ask for any number."""
+"""The limit of memory and of a file's size; a mutant may ask for any amount."""
 REACHED = ".reached"
 RECORDER = f"""
 import os
@@ -87,13 +87,13 @@ def reached(number):
         _add({{folder!r}} + "/{REACHED}", f"{{{{number}}}} {{{{_read(file, 4096).decode()}}}}\\n", os.O_APPEND)
         _close(file)
 """
-"""A plugin of pytest, which writes down which file's turn it is: what is forked from a server that an earlier test has
+"""A pytest plugin that writes the current test file to disk: a process forked from a server that an earlier test
 started has that test's environment."""
 
 
 @dataclass
 class Record:
-    """What one run of the tests without a mutant has shown, by test file."""
+    """The results of one run of the tests without a mutant, by test file."""
 
     reached: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The files that reach a site, by its number."""
@@ -103,7 +103,7 @@ class Record:
     failed: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def files_for(self, number: int, site: Site, budget_s: float) -> tuple[list[str], bool]:
-        """The test files that try a site, in order, and whether these are all that reach it."""
+        """Return the test files that try a site, in order, and whether these are all that reach it."""
         package, module = Path(site.path).parent.name, Path(site.path).stem
         own, folder = f"tests/{package}/test_{module}.py", f"tests/{package}/"
         files = sorted(
@@ -121,16 +121,16 @@ class Record:
 
 @dataclass
 class Bench:
-    """A copy of a tree in which tests run with one file changed at a time, each time in a process of its own."""
+    """A copy of a tree in which tests run with one file changed at a time, each time in a new process."""
 
     tree: Path
     scratch: Path
     context: ForkServerContext
 
     def pytest(self, words: Sequence[str], bound_s: float, compiled: bool) -> tuple[int | None, str]:
-        """Run pytest; its exit code and output.  None: it did not end, and was killed with what it has started.
+        """Run pytest; return its exit code and output.  None: it did not end, and was killed with its children.
 
-        ``compiled`` keeps what Python compiles: never of a mutant, whose file may look like the next one's.
+        ``compiled`` writes bytecode: never for a mutant, whose file may have the size and time of the next one's.
         """
         out = self.scratch / "out"
         words = ["--basetemp", str(self.scratch / "tmp"), "-p", "no:cacheprovider", *EARLY, *words]
@@ -176,7 +176,7 @@ class Bench:
         recorder.unlink()
         for path, kept in whole.items():
             shutil.copy2(kept, self.tree / path)
-        # No run with a mutant keeps what it compiles: all else is compiled here, the marked files again.
+        # Runs with a mutant write no bytecode, so compile everything here, the marked files once more.
         compileall.compile_dir(self.tree / top, quiet=2, force=True)
         return self._read(junit)
 
@@ -197,7 +197,7 @@ class Bench:
         return record
 
     def fate(self, site: Site, files: Sequence[str], record: Record) -> tuple[str, str]:
-        """Give the mutant at ``site`` to ``files``: "killed", "time" or "survived", and the test that killed it."""
+        """Run ``files`` with the mutant at ``site``: "killed", "time" or "survived", and the test that killed it."""
         file, kept = self.tree / site.path, self.scratch / "kept.py"
         test_s = max([TEST_S, *(5 * record.longest.get(each, 0.0) for each in files)])
         left_out = [word for each in files for test in record.failed.get(each, ()) for word in ("--deselect", test)]
@@ -206,7 +206,7 @@ class Bench:
         shutil.copy2(file, kept)
         try:
             file.write_bytes(site.mutate(kept.read_bytes()))
-            for _ in range(2):  # A busy machine is slow once.
+            for _ in range(2):  # Once more, because a busy machine may have been slow.
                 code, text = self.pytest(words, bound_s, compiled=False)
                 hung = code is None or "Timeout (0:" in text
                 if not hung:
@@ -215,14 +215,14 @@ class Bench:
             shutil.copy2(kept, file)
         if hung:
             return "time", ""
-        if code in (0, 5):  # 5: all of them were left out.
+        if code in (0, 5):  # 5: all tests were left out.
             return "survived", ""
         failed = (line.partition(" - ")[0] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR ")))
         return "killed", next(failed, "")
 
 
 def _run_pytest(tree: str, words: list[str], out: str, compiled: bool) -> None:
-    """In a process of its own: no module of another tree stays, and none of this one is kept compiled."""
+    """Run pytest in this new process, without modules of another tree and, unless ``compiled``, without bytecode."""
     os.setsid()
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -248,7 +248,7 @@ def _run_pytest(tree: str, words: list[str], out: str, compiled: bool) -> None:
 
 
 def copied(tree: Path, folder: Path, commit: str = "") -> None:
-    """Copy the tree as it is, or its ``commit``, with what ``make`` has set up beside it."""
+    """Copy the tree as it is, or its ``commit``, with the environments that ``make`` has set up."""
     if commit:
         folder.mkdir()
         archive = subprocess.run(["git", "archive", commit], cwd=tree, capture_output=True, check=True).stdout
@@ -269,16 +269,20 @@ def copied(tree: Path, folder: Path, commit: str = "") -> None:
 
 
 def main(arguments: list[str] | None = None, tree: Path = ROOT, context: ForkServerContext | None = None) -> int:
-    """``context`` starts the processes of the tests; by default from one that has imported what most of them need."""
+    """Run the hunt; ``context`` starts the test processes, by default with the modules that most of them need."""
     hunt = Hunt("mutants", __doc__)
-    hunt.parser.add_argument("--n", type=int, default=300, help="so many mutants (default: 300)")
-    hunt.parser.add_argument("--since", default="", help="of functions, by name, that this commit has too")
+    hunt.parser.add_argument("--n", type=int, default=300, help="number of mutants (default: 300)")
+    hunt.parser.add_argument("--since", default="", help="only functions that this commit has too, by name")
     hunt.parser.add_argument("--there", action="store_true", help="try the same draw in the tree of --since")
     hunt.parser.add_argument("--at", default="", help="the one mutant of this name, with all --tests")
     hunt.parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders (default: tests)")
     hunt.parser.add_argument("--packages", nargs="+", default=PACKAGES, help="folders (default: seven of diloco's)")
-    hunt.parser.add_argument("--tests-seconds", type=float, default=30.0, help="of tests for each mutant (default: 30)")
-    hunt.parser.add_argument("--minutes", type=float, default=0.0, help="then no more mutants (default: 0, all)")
+    hunt.parser.add_argument(
+        "--tests-seconds", type=float, default=30.0, help="time of tests for each mutant (default: 30)"
+    )
+    hunt.parser.add_argument(
+        "--minutes", type=float, default=0.0, help="try no more mutants after this (default: 0, all)"
+    )
     hunt.parser.add_argument("--workers", type=int, default=3, help="processes that record (default: 3)")
     asked = hunt.asked(arguments)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -317,7 +321,7 @@ def main(arguments: list[str] | None = None, tree: Path = ROOT, context: ForkSer
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of the mutant at ``site``; ``whole`` where all test files that reach it were tried."""
+    """The fate of the mutant at ``site``; ``whole`` where all test files that reach it were tried."""
 
     site: Site
     fate: str
@@ -326,7 +330,7 @@ class Trial:
 
 
 def trials(bench: Bench, sites: Sequence[Site], record: Record, budget_s: float, bound_s: float) -> Iterator[Trial]:
-    """Try one after another, until ``bound_s`` have passed where that is not 0: what is drawn has no order."""
+    """Try one mutant after another, until ``bound_s`` have passed unless that is 0: the draw is in random order."""
     began_s = time.monotonic()
     for number, site in enumerate(sites):
         if bound_s and time.monotonic() > began_s + bound_s:
@@ -338,7 +342,7 @@ def trials(bench: Bench, sites: Sequence[Site], record: Record, budget_s: float,
 
 
 def summed(tried: Sequence[Trial]) -> dict[str, object]:
-    """The row: how many mutants had which fate, and which share of them, and of those that a test reached, died."""
+    """Return the row: mutants by fate, and the share killed of all mutants and of those that a test reached."""
     fates = Counter(trial.fate for trial in tried)
     dead, covered = fates["killed"] + fates["time"], len(tried) - fates["not covered"]
     packages: dict[str, list[int]] = defaultdict(lambda: [0, 0])

@@ -1,4 +1,4 @@
-"""How inputs are spoiled: bytes, messages field by field along their descriptors, and JSON node by node."""
+"""Mutations of inputs: of bytes, of messages field by field along their descriptors, and of JSON node by node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 DEEP = 20_000
-"""Lists in lists: more than any reader's stack."""
+"""The depth of nested lists: more than any reader's stack."""
 NUMBERS = (
     0,
     1,
@@ -56,7 +56,7 @@ TEXTS = (
 
 
 def spoiled(raw: bytes, others: list[bytes], chance: random.Random) -> bytes:
-    """``raw`` with bits flipped, cut, stretched, spliced with another input, doubled, or replaced by noise."""
+    """Return ``raw`` with bits flipped, truncated, stretched, spliced with another input, doubled, or as noise."""
     out = bytearray(raw)
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(len(out)) if out else 0
@@ -82,7 +82,7 @@ def spoiled(raw: bytes, others: list[bytes], chance: random.Random) -> bytes:
 
 
 def drawn(descriptor: Any, chance: random.Random, depth: int = 0) -> Any:
-    """A message of this kind, every field absent or anything that its type can carry."""
+    """Return a message of this kind, with every field absent or any value of its type."""
     message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if chance.random() < 0.6 and depth < 4:
@@ -91,7 +91,7 @@ def drawn(descriptor: Any, chance: random.Random, depth: int = 0) -> Any:
 
 
 def edited(message: Any, chance: random.Random) -> Any:
-    """``message``, in place, with one to three fields cleared or set to something else, at any depth."""
+    """Clear or change one to three fields of ``message``, in place, at any depth."""
     for _ in range(chance.randint(1, 3)):
         inside = message
         while True:
@@ -113,7 +113,7 @@ def edited(message: Any, chance: random.Random) -> Any:
 
 
 def put(message: Any, field: Any, chance: random.Random, depth: int) -> None:
-    """Give ``field`` a value, or several."""
+    """Give ``field`` one or several random values."""
     if field.is_repeated:
         count = chance.choice((1, 1, 2, 5, 1500))
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -133,7 +133,7 @@ def put(message: Any, field: Any, chance: random.Random, depth: int) -> None:
 
 
 def scalar(field: Any, chance: random.Random) -> Any:
-    """Anything that a field of this type can carry, most often something at a border."""
+    """Return any value that a field of this type can carry, most often a boundary value."""
     kind = field.cpp_type
     match kind:
         case FieldDescriptor.CPPTYPE_BOOL:
@@ -156,7 +156,7 @@ def scalar(field: Any, chance: random.Random) -> Any:
 
 
 def json_spoiled(text: bytes, chance: random.Random) -> bytes:
-    """The JSON ``text`` with nodes replaced, dropped or added; now and then nested deeper than any stack."""
+    """Return the JSON ``text`` with nodes replaced, dropped or added; sometimes nested deeper than any stack."""
     plain = json.loads(text)
     if chance.random() < 0.03:
         depth = chance.choice((100, 400, 900, 990, DEEP))
@@ -168,7 +168,7 @@ def json_spoiled(text: bytes, chance: random.Random) -> bytes:
 
 
 def _with_text(plain: Any, text: bytes, chance: random.Random) -> bytes:
-    """``plain`` with ``text`` in the place of one of its values."""
+    """Return ``plain`` as JSON with ``text`` in the place of one of its values."""
     place = "in the place of one of its values"
     if not (isinstance(plain, dict) and plain):
         return text

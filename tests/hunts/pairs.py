@@ -1,8 +1,8 @@
-"""``make pairs``: settings that change what the machines do, two by two: every pair of values in some short run.
+"""``make pairs``: try every pair of values of the settings that change what the machines do, in some short run.
 
-Rows are built greedily, each around a pair that no row has yet.  A row grows value by value, and what ``diloco up``
-would refuse at its door is not taken in; a pair that can be in none is refused there in words, or the hunt ends.
-Each row is a run of three sites with a tiny model: it must train, balance its tokens and say true figures.
+Rows are built greedily, each around a pair that no row has yet.  A row grows value by value, without values that
+``diloco up`` would refuse.  If no row can have a pair, ``diloco up`` must refuse it with a message, or the hunt ends.
+Each row is a run of three sites with a tiny model: it must train, balance its tokens and report true figures.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 ALWAYS = ["scenario=none", "network.emulate=false"]
 BOUND_S = 240.0
 OVERHEAD = 1.1
-"""Of what is sent over what fp32 codecs would have sent: headers, and what came when the run ended."""
+"""The most bytes sent over those that fp32 codecs would have sent: headers, and messages at the end of the run."""
 Row = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def pairs_of(row: Mapping[str, str]) -> set[Pair]:
-    """All pairs of settings with their values that ``row`` has, in the order of ``SETTINGS``."""
+    """Return all pairs of settings with their values in ``row``, in the order of ``SETTINGS``."""
     return set(itertools.combinations([(name, row[name]) for name in SETTINGS if name in row], 2))
 
 
 def covering(seed: int, refuses: Callable[[Row], str]) -> tuple[list[Row], dict[Pair, str]]:
-    """Rows that together have every pair that can be had; of the others, why not.
+    """Return rows that together have every possible pair; and for each other pair, why it is refused.
 
-    ``refuses`` says why a row, of some settings or all, cannot be; "" where it can.
+    ``refuses`` returns why a row, of some settings or all, is invalid; "" for a valid one.
     """
     random = Random(seed)
     pairs = [((one, a), (two, b)) for one, two in itertools.combinations(SETTINGS, 2)
@@ -65,7 +65,7 @@ def covering(seed: int, refuses: Callable[[Row], str]) -> tuple[list[Row], dict[
     while lacking:
         first = next(iter(lacking))
         del lacking[first]
-        # Some go together with a third that is not the usual one.
+        # Some pairs are valid only with a third setting that differs from its default.
         others = [{name: value} for name in SETTINGS for value in SETTINGS[name] if name not in dict(first)]
         row: Row = next((row for other in ({}, *others) if not refuses(row := dict(first) | other)), {})
         if not row:
@@ -84,12 +84,12 @@ def covering(seed: int, refuses: Callable[[Row], str]) -> tuple[list[Row], dict[
 
 
 def words_of(row: Mapping[str, str]) -> list[str]:
-    """The row as ``diloco up`` takes it."""
+    """Return the row as arguments of ``diloco up``."""
     return [*TINY, *ALWAYS, *" ".join(f"{name}={value}" for name, value in row.items()).split()]
 
 
 def refusal(row: Row) -> str:
-    """What ``diloco up`` says at its door; any other error than one in words goes through."""
+    """Return the message with which ``diloco up`` refuses ``row``, or ""; let other errors through."""
     try:
         config = compose(words_of(row))
         check(config)
@@ -100,7 +100,7 @@ def refusal(row: Row) -> str:
 
 
 def run_of(place: Place, name: str, row: Mapping[str, str], seconds: float) -> None:
-    """Run it, and see what it came to; AssertionError in words."""
+    """Run ``row`` and judge the result; AssertionError says what is wrong."""
     code, said = place.run("up", *words_of(row), f"run.name={name}", f"run.seconds={seconds}", bound_s=BOUND_S)
     assert code == 0, f"exit code {code}: {said[-400:]}"
     run = place.folder / "runs" / name
@@ -108,7 +108,7 @@ def run_of(place: Place, name: str, row: Mapping[str, str], seconds: float) -> N
 
 
 def judge(summary: Mapping[str, Any], events: list[dict[str, Any]]) -> None:
-    """AssertionError where a run of ``summary`` and ``events`` has not trained, or says what is not so."""
+    """Raise AssertionError where the run has not trained, or reports false figures."""
     assert summary["status"] == "ok", summary["status"]
     assert min(summary["versions"]) >= 2, f"versions {summary['versions']}: the last round alone made them"
     reached = summary["global"]
@@ -116,16 +116,16 @@ def judge(summary: Mapping[str, Any], events: list[dict[str, Any]]) -> None:
     wire = summary["wire"]
     fetched = [event for event in events if event["what"] == "fetched"]
     joins = sum(event["bytes"] for event in fetched if event["had"] < 0)
-    assert wire["bytes_joins"] >= joins, f"{wire['bytes_joins']} bytes for joins, and {joins} were fetched by them"
+    assert wire["bytes_joins"] >= joins, f"{wire['bytes_joins']} bytes for joins, but {joins} were fetched by them"
     sent = wire["bytes_up"] + wire["bytes_down"] - wire["bytes_joins"]
     assert 0 < sent <= OVERHEAD * wire["bytes_fp32_equivalent"], f"{sent} bytes apart from joins: {wire}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("pairs", __doc__)
-    hunt.parser.add_argument("--first", type=int, default=0, help="begin with this row (default: 0)")
-    hunt.parser.add_argument("--rows", type=int, default=0, help="so many rows (default: 0, all)")
-    hunt.parser.add_argument("--run-seconds", type=float, default=10.0, help="of each run (default: 10)")
+    hunt.parser.add_argument("--first", type=int, default=0, help="the first row to run (default: 0)")
+    hunt.parser.add_argument("--rows", type=int, default=0, help="number of rows (default: 0, all)")
+    hunt.parser.add_argument("--run-seconds", type=float, default=10.0, help="length of each run (default: 10)")
     asked = hunt.asked(arguments)
     rows, refused = covering(asked.seed, refusal)
     last = asked.first + asked.rows if asked.rows else len(rows)

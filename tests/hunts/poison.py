@@ -1,13 +1,13 @@
-"""``make poison``: a site poisons the demo, and the poison is taken out again.
+"""``make poison``: a site poisons the demo's model, and a replay removes the poison.
 
 Three runs of the demo's configuration (model, text, three sites of different speed, emulated WAN links), with one seed
-and up to the same merged tokens: a clean one; one in which a site sends poison, and nothing is done about it; and one
-that is stopped soon after the same poison, replayed without those updates and what was trained on them, restored, and
-trained on.  Its validation loss, over the whole validation text, is then within 2 % of the clean one's.  What leaving
-out the poison alone would have given is told as well.
+and up to the same merged tokens: a clean one; one in which a site sends poison without any countermeasure; and one that
+is stopped soon after the same poison, replayed without those updates and all that was trained on them, restored, and
+continued.  Its loss on the whole validation text must then be within 2 % of the clean one's.  The result also has the
+loss of leaving out the poison alone.
 
-The poison is a pseudo-gradient turned around and made eight times as long: under the tenfold from which admission would
-refuse it.  The runs differ in which update meets which round, as any two runs of the demo do.
+The poison is a negated pseudo-gradient of eight times the length: below the factor of ten from which admission would
+refuse it.  The runs differ in which update falls into which round, as any two runs of the demo do.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from tests.hunts.reporting import Hunt
 GAP_MAX = 0.02
 POISONER = "site-c"
 LATER = 3
-"""Versions that are made after the poison, before somebody stops the run."""
+"""Versions after the poison, before the hunt stops the run."""
 SETTINGS = ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.snapshot_every=1000")
 
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("poison", __doc__)
-    hunt.parser.add_argument("--tokens", type=int, default=1_200_000, help="merged in each run (default: 1,200,000)")
-    hunt.parser.add_argument("--at", type=int, default=4, help="the site's first update that is poison (default: 4)")
-    hunt.parser.add_argument("--updates", type=int, default=2, help="poisoned ones in a row (default: 2)")
-    hunt.parser.add_argument("--strength", type=float, default=8.0, help="how many times too long (default: 8)")
+    hunt.parser.add_argument(
+        "--tokens", type=int, default=1_200_000, help="tokens merged in each run (default: 1,200,000)"
+    )
+    hunt.parser.add_argument("--at", type=int, default=4, help="the site's first poisoned update (default: 4)")
+    hunt.parser.add_argument("--updates", type=int, default=2, help="poisoned updates in a row (default: 2)")
+    hunt.parser.add_argument("--strength", type=float, default=8.0, help="factor of the poison's length (default: 8)")
     hunt.parser.add_argument("--settings", default="", help="more of diloco up, for another run than the demo")
     asked = hunt.asked(arguments)
     torch.set_num_threads(1)
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         if abs(gap) > GAP_MAX:
             hunt.violated(f"the restored run's loss is {gap:+.1%} from the clean one's", **replay)
         if counts["loss_when_stopped"] < 1.05 * counts["loss_without"]:
-            hunt.violated("the poison did no harm: nothing is shown", **replay)
+            hunt.violated("the poison did no harm, so the hunt shows nothing", **replay)
         return hunt.finish({**counts, "gap_percent": round(100 * gap, 3)})
 
 
@@ -101,7 +103,7 @@ class Poisoning:
         }
 
     def finished(self, config: RunConfig, part: Part) -> tuple[float, int]:
-        """Let the run reach its tokens: the loss of its final model, and the tokens merged."""
+        """Let the run reach its tokens; return the loss of its final model, and the tokens merged."""
         part.end()
         run_dir = run_dir_of(config)
         assert run_dir.final_model.is_file(), f"{config.run.name} has no final version"
@@ -110,9 +112,9 @@ class Poisoning:
         return loss_of(config, run_dir.final_model), part.merged_tokens
 
     def stopped_and_restored(self, config: RunConfig) -> list[float]:
-        """Stop a run right after the poison, take that out and restore it.
+        """Stop a run right after the poison, remove that and restore the run.
 
-        The loss that it was stopped with, without the poison alone, and without what was trained on it as well.
+        Return the loss when it was stopped, without the poison alone, and also without all that was trained on it.
         """
         part = Part(config, POISONER, self.sequences, self.strength)
         part.wait_for_poison(POISONER, self.sequences, LATER)
@@ -133,9 +135,9 @@ class Poisoning:
         return [loss_of(config, folder / name / "model.safetensors") for name in ("as-it-was", "alone", "without")]
 
     def check_sent(self, by_site: list[list[int]]) -> None:
-        """What the sites sent of the poison: all of it, by one of them."""
+        """Check that exactly one site sent the poison, all of it."""
         sent = [numbers for numbers in by_site if numbers]
-        assert sent == [list(self.sequences)], f"{list(self.sequences)} was to be sent by one site as poison: {by_site}"
+        assert sent == [list(self.sequences)], f"one site was to send {list(self.sequences)} as poison: {by_site}"
 
     def balanced(self, part: Part) -> None:
         for site in part.sites:
@@ -147,7 +149,7 @@ class Poisoning:
 
 
 def verb(*arguments: str) -> dict[str, Any]:
-    """What a verb says as its one JSON object."""
+    """Run a verb and return the JSON object that it prints."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         code = run_verb(list(arguments))

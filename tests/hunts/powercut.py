@@ -1,9 +1,9 @@
-"""``make powercut CUTS=6``: states that a power cut may leave by a model, and then real cuts under real traffic.
+"""``make powercut CUTS=6``: check the states that a power cut may leave, first in a model and then by real cuts.
 
-The model is that of ``tests/power.py``, over every operation of a small run of syncer and site.  The real cuts are of
-an ext4 that is shut down without flushing, while a syncer and a site work in it over real gRPC with a second site
-elsewhere.  What the processes said before the cut is known outside.  After it the folder is mounted again, the state is
-recovered and compared with what was said, both processes go on, and at the end the books of the run are audited.
+The model (``tests/power.py``) covers every operation of a small run of syncer and site.  For a real cut, an ext4 file
+system is shut down without flushing while a syncer and a site use it over real gRPC, with a second site elsewhere.  The
+hunt keeps what the processes acknowledged before the cut.  Afterwards it mounts the folder again, recovers the state
+and compares it with that; both processes then continue, and at the end the run's token counts are audited.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEP_S = 0.004
 
 @dataclass
 class Said:
-    """What the syncer has told somebody, read from the logs of those who heard it."""
+    """What the syncer has acknowledged and published, read from the logs of sites and syncers."""
 
     accepted: set[tuple[str, int, int]] = field(default_factory=set)
     published: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Said:
 
 
 class CutRun:
-    """One run on one disk."""
+    """One run, on one loop disk."""
 
     def __init__(self, place: Path, disk: LoopDisk, seed: int, cuts: int, forgotten: str) -> None:
         self.dice = random.Random(f"powercut/{seed}")
@@ -87,7 +87,7 @@ class CutRun:
         self.sites.append(alive.enter_context(Process("site", self.toy, None, **mine)))
 
     def _goes_on(self, seconds: float) -> bool:
-        """Wait until updates are accepted again and then for ``seconds``; False if the run has ended before."""
+        """Wait until a version is published, and then for ``seconds``; return False if the run has ended before."""
         process, began_s = self.syncers[-1], time.monotonic()
         while not process.log.of("published"):
             if (status := process.wait(0.05)) is not None:
@@ -97,12 +97,12 @@ class CutRun:
         return process.wait(seconds) is None and not process.log.of("final")
 
     def _cut(self, other: Log) -> None:
-        """Cut, end the processes, note what they had said, bring the disk back, and look at what is there."""
+        """Cut the power, kill the processes, note what they acknowledged, restore the disk, and check its state."""
         self.disk.cut()
         for process in (self.syncers[-1], self.sites[-1]):
             process.kill()
         self.cuts, self.cuts_left = self.cuts + 1, self.cuts_left - 1
-        # A site says of a thread that its disk has failed, as it should; after the cut that is no complaint.
+        # After the cut a site rightly reports that a thread died of the failed disk: this is no error.
         log = self.sites[-1].log
         log.events = [event for event in log.events if event.get("note") != "thread_died"]
         sites = {"a": [site.log for site in self.sites], "b": [other]}
@@ -111,7 +111,7 @@ class CutRun:
         self._compare()
 
     def _compare(self) -> None:
-        """Recover from a copy, and look for everything that was said."""
+        """Recover from a copy, and check that everything acknowledged is there."""
         copy = self.place / "copy"
         shutil.copytree(Path(self.toy.folder) / "syncer", copy)
         rules, rule = self.toy.rules()
@@ -125,18 +125,18 @@ class CutRun:
         machine: OuterSync = found.machine
         for site, fragment, sequence in self.said.accepted:
             known = machine.state.sites.get(site)
-            assert known is not None, f"{site} was taken in and is forgotten"
+            assert known is not None, f"{site} had joined, and is forgotten"
             assert known.lines[fragment].watermark >= sequence, f"update {(site, fragment, sequence)} is lost"
         for (fragment, version), digest in self.said.published.items():
             values = found.holdings.values[fragment]
             assert values.version >= version, f"version {version} of fragment {fragment} is lost"
-            assert values.version > version or values.digest == digest, f"version {version} has another content"
+            assert values.version > version or values.digest == digest, f"version {version} has other content"
         shutil.rmtree(copy)
 
     def _end_of_site(self, alive: ExitStack) -> Finished:
         site, until = self.sites[-1], time.monotonic() + BOUND_S
         while (status := site.wait(0.05)) is None:
-            if self.syncers[-1].wait(0) is not None:  # The run had ended, and a cut made the site ask once more.
+            if self.syncers[-1].wait(0) is not None:  # The run had ended, but after a cut the site asks once more.
                 self.syncers.append(alive.enter_context(Process("syncer", self.toy, None, stay=True)))
             assert time.monotonic() < until, "the site does not end"
         assert status == 0, site.errors
@@ -147,7 +147,7 @@ class CutRun:
 
 
 def real_cuts(hunt: Hunt, cuts: int, seed: int, forgotten: str) -> dict[str, object]:
-    """Run after run until so many cuts were made."""
+    """Make runs until ``cuts`` cuts were made; return the counts."""
     made = runs = accepted = 0
     for number in itertools.count():
         if made >= cuts or hunt.violations:
@@ -168,7 +168,7 @@ def real_cuts(hunt: Hunt, cuts: int, seed: int, forgotten: str) -> dict[str, obj
 
 
 def model_cuts(hunt: Hunt, rounds: int, seed: int) -> dict[str, object]:
-    """Every state that the model makes of a small run."""
+    """Check every state that the model makes of a small run; return the counts."""
     counts: dict[str, object] = {}
     with quick_folder() as folder:
         recordings: dict[str, Recording] = {}

@@ -1,9 +1,9 @@
-"""A small real model trained at several sites, with what happens to sites: the pseudo-gradients that admission meets.
+"""Realistic pseudo-gradients for admission: a small model trained at several sites, to which faults happen.
 
-One process and no network: the order of arrivals is drawn, the mathematics is the product's own.  A site trains a
-byte-level transformer with AdamW under warm-up and decay, sends the difference after a number of steps, and takes the
-version that its update is in (``rebase``).  What may happen to a site is what happens in a run: it is slow, it joins
-late, it starts again with an empty optimizer, it comes back from a partition with many steps in one update.
+One process and no network: the order of arrivals is random, the mathematics is the product's own.  A site trains a
+byte-level transformer with AdamW under warm-up and decay, sends its pseudo-gradient after a number of steps, and adopts
+the version that contains its update (``rebase``).  As in a real run, a site may be slow, join late, restart with an
+empty optimizer, or return from a partition with many steps in one update.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ SITES = ("a", "b", "c", "d")
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """How a run goes.  ``speeds`` are shares of turns; events come once in so many turns of a site, 0 for never."""
+    """The settings of a run.  ``speeds`` are shares of turns; a fault with the value n occurs in one of n turns of a
+    site on average, and 0 means never."""
 
     rounds: int = 120
     fragments: int = 2
@@ -70,7 +71,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One update as the syncer meets it: ``gradient`` is decoded, ``momentum`` the fragment's own at that instant."""
+    """One update as the syncer receives it: ``gradient`` is decoded, ``momentum`` is the fragment's at that time."""
 
     site: str
     fragment: int
@@ -82,7 +83,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Place:
-    """A site: its model, its optimizer, the versions it stands on."""
+    """A site: its model, its optimizer and its base versions."""
 
     name: str
     model: Transformer
@@ -130,7 +131,7 @@ class Training:
             )
 
     def updates(self) -> Iterator[list[Sent]]:
-        """Round by round: what arrives, before it is merged.  Who takes an update out of the list has refused it."""
+        """Yield each round's updates before they are merged.  To refuse one, the caller removes it from the list."""
         scene = self.scene
         for round_index in range(scene.rounds):
             progress = round_index / scene.rounds
@@ -199,7 +200,7 @@ class Training:
 
 
 def _text() -> Tensor:
-    """Some of the standard library's sources, as bytes."""
+    """Return some of the standard library's sources, as bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     data = b"".join((folder / name).read_bytes() for name in ("argparse.py", "ast.py", "inspect.py", "typing.py"))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -211,18 +212,18 @@ BOUND_S = 600.0
 
 
 def poison(truth: SealInputs, strength: float) -> SealInputs:
-    """The pseudo-gradient of ``truth``, turned around and ``strength`` times as long."""
+    """Return the pseudo-gradient of ``truth``, negated and ``strength`` times as long."""
     turned = truth.pseudo_gradient().mul_(-strength)
     return SealInputs(turned, [torch.zeros_like(turned)], [])
 
 
 class Poisoner(Agent):
-    """A site that sends poison as its updates of these sequences."""
+    """A site that sends poison as its updates with the sequences ``poisoned``."""
 
     poisoned: Collection[int] = ()
     strength = 0.0
     sent: set[int]
-    """What it has sent of them."""
+    """The poisoned sequences that it has sent."""
 
     def __init__(self, *ways: Any, **named: Any) -> None:
         super().__init__(*ways, **named)
@@ -244,7 +245,7 @@ class Poisoner(Agent):
 
 
 class SiteThread(threading.Thread):
-    """One site of ``config``, from its newest checkpoint on."""
+    """One site of ``config``, resumed from its newest checkpoint."""
 
     def __init__(self, config: RunConfig, site: str, address: str, poisoned: Collection[int], strength: float) -> None:
         super().__init__(name=site, daemon=True)
@@ -296,7 +297,7 @@ class SiteThread(threading.Thread):
 
 
 class Part:
-    """A part of a run: the syncer and all sites, from where the run stands until it is drained or finished."""
+    """A part of a run: the syncer and all sites, from the run's present state until it is drained or finished."""
 
     def __init__(
         self, config: RunConfig, poisoner: str = "", poisoned: Collection[int] = (), strength: float = 0.0
@@ -329,7 +330,7 @@ class Part:
             site.start()
 
     def wait_for_poison(self, site: str, poisoned: Collection[int], later: int) -> None:
-        """Until all of it is merged, and each fragment has so many versions more."""
+        """Wait until all poison is merged, and each fragment has ``later`` more versions."""
         merged_in: list[int] = []
         while not merged_in or min(self.versions()) < max(merged_in) + later:
             assert self.syncer.wait(0.05) is None, f"the run ended at versions {self.versions()}"
@@ -344,7 +345,7 @@ class Part:
         return self.syncer.core.ask(lambda machine: [fragment.version for fragment in machine.state.fragments])
 
     def end(self) -> Ending | None:
-        """Wait until the run's bound is reached (or what ``drain`` has begun is over) and every site has ended."""
+        """Wait until the run has reached its bound or is drained, and every site has ended."""
         left_s = BOUND_S
         while (ending := self.syncer.wait(0.5)) is None and left_s > 0:
             self._look()
@@ -368,20 +369,20 @@ class Part:
 
 
 def merged_by_site(machine: OuterSync) -> dict[str, int]:
-    """Tokens of each site in the run's versions, as its ledger counts them."""
+    """Return the merged tokens of each site, as its ledger counts them."""
     sites = machine.state.sites
     return {name: sum(line.tokens_merged for line in site.lines) // len(site.lines) for name, site in sites.items()}
 
 
 def fates_of(machine: OuterSync, site: str) -> list[Fate]:
-    """The latest fates of a site's updates, of all fragments."""
+    """Return the latest fates of a site's updates, of all fragments."""
     return (
         [fate for line in machine.state.sites[site].lines for fate in line.fates] if site in machine.state.sites else []
     )
 
 
 def loss_of(config: RunConfig, model: Path) -> float:
-    """Loss of a file of parameters on the whole validation text, in nats per token."""
+    """Return the loss of a file of parameters on the whole validation text, in nats per token."""
     evaluator, built = Evaluator(config, build.corpus(config)), build.build_model(config)
     load_values(str(model), built)
     with torch.no_grad():

@@ -1,13 +1,13 @@
-"""``make rank-kills N=30``: kill -9 of a random rank of a site of several, again and again in one run.
+"""``make rank-kills N=30``: kill -9 a random rank of a site with several, again and again in one run.
 
-A syncer, a site of two ranks that hold the model in parts, and a site of one process, as a user starts them.  Each
-time the ranks have written a checkpoint since they came back, one of them, drawn from the seed, is killed at an instant
-that is drawn too; torchrun starts all of them again and they go on from the newest checkpoint.  With ``--memory`` that
-is one in the machine's memory, written more often than the disk's, and none may be left there at the end.
+A syncer, a site of two ranks with a sharded model, and a site of one process, as a user starts them.  Whenever the
+ranks have written a checkpoint since their restart, a random one is killed at a random instant; torchrun restarts all
+of them, and they resume from the newest checkpoint.  With ``--memory`` that one is in the machine's memory, where
+checkpoints are more frequent than on disk; none may be left there at the end.
 
-When the run has been drained its books are audited from its own journal and events, as after every other hunt.  So are
-those of the units of text that both sites lease: each is merged, partly merged, in hand or given back, and none merged
-twice.  The site of one process must not have waited for the other's deaths.
+After the run is drained, its token counts are audited from its journal and events, as after every other hunt.  So are
+the units of text that both sites lease: each is merged, partly merged, in hand or given back, and none is merged twice.
+The site of one process must not have waited for the other's restarts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RANKS = 2
 RUN = "ranks"
 MANY, ONE = "site-a", "site-b"
 STALL_MAX = 0.02
-"""Of its training time, at the site that nobody kills."""
+"""The largest share of waiting in the training time of the site that is not killed."""
 SETTINGS = (
     f"run.name={RUN}",
     "run.seconds=100000",
@@ -60,7 +60,7 @@ SETTINGS = (
 
 
 class RankKills:
-    """One run in which ``kills`` ranks die."""
+    """One run in which ``kills`` ranks are killed."""
 
     def __init__(self, folder: Path, seed: int, kills: int, parallel: str, memory: int = 0) -> None:
         self.folder, self.kills, self.parallel, self.memory = folder, kills, parallel, memory
@@ -68,7 +68,7 @@ class RankKills:
         self.killed = [0] * RANKS
 
     def run(self) -> dict[str, object]:
-        """What was counted; AssertionError says what must not be."""
+        """Make the run and return its counts; raise AssertionError for a violation."""
         with place_in(self.folder) as place:
             try:
                 return self._run(place)
@@ -84,7 +84,7 @@ class RankKills:
         many = place.site(RUN, address, MANY, *SETTINGS, *ranks, "site.index=0")
         one = place.site(RUN, address, ONE, *SETTINGS, "site.index=1")
         away_s = [self._kill_one(place, many, number) for number in range(self.kills)]
-        self._trains_on(place, many, "training after the last death")
+        self._trains_on(place, many, "training after the last kill")
         syncer.signal(signal.SIGINT)
         for verb in (syncer, many, one):
             code = verb.end(BOUND_S)
@@ -93,8 +93,8 @@ class RankKills:
         return {"killed": self.killed, "away_s_p50": sorted(away_s)[len(away_s) // 2], **found, **self._audited(place)}
 
     def _kill_one(self, place: Place, site: Verb, number: int) -> float:
-        """Kill a rank once the site has something new to go on from; how long until it trained again, in seconds."""
-        self._trains_on(place, site, f"checkpoints before death {number + 1}")
+        """Kill a rank once the site has a new checkpoint; return the seconds until it trained again."""
+        self._trains_on(place, site, f"checkpoints before kill {number + 1}")
         time.sleep(self.dice.uniform(0.0, 0.5))
         rank = self.dice.randrange(RANKS)
         os.kill(pid_of(site, rank), signal.SIGKILL)
@@ -106,10 +106,10 @@ class RankKills:
         return round(time.monotonic() - began, 1)
 
     def _of_memory(self, place: Place) -> dict[str, object]:
-        """How many lives went on from memory: all but those of which the disk's checkpoint was as new."""
+        """Return how many restarts resumed from memory: most of them, unless the disk's checkpoint was as new."""
         read = [str(event["path"]) for event in place.seen(RUN, MANY, "checkpoint_read")]
         hot = [path for path in read if path.startswith(f"/dev/shm/diloco-{RUN}-{MANY}-")]
-        assert len(hot) >= len(read) / 2, f"of {len(read)} lives {len(hot)} went on from memory"
+        assert len(hot) >= len(read) / 2, f"of {len(read)} restarts {len(hot)} resumed from memory"
         left = {str(Path(path).parent) for path in hot if Path(path).parent.exists()}
         assert not left, f"left in memory: {left}"
         return {"from_memory": len(hot)}
@@ -136,7 +136,7 @@ class RankKills:
             finished[site] = Finished("drained", "", ledger)
         meter = logs[ONE].of("meter")[-1]
         stall = float(str(meter["stall_s"])) / float(str(meter["train_s"]))
-        assert stall < STALL_MAX, f"{ONE} stood still for {stall:.2%} of its time"
+        assert stall < STALL_MAX, f"{ONE} waited for {stall:.2%} of its time"
         run = RealRun(configs.read(place.folder / "runs" / RUN / "config.yaml"), str(place.folder / "runs" / RUN))
         syncer = logs.pop("syncer")
         told = audit(run, [syncer], {site: [log] for site, log in logs.items()}, finished)
@@ -150,7 +150,7 @@ class RankKills:
 
 
 def _counted_once(machine: OuterSync) -> dict[str, int]:
-    """Where the units of the text are; AssertionError where one is nowhere, or was merged for two updates."""
+    """Return where the units of text are; raise AssertionError where one is missing or was merged twice."""
     found = columns_of(machine.options, machine.state)
     assert found.balanced(), f"the units do not add up: {found}"
     assert found.merged > 0, "no unit was ever merged whole"
@@ -163,13 +163,15 @@ def _restarts(place: Place) -> list[Event]:
 
 
 def pid_of(site: Verb, rank: int) -> int:
-    """That of a rank of the site's present life, as the kernel tells it."""
+    """Return the process id of a rank of the running site, from /proc."""
     children: dict[int, list[int]] = {}
     for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]:
         if (text := _of_process(pid, "stat")) is not None:
             children.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(pid)
     below, found = [site.process.pid], dict[int, int]()
-    for parent in below:  # It grows meanwhile: numbers of processes begin anew, so a child's may be the lower one.
+    for (
+        parent
+    ) in below:  # The list grows meanwhile: process ids wrap around, so a child's may be lower than its parent's.
         below += children.get(parent, [])
     for pid in below:
         words, variables = (_of_process(pid, name) for name in ("cmdline", "environ"))
@@ -181,7 +183,7 @@ def pid_of(site: Verb, rank: int) -> int:
 
 
 def _of_process(pid: int, name: str) -> str | None:
-    """A file of a process; None where that is gone."""
+    """Return a file of a process; None if the process is gone."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -190,8 +192,8 @@ def _of_process(pid: int, name: str) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("rank_kills", __doc__)
-    hunt.parser.add_argument("--kills", type=int, default=30, help="of ranks, one after the other (default: 30)")
-    hunt.parser.add_argument("--parallel", default="fsdp", help="how the site holds the model (default: fsdp)")
+    hunt.parser.add_argument("--kills", type=int, default=30, help="ranks to kill, one after the other (default: 30)")
+    hunt.parser.add_argument("--parallel", default="fsdp", help="the site's layout of the model (default: fsdp)")
     hunt.parser.add_argument("--memory", type=int, default=0, help="steps between two checkpoints in memory (0: none)")
     asked = hunt.asked(arguments)
     torch.set_num_threads(1)

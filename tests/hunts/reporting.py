@@ -1,4 +1,4 @@
-"""How every hunt is asked and how it ends: options, violations with the command that replays them, one JSON object."""
+"""The interface of every hunt: its options, violations with the command that replays them, and one JSON object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.record import RESULTS, record
 
 
 def why(error: Exception) -> str:
-    """What an audit found, on one line, with the place that looked."""
+    """Return an audit's finding on one line, with the place of the check."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{' '.join(str(error).split()) or place.line} ({Path(place.filename).name}:{place.lineno})"
 
@@ -31,24 +31,24 @@ class Hunt:
         self._began_s = time.monotonic()
 
     def asked(self, arguments: list[str] | None) -> argparse.Namespace:
-        """The options as given; the clock of the hunt starts here."""
+        """Parse the options; the clock of the hunt starts here."""
         self._asked = self.parser.parse_args(arguments)
         self._began_s = time.monotonic()
         return self._asked
 
     def violated(self, what: str, **replay: object) -> None:
-        """Something happened that must not; ``replay`` are the options with which this hunt shows it again."""
+        """Report a violation; ``replay`` are the options with which this hunt reproduces it."""
         options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in replay.items())
         line = f"python -m tests.hunts.{self.name}{options}  # {what}"
         self.violations.append(line)
         print(line, flush=True)
 
     def seconds(self) -> float:
-        """How long the hunt has run."""
+        """Return how long the hunt has run."""
         return time.monotonic() - self._began_s
 
     def finish(self, counts: Mapping[str, object]) -> int:
-        """Print ``counts`` and the number of violations as the last line; the exit code."""
+        """Print ``counts`` and the number of violations as the last line; return the exit code."""
         config = {name: value for name, value in vars(self._asked).items() if name not in ("record", "seed")}
         found = {"hunt": self.name, "seed": self._asked.seed, **config, **counts}
         found |= {"seconds": round(self.seconds(), 1), "violations": len(self.violations)}

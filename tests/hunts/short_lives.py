@@ -1,9 +1,9 @@
-"""Processes that do one thing and end, killed at a passage of each of their durable steps: restores, a backup.
+"""Kill processes that do one thing and end (restores, backups) at a passage of each of their durable steps.
 
-The restores are the real verb in a process of its own, in all three ways, on a run whose syncer had a real
-configuration.  After each death the folder is looked at by the syncer itself: it starts as the run that was there, or
-as the restored one, or it says that it is being restored and must be restored again.  Then the verb is run once more,
-and what it leaves is started, takes updates and makes versions.  A backup that is cut short is none, or a whole one.
+The restores are the real verb in its own process, from all three sources, on a run whose syncer had a real
+configuration.  After each kill, the syncer itself opens the folder: it starts with the earlier run or with the restored
+one, or says that the folder must be restored again.  Then the verb runs once more, and its result starts, accepts
+updates and makes versions.  An interrupted backup leaves no backup, or a complete one.
 
 ``python -m tests.hunts.short_lives`` kills at every passage of everything; ``make crash`` draws some of them.
 """
@@ -51,7 +51,7 @@ BOUND_S = 120.0
 IMAGE, BACKUP, SITE = "image", "vault", "site"
 WAYS = (IMAGE, BACKUP, SITE)
 MAKING, DROPPING, GIVING_BACK = "backup", "backup dropped", "update given back"
-"""What a process does to backups; and one that gives a whole update back to be one on its way again."""
+"""What a process does to backups; the last one turns a complete update in the spool back into a partial one."""
 _BEGINS = (Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE, Step.LINEAGE_CARD, Step.LINEAGE_PRUNE)
 _JOURNAL = (Step.JOURNAL_BEGIN, Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END)
 _SNAPSHOT = (Step.SNAPSHOT_BEGIN, Step.SNAPSHOT_FILE, Step.SNAPSHOT_RENAME, Step.SNAPSHOT_FOLDER)
@@ -65,7 +65,7 @@ SHORT: Mapping[str, frozenset[Step]] = {
     DROPPING: frozenset({Step.BACKUP_DROP}),
     GIVING_BACK: frozenset({Step.SPOOL_BACK}),
 }
-"""Every step that each of them passes."""
+"""Every durable step of each process."""
 PAYLOAD = b"payload" * 100
 HEADER = PushHeader(
     "run", "a", 1, 0, 1, 0, 10, 1, 1, 1, False, "fp32", len(PAYLOAD), 175, hashlib.sha256(PAYLOAD).hexdigest()
@@ -83,7 +83,7 @@ class CountingDisk(Disk):
 
 
 def _restores(arguments: list[str], death: str, counts: Path | None, said: Path) -> None:
-    """The verb, in a process of its own."""
+    """Run the verb in this process, and end with its exit code."""
     torch.set_num_threads(1)
     if death:
         os.environ[KILL_VARIABLE] = death
@@ -103,7 +103,7 @@ def _backs_up(what: str, data: Path, vault: str, step: str, passage: int, counts
     disk = CountingDisk() if counts is not None else KillingDisk(Step(step), passage)
     place = Vault(vault, disk)
     if what == MAKING:
-        # What is there holds as much; under the name that an earlier release gave, so that another one is made.
+        # The existing backup is as recent: rename it as an earlier release would, so that another one is made.
         (Path(vault) / "past" / place.names("past")[0]).rename(Path(vault) / "past" / "20261121T040317.000000Z")
         back_up(data, place)
     else:
@@ -113,7 +113,7 @@ def _backs_up(what: str, data: Path, vault: str, step: str, passage: int, counts
 
 
 def _gives_back(folder: Path, step: str, passage: int) -> None:
-    """As when a site sends an update again that is whole here and was not decided yet."""
+    """Do as when a site sends an update again that is complete here and not decided yet."""
     spool = Spool(folder, KillingDisk(Step(step), passage))
     partial = spool.open_partial(HEADER)
     partial.write(memoryview(PAYLOAD))
@@ -122,7 +122,7 @@ def _gives_back(folder: Path, step: str, passage: int) -> None:
 
 @dataclass(frozen=True)
 class Stood:
-    """How the run in a data folder stands: its lineage, and each fragment's version and digest."""
+    """The state of the run in a data folder: its lineage, and each fragment's version and digest."""
 
     lineage: int
     versions: tuple[int, ...]
@@ -131,12 +131,12 @@ class Stood:
 
 @dataclass(eq=False)
 class ShortLives:
-    """A run that was stopped, whatever it can be restored from, and one death after the other."""
+    """A stopped run with all its sources for a restore, and the kills."""
 
     folder: Path
     kills: int = 0
     again: Counter[str] = field(default_factory=Counter)
-    """What came after the deaths: the old run stood, the restored one, or it said that it must be restored again."""
+    """Counts of what a kill left: the old run, the restored one, or a folder that must be restored again."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ class ShortLives:
         self.wanted = {IMAGE: tuple(told["digests"]), BACKUP: self.before.digests, SITE: self.before.digests}
 
     def _warm(self) -> None:
-        """A site that has the newest published values as its base."""
+        """Make a site with the newest published values as its base."""
         hand = Hand(self.config)
         values = hand.syncer.holdings.values
         parts = [FragmentProgress(v.version, next_sequence=5, tokens_merged=400, updates_merged=4) for v in values]
@@ -167,11 +167,11 @@ class ShortLives:
         shutil.rmtree(self.data)
         shutil.copytree(self.pristine, self.data)
 
-    # --- deaths --------------------------------------------------------------------------------------------------
+    # --- kills ---------------------------------------------------------------------------------------------------
 
-    @cache  # noqa: B019  # As long as the run's folder.
+    @cache  # noqa: B019  # It lives as long as the run's folder.
     def passages(self, what: str) -> dict[str, int]:
-        """How often each step is passed by who does ``what`` and is not killed."""
+        """Return how often each step occurs in ``what`` without a kill."""
         if what == GIVING_BACK:
             return {str(Step.SPOOL_BACK): 2}
         self._lay_out(what)
@@ -184,7 +184,7 @@ class ShortLives:
         return found
 
     def kill(self, what: str, step: str, passage: int) -> None:
-        """One death and everything that must be true after it."""
+        """Kill once, and check everything that must be true after it."""
         self._lay_out(what)
         if what not in WAYS:
             (self._kill_giving_back if what == GIVING_BACK else self._kill_backup)(what, step, passage)
@@ -202,7 +202,7 @@ class ShortLives:
         self._goes_on(what)
 
     def _left(self, what: str) -> Stood | None:
-        """What a syncer would find there; None when it refuses, in the one way in which it may."""
+        """Return the run's state as a syncer would recover it; None when it asks for another restore, as it may."""
         copy = self.folder / "looked-at"
         shutil.rmtree(copy, ignore_errors=True)
         if not self._is_there(self.data):
@@ -221,21 +221,21 @@ class ShortLives:
         versions = tuple(version + restored for version in self.before.versions)
         assert found.versions == versions, f"{found} is neither the run before nor the restored one"
         assert found.digests == (self.wanted[what] if restored else self.before.digests), found
-        assert restored or what == IMAGE, "a lost run is there again, in its old lineage"
+        assert restored or what == IMAGE, "a lost run is back in its old lineage"
         return found
 
     def _is_there(self, data: Path) -> bool:
         return any(path.name not in ("lock", STAGING) for path in data.iterdir()) or (data / STAGING).exists()
 
     def _goes_on(self, what: str) -> None:
-        """The syncer starts with what was wanted, and a site's updates make versions."""
+        """Check that the syncer starts with the wanted values, and that a site's updates make versions."""
         found = self.stood(self.data)
-        assert found.lineage > 1, "nothing was restored at last"
-        assert found.digests == self.wanted[what], "the restored values are others than those that were wanted"
+        assert found.lineage > 1, "nothing was restored in the end"
+        assert found.digests == self.wanted[what], "the restored values are not the wanted ones"
         assert json.loads((self.data / "run.json").read_text())["lineage"] == found.lineage
         assert not (self.data / STAGING).exists(), "something is left of a restore"
         leftovers = list(self.data.rglob(".*.tmp"))
-        assert not leftovers, f"a death left what nobody removes: {leftovers}"
+        assert not leftovers, f"a kill left files that no code removes: {leftovers}"
         hand = Hand(self.config)
         try:
             hand.push("a", 0, hand.join("a"))
@@ -259,7 +259,7 @@ class ShortLives:
             try:
                 place.fetch("past", name, back)
             except BackupError as error:
-                raise AssertionError(f"what is called a backup is none: {error}") from error
+                raise AssertionError(f"a listed backup is incomplete: {error}") from error
             assert self.stood(back) == self.before
         for name in place.leftovers("past"):
             place.drop("past", name)
@@ -283,7 +283,7 @@ class ShortLives:
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def stood(self, data: Path) -> Stood:
-        """How the run in ``data`` stands, as its syncer would find it."""
+        """Return the state of the run in ``data``, as its syncer recovers it."""
         plan = build_syncer.plan(self.config, build.layout_of(self.config))
         card = RunCard(plan.agreement.run_id, plan.agreement.layout_fingerprint, plan.shared_digest)
         rules = past_of(str(self.run)).rules()
@@ -298,7 +298,7 @@ class ShortLives:
 
     def _lay_out(self, what: str) -> None:
         shutil.rmtree(self.data, ignore_errors=True)
-        (self.run / "events.jsonl").unlink(missing_ok=True)  # It remembers the restore before this one.
+        (self.run / "events.jsonl").unlink(missing_ok=True)  # It contains the previous restore.
         if what in (BACKUP, SITE):
             self.data.mkdir()
         else:
@@ -333,7 +333,7 @@ class ShortLives:
 
 
 def draw(lives: ShortLives, dice: random.Random, killed: Counter[str], deaths: int) -> None:
-    """So many deaths, each at a step where there were fewest."""
+    """Kill ``deaths`` times, each time at a step with the fewest kills."""
     places = [(what, step) for what, steps in SHORT.items() for step in sorted(steps)]
     dice.shuffle(places)
     for _ in range(deaths):
@@ -343,12 +343,12 @@ def draw(lives: ShortLives, dice: random.Random, killed: Counter[str], deaths: i
 
 
 def named(what: str, step: str) -> str:
-    """The place of a death in a hunt's counts."""
+    """Return the name of a kill's place in a hunt's counts."""
     return f"{f'restore from {what}' if what in WAYS else what}: {step}"
 
 
 def every_passage(lives: ShortLives, stride: int) -> Iterator[tuple[str, str, int]]:
-    """Each (what, step, passage) that there is; ``stride`` leaves some out."""
+    """Yield every ``stride``-th (what, step, passage)."""
     number = 0
     for what in SHORT:
         for step, passages in sorted(lives.passages(what).items()):
@@ -360,7 +360,7 @@ def every_passage(lives: ShortLives, stride: int) -> Iterator[tuple[str, str, in
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("short_lives", __doc__)
-    hunt.parser.add_argument("--stride", type=int, default=1, help="kill at every so-manieth passage (default: 1)")
+    hunt.parser.add_argument("--stride", type=int, default=1, help="kill at every STRIDE-th passage (default: 1)")
     asked = hunt.asked(arguments)
     killed: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="short-lives-") as folder:

@@ -1,9 +1,9 @@
-"""``make soak MINUTES=30``: eight sites and a syncer on this machine, real processes and sockets, faults all the time.
+"""``make soak MINUTES=30``: eight sites and a syncer on this machine, real processes and sockets, constant faults.
 
-Every site has an emulated link of its own.  Faults are drawn from the seed, about one in twenty seconds, in the mix
-that large runs report: mostly a site that is killed or freezes, then links, then the syncer.  The syncer is left alone
-in the second half and two sites are always, so that their memory can be watched.  At the end the books of the whole run
-are audited from its journal.
+Every site has its own emulated link.  Faults are drawn from the seed, about one in twenty seconds, in the mix that
+large runs report: mostly a site that is killed or freezes, then links, then the syncer.  The syncer has no faults in
+the second half, and two sites are never killed, so that their memory can be watched.  At the end, the whole run is
+audited from its journal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.loopback.toy import Toy
 
 SITES = "abcdefgh"
 SPARED = "gh"
-"""Sites that are never killed, so that one life of theirs is long enough to see a leak in."""
+"""Sites that are never killed, so that their processes run long enough to show a leak."""
 MIX = {
     "kill": 40,
     "freeze": 15,
@@ -43,7 +43,7 @@ MIX = {
 }
 BOUND_S = 90.0
 STUCK_S = 30.0
-"""With most sites well, some fragment gets a new version within this."""
+"""With most sites healthy, some fragment gets a new version within this time."""
 WARM_S = 60.0
 GROWTH_MAX = 0.05
 GROWTH_KIB_MIN = 4096
@@ -52,13 +52,14 @@ GROWTH_KIB_MIN = 4096
 
 @dataclass
 class Life:
-    """What was seen of one process: its resident memory, with the instants."""
+    """Samples of one process's resident memory, as (time, KiB)."""
 
     began_s: float
     samples: list[tuple[float, int]] = field(default_factory=list)
 
     def growth(self) -> tuple[float, int] | None:
-        """Last third against the first one after the warm-up: as a share, and in KiB; None if it was too short."""
+        """Return the growth from the first third after the warm-up to the last: as a share and in KiB; None if the
+        process ran too briefly."""
         warm = [kib for at_s, kib in self.samples if at_s - self.began_s > WARM_S]
         third = len(warm) // 3
         if third < 10:
@@ -68,7 +69,7 @@ class Life:
 
 
 class Soak:
-    """The run, the faults and the watching, in one thread."""
+    """Runs the processes, injects the faults and watches, in one thread."""
 
     def __init__(self, hunt: Hunt, folder: Path, seconds: float, seed: int, alive: ExitStack) -> None:
         self.hunt, self.seconds, self.alive = hunt, seconds, alive
@@ -134,7 +135,7 @@ class Soak:
 
     def trouble(self, every_s: float) -> None:
         if self.elapsed() > self.seconds - 30.0:
-            return  # The end is to be orderly.
+            return  # The run must end in order.
         kind = self.dice.choices(list(MIX), weights=list(MIX.values()))[0]
         if kind.startswith("syncer") and self.elapsed() > self.seconds / 2:
             kind = "freeze"
@@ -178,7 +179,7 @@ class Soak:
         versions = sum(len(log.of("published")) for log in self.logs["syncer"])
         if versions > self.versions:
             self.versions, self.moved_s = versions, now_s
-        elif now_s - self.moved_s > STUCK_S + 15.0:  # The longest fault may hold up half of that.
+        elif now_s - self.moved_s > STUCK_S + 15.0:  # The longest fault lasts 15 s.
             self.hunt.violated(f"no new version for {now_s - self.moved_s:.0f} s", **self.replay())
             self.moved_s = now_s
 
@@ -219,7 +220,7 @@ class Soak:
         try:
             told = audit(self.toy, self.logs["syncer"], {name: self.logs[name] for name in SITES}, finished)
         except AssertionError as error:
-            self.hunt.violated(f"the books: {error}", **self.replay())
+            self.hunt.violated(f"audit: {error}", **self.replay())
             return {}
         growth: dict[str, float] = {}
         for name in ("syncer", *SPARED):
@@ -251,7 +252,7 @@ def ended(log: Log) -> Finished:
 
 
 def resident_kib(pid: int) -> int:
-    """Resident memory of a process; 0 when it has just ended."""
+    """Return the resident memory of a process in KiB; 0 when it has just ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text("utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -261,7 +262,7 @@ def resident_kib(pid: int) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("soak", __doc__)
-    hunt.parser.add_argument("--minutes", type=float, default=1.0, help="how long the run is (default: 1)")
+    hunt.parser.add_argument("--minutes", type=float, default=1.0, help="length of the run (default: 1)")
     hunt.parser.add_argument(
         "--fault-every", type=float, default=20.0, help="mean seconds between faults (default: 20)"
     )

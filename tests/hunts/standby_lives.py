@@ -1,9 +1,9 @@
-"""A standby that is killed wherever it is: while it copies, while it follows, and while it comes to lead.
+"""Kill a standby while it copies, while it follows, and while it takes over.
 
-Real processes over real gRPC, with ``replication=sync`` and a lease in a file.  The syncer lives; its standby dies and
-is started again, with its own folder or an empty one.  Then the syncer is killed, and the standby, which is its heir,
-dies once more on its way to lead, comes back by itself and ends the run.  Its books are audited over both journals:
-nothing acknowledged is lost or doubled, epochs and versions only rise.
+Real processes over real gRPC, with ``replication=sync`` and a lease in a file.  While the syncer runs, its standby is
+killed and restarted, with its own folder or an empty one.  Then the syncer is killed; the standby, its heir, is killed
+once more while it takes over, takes over after a restart, and ends the run.  An audit over both journals checks that
+nothing acknowledged is lost or doubled, and that epochs and versions only rise.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tests.loopback.toy import Toy
 
 BOUND_S = 120.0
 PATIENCE_S = 12.0
-"""A step that is not passed by then is not waited for: SIGKILL from outside."""
+"""If a step does not occur for this long, SIGKILL comes from outside instead."""
 SITES = ("a", "b")
 STEP_S = 0.02
 DEATHS = 8
-"""Of the standby, before the syncer dies."""
+"""Kills of the standby before the syncer's."""
 COPIES, FOLLOWS, LEADS = "copies", "follows", "leads"
 
 
 @dataclass(frozen=True)
 class Death:
-    """Where: at one of the first ``passages`` of a step of a standby that ``does`` something."""
+    """The place of a kill: one of the first ``passages`` of a step, while the standby ``does`` something."""
 
     does: str
     passages: int
@@ -69,7 +69,7 @@ STANDBY: Mapping[Step, Death] = {
 
 
 class StandbyLives:
-    """One run, from its first process to its audit."""
+    """One run from its first process to its audit."""
 
     def __init__(self, folder: Path, seed: int, killed: Counter[str]) -> None:
         self.folder, self.killed, self.kills = folder, killed, 0
@@ -89,7 +89,7 @@ class StandbyLives:
         self.lives: list[Process] = []
 
     def run(self) -> int:
-        """How many updates were accepted."""
+        """Make the run; return how many updates were accepted."""
         with ExitStack() as alive:
             first = alive.enter_context(Process("syncer", self.toy, data="node-0", port=self.ports[0]))
             self._said(first, "listening")
@@ -117,13 +117,13 @@ class StandbyLives:
     # --- the standby ---------------------------------------------------------------------------------------------
 
     def _wanted(self, *what: str) -> Step:
-        """The step that a standby that does one of these was killed at least often."""
+        """Return the step of these activities with the fewest kills so far."""
         steps = [step for step, death in STANDBY.items() if death.does in what]
         self.dice.shuffle(steps)
         return min(steps, key=lambda step: self.killed[f"standby: {step}"])
 
     def _dies(self, step: Step, alive: ExitStack) -> None:
-        if STANDBY[step].does == COPIES:  # Whoever gives it an empty folder makes it begin anew.
+        if STANDBY[step].does == COPIES:  # An empty folder makes it copy everything again.
             for name in ("node-1", "archive-node-1"):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
         process = self._standby(alive, (str(step), self.dice.randint(1, STANDBY[step].passages)))
@@ -137,7 +137,7 @@ class StandbyLives:
         return process
 
     def _ends(self, process: Process, step: Step) -> None:
-        """It dies at its step, or from outside when it does not come there."""
+        """Wait until the process is killed at its step; kill it from outside if it does not reach that."""
         died_at = f"standby: {step}"
         if process.wait(PATIENCE_S) is None:
             died_at = "standby: instant"
@@ -147,7 +147,7 @@ class StandbyLives:
         self.kills += 1
 
     def _becomes_heir(self) -> None:
-        """The lease names the standby that runs now, or it has died already."""
+        """Wait until the lease names the running standby, or that has been killed already."""
         lease, until = self.toy.made_lease(), time.monotonic() + BOUND_S
         assert lease is not None
         while self.lives[-1].wait(0.02) is None:

@@ -1,9 +1,9 @@
-"""Which answer each class of input may get: the table that the fuzzer, and a test of every row, hold the syncer to.
+"""The allowed answers to each class of input: the fuzzer, and a test of every row, compare the syncer with this table.
 
-The classes are those of our rules for bad input.  What the protocol itself answers to an update (DESIGN section 5) is
-no status but a result, written here as ``outcome/reason``: the call is OK, and the site is told what to do.  Two rows
-differ from plain statuses for that reason: an update's id with another digest is ``refused/conflict``, and a stale one
-``refused/stale``.  A Join to another run is a disagreement like any other, which names the field.
+The classes are those of our rules for bad input.  The protocol's answer to an update is not a status but a result,
+written here as ``outcome/reason``: the call is OK, and the result tells the site what to do.  So an update's id with
+another digest is ``refused/conflict``, and a stale update is ``refused/stale``.  A Join to another run is a
+disagreement like any other, which names the field.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ ANY = frozenset(answer for row in ROWS.values() for answer in row) | {
     "refused/corrupt",
     "CANCELLED",
 }
-"""What a request that was spoiled at random may be told: it can be of any class, also of none."""
+"""The allowed answers to a randomly mutated request, which may be of any class, or even valid."""
 _TELLS = re.compile(r"Traceback|File \"|\.py\b|(?:^|[\s'\"(=])/(?:tmp|home|root|work|usr|var|dev|proc|etc)\b")
 
 
 def complaint(row: str, allowed: frozenset[str], answer: str, details: str) -> str | None:
-    """What is wrong with an answer, or None."""
+    """Return what is wrong with an answer, or None."""
     if answer in NEVER or answer not in allowed:
         return f"{row}: {answer} ({details[:200]}), where {' or '.join(sorted(allowed))} is due"
-    if len(details) > DETAILS_MAX and TOO_LARGE not in row:  # There they are gRPC's own words, and headers.
+    if len(details) > DETAILS_MAX and TOO_LARGE not in row:  # There gRPC wrote them, with headers.
         return f"{row}: {len(details)} characters of details"
     if "\n" in details or "\r" in details or _TELLS.search(details):
         return f"{row}: details tell too much or break a line: {details[:200]!r}"

@@ -1,7 +1,7 @@
-"""``make swarm SEEDS=2000``: the two machines under seeds of simulated faults, on every core; with
-``ARGS="--syncers several"`` runs in which several syncers hold the model.
+"""``make swarm SEEDS=2000``: simulate the two machines under random faults, one run per seed, on every core; with
+``ARGS="--syncers several"`` runs in which several syncers share the model.
 
-Asks for a number of seeds, or (``--minutes``) goes on drawing new ones until the time is up: the soak of the simulator.
+Runs ``--seeds`` seeds or, with ``--minutes``, new ones until the time is up: the simulator's soak test.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ RUNS = {"one": run_seed, "several": run_several}
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("swarm", __doc__)
-    hunt.parser.add_argument("--seeds", type=int, default=200, help="how many (default: 200)")
-    hunt.parser.add_argument("--minutes", type=float, default=0.0, help="instead: until so long has passed")
+    hunt.parser.add_argument("--seeds", type=int, default=200, help="number of seeds (default: 200)")
+    hunt.parser.add_argument("--minutes", type=float, default=0.0, help="run for this long instead")
     hunt.parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)"
     )
-    hunt.parser.add_argument("--syncers", choices=RUNS, default="one", help="that hold the model (default: one)")
+    hunt.parser.add_argument(
+        "--syncers", choices=RUNS, default="one", help="syncers that share the model (default: one)"
+    )
     asked = hunt.asked(arguments)
     which = {} if asked.syncers == "one" else {"syncers": asked.syncers}
     wanted: Iterable[range] = (
@@ -63,13 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def pieces(first: int, count: int) -> Iterator[range]:
-    """``count`` seeds from ``first`` on, cut for the processes."""
+    """Yield ``count`` seeds from ``first`` on, in pieces for the processes."""
     for start in range(first, first + count, CHUNK):
         yield range(start, min(start + CHUNK, first + count))
 
 
 def outcomes(wanted: Iterable[range], jobs: int, syncers: str) -> Iterator[Outcome]:
-    """Run every piece, ``jobs`` at a time, and never more of them ahead than that."""
+    """Yield the outcomes of every piece; at most ``jobs`` pieces are submitted at a time."""
     with ProcessPoolExecutor(jobs) as pool:
         waiting = iter(wanted)
         running = {pool.submit(run_piece, piece, syncers) for piece in itertools.islice(waiting, jobs)}

@@ -1,4 +1,4 @@
-"""A real syncer in a process of its own, to be attacked: real store on disk, real sockets, a pipe to look inside."""
+"""A real syncer in its own process, to be attacked, with a real store, real sockets and a pipe to inspect its state."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.wire.certificates import LOOPBACK, Authority
 CODECS = ("fp32", "bf16", "int8", "int4", "int8+zstd", "int4:64+zstd3", "e3m0", "topk:256x4", "sign+zstd")
 ANSWER_S = 60.0
 MEMORY_MAX = 8 << 30
-"""Of everything that the process allocates, stacks of its threads too, which are hardly touched."""
+"""The limit of all memory that the process allocates, including its threads' stacks, which are mostly unused."""
 Emit = Callable[[str, dict[str, object]], None]
 
 
 class FillableDisk(Disk):
-    """Has no room as long as there is a file ``full`` in its folder."""
+    """Reports a full disk as long as its folder has a file ``full``."""
 
     def __init__(self, folder: Path) -> None:
         self._full = folder / "full"
@@ -53,11 +53,11 @@ class FillableDisk(Disk):
 
 @dataclass(kw_only=True)
 class Fortress(Toy):
-    """A toy run whose syncer asks who calls, takes every codec, and has no events of its own: silence is none."""
+    """A toy run whose syncer authenticates its callers and accepts every codec; a silent site causes no event."""
 
     security: dict[str, Any] = field(default_factory=dict)
     files: int = 0
-    """That the syncer's process may have open, where its hard limit allows so many; 0: as the test may."""
+    """The syncer's limit of open files, as far as the hard limit allows; 0: that of the test."""
     outer: dict[str, object] = field(
         default_factory=lambda: {
             "num_fragments": 2,
@@ -78,7 +78,7 @@ class Fortress(Toy):
 
 @dataclass(frozen=True)
 class View:
-    """What a look inside shows.  ``state`` is a digest of all that a message may not change."""
+    """A view of the syncer's state.  ``state`` is a digest of everything that a refused message must not change."""
 
     state: str
     watermarks: int
@@ -94,9 +94,9 @@ class View:
 
 
 def guarded(variant: str, folder: Path, sites: list[str], **server: Any) -> tuple[Fortress, dict[str, Any]]:
-    """A run behind ``tokens`` in plaintext, ``tls`` and tokens, or ``mtls``, and what its callers show.
+    """Return a run secured by ``tokens`` in plaintext, ``tls`` and tokens, or ``mtls``; and its callers' credentials.
 
-    A caller shows {"token"} or {"certificate"}; every variant with TLS has the "ca".
+    A caller has {"token"} or {"certificate"}; every variant with TLS has the "ca".
     """
     folder.mkdir(parents=True, exist_ok=True)
     security: dict[str, Any] = {}
@@ -128,11 +128,11 @@ def guarded(variant: str, folder: Path, sites: list[str], **server: Any) -> tupl
 
 
 class Died(AssertionError):
-    """The process is no more, and nobody has asked it to end."""
+    """The process died unexpectedly."""
 
 
 class Target:
-    """The process; ``look`` is only to be called when nothing is under way that ought to change something."""
+    """The syncer's process.  Call ``look`` only when no valid change is in progress."""
 
     def __init__(self, fortress: Fortress) -> None:
         context = forkserver()
@@ -172,7 +172,7 @@ class Target:
         return found
 
     def stop(self) -> None:
-        """End it as an operator would; whatever it failed of is raised."""
+        """End it as an operator would; raise any error of the process."""
         self._pipe.send("stop")
         self._told()
         self.process.join(ANSWER_S)
@@ -196,7 +196,7 @@ def running(fortress: Fortress) -> Iterator[Target]:
 
 
 class _Said(logging.Handler):
-    """Counts what is said, and keeps what looks as if somebody else had said it."""
+    """Counts the log lines, and keeps those that look forged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class _Said(logging.Handler):
         self.forged: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.say(self.format(record))  # A traceback with it, which is never printable.
+        self.say(self.format(record))  # This includes a traceback, which is never printable.
 
     def say(self, text: str) -> None:
         self.count += 1
@@ -213,10 +213,10 @@ class _Said(logging.Handler):
 
 
 def main(fortress: Fortress, pipe: Connection) -> None:
-    limit_arenas()  # As the program itself does, whose memory is to be judged.
+    limit_arenas()  # As the program itself does, whose memory is measured.
     torch.set_num_threads(1)
     faulthandler.enable()
-    # A message that takes all memory is to be seen in this process, and not in the others of the machine.
+    # A message that takes all memory must fail in this process, and not harm the machine's others.
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_MAX, MEMORY_MAX))
     if fortress.files:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -237,7 +237,7 @@ def main(fortress: Fortress, pipe: Connection) -> None:
 
 
 def look(syncer: Syncer, folder: Path, said: _Said) -> View:
-    syncer.wait(0.0)  # Raises what the syncer failed of, if anything.
+    syncer.wait(0.0)  # Raises the syncer's error, if any.
     status = syncer.api.status()
     state = syncer.core.ask(lambda machine: {**machine.snapshot(), "now_ns": 0})  # type: ignore[dict-item]
     watermarks = syncer.core.ask(
@@ -247,7 +247,7 @@ def look(syncer: Syncer, folder: Path, said: _Said) -> View:
     values = [each.digest for each in syncer.holdings.values]
     everything = json.dumps([state, kept, values], sort_keys=True, default=str)
     gc.collect()
-    # What the allocator keeps for later differs by several per cent from look to look: it is asked to hand that back.
+    # The allocator's free memory differs by several per cent from view to view: make it return that to the system.
     ctypes.CDLL(None).malloc_trim(0)
     return View(
         state=hashlib.sha256(everything.encode()).hexdigest(),
@@ -265,11 +265,11 @@ def look(syncer: Syncer, folder: Path, said: _Said) -> View:
 
 
 def _kept(folder: Path) -> list[tuple[str, int]]:
-    """Every file by name and size, but for what is being written or received, whose names begin with a dot."""
+    """Return every file's name and size, except those being written or received, whose names begin with a dot."""
     found = []
     for path in files_under(folder):
         name = path.relative_to(folder)
         if not any(part.startswith(".") for part in name.parts):
-            with contextlib.suppress(FileNotFoundError):  # A snapshot may be thrown away meanwhile.
+            with contextlib.suppress(FileNotFoundError):  # A snapshot may be pruned meanwhile.
                 found.append((name.as_posix(), path.stat().st_size))
     return found

@@ -1,4 +1,4 @@
-"""A share of the hunt for bad updates that enter and good ones that do not."""
+"""Short runs of hunts (admission, swarm, layouts, fuzz, fuzz_inputs), and proof that each can find a violation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hunts.reporting import Hunt
 from tests.hunts.swarm import pieces
 from tests.hunts.target import View, guarded
 
-pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+pytestmark = pytest.mark.slow  # The hunts are tested where they run, in .ci/run.
 
 
 def test_bad_updates_are_refused_or_bounded_and_clean_ones_enter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +61,7 @@ def test_a_violation_is_one_line_with_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fates, "all_final", lambda turn, index: False)
-    # The processes of the hunt are forked, so that they have what was put in here.
+    # The hunt's processes are forked, so that they inherit the patched function.
     assert swarm.main(["--seeds", "1", "--seed", "3", "--jobs", "1"]) == 1
     line, last = capsys.readouterr().out.splitlines()
     assert line.startswith("python -m tests.hunts.swarm --seed 3 --seeds 1  # liveness: ")
@@ -88,7 +88,7 @@ def test_pieces_are_all_the_seeds_once() -> None:
     assert [seed for piece in pieces(7, 120) for seed in piece] == list(range(7, 127))
 
 
-# --- The layouts of a site's ranks change no bit, in a short run of two of them and in a long one of all -------------
+# --- The layout of a site's ranks changes no bit: a short run of two layouts, and a long one of all ------------------
 
 
 def test_two_sites_of_two_layouts_exchange_what_two_processes_do(tmp_path: Path) -> None:
@@ -117,7 +117,8 @@ def test_one_bit_in_one_place_is_a_difference() -> None:
     assert found.differs(replace(found, held={("a", 1): "h", ("a", 2): "h"})) == ["held ('a', 2)"]
 
 
-# --- A share of the hunt in every run, and the proof that it can find something --------------------------------------
+# --- A short hunt, and proof that it can find a violation
+# --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -193,13 +194,13 @@ def view(**changes: object) -> View:
     ("kind", "after", "accepted", "words"),
     [
         ("strict", view(state="t"), 0, "the run changed"),
-        ("spoiled", view(state="t", watermarks=6), 2, "2 updates were accepted, and 1 are there"),
-        ("spoiled", view(), 1, "the run is as it was"),
+        ("spoiled", view(state="t", watermarks=6), 2, "2 updates were accepted, but 1 are there"),
+        ("spoiled", view(), 1, "the run has not changed"),
         ("strangers", view(decoded=8), 0, "1 payloads decoded"),
-        ("impostors", view(counters={"payload_bytes_in": 9}), 0, "9 bytes were taken in"),
-        ("strict", view(counters={"internal": 1}), 0, "a defect of its own"),
+        ("impostors", view(counters={"payload_bytes_in": 9}), 0, "9 bytes were received"),
+        ("strict", view(counters={"internal": 1}), 0, "an internal error"),
         ("strict", view(said=900), 0, "900 lines"),
-        ("strict", view(forged=["a\nb"]), 0, "a line was logged"),
+        ("strict", view(forged=["a\nb"]), 0, "a forged line was logged"),
         ("strict", view(partial=50), 0, "half received"),
     ],
 )
@@ -214,16 +215,17 @@ def test_what_a_look_inside_shows_is_judged(world: World, kind: str, after: View
     assert not siege.findings.complaints
 
 
-# --- A share of the hunt in every run, and the proof that it can find something --------------------------------------
+# --- A short hunt, and proof that it can find a violation
+# --------------------------------------------------------------
 
 
 def test_a_share_of_the_inputs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the thirty thousand that .ci/run takes."""
+    """A part of the thirty thousand inputs that .ci/run takes."""
     assert fuzz_inputs.main(["--n", "1000", "--seed", "9000", "--jobs", "1"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 1000, 0)
-    assert found["taken"] > 50, "nothing gets through"
-    assert found["refused"] > 500, "nothing is refused"
+    assert found["taken"] > 50, "nothing was accepted"
+    assert found["refused"] > 500, "nothing was refused"
 
 
 def test_every_reader_takes_what_is_good(tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_a_chain_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) 
         return bytes(32)
 
     monkeypatch.setattr(journal, "chain_after", forgetful)
-    assert any("nobody wrote" in failure for failure in run_piece(1, 1500).failures)
+    assert any("never written" in failure for failure in run_piece(1, 1500).failures)
 
 
 def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +252,6 @@ def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_value_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.codec.base.kernels", lambda *granules: None)  # They look for themselves.
+    monkeypatch.setattr("diloco.codec.base.kernels", lambda *granules: None)  # The kernels check it themselves.
     monkeypatch.setattr("diloco.codec.blocks.is_finite", lambda values: True)
     assert any("not finite" in failure for failure in run_piece(3, 1000).failures)

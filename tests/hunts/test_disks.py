@@ -1,4 +1,4 @@
-"""Every legal state that a power cut may leave is recovered from, and a forgotten sync of any kind is found."""
+"""Every legal state after a power cut is recovered, and any forgotten sync is found; kills and flipped bits too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.hunts.cutting import (
 )
 from tests.hunts.short_lives import BACKUP, GIVING_BACK, IMAGE, MAKING, SHORT, SITE, ShortLives, draw, named
 
-pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+pytestmark = pytest.mark.slow  # The hunts are tested where they run, in .ci/run.
 
 SYNCER_SYNCS = (
     Step.CARD,
@@ -90,12 +90,12 @@ def test_real_cuts_lose_nothing_unless_a_sync_is_forgotten(forgotten: str, capsy
 
 def test_no_sync_is_left_out_of_the_mutants(recorded: dict[str, Recording]) -> None:
     synced = {operation.step for each in recorded.values() for operation in each.log if hasattr(operation, "node")}
-    # What these two keep from coming back is wanted by a standby alone: the swarm watches them (its seed 925059).
+    # Only a standby depends on these two syncs of removed files: the swarm checks them (its seed 925059).
     of_a_standby = {Step.SNAPSHOT_PRUNE, Step.JOURNAL_PRUNE}
     assert synced == {*SYNCER_SYNCS, *SITE_SYNCS, *of_a_standby}
 
 
-# --- A flipped bit is named or harmless, and one with which a start went on wrongly would be told --------------------
+# --- A flipped bit is named or harmless, and a start that recovers another state is a violation ----------------------
 
 
 def test_every_damage_is_named_or_harmless(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,10 +117,10 @@ def test_a_start_that_does_not_look_at_what_it_is_still_to_merge_is_a_violation(
 ) -> None:
     monkeypatch.setattr(Store, "_check_waiting", lambda store, machine: None)
     assert flips.main(["--flips", "40", "--seed", "7"]) == 1
-    assert "goes on with another state" in capsys.readouterr().out
+    assert "a start recovers another state" in capsys.readouterr().out
 
 
-# --- No power cut leaves half of a restore, and a restore that forgot a sync would be found --------------------------
+# --- No power cut leaves half of a restore, and a forgotten sync of a restore is found -------------------------------
 
 Record = Callable[[Path], tuple[Recording, int]]
 IN_PLACE = (Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_CARD, Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE)
@@ -168,7 +168,7 @@ def test_a_forgotten_sync_of_a_restore_is_found(restored_folder: Path, record: R
     assert any(why for _, why in mutant.examined(restored_folder / "state", Random(1), first=first)), step
 
 
-# --- A few deaths of restores and backups, and the table of their steps is that of what they do ----------------------
+# --- A few kills of restores and backups, and the table of their steps is complete -----------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The examples reach the loss that they should, in short runs; and the hunt sees one that does not."""
+"""The examples reach the expected loss in short runs, and the hunt detects one that does not."""
 
 from __future__ import annotations
 

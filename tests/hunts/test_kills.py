@@ -1,4 +1,4 @@
-"""The hunt's tables are complete, and a short hunt finds nothing."""
+"""The tables of kills are complete, and short hunts find nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_short_hunt_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rounds"].keys() >= {"lock-step", "standby"}
 
 
-# --- A short hunt finds nothing, and what it measures is there -------------------------------------------------------
+# --- A short hunt of failovers finds nothing, and reports its measurements -------------------------------------------
 
 
 @pytest.mark.hunt
@@ -96,7 +96,7 @@ def test_a_site_comes_back_when_one_of_its_ranks_is_killed(parallel: str, memory
     assert sum(found["killed"]) == 2  # type: ignore[call-overload]
 
 
-# --- One death of the real syncer verb, and the audit of the run that goes on after it -------------------------------
+# --- One kill of the real syncer verb, and the audit of the run that continues after it ------------------------------
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ SMALL = [text for text in TINY if not text.startswith(("run.seconds", "data.cach
 def test_a_run_whose_syncer_lost_its_folder_is_restored_as_it_says(
     way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A smaller model than the hunt's."""
+    """The hunt with a smaller model."""
     code = disaster.main(["--ways", way, "--versions", "6", "--settings", " ".join(SMALL)])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == 0, found

@@ -1,4 +1,4 @@
-"""What the hunt for liars is worth: it finds each thing that would believe too much, or too little."""
+"""The hunt for liars finds code that believes too much or too little; poison is removed; pairs are complete."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_honest_sites_are_believed_and_lies_move_no_more_than_the_truth(capsys: 
 def test_what_believes_too_much_or_too_little_is_found(
     mutate: Callable[[Patch], None], seed: int, words: str, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each with the seed that showed it when this was written, and the others where it shows it no more."""
+    """Try the seed that showed it when this was written, and other seeds if that no longer does."""
     mutate(monkeypatch)
     for each in (seed, *range(200)):
         found = liars.main(["--seed", str(each), "--n", "1"])
@@ -86,7 +86,7 @@ SMALL = (
 
 @pytest.mark.hunt
 def test_poison_is_taken_out_of_a_run_of_real_training(capsys: pytest.CaptureFixture[str]) -> None:
-    """Shorter than the hunt: what harm the poison does, and what is left of it, is for that to say."""
+    """Shorter than the hunt, which checks the poison's harm and what is left of it."""
     poison.main(["--tokens", "60000", "--at", "2", "--updates", "1", "--settings", SMALL])
     said = capsys.readouterr().out
     found = json.loads(said.splitlines()[-1])
@@ -102,15 +102,15 @@ def test_the_poison_is_where_it_was_asked_for() -> None:
 
 
 def test_a_site_that_was_to_send_poison_and_did_not_is_noticed(tmp_path: Path) -> None:
-    """The hunt had gone on without any, once the code that it bends had moved."""
+    """Regression: the hunt sent no poison any more, and did not notice, after the code that it patches had moved."""
     poisoning = Poisoning(tmp_path, seed=1, tokens=10**9, at=1, updates=1, strength=2.0)
     poisoning.check_sent([[], [1], []])
     for sent in ([[], [], []], [[1], [1], []], [[], [1, 2], []]):
-        with pytest.raises(AssertionError, match="was to be sent by one site"):
+        with pytest.raises(AssertionError, match="one site was to send"):
             poisoning.check_sent(sent)
 
 
-# --- Every pair of settings is in a row or refused in words, and the judge of a run can fail -------------------------
+# --- Every pair of settings is in a row or refused with a message, and the judge of a run can fail -------------------
 
 ALL = sum(len(one) * len(two) for at, one in enumerate(SETTINGS.values()) for two in list(SETTINGS.values())[:at])
 ROW = {"outer.lock_step": "true", "outer.quorum": "all", "outer.num_fragments": "4 outer.num_syncers=2"}
@@ -130,7 +130,7 @@ def test_every_pair_is_in_a_row_or_refused() -> None:
         return "feedback" if needs else "both" if both else ""
 
     rows, refused = covering(3, refuses)
-    assert (rows, refused) == covering(3, refuses), "a seed is always the same rows"
+    assert (rows, refused) == covering(3, refuses), "the same seed gives the same rows"
     assert sorted(refused.values()) == ["both", "feedback"]
     found = set().union(*(pairs_of(row) for row in rows))
     assert len(found) == ALL - len(refused)

@@ -1,4 +1,4 @@
-"""A mutant that a test would notice is killed, one that none reaches is said, and the tree stays as it is."""
+"""A mutant that a test detects is killed, one that no test reaches is reported, and the tree stays unchanged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ASKED = ["--packages", "tiny/core", "--workers", "0"]
 
 
 def written(tree: Path, files: dict[str, str]) -> Path:
-    """``tree`` with a package ``tiny.core`` and tests of its own."""
+    """Write a package ``tiny.core`` and its tests into ``tree``."""
     settings = "[tool.pytest.ini_options]\npythonpath = ['.']\n"
     for name, text in {
         "pyproject.toml": settings,
@@ -86,7 +86,7 @@ def written(tree: Path, files: dict[str, str]) -> Path:
 
 
 def run(tree: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], dict[str, Any]]:
-    """What was said of each mutant, and the row."""
+    """Run the hunt; return its line for each mutant, and the row."""
     assert mutants.main([*ASKED, *words], tree, forkserver()) == 0
     lines = capsys.readouterr().out.splitlines()
     return [line for line in lines if line[0].isdigit() and "/" in line.split()[0]], json.loads(lines[-1])
@@ -121,7 +121,7 @@ def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys:
 def test_a_seed_draws_the_same_mutants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Bench, "record", lambda *_: Record())  # No test reaches anything: the draw alone is seen.
+    monkeypatch.setattr(Bench, "record", lambda *_: Record())  # No test reaches anything: only the draw is printed.
     written(tmp_path, {"tiny/core/area.py": AREA + UNUSED})
     one, again, other = (run(tmp_path, capsys, "--n", "4", "--seed", seed)[0] for seed in ("3", "3", "4"))
     assert one == again != other
@@ -141,7 +141,7 @@ def test_a_mutant_with_which_a_test_hangs_is_killed_by_time(
 
 
 def test_a_place_that_only_another_process_reaches_is_reached_by_the_test_that_started_it(tmp_path: Path) -> None:
-    """Both tests' processes are forked from one server, which the first of them has started."""
+    """Both tests' processes are forked from one server, which the first of the tests starts."""
     tree = tmp_path / "tree"
     functions = "".join(f"def {name}(x):\n    return x\n" for name in ("one", "two"))
     tests = {f"tests/test_{name}.py": FORKED.format(name=name) for name in ("one", "two")}
@@ -210,7 +210,7 @@ def test_each_place_in_a_part_of_the_product_can_be_marked_and_changed() -> None
             assert ast.dump(ast.parse(site.mutate(source))) != ast.dump(ast.parse(source)), site
 
 
-# --- A short hunt finds nothing, each process is told its own time, and a status that no true clock gives is seen ----
+# --- A short hunt finds nothing, each process reads its own clock, and an impossible status is detected --------------
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_clocks_jump_under_living_processes_and_nothing_is_wrong(capsys: pytest.
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (code, found["violations"]) == (0, 0), found
     assert (found["done"], found["runs"]) == (10, 1)
-    assert found["backups_misdated"] > 0, "no process saw another time"
+    assert found["backups_misdated"] > 0, "no process read another time"
 
 
 def test_the_product_is_told_the_time_of_the_file_and_others_the_true_one(
@@ -253,7 +253,7 @@ def test_what_no_true_clock_gives_is_named() -> None:
     ]
 
 
-# --- A share of the hunt, and the proof that it can find something ---------------------------------------------------
+# --- A short hunt of cuts, and proof that it can find a violation ----------------------------------------------------
 
 
 @pytest.mark.hunt
@@ -277,4 +277,4 @@ def test_what_does_not_arrive_is_a_violation(
 ) -> None:
     monkeypatch.setattr(cuts, "arrived", lambda way, answer, payload: False)
     assert cuts.main(["--cuts", "1", "--mib", "4"]) == 1
-    assert "what arrived is not what was sent" in capsys.readouterr().out
+    assert "the data that arrived differs" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Every row of the table of bad input, at a real syncer: its answer, in the row's own words as the test's name."""
+"""Every row of the table of bad input, tried at a real syncer; the test's id is the row's name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def besieged(variant: str, folder: Path) -> Iterator[Siege]:
         before = siege.quiet()
         yield siege
         if target.process.is_alive():
-            assert siege.quiet(before).state == before.state, "what was refused has changed the run"
+            assert siege.quiet(before).state == before.state, "a refused message has changed the run"
         siege.close()
 
 
@@ -101,7 +101,7 @@ def test_tls_older_than_1_3_is_unauthenticated_or_no_connection_at_all(mtls: Sie
     counted = mtls.target.look().counters.get("refused_unauthenticated", 0)
     connection = tls(mtls, getattr(ssl.TLSVersion, version))
     if connection is None:
-        assert version == "TLSv1_1", "an older one is not even spoken"
+        assert version == "TLSv1_1", "a version older than 1.2 gets no handshake"
     else:
         with connection:
             assert connection.version() == version.replace("_", ".")
@@ -113,7 +113,7 @@ def test_tls_older_than_1_3_is_unauthenticated_or_no_connection_at_all(mtls: Sie
 
 
 def tls(siege: Siege, version: ssl.TLSVersion) -> ssl.SSLSocket | None:
-    """A connection of the admin that speaks this version and no other; None where that cannot be."""
+    """Return an admin's connection that speaks only this version of TLS; None where that is impossible."""
     shown: dict[str, Any] = siege.workers[0].access.shown
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(shown["ca"])
@@ -124,7 +124,7 @@ def tls(siege: Siege, version: ssl.TLSVersion) -> ssl.SSLSocket | None:
         context.options &= ~ssl.OP_NO_TLSv1_1
     context.maximum_version = ssl.TLSVersion.TLSv1_3
     try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Of asking for something so old.
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Warns of old versions.
             context.minimum_version = version
             context.maximum_version = version
         return context.wrap_socket(flooding.dial(siege.target.address, BOUND_S), server_hostname="localhost")
@@ -146,7 +146,7 @@ def test_overload_is_resource_exhausted_with_a_time_to_come_back(tokens: Siege) 
     streams = [channel.stream_stream(f"{SYNC}Push")(held(pack_push(header)), **options) for header in headers]
     try:
         for stream in streams:
-            next(stream)  # Both are admitted, which is all that one site may have under way.
+            next(stream)  # Both are admitted, which is the limit of one site.
         header, payload = worker.world.update(random.Random(4), sequence=headers[0].sequence + 1, fragment=0)
         with pytest.raises(grpc.RpcError) as caught:
             list(channel.stream_stream(f"{SYNC}Push")(iter(pushed(header, payload)), **options))
@@ -182,7 +182,7 @@ def test_a_full_disk_is_unavailable_and_changes_nothing_and_heals(tmp_path: Path
         before = siege.quiet()
         full.touch()
         said = "disk full: No space left on device"
-        assert worker.access.make(push) == ("UNAVAILABLE", said), "its payload finds no room"
+        assert worker.access.make(push) == ("UNAVAILABLE", said), "there is no room for its payload"
         assert siege.quiet().state == before.state
         snapshot = Call(statuses.DISK_FULL, f"{ADMIN}Snapshot", [b""], "admin")
         asked = {"joining": Call(statuses.DISK_FULL, f"{SYNC}Join", [join], joining.site), "again": push}
@@ -195,7 +195,7 @@ def test_a_full_disk_is_unavailable_and_changes_nothing_and_heals(tmp_path: Path
         full.unlink()
         until_s = time.monotonic() + BOUND_S
         while not serving(worker.access, check):
-            assert time.monotonic() < until_s, "there is room, and it does not go on"
+            assert time.monotonic() < until_s, "there is room again, but it does not serve"
             time.sleep(0.1)
         assert worker.access.make(push)[0] == "accepted"
         siege.target.stop()
@@ -206,7 +206,7 @@ def serving(access: Access, check: bytes) -> bool:
     return bool(health_pb2.HealthCheckResponse.FromString(answer).status == health_pb2.HealthCheckResponse.SERVING)
 
 
-# --- A share of the floods of frames in every run --------------------------------------------------------------------
+# --- Short floods of frames ------------------------------------------------------------------------------------------
 
 SITE = "site-b"
 
@@ -234,7 +234,7 @@ def test_a_flood_of_frames_is_dealt_with_and_changes_nothing(target: Target, nam
     ("answer", "due"), [(b"", Due.ENDED), (flooding.frame(flooding.RST, 0, 1, bytes(4)), Due.REFUSED)]
 )
 def test_what_is_done_about_a_flood_is_seen(answer: bytes, due: Due) -> None:
-    """A peer of which it is known what it does: it hangs up at once, or says a frame in two parts and reads on."""
+    """The peer closes the connection at once, or sends a frame in two parts and continues to read."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -255,7 +255,7 @@ def test_what_is_done_about_a_flood_is_seen(answer: bytes, due: Due) -> None:
 def test_a_folder_that_vanishes_while_the_target_is_looked_at_has_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The live syncer throws a snapshot away between the listing of its parent and its own."""
+    """The running syncer removes a snapshot between the listing of its parent folder and its own."""
     (tmp_path / "snapshots" / ".00000012.tmp").mkdir(parents=True)
     (tmp_path / "run.json").write_text("{}")
     scandir = os.scandir
@@ -273,7 +273,7 @@ def test_a_folder_that_vanishes_while_the_target_is_looked_at_has_no_files(
 
 
 class Silent:
-    """A channel on which every call is answered by nothing."""
+    """A channel on which every call gets an empty answer."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -294,4 +294,4 @@ def test_every_kind_of_flood_asks_the_syncer_something(kind: str) -> None:
     with contextlib.suppress(StopIteration, IndexError):
         getattr(flood, kind)()
     wanted = {"reports": "Report", "pulls": "Pull", "watches": "Watch", "status": "Status", "noise": "Push"}
-    assert channel.asked == [wanted.get(kind, "Join")]  # A push is of a process that was taken in.
+    assert channel.asked == [wanted.get(kind, "Join")]  # A push joins first.

@@ -1,8 +1,8 @@
-"""``make upgrade FROM=e4cbd8b``: an old release and this one in one run, with real processes.
+"""``make upgrade FROM=e4cbd8b``: upgrade a run from an old release to this one, with real processes.
 
-The old program's syncer and sites begin; its syncer is killed and this one's goes on from its folder, with sites that
-speak the old protocol; then each site is replaced, and the syncer once more.  Versions must rise by one, every
-acknowledged update have one fate, and no token be lost.  The old code comes out of this repository's history.
+The old release's syncer and sites start the run.  Its syncer is killed, and this release's resumes from its folder,
+with sites of the old protocol; then each site is replaced, and the syncer once more.  Versions must rise by one, every
+acknowledged update must have one fate, and no token may be lost.  The old code comes from this repository's history.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PREVIOUS = "e4cbd8b"
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("upgrade", __doc__)
     hunt.parser.add_argument(
-        "--from", dest="from_commit", default=PREVIOUS, help=f"the old program (default: {PREVIOUS})"
+        "--from", dest="from_commit", default=PREVIOUS, help=f"the old release's commit (default: {PREVIOUS})"
     )
-    hunt.parser.add_argument("--runs", type=int, default=1, help="upgrades, one after another (default: 1)")
+    hunt.parser.add_argument("--runs", type=int, default=1, help="number of upgrades, one after another (default: 1)")
     asked = hunt.asked(arguments)
     counts = {"upgrades": 0, "stages": 0, "versions": 0, "acknowledged": 0, "drain_s_max": 0.0}
     with tempfile.TemporaryDirectory(prefix="upgrade-") as scratch:
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def unpacked(commit: str, folder: Path) -> Path:
-    """The tree of ``commit``, as a place that Python can import from."""
+    """Unpack the tree of ``commit`` into ``folder``, ready for import."""
     made = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, timeout=60, check=False)
     if made.returncode:
         sys.exit(f"upgrade: {commit} is not in this history: {made.stderr.decode().strip()}")

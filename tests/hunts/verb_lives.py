@@ -1,8 +1,8 @@
-"""``diloco syncer`` and ``diloco site``, as a user starts them, killed at durable steps and started again.
+"""Kill ``diloco syncer`` and ``diloco site``, started as by a user, at durable steps, and restart them.
 
-The processes, the configuration and the training are the real ones, with the smallest model; all that is not is the
-variable that says where to die (``diloco/runs/process.py``).  The same command starts each of them again.  When the
-run has been drained the same audit is made of it as of the toy runs, from its own journal and its events.
+Processes, configuration and training are real, with the smallest model; only a variable is added that says where to be
+killed (``diloco/runs/process.py``).  The same command restarts each process.  After the run is drained, it gets the
+same audit as the toy runs, from its journal and events.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.runs.processes import TINY, Place, Verb, place_in, wait_for
 
 BOUND_S = 240.0
 PATIENCE_S = 45.0
-"""A step that is not passed by then is not waited for: SIGKILL from outside."""
+"""If a step does not occur for this long, SIGKILL comes from outside instead."""
 RUN = "runs/killed"
 SITES = ("site-a", "site-b")
 SETTINGS = (
@@ -70,14 +70,14 @@ DEATHS: Mapping[str, Mapping[Step, int]] = {
         Step.CHECKPOINT_FOLDER: 8,
     },
 }
-"""So many passages of each step come soon in a life."""
+"""For each step, the number of passages that occur early in a process."""
 VERSIONS = 4
-"""Published after the last death, before the run is drained."""
+"""Versions to be published after the last kill, before the run is drained."""
 
 
 @dataclass(frozen=True)
 class RealRun:
-    """What an audit must know of the run."""
+    """The interface of a run that an audit needs."""
 
     config: RunConfig
     folder: str
@@ -105,7 +105,7 @@ class RealRun:
 
 
 class VerbLives:
-    """One run, in which the syncer and a site are killed, each also at an instant before the death at a step."""
+    """One run in which syncer and sites are killed: before each kill at a step, also one at a random instant."""
 
     def __init__(self, folder: Path, seed: int, killed: Counter[str], deaths: int = 4) -> None:
         self.folder, self.killed, self.deaths = folder, killed, deaths
@@ -113,7 +113,7 @@ class VerbLives:
         self.address = f"127.0.0.1:{free_port()}"
 
     def run(self) -> int:
-        """How many updates were accepted."""
+        """Make the run; return how many updates were accepted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with place_in(self.folder) as place:
             try:
@@ -152,7 +152,7 @@ class VerbLives:
         return min(steps, key=lambda step: self.killed[f"diloco {role}: {step}"])
 
     def _end(self, place: Place, verb: Verb, where: str | None) -> None:
-        """The process dies ``where`` it is to, or from outside when it does not come there in time."""
+        """Wait until the process is killed at ``where``; kill it from outside if it does not reach that in time."""
         until = time.monotonic() + (PATIENCE_S if where is not None else self.dice.uniform(3.0, 9.0))
         while verb.process.poll() is None and time.monotonic() < until:
             self._archive(place)
@@ -164,7 +164,7 @@ class VerbLives:
         self.killed[where] += 1
 
     def _trains_on(self, place: Place, lives: Mapping[str, Verb]) -> None:
-        """Every site merges again, and versions come out."""
+        """Wait until every site merges again, and ``VERSIONS`` versions are published."""
         began = len(place.events("killed"))
 
         def goes_on() -> bool:
@@ -178,7 +178,7 @@ class VerbLives:
         wait_for(goes_on, "both sites to merge again", bound_s=BOUND_S)
 
     def _archive(self, place: Place) -> None:
-        """Keep a second name for what the syncer has written: it prunes what is older than 256 outer steps."""
+        """Hard-link the syncer's files into an archive: it prunes those older than 256 outer steps."""
         run = place.folder / RUN
         for path in (*run.glob("syncer/journal/journal-*.log"), *run.glob("syncer/spool/[!.]*/*.update")):
             with suppress(FileNotFoundError):
