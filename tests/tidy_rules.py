@@ -340,7 +340,7 @@ def durable_steps_have_names(module: Module) -> Iterator[str]:
     }
     for node in module.nodes:
         if isinstance(node, ast.Attribute) and dotted(node) == "Step.FILE":
-            yield f"line {node.lineno}: Step.FILE is for files that no kill must test"
+            yield f"line {node.lineno}: Step.FILE is for files without a kill case"
     for node in calls:
         if node in of_disk or id(node) in handed:
             continue

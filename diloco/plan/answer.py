@@ -135,7 +135,7 @@ WAYS = (
     ("central", "s1", "one syncer"),
 )
 LINEAR = (
-    "Every link's bytes grow with the parameters; only those of a single syncer's link grow with the sites as well.\n"
+    "Bytes grow linearly with the parameters on every link, and with the sites only on the link of a single syncer.\n"
     "A site's link carries the same for any number of sites, less than twice that where each has a part of the syncer."
 )
 

@@ -70,7 +70,7 @@ def test_a_model_of_ones_own_in_words(
     said = capsys.readouterr().out
     assert said.startswith("1.00B parameters at 4 sites: to train 95 % of the time a site needs ")
     assert "as asked, simulated" in said
-    assert "Every link's bytes grow with the parameters" in said
+    assert "Bytes grow linearly with the parameters" in said
     names = [text.text for text in ElementTree.parse(picture).iter() if "named" in text.get("class", "")]
     assert names == [
         f"{size}: {words}"

@@ -9,8 +9,8 @@ lease in one run and by the operator's verb in the next, after which the old syn
 its own folder; the syncer without its folder, restored from the most advanced backup.
 
 After each jump, within ``BOUND_S``, both sites merge again and every process runs.  No site is evicted, no update is
-implausible, and no duration in the status is negative or NaN.  Merged tokens, epochs and lineages never fall; a restore
-has at least the backup's tokens.  The most advanced backup is never pruned.
+implausible, and no figure in the status is infinite, NaN or a negative duration.  Merged tokens, epochs and lineages
+never fall; a restore has at least the backup's tokens.  The most advanced backup is never pruned.
 """
 
 from __future__ import annotations
