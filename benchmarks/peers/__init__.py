@@ -1,1 +1,1 @@
-"""Other systems doing the same outer round, each in a virtual environment of its own (see ``bench_peers``)."""
+"""Other systems that do the same outer round, each in its own virtual environment (see ``bench_peers``)."""

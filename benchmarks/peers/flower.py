@@ -1,7 +1,7 @@
 """The task done by Flower's FedAvg: a SuperLink, a SuperNode for each site, and an app of the message API.
 
-Flower starts a process for each message that a site is sent, so what a site measures is kept in files.  A round lasts
-from a site's answer to when its next message is in the hands of its code.
+Flower starts a process for each message to a site, so a site keeps its measurements in files.  A round lasts from a
+site's answer until its code has the next message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The task done by hivemind's averaging with 8-bit tensors on the wire: one process for each site, found by a DHT.
 
-It needs numpy below 2.4: with a later one its 8-bit averaging changes nothing and reports success, which is what the
-check of the result is for.
+It needs numpy below 2.4: with a later one its 8-bit averaging changes nothing and reports success; the check of the
+result detects that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_site(task: Task, site: int, peers: list[str]) -> None:
         target_group_size=task.sites,
         min_group_size=task.sites,
         compression=Uniform8BitQuantization(),
-        # A group that is complete begins at once; these only bound how long an incomplete one waits.
+        # A complete group starts at once; these only bound how long an incomplete one waits.
         min_matchmaking_time=10.0,
         request_timeout=5.0,
         allow_state_sharing=False,
@@ -50,7 +50,7 @@ def run_site(task: Task, site: int, peers: list[str]) -> None:
         spans.append((began, time.monotonic()))
     with averager.get_tensors() as tensors:
         report(site, spans=spans[task.warm_up :], error=task.error([tensor.numpy() for tensor in tensors], "mean"))
-    time.sleep(1.0)  # The first to leave must not be missed by the others.
+    time.sleep(1.0)  # The others may still need the first site that finishes.
     averager.shutdown()
     dht.shutdown()
 

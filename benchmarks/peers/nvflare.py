@@ -1,7 +1,7 @@
 """The task done by NVFlare's FedAvg: its simulator with a process for each site, numpy arrays on the wire.
 
-NVFlare runs this very file (with ``--told``) inside its own process for each site.  The tensors are the rows of one
-array, which is all that its persistor keeps.  A round lasts from a site's result to the next model that it is given.
+NVFlare runs this same file (with ``--told``) inside its own process for each site.  The tensors are the rows of one
+array, because its persistor keeps only one.  A round lasts from a site's result until it receives the next model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Inside NVFlare's process this is a copy in a folder of its own, and the task is found where the original is.
+# NVFlare's process runs a copy of this file in another folder, so the task's module is imported from the original's.
 if "--root" in sys.argv:
     sys.path.insert(0, sys.argv[sys.argv.index("--root") + 1])
 
@@ -23,7 +23,7 @@ from benchmarks.peers.task import NUM_TENSORS, Task, report
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "numpy_key"
-"""Under which NVFlare's numpy persistor keeps its array."""
+"""The key of the array in NVFlare's numpy persistor."""
 
 
 def run_site(task: Task, told: Path) -> None:
@@ -76,7 +76,7 @@ def run_all(task: Task) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", help="the task, or the file that holds it")
+    parser.add_argument("task", help="the task, or a file with it")
     parser.add_argument("--told", type=Path)
     parser.add_argument("--root")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The work that every system of the comparison does, and what must come out of it.
+"""The work of every system in the comparison, and its expected result.
 
 M sites hold N fp32 parameters in twenty tensors, all zeros.  In each round every site changes its own values (by
 amounts that seed, site and round determine; not timed), and then all must end with the same values: either the mean of
@@ -17,7 +17,7 @@ import numpy as np
 
 NUM_TENSORS = 20
 NOISY_VALUES = 4096
-"""How many random amounts the values of a tensor change by, again and again along it."""
+"""The number of random amounts that are added to a tensor's values, repeated along it."""
 SCALE = 1e-3
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 RULES = ("mean", "nesterov")
@@ -35,36 +35,36 @@ class Task:
 
     @classmethod
     def read(cls, text: str) -> Task:
-        """From what ``written`` gave."""
+        """Return the task that ``written`` has encoded."""
         return cls(**json.loads(text))
 
     @property
     def written(self) -> str:
-        """As one word of a command line."""
+        """The task as JSON, for one argument of a command line."""
         return json.dumps(asdict(self))
 
     @property
     def rounds_in_all(self) -> int:
-        """With those that warm up."""
+        """The number of rounds, including the warm-up."""
         return self.rounds + self.warm_up
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The parameters, equal in size."""
+        """Return the names and shapes of the parameters, which are equal in size."""
         return [(f"w{index:02d}", (self.numel // NUM_TENSORS,)) for index in range(NUM_TENSORS)]
 
     def zeros(self) -> list[np.ndarray]:
-        """What every site begins with."""
+        """Return the initial values of every site."""
         return [np.zeros(shape, np.float32) for _, shape in self.shapes()]
 
     def disturb(self, values: list[np.ndarray], site: int, step: int) -> None:
-        """What site ``site`` does to its ``values`` in round ``step`` (from 0), in place."""
+        """Change the ``values`` of ``site`` in place, as in round ``step`` (from 0)."""
         for tensor, (shift, noise) in zip(values, self._changes(len(values[0]), site, step), strict=True):
             whole = len(tensor) - len(tensor) % len(noise)
             tensor[:whole].reshape(-1, len(noise))[:] += noise + shift
             tensor[whole:] += noise[: len(tensor) - whole] + shift
 
     def expected(self, rule: str) -> list[np.ndarray]:
-        """The leading values of each tensor after the last round."""
+        """Return the exact leading values of each tensor after the last round."""
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}: one of {', '.join(RULES)}")
         length = self.numel // NUM_TENSORS
@@ -84,7 +84,7 @@ class Task:
         return theta
 
     def error(self, values: list[np.ndarray], rule: str) -> float:
-        """How far ``values`` are from what they should be, as a share of how far all rounds should have moved them."""
+        """Return the L2 distance of ``values`` from the expected ones, over the change expected of all rounds."""
         wanted = self.expected(rule)
         missed = sum(float(np.square(got[: len(want)] - want).sum()) for got, want in zip(values, wanted, strict=True))
         return float(np.sqrt(missed / sum(float(np.square(want).sum()) for want in wanted)))
@@ -97,21 +97,21 @@ class Task:
 
 
 def round_seconds(sites: list[dict[str, Any]]) -> list[float]:
-    """Round by round, from when the last site is ready for it until the last one has its result.
+    """Return each round's seconds, from when the last site is ready until the last one has its result.
 
-    ``spans`` of a site are when it began and ended each round, by the clock that all processes of a machine share.
+    ``spans`` has a site's (begin, end) of each round, by the monotonic clock that all processes of a machine share.
     """
     rounds = zip(*(site["spans"] for site in sites), strict=True)
     return [max(end for _, end in spans) - max(began for began, _ in spans) for spans in rounds]
 
 
 def report(site: int, **found: Any) -> None:
-    """Tell the benchmark, by one line of standard output, what a site measured."""
+    """Print a site's measurements for the benchmark, as one line of standard output."""
     sys.stdout.write("\nSITE " + json.dumps({"site": site, **found}) + "\n")
     sys.stdout.flush()
 
 
 def reports_in(output: str) -> list[dict[str, Any]]:
-    """What the sites told, among whatever else their programs said; in the order of the sites."""
+    """Return the sites' reports, in the order of the sites, from an output that has other lines too."""
     lines = [line.removeprefix("SITE ") for line in output.splitlines() if line.startswith("SITE ")]
     return sorted((json.loads(line) for line in lines), key=lambda found: found["site"])

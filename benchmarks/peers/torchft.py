@@ -1,8 +1,8 @@
 """The task done by torchft's DiLoCo: gloo, one process for each site, a lighthouse of its own.
 
-Run as it is, it starts the lighthouse and all sites on this machine; with ``--site`` it is that one site, for sites
-that are elsewhere.  Nothing trains: the inner optimizer finds no gradients, and its step is the hook that synchronises.
-Quantisation is off: on a CPU torchft ignores the wish for it, or fails without saying so where Triton is installed.
+Without options it starts the lighthouse and all sites on this machine; with ``--site`` it runs only that site, for
+sites elsewhere.  There is no training: the inner optimizer finds no gradients, and its step is the hook that
+synchronizes.  Quantization is off: on a CPU torchft ignores it, or fails silently where Triton is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BOUND = timedelta(seconds=600)
 
 
 class Values(nn.Module):
-    """The parameters, and nothing that computes with them."""
+    """Parameters without any computation."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def run_site(task: Task, site: int, lighthouse: str, host: str) -> None:
             inner.step()
             spans.append((began, time.monotonic()))
     report(site, spans=spans[task.warm_up :], error=task.error(values, "nesterov"))
-    # The first to leave must not take the store from the others.
+    # The others may still need the store of the first site that finishes.
     time.sleep(1.0)
     manager.shutdown(wait=False)
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("task", type=Task.read)
     parser.add_argument("--site", type=int)
     parser.add_argument("--lighthouse", default="")
-    parser.add_argument("--host", default="127.0.0.1", help="at which the others find this site")
+    parser.add_argument("--host", default="127.0.0.1", help="where the others reach this site")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
