@@ -35,7 +35,7 @@ def call(config: RunConfig) -> list[str]:
 
 
 def files(config: RunConfig) -> list[File]:
-    """Return the Dockerfile, the patterns of files that the builder leaves out, and what it installs beside a wheel."""
+    """Return the Dockerfile, its .dockerignore and, for an installed program, constraints.txt."""
     check(config)
     launch, installed = config.launch, package(config)
     values = {

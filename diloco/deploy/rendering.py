@@ -237,7 +237,7 @@ class Package:
     """What the machines install: either from ``tree``, or with ``files`` beside those of the launch."""
 
     pip: str
-    """The argument of ``pip install``, beside a constraints.txt."""
+    """The argument of ``pip install``, used together with constraints.txt."""
     tree: Path | None = None
     """The source tree of this program, with its constraints.txt."""
     files: tuple[File, ...] = ()

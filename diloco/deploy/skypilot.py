@@ -17,7 +17,7 @@ Files that the settings name by a relative path (certificates, keys, tokens) bel
 
 
 def files(process: Process) -> list[File]:
-    """Return the task, its settings, and what it installs beside a wheel."""
+    """Return the task, its settings and, for an installed program, constraints.txt."""
     return [process.file(), File(task(process), _task(process)), *package(process.config).files]
 
 

@@ -459,7 +459,7 @@ class MeasuredLink:
 
 
 def settings_of(links: Sequence[MeasuredLink], stated: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings that the links give, beside those ``stated``; one link is that of all sites."""
+    """Return the links' settings, to add to those ``stated``; a single link stands for all sites."""
     for key in ("up_gbps", "down_gbps", "rtt_ms"):
         if key in stated:
             raise ConfigError(f"{key} is set, and --link measures it: give one of the two")
