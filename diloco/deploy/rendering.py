@@ -206,9 +206,7 @@ def label(text: str) -> str:
     """Return ``text`` as a DNS label; ConfigError where that is too long or does not begin with a letter."""
     found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not found or not found[0].isalpha() or len(found) > NAMES_MAX:
-        raise ConfigError(
-            f"{text!r}: a DNS label of it needs a first letter a to z, and at most {NAMES_MAX} characters"
-        )
+        raise ConfigError(f"{text!r}: a DNS label of it needs a first letter a to z, at most {NAMES_MAX} characters")
     return found
 
 

@@ -76,7 +76,5 @@ def _task(process: Process) -> str:
         what=process.what, run=process.config.run.name, name=process.label, more=more, file=task(process)
     )
     if process.nodes > 1:
-        head += (
-            f"\nIts {process.nodes} machines must share a folder, which this task does not make: put run.dir into it."
-        )
+        head += f"\nIts {process.nodes} machines need a shared folder, not made by this task: put run.dir into it."
     return documents(made, head=head)

@@ -63,9 +63,7 @@ def visit(checkup: Checkup, visitor: Visitor) -> Visit:
         return Visit([fail("grpc", error.why, "is this the syncer's own port? its log says what it refused")], False)
     except Refused as error:
         return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], False)
-    findings = (
-        [ok("grpc", "it answers")] if process else [warn("grpc", "it is shutting down", "ask again when it runs again")]
-    )
+    findings = [ok("grpc", "it answers")] if process else [warn("grpc", "it shuts down", "ask again when it is back")]
     findings += _asked("run", lambda: [_run(checkup, visitor.ask.run_id)])
     findings += _asked("rtt", lambda: [_round_trip(checkup)])
     known = _asked("identity", lambda: _probed(checkup, visitor))
@@ -98,9 +96,7 @@ def _run(checkup: Checkup, run_id: str) -> Finding:
         return fail("run", f"run {run_id} is not served there, but {told}", "give the right run or address")
     if serves:
         return ok("run", f"it serves run {run_id}", runs=names)
-    remedy = (
-        "look at `diloco status` there: a standby that does not lead, or a syncer that waits for disk space or a backup"
-    )
+    remedy = "look at `diloco status` there: a standby, or a syncer that waits for disk space or a backup"
     return warn("run", f"it knows run {run_id} and takes no updates at present", remedy, runs=names)
 
 
@@ -115,9 +111,7 @@ def _probed(checkup: Checkup, visitor: Visitor) -> list[Finding]:
     except Refused as error:
         if error.status is not Status.UNIMPLEMENTED:
             raise
-        says = (
-            "it is of an earlier release, which reports neither clock nor rates, and compares settings only at a join"
-        )
+        says = "an earlier release: it reports neither clock nor rates, and compares settings only at a join"
         remedy = "upgrade when the run allows it: the syncer first, then its sites"
         return [ok("identity", "it lets us in"), warn("protocol", says, remedy)]
     return [_identity(probed.answer, visitor.site_id), *_meant(probed.answer, visitor.ask), _clock(probed)]
@@ -274,9 +268,7 @@ def _tcp(port: str, greetings: Mapping[str, Greeting | OSError]) -> Finding:
     if not told:
         refused = any(isinstance(each, ConnectionRefusedError) for each in greetings.values())
         start = "start the syncer, or give the port on which it said that it listens"
-        remedy = (
-            start if refused else "let firewalls and security groups on the path pass this port, outwards from here"
-        )
+        remedy = start if refused else "let firewalls and security groups on the path pass this port outwards"
         return fail("tcp", says, remedy)
     # A name such as localhost has two loopback addresses: a syncer listens at one of them, and gRPC finds it.
     if failed and not set(greetings) <= set(HERE):
@@ -373,9 +365,7 @@ def _alerted(address: str, security: SecurityOptions, alert: str) -> Finding:
         what = f"the syncer does not trust the signer of {security.tls_cert or 'this end'}"
         return fail("tls", what, _TAKES_ANOTHER)
     if "CERTIFICATE_EXPIRED" in alert:
-        return fail(
-            "tls", f"the syncer says that {security.tls_cert} has expired", "diloco certs issue DIR --site NAME"
-        )
+        return fail("tls", f"the syncer says: {security.tls_cert} has expired", "diloco certs issue DIR --site NAME")
     if "WRONG_VERSION_NUMBER" in alert or speaks_tls(address) is False:
         return fail("tls", "it does not speak TLS", "leave site.tls_ca out, or give the port that speaks TLS")
     return fail("tls", f"the handshake failed: {alert}", "TLS 1.3 must reach the syncer itself: is a proxy in between?")

@@ -281,9 +281,7 @@ def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Seq
                 continue
             settled = replace(row, speeds=row.speeds or lab.speeds)
             if row.phases and len(row.phases) != len(settled.speeds):
-                raise ConfigError(
-                    f"row {name}: phases are {row.phases}: give one for each of {len(settled.speeds)} sites"
-                )
+                raise ConfigError(f"row {name}: phases are {row.phases}: one for each of {len(settled.speeds)} sites")
             try:
                 config = configs.compose([*OWN, *lab.settings, *row.settings, *more, f"run.seed={seed}"])
                 warm = configs.compose([*OWN, *lab.settings, *more, f"run.seed={seed}"])

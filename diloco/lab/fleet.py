@@ -75,9 +75,7 @@ class Told:
             if not least <= value <= most:
                 raise ConfigError(f"{name} is {value:g}: must be from {least:g} to {most:g}")
         if self.regions and not self.region_interruptions_per_day:
-            raise ConfigError(
-                f"--region is {self.regions[0]}: --region-interruptions-per-day is 0: give how often it fails"
-            )
+            raise ConfigError(f"--region is {self.regions[0]}: --region-interruptions-per-day is 0: give a rate")
         if self.region_interruptions_per_day and not self.regions:
             per_day = f"{self.region_interruptions_per_day:g}"
             raise ConfigError(f"--region-interruptions-per-day is {per_day}: name the sites with --region")

@@ -110,7 +110,7 @@ def probed(ahead_s: float = 0.0, **told: Any) -> Callable[..., Probed]:
     [
         ("come_in", raises(Unreachable("Watch: gone")), "fail  identity    it answered before, but not now: Watch: "),
         ("round_trips", lambda *_: [0.1] * 17 + [0.9] * 3, "warn  rtt         a small call takes 100 ms (median of 20"),
-        ("probe", raises(Refused(Status.UNIMPLEMENTED, "No!")), "warn  protocol    it is of an earlier release"),
+        ("probe", raises(Refused(Status.UNIMPLEMENTED, "No!")), "warn  protocol    an earlier release"),
         ("probe", probed(difference="outer.lr is 1.0 at the site"), "fail  settings    outer.lr is 1.0 at the site"),
         ("probe", probed(protocol=2, protocol_oldest=1), "fail  protocol    it speaks 1 to 2, and this end 3 -> insta"),
         ("probe", probed(standby_of="10.0.0.1:7077"), "ok    role        it is the standby of 10.0.0.1:7077\n"),

@@ -75,7 +75,7 @@ def test_19_rules_under_patterns_are_rows_compared_with_the_first_pattern(tmp_pa
     assert (row.against, row.rule, row.pattern) == ("default_together", "default", "apart")
     assert lab.rows["other_together"].against == "", "the laboratory's reference"
     text = "speeds: [1, 1]\nsettings: [run.tokens=1000]\nrows: {a: {phases: [0, 0.5, 0.1]}}"
-    with pytest.raises(configs.ConfigError, match=r"row a: phases are \(0, 0.5, 0.1\): give one for each of 2 sites"):
+    with pytest.raises(configs.ConfigError, match=r"row a: phases are \(0, 0.5, 0.1\): one for each of 2 sites"):
         labs.cells(labs.read(written(tmp_path, text)), (), (0,), ())
 
 
