@@ -72,13 +72,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.codec.kernel_library import SUM_BLOCK, DecodeJob, DigestState, EncodeJob, Fold, Format, Kind, Status
-from diloco.codec.native import address, kernels, pointer, pointers
+from diloco.codec.kernel_library import SUM_BLOCK, DecodeJob, DigestState, EncodeJob, Fold, Format, Kind, Status, choice
+from diloco.codec.native import Kernels, address, pointer, pointers, tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from diloco.codec.native import Kernels
 
 Raw = bytes | bytearray | memoryview
 XXH3 = "xxh3:"
@@ -142,12 +140,23 @@ class KernelDigest:
         return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
 
 
-def hashing_kernels(total: int, like: str, *blocks: int) -> tuple[Kernels, KernelDigest] | None:
+def kernels(*codecs: PlainCodec, step: int = 1) -> Kernels | None:
+    """Return the kernels for a pass over payloads of ``codecs``, by tiles of whole ``step``s; None: torch makes it.
+
+    None where this process runs plain torch, where a codec has no kernel, and where no tile holds whole blocks of all.
+    """
+    chosen = choice()
+    if chosen.library is None or any(each.kind is None for each in codecs):
+        return None
+    return Kernels(chosen.library, chosen.level) if tile(step, *(each.block for each in codecs)) else None
+
+
+def hashing_kernels(total: int, like: str, *codecs: PlainCodec) -> tuple[Kernels, KernelDigest] | None:
     """Return the kernels, and a digest of ``total`` bytes in the form of ``like`` for them to compute in their pass.
 
-    None where torch makes the pass and a ``Hasher`` the digest; ``blocks`` as in ``native.kernels``.
+    None where torch makes the pass and a ``Hasher`` the digest.
     """
-    fast = kernels(SUM_BLOCK, *blocks)
+    fast = kernels(*codecs, step=SUM_BLOCK)
     return None if fast is None or total < BYTES_MIN or is_sha256(like) else (fast, KernelDigest(total))
 
 
@@ -193,7 +202,7 @@ MALFORMED: Mapping[Status, str] = MappingProxyType(
 )
 
 
-def refuse(status: Status, name: str, kind: Kind) -> None:
+def refuse(status: Status, name: str, kind: Kind | None) -> None:
     """Raise the ``DecodeError`` of the plain version of decoding for ``status``; do nothing for ``DONE``."""
     if status is Status.DONE:
         return
@@ -290,10 +299,14 @@ class PlainCodec(Codec):
     """
 
     __slots__ = ()
-    kind: ClassVar[Kind]
-    """The format's number in the compiled kernels."""
+    kind: ClassVar[Kind | None] = None
+    """The class's own format in the compiled kernels, which no subclass inherits; None: torch makes every pass."""
     block: int
     """Number of values coded together: a range starts at a multiple of it and ends at one, or with the tensor."""
+
+    def __init_subclass__(cls) -> None:
+        """Give ``cls`` no kernel unless it names one itself: an inherited one would compute its parent's values."""
+        cls.kind = cls.__dict__.get("kind")
 
     def format(self, numel: int) -> Format:
         """Return the description of a payload of ``numel`` values for the compiled kernels."""
@@ -364,7 +377,7 @@ class PlainCodec(Codec):
         assert payload.is_contiguous(), "payload is not contiguous"
         assert payload.dim() == 1, f"payload has shape {tuple(payload.shape)}"
         assert payload.numel() >= length, f"payload has room for {payload.numel()} bytes, {length} are needed"
-        fast = kernels(self.block)
+        fast = kernels(self)
         if fast is None:
             self.encode_plain(terms, carry, payload[:length], decoded, start, whole)
         elif values.numel():
@@ -428,7 +441,7 @@ class PlainCodec(Codec):
         self.opened(payload, numel)  # Refuses another length.
         check_values(out)
         self.check_place(out.numel(), start, numel)
-        fast = kernels(self.block)
+        fast = kernels(self)
         if fast is None:
             self.decode_plain(payload, numel, out, start, accumulate)
         elif out.numel():

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from diloco.codec.base import FIELD_BITS, NonFiniteError, pack
 from diloco.codec.blocks import BlockCodec, IntCodec
+from diloco.codec.kernel_library import Kind
 from diloco.codec.topk import INDEX_BITS, TopKCodec, pack_indices
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 TERMS_MAX = 4
 """Terms that one pass reads; the difference of more terms is computed before it."""
+BLOCK_KERNELS = (Kind.INT8, Kind.INT4, Kind.E3M0, Kind.INT2, Kind.SIGN)
+"""The block codecs that have a Triton kernel; any other is encoded on the host."""
 ALIGNMENT = 16
 """Alignment in bytes: the widest load of a thread."""
 
@@ -199,8 +202,8 @@ def accelerated(codec: Codec, launch: Launch | None = None) -> DevicePasses | No
 
     Sums of 64 bits take many registers, so without a ``launch`` int2, sign, e3m0 and topk get fewer values a thread.
     """
-    if isinstance(codec, BlockCodec):
+    if isinstance(codec, BlockCodec) and codec.kind in BLOCK_KERNELS:
         return DeviceBlocks(codec, launch or (Launch() if isinstance(codec, IntCodec) else Launch(program_values=2048)))
-    if isinstance(codec, TopKCodec) and codec.block <= CHUNK_MAX:
+    if isinstance(codec, TopKCodec) and codec.kind is Kind.TOPK and codec.block <= CHUNK_MAX:
         return DeviceTopK(codec, launch or Launch(num_warps=16))
     return None

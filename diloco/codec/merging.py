@@ -48,11 +48,12 @@ from diloco.codec.base import (
     bytes_of,
     check_values,
     hashing_kernels,
+    kernels,
     refuse,
 )
 from diloco.codec.blocks import Fp32Codec
 from diloco.codec.kernel_library import LANES, SUM_BLOCK, MeasureJob, OuterJob, Place, Rule, Status, Update
-from diloco.codec.native import Kernels, address, kernels, pointer, tile, torch_fuses
+from diloco.codec.native import Kernels, address, pointer, tile, torch_fuses
 from diloco.outer.merge import (
     PAIRWISE,
     UNCORRECTED,
@@ -382,7 +383,7 @@ def outer_pass(
     weighed = shares(sites)
     codecs = [codec.plain, *(each for _, updates in weighed for each, _ in updates)]
     work = _Work(weighed, state, new, optimizer, share, codec.plain, payload, codecs, rule)
-    found = kernels(SUM_BLOCK, *(each.block for each in codecs)) if rule is not None else None
+    found = kernels(*codecs, step=SUM_BLOCK) if rule is not None else None
     some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
     if found is not None:
         some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
@@ -519,7 +520,7 @@ class Reading:
         """The digest of the values gets the form of ``like``."""
         self._codec = codec
         self._numel = numel
-        self._hashing = hashing_kernels(4 * numel, like, codec.block)
+        self._hashing = hashing_kernels(4 * numel, like, codec)
         self._hasher = Hasher(like)
 
     def ranges(self) -> list[Range]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from diloco.codec.kernel_library import TILE_MAX, TILE_USUAL, Job, Status, choice
+from diloco.codec.kernel_library import TILE_MAX, TILE_USUAL, Job, Status
 from diloco.codec.kernel_library import description as description
 
 if TYPE_CHECKING:
@@ -57,17 +57,6 @@ def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
 def pointer(values: Tensor | None) -> int | None:
     """Return the address of a tensor, or None (null)."""
     return None if values is None else values.data_ptr()
-
-
-def kernels(*blocks: int) -> Kernels | None:
-    """Return the kernels that this process runs; None where it runs plain torch.
-
-    None too where no tile can hold whole blocks of all sizes.
-    """
-    chosen = choice()
-    if chosen.library is None or not tile(*blocks):
-        return None
-    return Kernels(chosen.library, chosen.level)
 
 
 @functools.cache

@@ -31,12 +31,13 @@ from diloco.codec.base import (
     bytes_of,
     check_values,
     hashing_kernels,
+    kernels,
     refuse,
 )
 from diloco.codec.entropy import stage_of
 from diloco.codec.kernel_library import SUM_BLOCK, FollowJob, Pieces, SealJob, Status, TakeJob, Update
 from diloco.codec.merging import RANGE_VALUES, decoded, ranges, sum_of_products
-from diloco.codec.native import address, kernels, pointers, tile
+from diloco.codec.native import address, pointers, tile
 from diloco.codec.registry import Coded
 from diloco.outer.pseudo_gradient import rebase
 
@@ -65,11 +66,11 @@ def seal_pieces(
     """
     numel = _checked(pieces, base, sent)
     assert payload.numel() == codec.payload_bytes(numel), (payload.numel(), numel)
-    blocks = codec.block, *(each.codec.block for each in sent)
-    hashing = hashing_kernels(4 * numel, "", *blocks)
+    codecs = codec, *(each.codec for each in sent)
+    hashing = hashing_kernels(4 * numel, "", *codecs)
     if hashing is None:  # Each range is hashed and measured while it is in the cache.
         found, squares = Hasher(), 0.0
-        for start, stop in ranges(numel, [codec, *(each.codec for each in sent)]):
+        for start, stop in ranges(numel, codecs):
             local = torch.cat(_parts(pieces, start, stop))
             in_flight = [decoded([(each.codec, each.payload)], numel, (start, stop)) for each in sent]
             codec.encode_into((base[start:stop], local, *in_flight), payload, local, start=start, numel=numel)
@@ -81,7 +82,7 @@ def seal_pieces(
         codec.format(numel),
         0,
         numel,
-        tile(SUM_BLOCK, *blocks),
+        tile(SUM_BLOCK, *(each.block for each in codecs)),
         pieces_of(pieces),
         base.data_ptr(),
         updates(sent),
@@ -101,10 +102,10 @@ def rebase_pieces(pieces: Sequence[Tensor], old_base: Tensor, new_base: Tensor, 
     numel = _checked(pieces, old_base, merged)
     check_values(new_base)
     assert new_base.numel() == numel, (new_base.numel(), numel)
-    blocks = SUM_BLOCK, *(each.codec.block for each in merged)
-    fast = kernels(*blocks)
+    codecs = [each.codec for each in merged]
+    fast = kernels(*codecs, step=SUM_BLOCK)
     if fast is None:
-        for start, stop in ranges(numel, [each.codec for each in merged]):
+        for start, stop in ranges(numel, codecs):
             parts = _parts(pieces, start, stop)
             own = [decoded([(each.codec, each.payload)], numel, (start, stop)) for each in merged]
             values = rebase(torch.cat(parts), old_base[start:stop], new_base[start:stop], own)
@@ -114,7 +115,7 @@ def rebase_pieces(pieces: Sequence[Tensor], old_base: Tensor, new_base: Tensor, 
     job = TakeJob(
         0,
         numel,
-        tile(*blocks),
+        tile(SUM_BLOCK, *(each.block for each in codecs)),
         pieces_of(pieces),
         old_base.data_ptr(),
         new_base.data_ptr(),
@@ -218,9 +219,8 @@ class Following:
             check_values(each)
             assert each.shape == (numel,), (each.shape, numel)
         self._at = 0
-        self._hashing = hashing_kernels(4 * numel, like, codec.plain.block)
+        self._hashing = hashing_kernels(4 * numel, like, codec.plain)
         self._hasher = Hasher(like)
-        self._parts = updates([Coded(plain, payload, numel) for plain, payload in opened])
 
     def go_on(self, stop: int) -> None:
         """Continue up to value ``stop``, a range's border or the end; ``DecodeError`` for a malformed payload."""
@@ -228,7 +228,8 @@ class Following:
         if self._hashing is not None:
             fast, made = self._hashing
             size = tile(SUM_BLOCK, plain.block)
-            places = (self._published.data_ptr(), self._parts, len(self._opened))
+            parts = updates([Coded(plain, payload, self._numel) for plain, payload in self._opened])
+            places = (self._published.data_ptr(), parts, len(self._opened))
             job = FollowJob(begin, stop, size, *places, self._out.data_ptr(), made.address, codec.lossless)
             refuse(fast.run(job), codec.name, plain.kind)
         else:

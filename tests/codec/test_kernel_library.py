@@ -17,7 +17,8 @@ import torch
 import diloco
 from diloco.cli import lab
 from diloco.cli.main import main
-from diloco.codec import kernel_library, native
+from diloco.codec import kernel_library
+from diloco.codec.base import kernels
 from diloco.codec.kernel_library import (
     LEVELS,
     DecodeJob,
@@ -70,11 +71,11 @@ def test_the_best_level_runs_where_none_is_forced_and_every_lesser_one_can_be(be
     wanted |= {LEVELS[at]: (at, f"native ({LEVELS[at]}, forced by DILOCO_KERNELS)") for at in range(best + 1)}
     for name, (level, words) in wanted.items():
         assert force(name) == ""
-        fast = native.kernels()
+        fast = kernels()
         assert fast is not None
         assert (description(), level_name(), fast.level) == (words, LEVELS[level], level)
     assert force("plain") == ""
-    assert native.kernels() is None
+    assert kernels() is None
     assert (description(), level_name()) == ("plain (forced by DILOCO_KERNELS)", "plain")
 
 
@@ -90,7 +91,7 @@ def test_a_level_that_cannot_be_is_one_line_and_plain_torch(
 ) -> None:
     cpu_with(monkeypatch, level)
     assert force(name) == f"kernels: plain (DILOCO_KERNELS={name}: {words})"
-    assert native.kernels() is None
+    assert kernels() is None
     assert force("baseline") == ""
 
 
@@ -98,7 +99,7 @@ def test_an_install_without_a_compiler_runs_plain_torch(monkeypatch: pytest.Monk
     monkeypatch.setattr(kernel_library, "find_spec", lambda name: None)
     assert force("") == ""
     assert description() == "plain (the package was built without a C++ compiler)"
-    assert native.kernels() is None
+    assert kernels() is None
     line = "kernels: plain (the package was built without a C++ compiler; DILOCO_KERNELS=avx2)"
     assert force("avx2") == line
 
@@ -142,7 +143,7 @@ def test_a_library_that_was_compiled_for_another_cpu_is_not_used(
     subprocess.run(command, check=True, timeout=120)
     found_at(monkeypatch, library)
     assert description().startswith("plain (the library was compiled for another CPU: ")
-    assert native.kernels() is None
+    assert kernels() is None
 
 
 def test_a_loop_of_its_own_a_rank_and_a_worker_force_it_too(

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from diloco.codec import kernel_library, native
-from diloco.codec.base import BYTES_MIN
+from diloco.codec.base import BYTES_MIN, kernels
 from diloco.codec.kernel_library import (
     SUM_BLOCK,
     DecodeJob,
@@ -37,7 +37,7 @@ from diloco.codec.kernel_library import (
     TakeJob,
     Update,
 )
-from diloco.codec.native import kernels, tile
+from diloco.codec.native import tile
 from diloco.codec.registry import make_codec
 
 ROOT = Path(__file__).resolve().parents[2]
