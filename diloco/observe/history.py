@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diloco.config.placing import is_syncer
+from diloco.config.placing import BETWEEN, is_syncer
 from diloco.observe.text import number, sentence, whole
 from diloco.sync.events import DISCARDING
 
@@ -84,6 +84,9 @@ class RunHistory:
         self._last_rounds: set[str] = set()
         self._ended: dict[str, str] = {}
         """The run's ending at each syncer."""
+        self._syncer_spoke = False
+        self._syncers: dict[int, str] = {}
+        """The address of each syncer by its number, as its sites and standbys know it."""
 
     def take_all(self, events: Iterable[Event]) -> None:
         """Take several events."""
@@ -135,6 +138,12 @@ class RunHistory:
     def by_hand(self) -> bool:
         """Whether no ``diloco up`` recorded this run: syncer and sites were started one by one."""
         return not self._session
+
+    @property
+    def whole_at(self) -> str:
+        """The syncer of which these are the events of sites or a standby alone; "" where they are those of the run."""
+        known = BETWEEN.join(address for _, address in sorted(self._syncers.items()))
+        return known if self.by_hand and not self._syncer_spoke else ""
 
     def begin_again(self) -> None:
         """Forget the recorded end of the run, because the run continues after it."""
@@ -257,6 +266,7 @@ class RunHistory:
     # --- events of the syncer ----------------------------------------------------------------------------------
 
     def _on_syncer_started(self, who: str, event: Event, now_s: float) -> None:
+        self._syncer_spoke = True
         self.epoch = whole(event, "epoch")
         if self.by_hand and who == "syncer":
             _end_span(self.syncer_spans, now_s)
@@ -297,6 +307,7 @@ class RunHistory:
 
     def _on_published(self, who: str, event: Event, now_s: float) -> None:
         fragment, version = whole(event, "fragment"), whole(event, "version")
+        self._syncer_spoke = True
         self.versions += [0] * (fragment + 1 - len(self.versions))
         if version > self.versions[fragment]:
             self.num_rounds += version - self.versions[fragment]
@@ -418,6 +429,9 @@ class RunHistory:
         site.connected = not site.out_of_reach
         site.done, site.left_with, site.left = None, None, False
         site.incarnation = whole(event, "incarnation")
+        self._syncers[whole(event, "of_syncer")] = str(event.get("syncer", "HOST:PORT"))
+        if self.whole_at:
+            self._take_versions(event)
         site.base_versions |= {place: version for place, version in versions_in(event).items() if version >= 0}
 
     def _on_meter(self, who: str, event: Event, now_s: float) -> None:
@@ -480,14 +494,25 @@ class RunHistory:
                     spans[-1].end_s = now_s
             case "number_format":
                 self.site(who).products = str(event.get("products"))
+            case "connected" if "anew" in event:  # A standby.
+                self._syncers[0] = str(event.get("syncer", "HOST:PORT"))
             case "connected":
                 self.site(who).out_of_reach.discard(whole(event, "of_syncer"))
                 self.site(who).connected = not self.site(who).out_of_reach
-            case "disconnected":
+            case "disconnected" if who in self.sites:
                 self.site(who).out_of_reach.add(whole(event, "of_syncer"))
                 self.site(who).connected = False
+            case "sealed" if self.whole_at:
+                self.site(who).sealed[whole(event, "fragment"), whole(event, "sequence")] = whole(event, "tokens")
             case "adopted":
-                self.site(who).base_versions[whole(event, "fragment")] = whole(event, "version")
+                fragment, version = whole(event, "fragment"), whole(event, "version")
+                self.site(who).base_versions[fragment] = version
+                if self.whole_at and isinstance(sequences := event.get("merged"), list):
+                    self._take_versions({"fragments": [fragment], "versions": [version]})
+                    self.site(who).merges += len(sequences)
+                    tokens = sum(self.site(who).sealed.pop((fragment, each), 0) for each in sequences)
+                    merged = self._merged.setdefault(who, {})
+                    merged[who] = merged.get(who, 0) + tokens
             case "pushed" if event.get("outcome") == "accepted":
                 self.bytes_fp32 += self._fragment_bytes(event)
             case "fate" if event.get("reason") in DISCARDING:
@@ -644,6 +669,8 @@ class SiteHistory:
     merges_since_fault: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     tokens_discarded: int = 0
+    sealed: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Where the syncer's events are elsewhere: the tokens of each update without a fate, by fragment and sequence."""
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Bytes (up, down) counted at its link in each session."""
     spans: list[Span] = field(default_factory=list)

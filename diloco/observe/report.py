@@ -57,7 +57,8 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
 
 def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: str) -> str:
     """Return the page."""
-    return page(title, blocks_of(*parts_of(history, summary, config), good=summary["status"] == "ok"))
+    good = summary["status"] == "ok" or bool(history.whole_at)
+    return page(title, blocks_of(*parts_of(history, summary, config), good=good))
 
 
 def parts_of(

@@ -104,7 +104,7 @@ def summarize(
     sites = {}
     for name, site in sorted(history.sites.items()):
         heard = {"tokens_merged": history.tokens_merged(name)} | (said.get(name) or {})
-        sites[name] = _site(site, heard, history.num_fragments)
+        sites[name] = _site(site, heard, history)
     evals = history.evaluations
     found = [*wrong, *_what_is_wrong(history, sites)]
     return {
@@ -143,6 +143,8 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
     found = []
     if history.ending == "drained":
         found.append("drained: the same command goes on with it")
+    elif history.whole_at:
+        found.append(f"the part of this machine; the whole run is at its syncer, {history.whole_at}")
     elif history.ending is None:
         found.append("the run did not come to its end")
     elif history.by_hand and not history.evaluations:
@@ -159,8 +161,11 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
     return found
 
 
-def _site(site: SiteHistory, heard: Mapping[str, Any], num_fragments: int) -> dict[str, object]:
-    ledger = settled(site.left_with, heard) if site.left_with is not None else unfinished(site, heard, num_fragments)
+def _site(site: SiteHistory, heard: Mapping[str, Any], history: RunHistory) -> dict[str, object]:
+    if site.left_with is not None:
+        ledger = settled(site.left_with, heard)
+    else:
+        ledger = unfinished(site, heard, history.num_fragments, rest_in="in_flight" if history.whole_at else "lost")
     refused, train_s = heard.get("updates_refused"), site.meter("train_s")
     return {
         "inner_steps": int(site.meter("inner_steps")),
@@ -201,8 +206,13 @@ def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, i
     return ledger
 
 
-def unfinished(site: SiteHistory, heard: Mapping[str, object], num_fragments: int) -> dict[str, int]:
-    """Return the ledger of a site that reported none at its end: what is not known to be elsewhere is lost."""
+def unfinished(
+    site: SiteHistory, heard: Mapping[str, object], num_fragments: int, rest_in: str = "lost"
+) -> dict[str, int]:
+    """Return the ledger of a site that reported none at its end: what is not known to be elsewhere is ``rest_in``.
+
+    It is lost, unless the syncer alone, whose events are elsewhere, knows.
+    """
     merged = whole(heard, "tokens_merged")
     refused = site.tokens_discarded // num_fragments
     told = max(whole(heard, "tokens_processed"), whole(site.reported, "tokens_processed"))
@@ -214,7 +224,7 @@ def unfinished(site: SiteHistory, heard: Mapping[str, object], num_fragments: in
         ledger[name] = min(rest, whole(elsewhere, f"tokens_{name}"))
         rest -= ledger[name]
     # What a site that was heard to the end neither has nor lost was refused; of another nothing more is known.
-    ledger["refused" if site.reported and site.left else "lost"] += rest
+    ledger["refused" if site.reported and site.left else rest_in] += rest
     return ledger
 
 
@@ -306,7 +316,8 @@ def _reached(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
     sites = summary["sites"].values()
     merged, processed = (sum(site[f"tokens_{part}"] for site in sites) for part in ("merged", "processed"))
     steps = sum(summary["versions"])
-    lines.append(f"merged  {count(merged)} of {count(processed)} tokens in {steps} outer steps")
+    if sites or not history.whole_at:  # A standby counts no tokens.
+        lines.append(f"merged  {count(merged)} of {count(processed)} tokens in {steps} outer steps")
     return lines
 
 

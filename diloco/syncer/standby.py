@@ -399,7 +399,7 @@ class Standby:
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
                 self.connected, self._left, self._trouble = True, False, None
                 self._waits = part.waits
-                self.emit("connected", {"anew": part.anew})
+                self.emit("connected", {"anew": part.anew, "syncer": self._client.address})
             case Item():
                 self._incoming = Incoming(self.store, part, self.disk)
             case Chunk():

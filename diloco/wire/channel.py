@@ -547,6 +547,7 @@ class ServiceClient:
         self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
     ) -> None:
         """``ValueError`` or ``OSError`` for an address or files that cannot work."""
+        self.address = address
         self._options = options or ClientOptions()
         self._line = Line(address, security or SecurityOptions(), self._options.channel_arguments(), self.service)
         self._stalls = StallWatch("stalls-client")

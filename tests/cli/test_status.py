@@ -169,8 +169,16 @@ def test_the_runs_of_a_folder_are_listed_the_latest_first(tmp_path: Path, capsys
     assert (live[:4], live[-4:]) == (["live", "syncer", "at", "127.0.0.1:7077"], ["version", "3,", "40,960", "tokens"])
     assert old[:2] == ["old", "finished"]
     (tmp_path / "old" / "config.yaml").write_text("run: [")
+    joined: dict[str, object] = {"who": "fra", "what": "joined", "versions": [0], "syncer": "10.0.0.1:7077"}
+    a_run(tmp_path / "part", joined, *STEPS[:1])
     assert main(["runs", str(tmp_path)]) == 0
-    assert "cannot be read" in capsys.readouterr().out, "one that is damaged hides no other"
+    out = capsys.readouterr().out
+    assert "cannot be read" in out, "one that is damaged hides no other"
+    (part,) = (line for line in out.splitlines() if line.startswith("part"))
+    assert "part, syncer at 10.0.0.1:7077" in part, "this machine does not know how the run stands"
+    assert part.endswith("fra at step 1")
+    assert main(["status", str(tmp_path / "part")]) == 3
+    assert "whose syncer is at 10.0.0.1:7077 (diloco status 10.0.0.1:7077)" in capsys.readouterr().err
     assert main(["runs", str(tmp_path / "new")]) == 2
     assert "holds no run" in capsys.readouterr().err
 

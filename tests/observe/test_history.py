@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from diloco.observe.eventlog import Event
 from diloco.observe.history import SERIES_MAX, RunHistory, Series, SiteHistory
-from diloco.observe.summary import summarize
+from diloco.observe.summary import closing_lines, summarize
 from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder, told
 
 
@@ -154,6 +155,36 @@ def test_any_loss_of_events_and_fields_can_be_read(seed: int) -> None:
         RunHistory().take_all(torn)
     except Exception as error:
         raise AssertionError(f"seed {seed}") from error
+
+
+def test_the_events_of_one_site_are_a_part_of_the_run_whose_whole_is_at_its_syncer() -> None:
+    take = taking(history := RunHistory())
+    take("fra", "joined", incarnation=1, versions=[4], syncer="10.0.0.1:7077")
+    assert history.whole_at == "10.0.0.1:7077"
+    for sequence in (1, 2):
+        take("fra", "sealed", fragment=0, sequence=sequence, tokens=100)
+    take("fra", "adopted", fragment=0, version=5, merged=[1])
+    take("fra", "meter", incarnation=1, inner_steps=25, tokens=250, train_s=5.0)
+    found = summarize(history, None, {})
+    assert found["status"] == "the part of this machine; the whole run is at its syncer, 10.0.0.1:7077"
+    assert found["versions"] == [5]
+    fra = found["sites"]["fra"]  # type: ignore[index]
+    counts = {name: fra[f"tokens_{name}"] for name in ("processed", "merged", "in_flight", "lost")}
+    assert counts == {"processed": 250, "merged": 100, "in_flight": 150, "lost": 0}, "it cannot know what is lost"
+    assert fra["updates_merged"] == 1
+    assert closing_lines(found, history, Path("runs/first"))[2] == "merged  100 of 250 tokens in 5 outer steps"
+    take("syncer", "syncer_started", epoch=1, versions=[5])
+    assert history.whole_at == "", "the syncer keeps its events in this folder too"
+
+
+def test_a_standby_is_no_site() -> None:
+    take = taking(history := RunHistory())
+    take("standby", "connected", anew=True, syncer="10.0.0.1:7077")
+    take("standby", "disconnected", why="gone")
+    assert (history.sites, history.whole_at) == ({}, "10.0.0.1:7077")
+    assert not [
+        line for line in closing_lines(summarize(history, None, {}), history, Path("runs/first")) if "tokens" in line
+    ]
 
 
 def test_a_run_of_two_syncers_ends_when_both_have() -> None:
