@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -16,7 +17,7 @@ from diloco.config import connecting
 from diloco.config.errors import ConfigError, ExitCode, VerbError
 from diloco.config.placing import BETWEEN, BY_PART
 from diloco.config.schema import RunConfig
-from diloco.learner.transfer import JoinFailed
+from diloco.learner.transfer import SILENT_S, JoinFailed
 from diloco.sync.options import OF_THE_SYNCER, PROTOCOL
 from diloco.wire.channel import Backoff, check_address, split_addresses
 from diloco.wire.checkup import Checkup
@@ -47,15 +48,17 @@ class Told:
     """Whom the syncer takes the asking process for; empty where authentication is off."""
 
 
-def ask(syncer: str, security: SecurityOptions, timeout_s: float) -> Told:
+def ask(syncer: str, security: SecurityOptions, timeout_s: float, setting: str = "site.join_timeout_s") -> Told:
     """Ask the syncers in ``syncer`` (in the format of ``site.syncer``) and their standbys, until one answers.
 
-    Retries for ``timeout_s`` seconds.  Raises ``JoinFailed`` with the reason, ``ValueError`` for a bad address.
+    Retries for ``timeout_s`` seconds, which ``setting`` decides.  Raises ``JoinFailed`` with the reason, ``ValueError``
+    for a bad address.
     """
     addresses = [address for each in syncer.split(BETWEEN) for address in split_addresses(each)]
     for address in addresses:
         check_address(address, security)
     until, backoff = time.monotonic() + timeout_s, Backoff(base_s=0.2, cap_s=2.0)
+    say_at = until - timeout_s + SILENT_S
     while True:
         for address in addresses:
             try:
@@ -77,6 +80,9 @@ def ask(syncer: str, security: SecurityOptions, timeout_s: float) -> Told:
             return Told(answer.run_id, shared, answer.identity)
         if (left_s := until - time.monotonic()) <= 0:
             raise JoinFailed("unreachable", last.why) from last
+        if until - left_s >= say_at:
+            say_at, bound = math.inf, f" ({setting})" if setting else ""
+            print(f"no answer from {syncer} yet: {last.why}; trying for {left_s:.0f} s more{bound}", file=sys.stderr)
         time.sleep(min(left_s, backoff.next_s(random.random(), last.retry_after_s or 0.0)))
 
 
@@ -140,7 +146,7 @@ def of_client(address: str, settings: Sequence[str], timeout_s: float = 0.0) -> 
     given = configs.compose(settings)
     security = connecting.site_security(replace(given, site=replace(given.site, syncer=address)))
     try:
-        told = ask(address, security, timeout_s)
+        told = ask(address, security, timeout_s, setting="")
     except EarlierRelease:
         if given.run.name is None:
             raise ConfigError("run.name is null: say which run is meant") from None

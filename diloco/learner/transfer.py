@@ -19,6 +19,7 @@ Joining.  ``Listener`` joins the run: the first time with a time limit, and agai
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import random
 import re
@@ -661,6 +662,8 @@ def say_goodbye(own: Participant) -> bool:
     return True
 
 
+SILENT_S = 3.0
+"""Seconds without an answer to the first join after which the user hears what is awaited."""
 FOLDER_ID = re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}")
 
 
@@ -808,7 +811,7 @@ class Listener:
         """Join, with retries until the monotonic time ``until`` or until the site stops; raises ``JoinFailed``."""
         own = self._participant
         pause = Pause(own)
-        said = ""
+        said, say_at = "", time.monotonic() + SILENT_S
         while True:
             try:
                 own.tell(self.attempt())
@@ -820,6 +823,10 @@ class Listener:
                 if error.refused and error.refused != said:
                     said = error.refused
                     own.emit("note", {"note": "join_refused", "why": error.why})
+                elif time.monotonic() >= say_at:
+                    left_s, say_at = max(until - time.monotonic(), 0.0), math.inf
+                    why = f"no answer from {own.client.address} yet: {error.why}; trying for {left_s:.0f} s more"
+                    own.emit("note", {"note": "not_joined", "why": why})
                 if time.monotonic() >= until:
                     raise JoinFailed("refused" if error.refused else "unreachable", error.why) from error
                 pause.wait(error.retry_after_s)

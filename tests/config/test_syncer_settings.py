@@ -70,8 +70,11 @@ def test_why_nothing_is_told(monkeypatch: pytest.MonkeyPatch, found: object, kin
     assert failed.value.kind == kind
 
 
-def test_who_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_not_there_yet_is_waited_for_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tries = threading.Semaphore(2)
+    monkeypatch.setattr(syncer_settings, "SILENT_S", 0.0)
 
     def probe(checkup: Checkup, ask: ProbeAsk) -> SimpleNamespace:
         if tries.acquire(blocking=False):
@@ -80,6 +83,8 @@ def test_who_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Checkup, "probe", probe)
     assert syncer_settings.ask("127.0.0.1:1", PLAIN, 60.0).run_id == "mine"
+    said = "no answer from 127.0.0.1:1 yet: not yet; trying for 60 s more (site.join_timeout_s)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_what_is_no_address_is_named() -> None:
@@ -246,7 +251,7 @@ def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(
 ) -> None:
     told = syncer_settings.ask(hand.address, PLAIN, 0.0)
     strange = replace(told, shared={**told.shared, key: text})
-    monkeypatch.setattr(syncer_settings, "ask", lambda address, security, timeout_s: strange)
+    monkeypatch.setattr(syncer_settings, "ask", lambda *asked, **more: strange)
     with pytest.raises(ConfigError, match=words) as refused:
         of_client(hand.address, [])
     assert "\n" not in str(refused.value)

@@ -431,6 +431,19 @@ def test_a_stop_is_noticed_wherever_the_listener_is(place: str) -> None:
         go_on.set()
 
 
+def test_what_a_first_join_waits_for_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "SILENT_S", 0.0)
+    site = Recorder()
+
+    def join() -> None:
+        raise Unreachable("Join: Connection refused", retry_after_s=0.1)
+
+    with pytest.raises(JoinFailed):
+        listener_of(site, SimpleNamespace(address="here:1"), join).first(time.monotonic() + 0.4)
+    (note,) = site.events.of("note")
+    assert note["why"] == "no answer from here:1 yet: Join: Connection refused; trying for 0 s more"
+
+
 def test_a_site_that_is_stopping_tries_to_join_no_more() -> None:
     """It once went on until join_timeout_s, without a pause between two attempts."""
     tries: list[float] = []
