@@ -77,6 +77,10 @@ class RunHistory:
         """(seconds, who, sentence) of the events to show to a reader."""
         self.num_lines = 0
         self._origin: float | None = None
+        self._step_s: float | None = None
+        self._idle_since_s: float | None = None
+        """Since a pause: the time of the last step before it."""
+        self._idle_s = 0.0
         self._session = 0
         self._stands_still = False
         self._met: dict[int, float] = {}
@@ -98,7 +102,9 @@ class RunHistory:
         at, who, what = event.get("at"), str(event.get("who", "")), str(event.get("what", ""))
         if not isinstance(at, int | float):
             return
-        now_s = self._clock(float(at), begins=what == "run" and event.get("state") == "started")
+        begins = what == "run" and event.get("state") == "started"
+        begins |= what == "syncer_started" and self.by_hand and self._stands_still
+        now_s = self._clock(float(at), begins=begins, counts=who != "eval")
         getattr(self, f"_on_{what}", self._on_other)(who, event, now_s)
         line = sentence(event)
         # Lost connections to the syncer are normal once the run has ended.
@@ -154,24 +160,38 @@ class RunHistory:
 
     # --- time --------------------------------------------------------------------------------------------------
 
-    def _clock(self, at: float, *, begins: bool) -> float:
+    def _clock(self, at: float, *, begins: bool, counts: bool) -> float:
+        """Return the run's time at ``at``; an evaluation, which may come days after the end, does not ``count``."""
         if self._origin is None:
             self._origin = at
         elif begins:
-            # Another `diloco up` of the same run: leave out the pause between the two.
-            self._origin = at - self.seconds
-        if begins:
-            self._session += 1
-            self._stands_still = False
-        if not self._stands_still:
+            # Another `diloco up` or syncer of the same run: leave out the pause between the two.
+            self._origin, self._idle_since_s = at - self.seconds, self._step_s
+        self._stands_still &= not begins
+        if counts and not self._stands_still:
             self.seconds = max(self.seconds, at - self._origin)
-        return min(at - self._origin, self.seconds) if self._stands_still else at - self._origin
+        return min(at - self._origin, self.seconds)
+
+    def _steps(self, now_s: float) -> None:
+        """Count the time from here on as training."""
+        if self.first_step_s is None:
+            self.first_step_s = now_s
+        if self._idle_since_s is not None:
+            self._idle_s, self._idle_since_s = self._idle_s + now_s - self._idle_since_s, None
+        self._step_s = now_s
+
+    @property
+    def stepping_s(self) -> float:
+        """The time since the first step, without that between the last step before a pause and the next one."""
+        until = self.seconds if self._idle_since_s is None else self._idle_since_s
+        return 0.0 if self.first_step_s is None else until - self.first_step_s - self._idle_s
 
     # --- events of `up` ----------------------------------------------------------------------------------------
 
     def _on_run(self, who: str, event: Event, now_s: float) -> None:
         state, self.restored = event.get("state"), False
         if state == "started":
+            self._session += 1
             self.begin_again()
             self.num_syncers = whole(event, "syncers") or 1
             names = event.get("sites")
@@ -365,8 +385,7 @@ class RunHistory:
             site.elsewhere[of_syncer, incarnation] = traffic
             return
         train_s, step = number(event, "train_s") or 0.0, whole(event, "step")
-        if self.first_step_s is None:
-            self.first_step_s = now_s
+        self._steps(now_s)
         if incarnation != site.incarnation:
             before = site.meters.get(site.incarnation)
             if before is not None and train_s >= before["train_s"] and step >= site.step:
@@ -406,14 +425,14 @@ class RunHistory:
         self.ending = next((each for each in self._ended.values() if each != "finished"), "finished")
         if self.ending == "finished":
             self.progress = 1.0
+        self._stands_still |= self.by_hand
 
     # --- events of a site --------------------------------------------------------------------------------------
 
     def _on_step(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
         site.has_own_events = True
-        if self.first_step_s is None:
-            self.first_step_s = now_s
+        self._steps(now_s)
         site.step = whole(event, "step")
         # Steps repeated after a restart count again: these are tokens read, so the trainer's own total is not used.
         site.tokens += whole(event, "tokens")

@@ -105,8 +105,8 @@ def _progress(history: RunHistory, facts: Facts) -> Table:
 def shown_progress(history: RunHistory, facts: Facts) -> float:
     """Return the share of the run that is done: by the syncer's last report, or by the clock where that is further."""
     share = history.progress
-    if facts.seconds and history.first_step_s is not None:
-        share = max(share, min(0.99, (history.seconds - history.first_step_s) / facts.seconds))
+    if facts.seconds:
+        share = max(share, min(0.99, history.stepping_s / facts.seconds))
     return min(share, 1.0)
 
 
@@ -114,10 +114,9 @@ def time_left(history: RunHistory, facts: Facts) -> float | None:
     """Return the seconds to the end, by the bound of time or by the pace so far; None while neither is known."""
     if history.first_step_s is None or history.ending is not None:
         return None
-    gone = history.seconds - history.first_step_s
     if facts.seconds:
         return max(0.0, facts.seconds * (1 - shown_progress(history, facts)))
-    return gone * (1 - history.progress) / history.progress if history.progress > 0.01 else None
+    return history.stepping_s * (1 - history.progress) / history.progress if history.progress > 0.01 else None
 
 
 def _sites(history: RunHistory, *, wide: bool) -> Table:

@@ -136,6 +136,16 @@ def test_the_time_between_two_commands_is_left_out() -> None:
     assert (history.sites["site-a"].bytes_up, history.sites["site-a"].bytes_down) == (17, 3)
 
 
+def test_an_evaluation_after_the_end_lengthens_no_run() -> None:
+    killed = [event(0, "up", "run", state="started", sites=["site-a"]), event(10, "site-a", "step", step=1, tokens=1)]
+    by_hand = [event(0, "syncer", "syncer_started", epoch=1), event(10, "syncer", "final", ending="drained")]
+    for events in (killed, by_hand):
+        history = told([*events, event(9000, "eval", "eval", tokens=1, val_loss=1.0)])
+        assert (history.seconds, history.evaluations[0].at_s) == (pytest.approx(10), pytest.approx(10))
+    more = [event(9500, "syncer", "syncer_started", epoch=2), event(9507, "syncer", "final", ending="finished")]
+    assert told([*by_hand, *more]).seconds == pytest.approx(17), "a syncer that goes on after a pause"
+
+
 def test_staleness_is_versions_behind() -> None:
     started = event(0, "syncer", "syncer_started", epoch=1, versions=[5, 7], recovered=0)
     history = told([started, event(1, "site-a", "joined", incarnation=1, versions=[5, 4])])

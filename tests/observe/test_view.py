@@ -13,7 +13,7 @@ from diloco.observe.history import RunHistory
 from diloco.observe.text import CAUSED, ENDED, clock, count, sentence, size, times_less, units_shortly, units_text
 from diloco.observe.view import Facts, LiveView, PlainView, make_view, screen, sparkline, standing, time_left
 from diloco.runs.scenario import KINDS
-from tests.observe.recorded import SITES, Recorder
+from tests.observe.recorded import BEGIN, SITES, Recorder
 from tests.sooner import sooner
 
 FACTS = Facts(name="quiet-otter", what="tiny transformer · int4", seconds=60)
@@ -84,6 +84,15 @@ def test_the_time_left_is_of_the_clock_or_of_the_pace() -> None:
     assert time_left(history, without) == pytest.approx(30.5, rel=0.2)
     assert time_left(RunHistory(), FACTS) is None
     assert time_left(played(999), FACTS) is None
+    # Between the last step of one `up` and the first of the next nothing ran.
+    before = time_left(history, without)
+    for at, who, what in ((34, "up", "ended"), (900, "up", "started"), (960, "site-a", "joined")):
+        history.take({"at": BEGIN + at, "who": who, "what": "run" if who == "up" else what, "state": what})
+        assert time_left(history, without) == pytest.approx(before, abs=1.0)
+    history.take({"at": BEGIN + 970, "who": "site-a", "what": "step", "step": 1, "tokens": 1})
+    assert time_left(history, without) == pytest.approx(before, abs=1.0)
+    history.take({"at": BEGIN + 980, "who": "site-a", "what": "step", "step": 2, "tokens": 1})
+    assert time_left(history, without) == pytest.approx(before * 40.5 / 30.5, abs=1.0)
 
 
 def test_plain_lines_come_once_and_in_order() -> None:
@@ -234,6 +243,8 @@ def test_a_step_line_has_torchtitans_words_and_ours_behind_the_bar() -> None:
     [
         (event("fate", fragment=0, sequence=3, version=4, reason=None), ""),
         (event("fate", fragment=0, sequence=4, version=None, reason="stale"), "refused: fragment 0 update 4: stale\n"),
+        (event("disconnected", why="the syncer closed the stream"), "disconnected: the syncer closed the stream\n"),
+        (event("retaken", fragment=0, why="a new site", at=2.0), "retaken: fragment 0: a new site\n"),
         (event("adapted", up={"rate": 1.25, "codecs": ["a", "b"]}), "adapted: up (rate 1.25, codecs a/b)\n"),
         (event("step", step=10, loss=None), "step:     10  loss:      nan  "),
     ],
