@@ -156,6 +156,8 @@ class Store:
         """Returns what to keep for a standby beyond retention, up to retention's bound in bytes."""
         self._cut = False
         self._pruning = threading.Lock()
+        self._card_file: dict[str, object] = {}
+        """The run card that was found, with keys of other releases: they stay."""
         disk.settle(folder, Step.FOLDER)
         staging = folder / STAGING
         if staging.exists():
@@ -183,7 +185,7 @@ class Store:
                 self.write_lineage(1, Step.CARD)
             return
         try:
-            theirs = dict(parse_json(path.read_bytes()))
+            theirs = self._card_file = dict(parse_json(path.read_bytes()))
         except (ValueError, TypeError) as error:
             raise StoreError(f"{path} is damaged: {error}") from error
         found = theirs.get("format")
@@ -202,7 +204,7 @@ class Store:
 
     def write_lineage(self, lineage: object, step: Step = Step.LINEAGE_CARD) -> None:
         """Write ``run.json`` with the run's present lineage."""
-        card = {"format": FORMAT, **self.card.facts(), "lineage": lineage}
+        card = self._card_file | {"format": FORMAT, **self.card.facts(), "lineage": lineage}
         self.disk.write_file(self.folder / "run.json", json.dumps(card, indent=1, sort_keys=True).encode(), step)
 
     def _mend_card(self, lineage: int) -> None:

@@ -460,11 +460,11 @@ def test_a_run_card_of_an_earlier_release_is_accepted_and_written_anew(tmp_path:
     Desk(tmp_path).close()
     path = tmp_path / "run.json"
     whole = json.loads(path.read_text())
-    path.write_text(json.dumps({**whole, "shared_digest": "earlier"}))
+    path.write_text(json.dumps({**whole, "shared_digest": "earlier", "comment": "of that release"}))
     with pytest.raises(StoreError, match=r"run\.json has shared_digest 'earlier' and this run has 'shared'"):
         Store(tmp_path, replace(CARD, earlier_digest="another"))
     Store(tmp_path, replace(CARD, earlier_digest="earlier")).journal.close()
-    assert json.loads(path.read_text()) == whole
+    assert json.loads(path.read_text()) == {**whole, "comment": "of that release"}, "what this release does not know stays"
     Desk(tmp_path).close()
 
 
