@@ -56,8 +56,8 @@ class SiteLines:
         elif what == "fate" and event.get("reason"):
             text = f"refused: fragment {event.get('fragment')} update {event.get('sequence')}: {event['reason']}"
         elif what not in QUIET:
-            facts = _in_words({key: value for key, value in event.items() if key not in ("at", "who", "what")})
-            text = f"{what}: {facts}" if facts else what
+            facts = _in_words({key: value for key, value in event.items() if key not in ("at", "who", "what", "why")})
+            text = ": ".join(filter(None, (what, facts, _in_words(event.get("why") or ""))))
         if text:
             for out in self._out:
                 out.write(f"[{self._who}] {text}\n")
