@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -355,6 +356,10 @@ def _parse_by_hydra(text: str) -> tuple[str, object]:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
+        key, _, value = text.lstrip("+").partition("=")
+        with suppress(ConfigError):  # What Hydra's grammar lacks, as diloco[gpu]==1.0, is itself where text is wanted.
+            if plain_type(type_of(SHORT.get(key, key))) is str and value[:1] not in ("'", '"') and "${" not in value:
+                return key, value
         raise ConfigError(f"{text!r} cannot be read: {first_line(error)}") from error
     if override.is_delete():
         raise ConfigError(f"{text!r}: nothing can be taken out of the configuration, only set")

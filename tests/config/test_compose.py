@@ -155,6 +155,17 @@ def test_settings_land_where_they_say() -> None:
     assert config.inner.sequence_length == config.model.context
 
 
+@pytest.mark.parametrize("text", ["diloco==0.1.0", "diloco[gpu]==0.1.0", "diloco>=1", "/runs/a [old]/b"])
+def test_text_that_the_grammar_of_overrides_lacks_needs_no_second_quotes(text: str, tmp_path: Path) -> None:
+    config = compose([f"launch.package={text}"])
+    assert config.launch.package == compose([f'launch.package="{text}"']).launch.package == text
+    write(config, tmp_path / "config.yaml")
+    assert read(tmp_path / "config.yaml", [f"launch.package={text}"]).launch.package == text
+    for refused in ("run.tokens=1==2", "launch.package='diloco", "launch.package=[${run.name}]=="):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            compose([refused])
+
+
 def test_a_written_configuration_reads_the_same_without_hydra(tmp_path: Path) -> None:
     config = compose(["experiment=streaming", "cluster=local4", "run.name=nimble-otter", "data=text", "data.path=x y"])
     path = tmp_path / "config.yaml"

@@ -464,7 +464,9 @@ def test_a_run_card_of_an_earlier_release_is_accepted_and_written_anew(tmp_path:
     with pytest.raises(StoreError, match=r"run\.json has shared_digest 'earlier' and this run has 'shared'"):
         Store(tmp_path, replace(CARD, earlier_digest="another"))
     Store(tmp_path, replace(CARD, earlier_digest="earlier")).journal.close()
-    assert json.loads(path.read_text()) == {**whole, "comment": "of that release"}, "what this release does not know stays"
+    assert json.loads(path.read_text()) == {**whole, "comment": "of that release"}, (
+        "what this release does not know stays"
+    )
     Desk(tmp_path).close()
 
 
