@@ -26,7 +26,7 @@ ACCESS = ("site.token_file", "site.tls_", "site.insecure_non_loopback")
 A_MODEL = ("data.", "inner.precision", "site.device", "site.threads", *ACCESS)
 OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "up": ("run.", "network.", "cluster.sites.", "scenario"),
+        "up": ("run.", "network.", "cluster.sites.", "scenario", *(f"{group}=" for group in configs.GROUPS)),
         "syncer": (
             "run.",
             "outer.",
@@ -58,7 +58,10 @@ OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lab": ("run.", "model.", "inner.", "outer.", "codec."),
     }
 )
-"""How the settings begin that ``diloco VERB --help`` lists: what this verb decides, of all that it accepts."""
+"""How the settings begin that ``diloco VERB --help`` lists: what this verb decides, of all that it accepts.
+
+For ``model=`` it lists only the choices of that group.
+"""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -186,15 +189,21 @@ NARROW = 100
 """Columns of a terminal below which a meaning stands under its setting."""
 
 
-def settings_help(own: Sequence[str] = ("",)) -> str:
-    """Return the settings whose names begin like one of ``own``: each name, its default and its meaning."""
-    groups = {name: names for name, names in choices().items() if "" in own or f"{name}." in own}
+def settings_help(own: Sequence[str] = ("",), about: str = "") -> str:
+    """Return the settings whose names begin like one of ``own``: each name, its default and its meaning.
+
+    With ``about``, return those that have it in name, choices or meaning; "" where none has.
+    """
+    groups = {name: names for name, names in choices().items() if {"", f"{name}.", f"{name}="} & set(own)}
     if groups:
         groups["experiment"] = choices()["experiment"]
     lines = [f"Settings are {'group=choice, and ' if groups else ''}key=value (in brackets: the default):"]
+    if about:
+        groups = {name: names for name, names in groups.items() if any(about in each for each in (name, *names))}
+        lines = []
     for group, names in groups.items():
         lines += _hanging(f"  {group + '=':<13}", " | ".join(names), 15)
-    lines += _keys(tuple(own))
+    lines += _keys(tuple(own), about)
     if "" not in own:
         lines += [
             "",
@@ -203,19 +212,24 @@ def settings_help(own: Sequence[str] = ("",)) -> str:
     return "\n".join(lines)
 
 
-def _keys(own: tuple[str, ...], about: str = "") -> Iterator[str]:
-    """Yield the lines of the settings that begin like one of ``own`` and have ``about`` in name or meaning."""
+def _keys(own: tuple[str, ...], about: str) -> Iterator[str]:
+    """Yield the lines of the settings that begin like one of ``own`` and have ``about`` in name or meaning.
+
+    A section's text, which may have the word too, comes before its settings.
+    """
     told = meanings()
     last: type = RunConfig
     for key, section, item in leaves():
         meaning = " ".join(told.get((section.__name__, item.name), "").split())
-        if not key.startswith(own) or about not in f"{key} {meaning}".lower():
+        if not key.startswith(own):
             continue
-        if section is not last and not about:
-            yield ""
-            about_it = told.get((section.__name__, ""), "").replace("``", "")
+        about_it = told.get((section.__name__, ""), "").replace("``", "")
+        if section is not last and about in about_it.lower():
+            yield from () if about else ("",)
             yield from _hanging("", f"{key.rpartition('.')[0]}: {about_it}".removeprefix(": "), 0)
-            last = section
+        last = section
+        if about not in f"{key} {meaning}".lower():
+            continue
         name = f"  {key} [{default_text(item)}]"
         if _columns() < NARROW:
             yield name
@@ -236,7 +250,7 @@ def _columns() -> int:
 
 # --- ``diloco config`` -----------------------------------------------------------------------------------------------
 
-CONFIG = """All settings with their defaults and what they mean; with a word, those that have it in name or meaning.
+CONFIG = """All settings with their defaults and what they mean; with a word, those that have it in name, choices or text.
 
   diloco config grace"""
 
@@ -246,8 +260,7 @@ def config(arguments: Sequence[str]) -> ExitCode:
     parser = OneLineParser("config", CONFIG)
     parser.add_argument("word", nargs="?", default="", metavar="WORD", help="what to look for")
     word = str(parser.parse_args(arguments).word).lower()
-    found = list(_keys(("",), word))
-    if not found:
-        raise VerbError(ExitCode.USAGE, f"no setting has {word!r} in its name or its meaning")
-    print("\n".join(found) if word else settings_help())
+    if not (found := settings_help(about=word)):
+        raise VerbError(ExitCode.USAGE, f"no setting has {word!r} in its name, its choices or its meaning")
+    print(found)
     return ExitCode.OK

@@ -180,11 +180,11 @@ class CodecSection:
     payload says that it pays."""
 
     up: str = "int4:32+zstd1"
-    """Encoding of pseudo-gradients."""
+    """Encoding of pseudo-gradients: fp32, bf16, int8, int4, e3m0, int2, sign or topk, as above."""
     up_allowed: list[str] = field(default_factory=list)
     """Other encodings that a site may choose for its link (site.adapt)."""
     down: str = "int4:32+zstd1"
-    """Encoding of versions."""
+    """Encoding of versions, as codec.up."""
     feedback: float | None = None
     """Share of the rounding error of `up` that goes out with the next update, under outer.adopt=overwrite or blend;
     null: 0.95 for topk, 1 for int2 and sign, 0 for the others. Leave it null under rebase and eager: all of the

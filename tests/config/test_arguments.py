@@ -79,7 +79,7 @@ def test_a_verb_lists_what_it_decides_as_wide_as_the_terminal(
 ) -> None:
     for own in OWN.values():
         for begin in own:
-            assert any(key.startswith(begin) for key, _, _ in leaves()), begin
+            assert any(f"{key}=".startswith(begin) for key in [*GROUPS, *(key for key, _, _ in leaves())]), begin
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main(["drain", "--help"])
@@ -91,8 +91,10 @@ def test_a_verb_lists_what_it_decides_as_wide_as_the_terminal(
     assert len(capsys.readouterr().out.splitlines()) <= 60
     with pytest.raises(SystemExit):
         main(["up", "--help"])
-    examples = "  diloco "
-    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80 and examples not in line] == []
+    examples, said = "  diloco ", capsys.readouterr().out
+    assert [line for line in said.splitlines() if len(line) > 80 and examples not in line] == []
+    assert "  codec=       bf16 | e3m0 | fp32" in said, "and the choices of what it accepts beside"
+    assert "codec.up" not in said
 
 
 def test_a_setting_is_found_by_a_word_of_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +102,14 @@ def test_a_setting_is_found_by_a_word_of_its_meaning(capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "  site.metrics [" in said
     assert "outer.lr" not in said
+    for word, line in (
+        ("int4", "  codec.up ["),
+        ("+auto", "codec: Encoding in both"),
+        ("sparseloco", "  experiment=  "),
+    ):
+        assert main(["config", word]) == 0
+        assert line in capsys.readouterr().out, "of a section's text and of a group's choices too"
     assert main(["config"]) == 0
     assert all(f"  {key} [" in said for said in [capsys.readouterr().out] for key, _, _ in leaves())
     assert main(["config", "nonsense"]) == 2
-    assert "no setting has 'nonsense' in its name or its meaning" in capsys.readouterr().err
+    assert "no setting has 'nonsense' in its name, its choices or its meaning" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from diloco.observe.summary import (
 )
 from tests.observe.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder, told
 
-CONFIG = {"run": {"seed": 7, "name": "quiet-otter"}, "model": {"dim": 128}}
+CONFIG = {"run": {"seed": 7, "name": "quiet-otter"}, "model": {"dim": 128}, "codec": {"up": "int4:32", "down": "bf16"}}
 
 
 @pytest.fixture
@@ -269,8 +269,9 @@ def test_the_table_says_what_was_reached_in_columns_and_fits(recorder: Recorder)
     assert "kill site-b at 0:15 for 6.0 s" in text
     assert "site-a=18, site-b=18, site-c=18" in " ".join(text.split())
     assert "runs/quiet-otter/" in text
+    assert "encoded as int4:32 up, bf16 down" in text
     assert max(map(len, lines)) <= WIDTH
-    assert len(lines) <= 22
+    assert len(lines) <= 23
     head = next(line for line in lines if line.startswith("site  "))
     row = next(line for line in lines if line.startswith("site-b"))
     assert len(row) == len(head)
