@@ -131,7 +131,7 @@ def syncer_address(target: str) -> str:
         why = f"{run_dir.address} is not there"
         if run_dir.final_model.is_file():
             why = f"the run has finished (diloco report {run_dir.root})"
-        elif at := _part(recent_events(run_dir.events, "published")[0]).whole_at:
+        elif at := RunHistory(recent_events(run_dir.events, "published")[0]).whole_at:
             why = f"the folder is of one site or standby, whose syncer is at {at} (diloco status {at})"
         raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {run_dir.root} is running: {why}")
     return run_dir.address.read_text().strip()
@@ -510,7 +510,7 @@ def runs(arguments: Sequence[str]) -> ExitCode:
         raise ConfigError(f"{str(folder)!r} holds no run: no config.yaml and no events.jsonl in any folder of it")
     for run_dir in sorted(found, key=lambda each: (-_touched(each), each.root.name)):
         events = recent_events(run_dir.events, "published")[0]
-        part = _part(events)
+        part = RunHistory(events)
         last: Mapping[str, Any] = next((each for each in reversed(events) if each["what"] == "published"), {})
         heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_touched(run_dir)))
         figures = f"version {last['version']:,}, {last['run_tokens']:,} tokens" if last else "no version here"
@@ -519,13 +519,6 @@ def runs(arguments: Sequence[str]) -> ExitCode:
         stands = f"part, syncer at {part.whole_at}" if part.whole_at else _stands(run_dir)
         print(f"{run_dir.root.name:<24} {stands:<32} {heard}  {figures}", flush=True)
     return ExitCode.OK
-
-
-def _part(events: Sequence[Event]) -> RunHistory:
-    """Return the history of the newest events; its ``whole_at`` says whether they are only of a site or a standby."""
-    history = RunHistory()
-    history.take_all(events)
-    return history
 
 
 def _touched(run_dir: RunDir) -> float:

@@ -303,6 +303,8 @@ class PlainCodec(Codec):
     """The class's own format in the compiled kernels, which no subclass inherits; None: torch makes every pass."""
     block: int
     """Number of values coded together: a range starts at a multiple of it and ends at one, or with the tensor."""
+    k: int = 0
+    """Number of values kept of each block; 0: all."""
 
     def __init_subclass__(cls) -> None:
         """Give ``cls`` no kernel unless it names one itself: an inherited one would compute its parent's values."""
@@ -310,7 +312,7 @@ class PlainCodec(Codec):
 
     def format(self, numel: int) -> Format:
         """Return the description of a payload of ``numel`` values for the compiled kernels."""
-        return Format(self.kind, self.block, numel, 0)
+        return Format(self.kind, self.block, numel, self.k)
 
     @abstractmethod
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:

@@ -46,7 +46,7 @@ from diloco.codec.base import (
     units,
     unpack,
 )
-from diloco.codec.kernel_library import Format, Kind
+from diloco.codec.kernel_library import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,10 +71,6 @@ class TopKCodec(PlainCodec):
             raise ValueError(f"codec is {self.name!r}: its chunk must be 256, 4096 or 65536")
         if not (4 <= self.k <= self.block // 4 and self.k % 4 == 0):
             raise ValueError(f"codec is {self.name!r}: it keeps a multiple of 4 values, from 4 to {self.block // 4}")
-
-    def format(self, numel: int) -> Format:
-        """See :class:`~diloco.codec.base.PlainCodec`."""
-        return Format(self.kind, self.block, numel, self.k)
 
     def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Return (offset, length) of the levels, the indices and the fields."""

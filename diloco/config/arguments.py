@@ -250,7 +250,7 @@ def _columns() -> int:
 
 # --- ``diloco config`` -----------------------------------------------------------------------------------------------
 
-CONFIG = """All settings with their defaults and what they mean; with a word, those that have it in name, choices or text.
+CONFIG = """All settings with their defaults and what they mean; with a word, those whose name, choices or text have it.
 
   diloco config grace"""
 

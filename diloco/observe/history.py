@@ -31,7 +31,8 @@ FP32_BYTES = 4
 class RunHistory:
     """The history of a run: pass every event to ``take``, in the order of the file; read the fields at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        """``events`` are the first ones."""
         self.sites: dict[str, SiteHistory] = {}
         self.layout: list[int] = []
         """Values in each fragment."""
@@ -72,15 +73,15 @@ class RunHistory:
         self.restored = False
         """Whether the run was restored after ``up``'s last event about it: a summary, if any, is older than that."""
         self.first_step_s: float | None = None
+        self.stepping_s = 0.0
+        """The time from the first step to the newest, without pauses."""
         self.seconds = 0.0
         self.lines: deque[tuple[float, str, str]] = deque(maxlen=LINES_MAX)
         """(seconds, who, sentence) of the events to show to a reader."""
         self.num_lines = 0
         self._origin: float | None = None
         self._step_s: float | None = None
-        self._idle_since_s: float | None = None
-        """Since a pause: the time of the last step before it."""
-        self._idle_s = 0.0
+        """The time of the newest step; None from a pause to the next step."""
         self._session = 0
         self._stands_still = False
         self._met: dict[int, float] = {}
@@ -91,9 +92,6 @@ class RunHistory:
         self._syncer_spoke = False
         self._syncers: dict[int, str] = {}
         """The address of each syncer by its number, as its sites and standbys know it."""
-
-    def take_all(self, events: Iterable[Event]) -> None:
-        """Take several events."""
         for event in events:
             self.take(event)
 
@@ -166,25 +164,18 @@ class RunHistory:
             self._origin = at
         elif begins:
             # Another `diloco up` or syncer of the same run: leave out the pause between the two.
-            self._origin, self._idle_since_s = at - self.seconds, self._step_s
+            self._origin, self._step_s = at - self.seconds, None
         self._stands_still &= not begins
         if counts and not self._stands_still:
             self.seconds = max(self.seconds, at - self._origin)
         return min(at - self._origin, self.seconds)
 
     def _steps(self, now_s: float) -> None:
-        """Count the time from here on as training."""
+        """Count the time since the step before, unless there was a pause."""
         if self.first_step_s is None:
             self.first_step_s = now_s
-        if self._idle_since_s is not None:
-            self._idle_s, self._idle_since_s = self._idle_s + now_s - self._idle_since_s, None
+        self.stepping_s += 0.0 if self._step_s is None else now_s - self._step_s
         self._step_s = now_s
-
-    @property
-    def stepping_s(self) -> float:
-        """The time since the first step, without that between the last step before a pause and the next one."""
-        until = self.seconds if self._idle_since_s is None else self._idle_since_s
-        return 0.0 if self.first_step_s is None else until - self.first_step_s - self._idle_s
 
     # --- events of `up` ----------------------------------------------------------------------------------------
 

@@ -41,8 +41,7 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
     from diloco.config.compose import read
     from diloco.config.errors import ConfigError
 
-    history = RunHistory()
-    history.take_all(read_events(run_dir / "events.jsonl")[0])
+    history = RunHistory(read_events(run_dir / "events.jsonl")[0])
     paths = run_dir / "config.yaml", run_dir / "summary.json"
     config, told = (path.read_text("utf-8") if path.exists() else "" for path in paths)
     summary = json.loads(told) if told else {}

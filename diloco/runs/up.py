@@ -133,7 +133,8 @@ class Up:
         # What an earlier `diloco up` of this run left behind says nothing about our children, and faults that the
         # scenario played then are not played again.
         earlier, self._offset = read_events(run_dir.events)
-        history.take_all(earlier)
+        for event in earlier:
+            history.take(event)
         history.begin_again()
         played = [(fault.what, fault.target) for fault in history.faults]
         self.schedule = Schedule(not_yet_played(options.steps, played, history.progress if earlier else -1.0))
@@ -200,8 +201,8 @@ class Up:
     def read(self) -> None:
         """Read the events since the last call."""
         events, self._offset = read_events(self.run_dir.events, self._offset)
-        self.history.take_all(events)
         for event in events:
+            self.history.take(event)
             child = self.children.get(str(event["who"]))
             if child is not None and event["what"] in ("joined", "syncer_started", "eval"):
                 child.proven = True

@@ -189,6 +189,4 @@ def write(path: Path, events: list[Event]) -> None:
 
 def told(events: list[Event]) -> RunHistory:
     """What is known after ``events``, in the order of their times."""
-    history = RunHistory()
-    history.take_all(sorted(events, key=lambda event: float(str(event["at"]))))
-    return history
+    return RunHistory(sorted(events, key=lambda event: float(str(event["at"]))))

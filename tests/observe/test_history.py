@@ -162,7 +162,7 @@ def test_any_loss_of_events_and_fields_can_be_read(seed: int) -> None:
             kept = {name: value for name, value in event.items() if chance.random() < 0.8}
             torn.append({name: None if chance.random() < 0.1 else value for name, value in kept.items()})
     try:
-        RunHistory().take_all(torn)
+        RunHistory(torn)
     except Exception as error:
         raise AssertionError(f"seed {seed}") from error
 
@@ -300,8 +300,7 @@ def reported(at: float, site: str, step: int, incarnation: int = 7, **more: obje
 
 
 def test_heartbeats_that_the_syncer_recorded_stand_for_a_sites_own_events() -> None:
-    history = RunHistory()
-    history.take_all(
+    history = RunHistory(
         [
             event(0, "syncer", "syncer_started", epoch=1, versions=[0]),
             event(0, "syncer", "layout", fragments=[1000]),
