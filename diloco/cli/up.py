@@ -329,9 +329,10 @@ EVALUATION_S_MAX = 600.0
 
 def facts_of(config: RunConfig, values: int) -> Facts:
     """Return the facts in the head of the view."""
-    from diloco.observe.text import codecs_text, count
+    from diloco.observe.text import count
 
-    model, codecs, outer = config.model, codecs_text(config.codec.up, config.codec.down), config.outer
+    model, codec, outer = config.model, config.codec, config.outer
+    codecs = codec.up if codec.up == codec.down else f"{codec.up} up, {codec.down} down"
     size = f"{model.layers}x{model.dim} transformer, {count(values)} values"
     words = [size, config.data.kind, codecs, f"quorum {outer.quorum}", f"H {outer.inner_steps}"]
     return Facts(name=config.run.name or "", what=" · ".join(words), seconds=config.run.seconds)

@@ -716,11 +716,6 @@ class SiteHistory:
         return total / steps if steps else 0.0
 
     @property
-    def in_flight(self) -> int:
-        """Updates in flight, by the site's last report."""
-        return int(self.meters.get(self.incarnation, {}).get("in_flight", 0))
-
-    @property
     def bytes_up(self) -> int:
         """Bytes that its link carried to the syncer; without an emulated link, the site's own count."""
         return sum(up for up, _ in self.links.values()) if self.links else self._carried("bytes_up")

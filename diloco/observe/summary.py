@@ -23,7 +23,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from diloco.durable import write_file
-from diloco.observe.text import clock, codecs_text, count, size, times_less, units_text, whole
+from diloco.observe.text import clock, count, size, times_less, units_text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -377,7 +377,7 @@ def _wire(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
     wire = summary["wire"]
     up, down, joins = wire["bytes_up"], wire["bytes_down"], wire["bytes_joins"]
     codec = summary["config"].get("codec")
-    encoded = [f"encoded as {codecs_text(codec['up'], codec['down'])}"] if codec else []
+    encoded = [f"encoded as {codec['up']} up, {codec['down']} down"] if codec else []
     moved = f"{size(up)} up, {size(down)} down"
     parallel = f"{times_less(up + down, wire['bytes_data_parallel_equivalent'])} data parallel"
     if any(site.reported for site in history.sites.values()):  # No heartbeat says what of it was for a join.

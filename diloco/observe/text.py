@@ -172,11 +172,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def codecs_text(up: str, down: str) -> str:
-    """Return the codecs of both directions; the one name where they are the same."""
-    return up if up == down else f"{up} up, {down} down"
-
-
 def times_less(ours: float, theirs: float) -> str:
     """Format the ratio of ``ours`` to ``theirs``: "1/64 of"; "-" where one of them is unknown."""
     if ours <= 0 or theirs <= 0:

@@ -138,7 +138,7 @@ def _sites(history: RunHistory, *, wide: bool) -> Table:
             "loss": "-" if site.loss is None else f"{site.loss:.3f}",
             "base": base or "-",
             "old": str(history.staleness(site)),
-            "wait": str(site.in_flight),
+            "wait": f"{site.meters.get(site.incarnation, {}).get('in_flight', 0):.0f}",
             "link": "-" if not alive else Text(site.cut, "bold red") if site.cut else up,
             "up": size(site.bytes_up),
             "down": size(site.bytes_down),
