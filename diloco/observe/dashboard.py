@@ -31,7 +31,7 @@ from diloco.observe.summary import summarize
 from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from diloco.observe.eventlog import Event
@@ -72,7 +72,8 @@ class Dashboard:
         """By the part's id in the page: the serial number of its last change, and its HTML."""
         self.whole = ""
         self._title, self._events, self._settings, self._config, self._ask = title, events, settings, config, ask
-        self._history, self._offset = RunHistory(), None if events is None else 0
+        self._history = RunHistory()
+        self._offset: int | None = None
         self._polled: Status = {}
         self._news = ((0, 0), "{}")
         self.ended = False
@@ -126,12 +127,13 @@ class Dashboard:
 
     def _make(self) -> None:
         status, now = self._ask()
+        new: Iterable[Event] = ()
         if self._events is not None:
-            events, self._offset = read_events(self._events, self._offset)
-            self._history.take_all(events)
+            new, self._offset = read_events(self._events, self._offset)
         elif status is not None:
-            self._history.take_all(as_events(status, self._polled, time.time()))
-            self._polled = status
+            new, self._polled = as_events(status, self._polled, time.time()), status
+        for event in new:
+            self._history.take(event)
         summary = summarize(self._history, status, self._settings)
         state = self._history.run_status or self._history.ending or ("running" if status else "no syncer answers")
         _, tiles, sections = parts_of(self._history, summary, self._config, now)
