@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from diloco.cli.status import asking, syncer_addresses
+from diloco.cli.status import asking, leading, syncer_addresses
 from diloco.config.arguments import settings_parser, words_and_settings
 from diloco.config.errors import ExitCode, VerbError
 
@@ -84,7 +84,7 @@ def operate(verb: str, arguments: Sequence[str]) -> ExitCode:
     target, *words = named or [""]
     if not target or len(words) != len(wanted):
         raise VerbError(ExitCode.USAGE, f"give the syncer's HOST:PORT or run folder{''.join(f', {w}' for w in wanted)}")
-    addresses = syncer_addresses(target)
+    addresses = [leading(each, settings)[0] for each in syncer_addresses(target)]
     if len(addresses) > 1 and "FRAGMENT" in wanted:
         raise VerbError(
             ExitCode.USAGE, f"name one syncer of {', '.join(addresses)}: each counts its own fragments from 0"

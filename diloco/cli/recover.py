@@ -341,13 +341,13 @@ def _backup(source: str, run_id: str) -> tuple[Vault, str]:
     from diloco.syncer.backups import BackupError, Vault
 
     vault = Vault(source)
-    if names := vault.names(run_id):
+    if names := list(vault.backups(run_id)):
         return vault, names[-1]
     above, _, name = source.rstrip("/").rpartition("/")
     for url, wanted in ((above.rpartition("/")[0], name), (above, "")):
         if not url or url.endswith(":/"):
             continue
-        names = Vault(url).names(run_id)
+        names = list(Vault(url).backups(run_id))
         if wanted in names:
             return Vault(url), wanted
         if not wanted and name == run_id and names:

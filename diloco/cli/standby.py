@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.cli.status import asking, standby_line, syncer_address
+from diloco.cli.status import asking, leading, standby_line, syncer_address
 from diloco.cli.syncer import again, said, serve, starting, write_config
 from diloco.config.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.config.errors import ConfigError, ExitCode, VerbError, failing
@@ -75,7 +75,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if len(targets) != (what != "follow"):
         wanted = "no HOST:PORT, but settings" if what == "follow" else "one HOST:PORT"
         raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
-    return _follow(given) if what == "follow" else _say(what, syncer_address(targets[0]), given)
+    if what == "follow":
+        return _follow(given)
+    return _say(what, leading(syncer_address(targets[0]), given.settings)[0], given)
 
 
 # --- an operator's commands -----------------------------------------------------------------------------------------

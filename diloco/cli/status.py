@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import socket
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -40,11 +39,11 @@ DOES = """Show how a running syncer stands: versions, sites, staleness, tokens, 
 
   diloco status 127.0.0.1:7077
   diloco status runs/nimble-otter --watch
+  diloco status 127.0.0.1:7077,127.0.0.1:7078      a syncer and its standby: the one that leads, and what the other is
   diloco status 127.0.0.1:7077/127.0.0.1:7078      a run with two syncers
 
 Where the syncer authenticates callers: site.token_file=... site.tls_ca=..."""
 EVERY_S = 1.0
-LISTENS_S = 3.0
 PLAIN_WIDTH = 140
 COLUMNS = (
     "site",
@@ -96,9 +95,12 @@ def _several(addresses: Sequence[str], settings: Sequence[str], as_json: bool) -
     else:
         print(whole_line(found), flush=True)
         for address, status in found.items():
-            print(f"\n{one_line(address, status)}", flush=True)
-            if "unreachable" not in status:
-                _print(status, False)
+            held = ",".join(map(str, status.get("held", [])))
+            if "unreachable" in status:
+                print(f"\nsyncer {address}: {status['unreachable']}", flush=True)
+                continue
+            print(f"\nsyncer {address} holds fragments {held} of the model, and counts them from 0:", flush=True)
+            _print(status, False)
     return ExitCode.UNREACHABLE if any("unreachable" in each for each in found.values()) else ExitCode.OK
 
 
@@ -117,15 +119,10 @@ def syncer_addresses(target: str) -> list[str]:
 def syncer_address(target: str) -> str:
     """Return the syncer's ``HOST:PORT``, from itself or from a run folder; exit 3 when none runs there.
 
-    Of a syncer and its standby, separated by a comma, it is the first that takes a connection; the first, if none does.
+    Of a syncer and its standby, separated by a comma, it is both: ``leading`` says which leads.
     """
     if is_address(target):
-        addresses = [each.strip() for each in target.split(",")]
-        for each in addresses if len(addresses) > 1 else ():
-            host, _, port = each.rpartition(":")
-            with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), LISTENS_S):
-                return each
-        return addresses[0]
+        return target
     run_dir = existing_run(target)
     if not run_dir.address.is_file():
         why = f"{run_dir.address} is not there"
@@ -135,6 +132,24 @@ def syncer_address(target: str) -> str:
             why = f"the folder is of one site or standby, whose syncer is at {at} (diloco status {at})"
         raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {run_dir.root} is running: {why}")
     return run_dir.address.read_text().strip()
+
+
+def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Status]]:
+    """Return which one of the addresses with commas between leads the run, and what each has answered.
+
+    It is the syncer of the highest lineage and epoch; a standby, or the first, where no syncer answers. A single
+    address leads, and is not asked.
+    """
+    addresses = [each.strip() for each in address.split(",")]
+    if len(addresses) == 1:
+        return address, {}
+    found = asked_all(addresses, settings)
+    return max(addresses, key=lambda each: _reach(found[each])), found
+
+
+def _reach(status: Status) -> tuple[bool, bool, int, int]:
+    """Return whether it answers and is a syncer, and its lineage and epoch."""
+    return "unreachable" not in status, "fragments" in status, status.get("lineage", 1), status.get("epoch", 0)
 
 
 @contextmanager
@@ -166,9 +181,25 @@ def asking(address: str, settings: Sequence[str], refuses: str, called: str = ""
 
 
 def status_of(address: str, settings: Sequence[str]) -> Status:
-    """Ask the syncer once."""
-    with asking(address, settings, "does not tell") as client:
+    """Ask the syncer once; of several addresses all. Then ``others`` of the leading one's status says what they are."""
+    leads, found = leading(address, settings)
+    if found and "unreachable" not in (status := found[leads]):
+        return {**status, "others": [_beside(status, each, other) for each, other in found.items() if each != leads]}
+    with asking(leads, settings, "does not tell") as client:
         return client.status()
+
+
+def _beside(leads: Status, address: str, other: Status) -> str:
+    """Return one line about another process, beside the one that ``leads`` the run."""
+    if "unreachable" in other:
+        return str(other["unreachable"])
+    if "fragments" not in other:
+        return f"{address}: {standby_line(other)}"
+    what = f"serves another run, {other['run_id']}"
+    if other["run_id"] == leads.get("run_id", other["run_id"]):
+        what = "is AN OLD ONE: end it" if _reach(other) < _reach(leads) else "is the same one, or a copy of it"
+        what += f" (lineage {other.get('lineage', 1)}, epoch {other['epoch']})"
+    return f"the syncer at {address} {what}"
 
 
 def _print(status: Status, as_json: bool) -> None:
@@ -215,11 +246,12 @@ def standby_line(status: Status) -> str:
     return (
         f"standby {status['name']} {follows} {status['primary']}  versions {versions}  epoch {status['epoch']}  "
         f"{status['turns_behind']} turns to carry out{trouble}{complaints}{failed}"
+        + "".join(f"\n{line}" for line in status.get("others", []))
     )
 
 
 def heading(status: Status) -> str:
-    """Return one line about the run."""
+    """Return one line about the run, and one about each other process that was asked."""
     versions = ",".join(str(fragment["version"]) for fragment in status["fragments"])
     ending = f" ({status['ending']})" if status["ending"] else ""
     waiting = sum(len(fragment["arrived"]) for fragment in status["fragments"])
@@ -233,7 +265,8 @@ def heading(status: Status) -> str:
     if (lineage := status.get("lineage", 1)) > 1:  # The number is the time at which the run was restored.
         told.append(f"restored {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(lineage))} UTC")
     if (backup := status.get("backup")) is not None:
-        age = "none yet" if backup["age_s"] is None else f"{backup['age_s']:.0f} s old"
+        none = f"none for {backup['without_s']:.0f} s" if "without_s" in backup else "none yet"  # As an older syncer's.
+        age = none if backup["age_s"] is None else f"{backup['age_s']:.0f} s old"
         told.append(f"backup {age}" + (f", FAILING: {backup['failing']}" if backup["failing"] else ""))
     standby = status.get("replication") or {}
     if standby.get("mode", "off") != "off":
@@ -246,12 +279,13 @@ def heading(status: Status) -> str:
             told.append(f"standby {standby['standby']} follows")
         else:
             told.append(f"NO STANDBY for {standby['away_seconds']:.0f} s (start it, or: diloco standby detach)")
-    return "  ".join([*told, *_troubles(status)])
+    return "\n".join(["  ".join([*told, *_troubles(status)]), *status.get("others", [])])
 
 
 def _troubles(status: Status) -> list[str]:
     """Return what an operator must see at once, as far as the syncer reports it: earlier releases report less."""
-    told = list(status.get("identity_complaints", []))
+    told = [f"BEHIND: {status['behind']}"] if status.get("behind") else []
+    told += status.get("identity_complaints", [])
     told += [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
     if still := status.get("standstill"):
         told.append(f"NO VERSION of fragment {still['fragment']} for {still['seconds']:.0f} s: {still['why']}")
@@ -374,14 +408,6 @@ def whole_line(found: Mapping[str, Status]) -> str:
         f"run {one['run_id']} on {len(found)} syncers  {shares} of the run  versions {told}  "
         f"{one['run_tokens']:,} tokens merged, the mean over these fragments{away}"
     )
-
-
-def one_line(address: str, status: Status) -> str:
-    """Return the line above the table of one syncer."""
-    if "unreachable" in status:
-        return f"syncer {address}: {status['unreachable']}"
-    held = ",".join(map(str, status.get("held", [])))
-    return f"syncer {address} holds fragments {held} of the model, and counts them from 0:"
 
 
 # --- ``diloco report RUN_DIR`` ---------------------------------------------------------------------------------------

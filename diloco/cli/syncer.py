@@ -164,7 +164,12 @@ def serve(
         log.emit("layout", {"fragments": [fragment.numel for fragment in layout.fragments]})
     if page:
         print(f"metrics at {page}", flush=True)
-    return _wait(syncer, stopping)
+    ending = _wait(syncer, stopping)
+    if ending is not None and syncer.backups is not None:
+        made = syncer.backups.status()
+        newest = f"the newest of this process is {made['last'] or 'none'}"
+        print(f"NO LAST BACKUP: {made['failing']}; {newest}" if made["failing"] else f"last backup: {made['last']}")
+    return ending
 
 
 @contextmanager

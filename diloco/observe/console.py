@@ -85,8 +85,9 @@ def missing_lines(who: str) -> Callable[[int, str], str]:
 
 
 def identity_lines(out: LineWriter | TextIO) -> Callable[[Event], None]:
-    """Return a follower that writes to ``out`` changes of the access rules, and closed connections."""
-    heads = {"identity": "who may come in", "crowded": "crowded"}
+    """Return a follower that writes to ``out`` changes of the access rules, closed connections, and that this syncer
+    is an old one."""
+    heads = {"identity": "who may come in", "crowded": "crowded", "backup_behind": "BEHIND", "site_ahead": "BEHIND"}
 
     def write(event: Event) -> None:
         if event["what"] == "note" and (head := heads.get(str(event.get("note")))):

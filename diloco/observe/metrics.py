@@ -522,8 +522,9 @@ def _of_safety(status: Standing, backup_every_s: float) -> Iterator[Metric]:
     if (backup := status["backup"]) is not None:
         yield gauge("backup_failing", "1 while the latest backup failed.", {(): float(bool(backup["failing"]))})
         yield gauge("backup_interval_seconds", "How often a backup is made.", {(): backup_every_s})
+        meaning = "Seconds since the last good backup of this process; before its first, since it began."
+        yield gauge("backup_age_seconds", meaning, {(): backup["without_s"]})
         if (age_s := backup["age_s"]) is not None:
-            yield gauge("backup_age_seconds", "Seconds since the last good backup of this process.", {(): age_s})
             good = time.time() - age_s
             yield gauge("backup_timestamp_seconds", "What the last good backup of this process holds.", {(): good})
     if (replication := status["replication"])["mode"] != "off":

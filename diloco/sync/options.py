@@ -324,6 +324,7 @@ def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
 def how_to_restore(lineage: int) -> str:
     """Return advice on a syncer whose state is older than what a site, which knows ``lineage``, has seen of it."""
     return (
-        "stop the syncer, move its data folder away and take the run up from what is newer: "
+        "stop the syncer; unless another leads the run now, move its data folder away and take the run up from what is "
+        "newer: "
         f"diloco restore RUN_DIR --from-site SITE_DIR --above {lineage}, or --from BACKUP"
     )

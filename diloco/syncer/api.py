@@ -180,6 +180,8 @@ class Api:
         self.core, self.holdings, self._feeds, self.tally = core, holdings, feeds, tally
         self._room, self._replicator, self.emit = room, replicator, emit
         self.status, self.snapshot = status, snapshot
+        self.behind = ""
+        """Why this process is an old one, as far as a site has told it."""
         self._protocols: dict[str, int] = {}
         """The protocol version of each site; the newest until it has rejoined this process, as every site does.
 
@@ -198,6 +200,9 @@ class Api:
         )
         lineage = self.core.ask(lambda machine: machine.state.lineage)
         if (text := difference(self._plan, lineage, theirs, request.layout_json)) is not None:
+            if text.startswith("lineage is ") and not self.behind:
+                self.behind = f"site {request.site_id}: {text}"
+                self.emit("note", {"note": "site_ahead", "why": self.behind, "site": request.site_id})
             raise Refusal(Status.FAILED_PRECONDITION, text)
         corpus = request.shared_config.get(CORPUS, "")
         answer = self.core.call(

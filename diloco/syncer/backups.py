@@ -5,7 +5,8 @@ that snapshot or journal name: all that a recovery needs, as of the moment of th
 the decision loop is never involved. Damage is not copied: every snapshot, payload and image is compared with the digest
 that it was written with, before an older backup may be deleted.
 
-A failure is reported and retried; it ends nothing. The status gives the age of the last good backup.
+A failure is reported and retried; it ends nothing. The status gives the age of the last good backup. The process of a
+run that ends makes a last one, after its last snapshot.
 
 Vault. The place where backups are stored: a folder or any object store that fsspec knows, in one form for all of them.
 
@@ -128,10 +129,6 @@ class Vault:
                 except BackupError as error:
                     damaged[name] = error
         return damaged | dict(sorted(good.items(), key=lambda each: (each[1].reach, each[0])))
-
-    def names(self, run_id: str) -> list[str]:
-        """Return the names of ``backups``, in their order."""
-        return list(self.backups(run_id))
 
     def leftovers(self, run_id: str) -> list[str]:
         """Return the folders that failed attempts left."""
@@ -277,8 +274,9 @@ NAME = "{:010d}-{:010d}-{:06d}-{:012d}"
 """A backup's name: its ``reach``."""
 RETRY_S = 30.0
 """Seconds to wait, at most, before the next attempt after a failure."""
-STOP_S = 5.0
-"""Seconds to wait, at most, for a running copy when the process stops; an unfinished copy is no backup."""
+STOP_S, LAST_S = 5.0, 60.0
+"""Seconds to wait, at most, when the process stops: for a running copy, and for the last one of a run that has ended.
+An unfinished copy is no backup."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -388,47 +386,67 @@ class Backups:
         self._options, self._folder, self._run_id, self._emit = options, folder, run_id, emit
         self._vault = Vault(options.url, disk)
         self._stopping = threading.Event()
+        self._began_s = time.monotonic()
         self._good_s: float | None = None
         self._last = ""
         self._failing = ""
+        self.behind = ""
+        """Why this process is an old one, or its folder, as far as the backups there tell."""
+        self._makes_last = False
         # A store that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="backups", daemon=True)
 
-    def start(self) -> None:
-        """Start; the first backup is made after ``every_s``."""
+    def start(self, lineage: int, epoch: int) -> None:
+        """Look for backups of another syncer; make the first one after ``every_s``. The arguments are this syncer's."""
+        self._own = (lineage, epoch)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Begin no other backup; wait at most ``STOP_S`` for a running one."""
+    def stop(self, *, last: bool) -> None:
+        """Wait for a running copy at most ``STOP_S``; or make a ``last`` one, in at most ``LAST_S``. Begin no other."""
+        self._makes_last = last
         self._stopping.set()
-        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            self._thread.join(LAST_S if last else STOP_S)
+        if last and self._thread.is_alive():
+            self._failing = f"the last one was not complete after {LAST_S:g} s"
 
     def status(self) -> dict[str, object]:
-        """Status for ``diloco status``; ``age_s`` is the age of this process's last good backup, None before it."""
-        good_s = self._good_s
-        age_s = None if good_s is None else round(time.monotonic() - good_s, 1)
-        return {"url": self._options.url, "age_s": age_s, "last": self._last, "failing": self._failing}
+        """Status for ``diloco status``; ``age_s`` is the age of this process's last good backup, None before it;
+        ``without_s`` are the seconds since then, or since the process began."""
+        good_s, now_s = self._good_s, time.monotonic()
+        age_s = None if good_s is None else round(now_s - good_s, 1)
+        without_s = round(now_s - (self._began_s if good_s is None else good_s), 1)
+        known = {"url": self._options.url, "age_s": age_s, "last": self._last, "failing": self._failing}
+        return {**known, "without_s": without_s}
 
     def _run(self) -> None:
-        wait_s = self._options.every_s
-        while not self._stopping.wait(wait_s):
+        wait_s, looked = 0.0, False
+        while not self._stopping.wait(wait_s) or self._makes_last:
+            ends = self._stopping.is_set()
             try:
-                self._once()
+                if looked or ends:
+                    self._once()
+                else:
+                    self._compare(self._vault.backups(self._run_id), self._own)
                 self._failing = ""
                 wait_s = self._options.every_s
             except Exception as error:  # Object store libraries raise anything, and this thread must go on.
                 self._failing = str(error) or repr(error)
-                if self._stopping.is_set():
+                if self._stopping.is_set() and not self._makes_last:
                     return
                 self._emit("note", {"note": "backup_failed", "why": self._failing})
                 wait_s = min(self._options.every_s, RETRY_S)
+            if ends:
+                return
+            looked = True
 
     def _once(self) -> None:
         """Make a backup, and delete all but the newest ``keep``: never this one, nor one with an unreadable marker."""
         began = time.monotonic()
-        for died in self._vault.leftovers(self._run_id):  # First, so that leftovers do not accumulate.
-            self._vault.drop(self._run_id, died)
-        before = self._vault.names(self._run_id)
+        if not self.behind:  # Otherwise another syncer may be writing there now.
+            for died in self._vault.leftovers(self._run_id):  # First, so that leftovers do not accumulate.
+                self._vault.drop(self._run_id, died)
+        before = self._vault.backups(self._run_id)
         name, facts = back_up(
             self._folder, self._vault, lambda why: self._emit("note", {"note": "backup_of_less", "why": why})
         )
@@ -439,13 +457,29 @@ class Backups:
         for damaged in found.values():
             if isinstance(damaged, BackupError):
                 self._emit("note", {"note": "backup_damaged", "why": str(damaged)})
+        self._compare(found, facts.reach, name)
         names = [each for each, there in found.items() if isinstance(there, BackupFacts)]
-        if names[-1] != name:
-            why = f"{name} is made, and {names[-1]} there goes further: a restore takes that unless it is told"
-            self._emit("note", {"note": "backup_behind", "why": why})
         for old in names[: -self._options.keep]:
             if old != name:
                 self._vault.drop(self._run_id, old)
         size = sum(each.bytes for each in facts.files.values())
         seconds = round(time.monotonic() - began, 3)
         self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})
+
+    def _compare(self, found: Mapping[str, BackupFacts | BackupError], reach: tuple[int, ...], made: str = "") -> None:
+        """Note whether one of the backups goes further than ``reach``: that of this process, or of the one it ``made``.
+
+        One of a later epoch is of a syncer that has taken over, while this one was started again in the old folder.
+        """
+        good = [(name, facts) for name, facts in found.items() if isinstance(facts, BackupFacts)]
+        name, newest = good[-1] if good else ("", None)
+        behind = ""
+        if newest is not None and newest.reach[:2] > reach[:2]:
+            theirs, ours = (f"lineage {lineage}, epoch {epoch}" for lineage, epoch in (newest.reach[:2], reach[:2]))
+            behind = f"a backup in {self._vault.url} is of {theirs}, and this syncer is of {ours}: "
+            behind += "where another syncer leads the run now, end this one"
+        elif made and name != made:
+            behind = f"{made} is made, and {name} there goes further: a restore takes that unless it is told"
+        if behind and behind != self.behind:
+            self._emit("note", {"note": "backup_behind", "why": behind})
+        self.behind = behind

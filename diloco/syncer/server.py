@@ -181,6 +181,11 @@ class Syncer:
         self._begin_region(machine)
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
+        if self.options.backup.url:
+            run_id = self.plan.agreement.run_id
+            self.backups = backups = Backups(self.options.backup, self.store.folder, run_id, self.emit, self._disk)
+            # Runs after keeper.finish: the last one has the last snapshot. The run of a hand-over has no last one.
+            self._taken.callback(lambda: backups.stop(last=self.ending is not None and self.failed is None))
         self.core.start()
         self._taken.callback(self.keeper.finish)  # Runs after core.stop: no other snapshot begins.
         self._taken.callback(self.core.stop)
@@ -209,12 +214,8 @@ class Syncer:
             self._in_thread("word-above", self._await_word)
         self.readiness.told_to(self._server.ready)
         self.readiness.ends(Unready.STARTING)
-        if self.options.backup.url:
-            self.backups = Backups(
-                self.options.backup, self.store.folder, self.plan.agreement.run_id, self.emit, self._disk
-            )
-            self.backups.start()
-            self._taken.callback(self.backups.stop)
+        if self.backups is not None:
+            self.backups.start(machine.state.lineage, epoch)
         return self._server.address
 
     def _make_loop(self, machine: OuterSync, alone: bool) -> None:
@@ -385,6 +386,7 @@ class Syncer:
                 "replication": self.replicator.status(),
                 "lease": self.leadership.status() if self.leadership is not None else None,
                 "backup": self.backups.status() if self.backups is not None else None,
+                "behind": self.api.behind or (self.backups.behind if self.backups is not None else ""),
                 "standstill": standstill_facts(machine, self.core.now_ns()),
                 **describe(machine, self.tally),
             },

@@ -199,7 +199,7 @@ def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, capsys: pyt
     (tmp_path / "vault/past" / made).rename(tmp_path / "vault/past" / first)
     again(run).stop()  # Its start is in the journal.
     newest, _ = back_up(run / "syncer", Vault(url))
-    assert Vault(url).names("past") == [first, newest]
+    assert list(Vault(url).backups("past")) == [first, newest]
     assert main(["restore", str(run), "--from", url]) == 1
     assert "is not empty" in capsys.readouterr().err
     hand = again(run)

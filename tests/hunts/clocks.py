@@ -286,7 +286,7 @@ class Clocks:
             assert "implausible" not in dict(said["updates_refused"]), f"site {site}: {said['updates_refused']}"  # type: ignore[call-overload]
         assert all(new >= old for new, old in zip(told, self.known, strict=True)), f"{told} after {self.known}"
         self.known = told
-        if self.vault.names(RUN):
+        if self.vault.backups(RUN):
             self._furthest()
 
     def _end(self) -> None:

@@ -333,7 +333,7 @@ def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
 
 def restored(folder: Path, vault: Vault, disk: QuietDisk) -> None:
     """Restore a backup as ``diloco restore`` does."""
-    fetch = lambda to: vault.fetch(RUN, vault.names(RUN)[-1], to, disk)  # noqa: E731
+    fetch = lambda to: vault.fetch(RUN, list(vault.backups(RUN))[-1], to, disk)  # noqa: E731
     restore_backup(folder, CARD, RULES, fetch, "a test", Known(CLOCK_S), disk)
 
 

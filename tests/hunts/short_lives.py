@@ -104,10 +104,12 @@ def _backs_up(what: str, data: Path, vault: str, step: str, passage: int, counts
     place = Vault(vault, disk)
     if what == MAKING:
         # The existing backup is as recent: rename it as an earlier release would, so that another one is made.
-        (Path(vault) / "past" / place.names("past")[0]).rename(Path(vault) / "past" / "20261121T040317.000000Z")
+        (Path(vault) / "past" / next(iter(place.backups("past")))).rename(
+            Path(vault) / "past" / "20261121T040317.000000Z"
+        )
         back_up(data, place)
     else:
-        place.drop("past", place.names("past")[0])
+        place.drop("past", next(iter(place.backups("past"))))
     if counts is not None and isinstance(disk, CountingDisk):
         counts.write_text(json.dumps(disk.passages))
 
@@ -251,7 +253,7 @@ class ShortLives:
         assert code == -9, f"it ended with {code}, not by a death"
         self.kills += 1
         place = Vault(str(vault))
-        names = place.names("past")
+        names = list(place.backups("past"))
         assert len(names) in ((1, 2) if what == MAKING else (0, 1)), names
         for name in names:
             back = self.folder / "back"

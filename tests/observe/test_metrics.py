@@ -267,7 +267,7 @@ def in_trouble() -> dict[str, Any]:
         "calls": {"refused_not_found": 3, "internal": 1, "payload_bytes_in": 7},
         "sites": {"quiet": quiet},
         "identity_complaints": ["tokens.yaml cannot be read"],
-        "backup": {"url": "vault", "age_s": 100.0, "last": "x", "failing": "no route"},
+        "backup": {"url": "vault", "age_s": 100.0, "without_s": 100.0, "last": "x", "failing": "no route"},
         "replication": {"mode": "sync", "standby": "iad", **away},
         "lease": {"place": "/x", "epoch": 4, **lease},
     }
@@ -304,11 +304,12 @@ def test_what_is_not_used_or_not_known_has_no_metric() -> None:
     found = values(page_in_trouble(**none, units=None))
     assert not [name for name, *_ in found if name.startswith(("backup", "lease", "replication", "data_units"))]
     assert found["identity_complaints",] == 0
-    backup = {**in_trouble()["backup"], "age_s": None, "failing": ""}
+    backup = {**in_trouble()["backup"], "age_s": None, "without_s": 7200.0, "failing": ""}
     following = {**replication, "following": True, "away_seconds": None, "behind_bytes": None}
     found = values(page_in_trouble(backup=backup, replication=following))
     assert found["backup_failing",] == 0
     assert ("backup_timestamp_seconds",) not in found, "none was made yet"
+    assert found["backup_age_seconds",] == 7200, "since the process began: an alert must fire if none is ever made"
     assert (found["replication_following",], found["replication_away_seconds",]) == (1, 0)
     assert ("replication_behind_bytes",) not in found, "it is whole segments behind"
 

@@ -139,8 +139,8 @@ OURS = Agreement(PROTOCOL, "run-1", 3, "f" * 64, {"outer.lr": "0.7", "model.dim"
         (
             {"lineage": 4},
             "lineage is 4 at the site and 3 at the syncer: the run was restored, and this syncer is from before that; "
-            "stop the syncer, move its data folder away and take the run up from what is newer: "
-            "diloco restore RUN_DIR --from-site SITE_DIR --above 4, or --from BACKUP",
+            "stop the syncer; unless another leads the run now, move its data folder away and take the run up from "
+            "what is newer: diloco restore RUN_DIR --from-site SITE_DIR --above 4, or --from BACKUP",
         ),
         ({"shared": {"outer.lr": "0.7", "model.dim": "32"}}, "model.dim is 32 at the site and 64 at the syncer"),
         ({"shared": {"outer.lr": "0.7"}}, "model.dim is not set at the site and 64 at the syncer"),

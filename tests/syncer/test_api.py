@@ -110,7 +110,7 @@ OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
         (
             {"lineage": 4},
             "lineage is 4 at the site and 1 at the syncer: the run was restored, and this syncer is from before that; "
-            "stop the syncer, .*: diloco restore RUN_DIR --from-site SITE_DIR --above 4, or --from BACKUP",
+            "stop the syncer; unless .*: diloco restore RUN_DIR --from-site SITE_DIR --above 4, or --from BACKUP",
         ),
         ({"shared_config": {"model.dim": "8"}}, r"model\.dim is 8 at the site and 4 at the syncer"),
         ({"shared_config": {}}, r"model\.dim is not set at the site and 4 at the syncer"),
@@ -135,6 +135,7 @@ def test_a_mismatch_is_refused_and_a_probe_told_of_it_by_its_field(
         if "lineage" not in changes:
             assert syncer.api.probe(probe_ask(**changes)).difference == raised.value.text
         assert (files(tmp_path), memory(syncer)) == before
+        assert ("site a: lineage is 4" in str(syncer.status()["behind"])) == ("lineage" in changes)
 
 
 def test_a_probe_is_told_what_a_join_must_say_and_nothing_is_compared_that_it_leaves_out(tmp_path: Path) -> None:

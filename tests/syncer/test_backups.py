@@ -74,7 +74,7 @@ def test_a_copy_of_a_live_folder_recovers_to_the_same_bits_and_leaves_it_untouch
     before = files(backed.source)
     name, facts = back_up(backed.source, backed.vault)
     assert files(backed.source) == before
-    assert backed.vault.names(RUN) == [name]
+    assert list(backed.vault.backups(RUN)) == [name]
     assert f"snapshots/{backed.desk.store.snapshots.numbers()[-1]:08d}/state.json" in facts.files
     assert back_up(backed.source, backed.vault) == (name, facts), "nothing has happened since"
     assert list(facts.versions) <= versions(backed.desk)
@@ -104,7 +104,7 @@ def test_without_a_whole_snapshot_there_is_no_backup(backed: Backed) -> None:
         flip(path)
     with pytest.raises(BackupError, match="has no whole snapshot"):
         back_up(backed.source, backed.vault)
-    assert backed.vault.names(RUN) + backed.vault.leftovers(RUN) == []
+    assert list(backed.vault.backups(RUN)) + backed.vault.leftovers(RUN) == []
 
 
 @options(keep=1)
@@ -119,7 +119,7 @@ def test_a_damaged_payload_is_no_backup_and_the_last_good_one_stays(backed: Back
     for _ in range(2):
         with pytest.raises(BackupError, match=f"{payload} is damaged: its digest is not the one"):
             backups._once()
-    assert backed.vault.names(RUN) == [backed.last] == [backed.events.of("backup")[0]["name"]]
+    assert list(backed.vault.backups(RUN)) == [backed.last] == [backed.events.of("backup")[0]["name"]]
     assert backed.vault.leftovers(RUN) == []
     assert backups._good_s == good, "what failed is not as good as new"
 
@@ -128,17 +128,22 @@ def test_a_damaged_payload_is_no_backup_and_the_last_good_one_stays(backed: Back
 def test_they_are_made_kept_and_dropped(backed: Backed) -> None:
     events, vault = backed.events, backed.vault
     (backed.folder / "vault" / RUN / "00-died").mkdir(parents=True)
-    assert backed.backups.status()["age_s"] is None
-    backed.backups.start()
+    backed.backups._began_s -= 7200
+    status = backed.backups.status()
+    assert status["age_s"] is None
+    assert 7200 <= float(str(status["without_s"])) < 7260, "so that it is seen that none is ever made"
+    backed.backups.start(1, 1)
     for number in range(1, 4):
         events.wait_for("backup", number)
         for _ in range(5):
             backed.story.tell()
     events.wait_for("backup", 4)
-    eventually(lambda: len(vault.names(RUN)) == 2 and not vault.leftovers(RUN), "only the newest two are kept")
-    assert isinstance(backed.backups.status()["age_s"], float)
-    backed.backups.stop()
-    assert vault.names(RUN)[-1] == events.of("backup")[-1]["name"] == backed.last
+    eventually(lambda: len(list(vault.backups(RUN))) == 2 and not vault.leftovers(RUN), "only the newest two are kept")
+    status = backed.backups.status()
+    assert isinstance(status["age_s"], float)
+    assert status["without_s"] == status["age_s"]
+    backed.backups.stop(last=False)
+    assert list(vault.backups(RUN))[-1] == events.of("backup")[-1]["name"] == backed.last
     assert 4 <= len(events.of("backup")) <= 5, "a run that stands still is not copied again"
 
 
@@ -163,7 +168,7 @@ def test_the_newest_survives_whatever_the_clock_says(backed: Backed, monkeypatch
         backed.go_on()
         backed.backups._once()
         made.append(backed.last)
-        assert backed.vault.names(RUN) == made[-3:]
+        assert list(backed.vault.backups(RUN)) == made[-3:]
         age_s = backed.backups.status()["age_s"]
         assert isinstance(age_s, float)
         assert 0 <= age_s < 60
@@ -179,7 +184,7 @@ def test_the_last_one_is_made_again_when_it_is_gone(backed: Backed) -> None:
             backed.vault.drop(RUN, backed.last)
         backed.backups._once()
         assert len(backed.events.of("backup")) == made
-        assert backed.vault.names(RUN) == [backed.last]
+        assert list(backed.vault.backups(RUN)) == [backed.last]
 
 
 @options(keep=2)
@@ -194,19 +199,42 @@ def test_those_of_the_release_before_are_ordered_by_how_far_they_go(backed: Back
         del plain["sha256"]
         marker.write_text(json.dumps(plain))
         marker.parent.rename(backed.folder / "vault" / RUN / at)
-    assert backed.vault.names(RUN) == named
+    assert list(backed.vault.backups(RUN)) == named
     backed.go_on()
     backed.backups._once()
-    assert backed.vault.names(RUN) == [named[-1], backed.last]
+    assert list(backed.vault.backups(RUN)) == [named[-1], backed.last]
+
+
+@options(keep=1)
+def test_a_syncer_that_is_started_again_after_a_standby_has_taken_over_learns_it_from_the_backups(
+    backed: Backed,
+) -> None:
+    newer = BackupFacts(1, RUN, 1, 9, (4, 5), 1000, "", {})
+    backed.vault.put(RUN, "further", {"run.json": b"{}"}, newer)
+    (backed.folder / "vault" / RUN / "of the other, under way").mkdir()
+    backed.backups.start(1, 2)
+    (note,) = backed.events.wait_for("note")
+    backed.backups.stop(last=False)
+    assert note["note"] == "backup_behind"
+    assert note["why"] == backed.backups.behind
+    assert "is of lineage 1, epoch 9, and this syncer is of lineage 1, epoch 2: where another syncer" in note["why"]
+    for _ in range(2):
+        backed.go_on()
+        backed.backups._once()
+    assert list(backed.vault.backups(RUN)) == [backed.last, "further"]
+    assert backed.vault.leftovers(RUN) == ["of the other, under way"]
+    assert len(backed.events.of("note")) == 2, "once for each epoch here"
 
 
 @options(keep=1)
 def test_one_made_of_less_than_what_is_there_stays_and_is_said_to_be_behind(backed: Backed) -> None:
-    """As by a syncer that an operator starts again in its old folder after a standby has taken over."""
-    newer = BackupFacts(1, RUN, 1, 9, (4, 5), 1000, "", {})
-    backed.vault.put(RUN, "further", {"run.json": b"{}"}, newer)
+    """As by a syncer whose folder was set back."""
+    _, facts = back_up(backed.source, backed.vault)
+    backed.vault.drop(RUN, next(iter(backed.vault.backups(RUN))))
+    content = {f"journal/journal-{segment:06d}.log": b"" for segment in (1, 999)}
+    backed.vault.put(RUN, "further", content, facts)
     backed.backups._once()
-    assert backed.vault.names(RUN) == [backed.last, "further"]
+    assert list(backed.vault.backups(RUN)) == [backed.last, "further"]
     (note,) = backed.events.of("note")
     assert note["note"] == "backup_behind"
     assert f"{backed.last} is made, and further there goes further" in str(note["why"])
@@ -219,7 +247,7 @@ def test_one_that_cannot_be_read_is_said_and_neither_taken_nor_dropped(backed: B
     marker.write_text(marker.read_text().replace('"lineage": 1', '"lineage": 9'))
     backed.go_on()
     backed.backups._once()
-    assert backed.vault.names(RUN) == [damaged, backed.last]
+    assert list(backed.vault.backups(RUN)) == [damaged, backed.last]
     (note,) = backed.events.of("note")
     assert note["note"] == "backup_damaged"
     assert f"{damaged}/backup.json is damaged: its own digest does not match" in str(note["why"])
@@ -229,14 +257,14 @@ def test_one_that_cannot_be_read_is_said_and_neither_taken_nor_dropped(backed: B
 def test_a_failure_is_told_and_tried_again(backed: Backed) -> None:
     place = backed.folder / "vault"
     place.write_text("a file, where a folder is to be")
-    backed.backups.start()
+    backed.backups.start(1, 1)
     notes = backed.events.wait_for("note", 2)
     assert {note["note"] for note in notes} == {"backup_failed"}
     assert "vault" in str(backed.backups.status()["failing"])
     place.unlink()
     backed.events.wait_for("backup")
     eventually(lambda: backed.backups.status()["failing"] == "", "what failed has worked since")
-    backed.backups.stop()
+    backed.backups.stop(last=False)
 
 
 @pytest.mark.parametrize(
@@ -261,18 +289,18 @@ def content(folder: Path) -> dict[str, Path | bytes]:
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_what_is_put_there_comes_back(tmp_path: Path, kind: str) -> None:
     vault = Vault(str(tmp_path / "vault") if kind == "folder" else f"memory://{uuid.uuid4()}")
-    assert vault.names("run") == []
+    assert list(vault.backups("run")) == []
     told = vault.put("run", "first", content(tmp_path), FACTS)
     vault.put("run", "second", {"run.json": b"2"}, FACTS)
-    assert vault.names("run") == ["first", "second"]
-    assert vault.names("another") == []
+    assert list(vault.backups("run")) == ["first", "second"]
+    assert list(vault.backups("another")) == []
     assert vault.facts("run", "first") == told
     assert (told.versions, told.files["run.json"].bytes) == ((4, 5), 2)
     assert vault.fetch("run", "first", tmp_path / "back") == told
     assert set(files(tmp_path / "back")) == {"run.json", "snapshots/00000001/large"}
     assert (tmp_path / "back/snapshots/00000001/large").read_bytes() == (tmp_path / "large").read_bytes()
     vault.drop("run", "first")
-    assert (vault.names("run"), vault.leftovers("run")) == (["second"], [])
+    assert (list(vault.backups("run")), vault.leftovers("run")) == (["second"], [])
 
 
 @pytest.mark.parametrize("like", ["0" * 64, "xxh3:"])
@@ -323,7 +351,7 @@ def test_a_place_that_changes_what_is_written_gets_no_backup(tmp_path: Path, mon
     monkeypatch.setattr(Vault, "_copy", rots)
     with pytest.raises(BackupError, match="is not what was written there a moment ago"):
         vault.put("run", "first", content(tmp_path), FACTS)
-    assert vault.names("run") == []
+    assert list(vault.backups("run")) == []
 
 
 @pytest.mark.parametrize(
@@ -364,7 +392,7 @@ def test_a_backup_whose_last_file_is_cut_short_is_none_and_every_name_of_a_whole
     vault = Vault(str(tmp_path / "vault"), disk)
     with pytest.raises(RuntimeError, match="as by a death"):
         vault.put("run", "first", content(tmp_path), FACTS)
-    assert (vault.names("run"), vault.leftovers("run")) == ([], ["first"])
+    assert (list(vault.backups("run")), vault.leftovers("run")) == ([], ["first"])
     with pytest.raises(BackupError, match=r"run/first/backup\.json is missing"):
         vault.fetch("run", "first", tmp_path / "back")
     vault.drop("run", "first")

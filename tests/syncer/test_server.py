@@ -29,7 +29,8 @@ from diloco.outer.merge import MergeOptions
 from diloco.outer.optimizer import outer_rule
 from diloco.sync.admission import AWAY_UNKNOWN_NS
 from diloco.sync.events import Ending, Outcome, OuterStepDone
-from diloco.syncer import server
+from diloco.syncer import backups, server
+from diloco.syncer.backups import BackupFacts, BackupOptions, Vault
 from diloco.syncer.core import CoreStopped
 from diloco.syncer.options import PAGES_BYTES, RANGES, TAKING, VERSIONS_MAX, SyncerOptions, memory_bytes_max
 from diloco.syncer.server import Syncer
@@ -385,6 +386,39 @@ def test_a_drained_run_goes_on_with_the_next_process(tmp_path: Path) -> None:
         merged(again, 1, begin=2)
 
 
+@pytest.mark.parametrize("archive", ["serves", "serves a hand-over", "fails", "never answers"])
+def test_a_run_that_ends_has_a_last_backup_unless_the_archive_fails_for_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archive: str
+) -> None:
+    vault, events = Vault(str(tmp_path / "vault")), Events()
+    if archive == "fails":
+        (tmp_path / "vault").write_text("a file, where a folder is to be")
+    syncer = new_syncer(tmp_path / "run", events.emit, backup=BackupOptions(url=vault.url))
+    syncer.start()
+    assert syncer.backups is not None
+    join(syncer)
+    merged(syncer, 2)
+    if archive == "never answers":
+        monkeypatch.setattr(backups, "LAST_S", 0.1)
+        monkeypatch.setattr(syncer.backups._vault, "put", lambda *given: time.sleep(1.0))
+    if archive != "serves a hand-over":
+        syncer.drain()
+        syncer.api.leave("a", 1)
+        assert syncer.wait(10.0) is Ending.DRAINED
+    syncer.stop(0.1)
+    told = syncer.backups.status()
+    if archive == "serves":
+        (facts,) = vault.backups(RUN).values()
+        assert isinstance(facts, BackupFacts)
+        assert facts.versions == (2, 0), "of the last snapshot"
+        assert (told["last"], told["failing"]) == (next(iter(vault.backups(RUN))), "")
+    else:
+        assert told["last"] == ""
+        words = {"serves a hand-over": "", "fails": "vault", "never answers": "not complete after 0.1 s"}
+        assert words[archive] in str(told["failing"])
+        assert bool(told["failing"]) == bool(words[archive])
+
+
 def test_that_no_version_is_made_although_updates_wait_is_said_once_and_in_the_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,7 +581,7 @@ def test_a_start_on_a_full_disk_ends_in_words_and_goes_on_when_there_is_room(
 
 # --- The status is complete, and made of what JSON can carry ---------------------------------------------------------
 
-TOP = """kernels run_id held units upstream lineage up_seconds refused_at_the_door not_ready backup calls
+TOP = """kernels run_id held units upstream lineage up_seconds refused_at_the_door not_ready backup behind calls
 payloads_decoded memory_bytes_max identity_complaints wanting standstill replication lease epoch phase ending
 run_tokens progress fragments sites"""
 SITE = """status incarnation tokens_merged updates_merged updates_refused undecided held heard_seconds_ago step loss
