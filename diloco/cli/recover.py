@@ -454,7 +454,8 @@ def _list(past: Past, given: argparse.Namespace) -> ExitCode:
 
 def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[str]) -> None:
     """Print the result, and write it to the run's events."""
-    from diloco.observe.eventlog import EventLog
+    from diloco.observe.eventlog import EventLog, recent_events
+    from diloco.observe.text import whole
 
     if past.data.resolve() != data_of(past.run_dir).resolve():
         past.run_dir.move_to(past.data)
@@ -464,6 +465,15 @@ def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[s
             *said,
             "a region takes the values of the run above: what its sites had brought and is not there is lost",
         ]
+    events = recent_events(past.run_dir.events, "published")[0]
+    had = [whole(event, "run_tokens") for event in events if event["what"] == "published"]
+    merged, lost = f"{restored.run_tokens:,} tokens are merged", had[-1] - restored.run_tokens if had else 0
+    if not had:
+        said = [*said, f"how many tokens it gives up is not known here: {merged}"]
+    elif lost > 0:
+        said = [*said, f"it gives up {lost:,} tokens of the {had[-1]:,} that the run had published"]
+    else:
+        said = [*said, "it gives up no tokens that the run had published, as far as its events tell"]
     facts = {**asdict(restored), "said": said}
     log = EventLog(past.run_dir.events, "restore")
     log.emit("restored", facts)
@@ -475,5 +485,5 @@ def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[s
     print(f"{past.config.run.name} is restored: lineage {restored.lineage} begins with versions {versions}")
     for line in said:
         print(f"  {line}")
-    print(f"  {restored.refused} updates had no fate and are refused; {restored.run_tokens:,} tokens are merged")
+    print(f"  {restored.refused} updates had no fate and are refused; {merged}")
     print("start the syncer with the command it was started with: the sites come back by themselves")

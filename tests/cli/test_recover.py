@@ -207,8 +207,15 @@ def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, capsys: pyt
     hand.stop()
     for source, wanted in ((url, newest), (f"{url}/past", newest), (f"{url}/past/{first}", first)):
         shutil.rmtree(run / "syncer")
+        if later := wanted == first:
+            log = EventLog(run / "events.jsonl", "syncer")
+            log.emit("published", {"fragment": 0, "version": 10, "digest": "f" * 64, "run_tokens": 1000})
+            log.close()
         assert main(["restore", str(run), "--from", source]) == 0
-        assert f"backup {wanted}" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"backup {wanted}" in said
+        unknown = "how many tokens it gives up is not known here: 800 tokens are merged"
+        assert ("it gives up 200 tokens of the 1,000 that the run had published" if later else unknown) in said
     hand = assert_goes_on(run, [9, 9])
     hand.stop()
     assert hand.syncer.holdings.values[1].digest == digests[1]
@@ -262,6 +269,7 @@ def test_from_a_warm_site_whose_bases_are_what_was_published(
     assert "momentum is lost" in said
     assert "nothing else knows" not in said
     assert "is not known" not in said
+    assert "it gives up no tokens that the run had published" in said
     hand = again(run)
     assert hand.digests() == digests
     merged = hand.syncer.core.ask(
