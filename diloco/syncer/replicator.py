@@ -276,8 +276,9 @@ class Follower:
             if unit.kind == HEADER and chain_after(bytes.fromhex(start.chain), unit.body) == unit.chain:
                 return start.segment + 1, 0
             break
-        other = f"standby {start.standby} has a journal that this one does not go on from: give it an empty folder"
-        raise Refusal(Status.FAILED_PRECONDITION, other)
+        lineage = self._replicator.core.machine.state.lineage
+        other = f"standby {start.standby} has a journal that this one, of lineage {lineage}, does not go on from"
+        raise Refusal(Status.FAILED_PRECONDITION, f"{other}: give it an empty folder")
 
     def _segment_bytes(self, segment: int) -> bytes:
         """Return a whole segment; empty if it is not kept."""

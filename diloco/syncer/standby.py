@@ -145,6 +145,7 @@ class Incoming:
             self._disk.remove(self._beside, Step.STANDBY_FILE)
 
 
+ANEW = "move {} away and run the same `diloco standby follow` again, which copies the run anew"
 BEHIND_MAX = 1024
 """Turns that are durable here and not replayed yet; at this many the standby takes nothing more: the syncer waits."""
 PAUSE_S = 0.5
@@ -336,7 +337,7 @@ class Standby:
                     if self._replayer is None or "empty folder" not in error.text:
                         self._lost(error.text)
                         continue
-                    raise StandbyError(error.text) from error
+                    raise StandbyError(f"{error.text}; {ANEW.format(self.folder)}") from error
         finally:
             self._orders.put(None)
             self._let_go()
@@ -391,9 +392,7 @@ class Standby:
         match part:
             case Follows():
                 if part.anew != (self._replayer is None):
-                    raise StandbyError(
-                        "the syncer began somewhere else than was asked: give the standby an empty folder"
-                    )
+                    raise StandbyError(f"the syncer began somewhere else than was asked: {ANEW.format(self.folder)}")
                 self._began_at = Position(part.segment, part.chain) if part.anew else None
                 for leftover in self.store.snapshots.folder.glob(".incoming-*"):
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
@@ -439,7 +438,7 @@ class Standby:
         if journal.chain != unit.chain:
             raise StandbyError(
                 f"byte {item.offset} of segment {item.segment} does not go on from the journal here: "
-                "give the standby an empty folder"
+                f"{ANEW.format(self.folder)}"
             )
 
     def _begin(self, place: Position) -> None:

@@ -242,7 +242,7 @@ def test_a_payload_that_is_gone_is_needed_only_while_its_update_has_no_fate(
     [
         ({"layout_fingerprint": "c" * 64}, "layout_fingerprint is cccccccccccc at the standby"),
         ({"shared_digest": "c" * 64}, "shared_digest is cccccccccccc at the standby"),
-        ({"segment": 1, "chain": "c" * 64}, "give it an empty folder"),
+        ({"segment": 1, "chain": "c" * 64}, "this one, of lineage 1, does not go on from: give it an empty folder"),
         ({"segment": 7, "chain": "c" * 64}, "give it an empty folder"),
     ],
 )

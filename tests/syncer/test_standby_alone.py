@@ -77,6 +77,7 @@ def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_
                 eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
             gone = "lineage 5 began with values that are not kept any more: give the standby an empty folder"
             assert gone in str(standby.failed)
+            assert f"move {standby.folder} away and run the same `diloco standby follow` again" in str(standby.failed)
             return
         with serving(toy) as (syncer, address, log):
             log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "goes_on")
