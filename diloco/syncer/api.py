@@ -56,7 +56,7 @@ from diloco.sync.fates import known_already
 from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import publish
-from diloco.syncer.core import NotHandedIn
+from diloco.syncer.core import CoreHeld, NotHandedIn
 from diloco.syncer.spool import Settled, opened, read_part
 from diloco.syncer.status import recorded
 from diloco.wire.chunks import checksum
@@ -386,12 +386,13 @@ class Api:
                 if report.versions[fragment] == held.version and any(report.digests[fragment : fragment + 1]):
                     self._earlier.of(fragment, held)
 
-        def look(machine: OuterSync) -> tuple[ReportReply, dict[int, int]]:
+        def is_known(machine: OuterSync) -> bool:
             site = machine.state.sites.get(report.site_id)
-            known = (
-                site is not None and site.incarnation == report.incarnation and site.status is not SiteStatus.EVICTED
-            )
-            if known and site is not None and site.status is SiteStatus.LEFT:
+            return site is not None and site.incarnation == report.incarnation and site.status is not SiteStatus.EVICTED
+
+        def look(machine: OuterSync) -> tuple[ReportReply, dict[int, int]]:
+            known = is_known(machine)
+            if known and machine.state.sites[report.site_id].status is SiteStatus.LEFT:
                 self._feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
             state = machine.state
             compared = known and protocol is not None
@@ -402,7 +403,12 @@ class Api:
             )
             return reply, bases
 
-        reply, bases = core.ask(look)
+        try:
+            reply, bases = core.ask(look)
+        except CoreHeld:  # The site gets no answer; its figures are shown all the same.
+            if core.ask(is_known, early=True) and self.tally.heard(report):
+                self.emit("reported", recorded(report))
+            raise
         if reply.known:
             if (lacking := report.units) is not None:
                 asked = UnitsAsked(0, report.site_id, report.incarnation, **asdict(lacking))

@@ -22,7 +22,7 @@ from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST
 from diloco.sync.progress import UnitAsk
 from diloco.syncer import api as api_module
 from diloco.syncer.api import HELD_RETRY_MS, LARGEST, TOKENS_MAX, Inspection, Vitals
-from diloco.syncer.core import NotHandedIn
+from diloco.syncer.core import CoreHeld, NotHandedIn
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.standby import Standby
@@ -136,6 +136,28 @@ def test_a_mismatch_is_refused_and_a_probe_told_of_it_by_its_field(
             assert syncer.api.probe(probe_ask(**changes)).difference == raised.value.text
         assert (files(tmp_path), memory(syncer)) == before
         assert ("site a: lineage is 4" in str(syncer.status()["behind"])) == ("lineage" in changes)
+
+
+def test_a_site_whose_heartbeats_get_no_answer_while_the_syncer_waits_is_shown_as_it_is(tmp_path: Path) -> None:
+    """As while the standby is away: the site trains on."""
+    events = Events()
+    with serving(tmp_path, events) as syncer:
+        join(syncer)
+        syncer.core._replicated = lambda end: "the standby is away"
+        with pytest.raises(CoreHeld, match="the standby is away"):
+            join(syncer, "b")
+        for step, incarnation in ((70, 1), (80, 1), (90, 2)):
+            with pytest.raises(CoreHeld):
+                syncer.api.report(report("a", incarnation, step=step))
+        with pytest.raises(CoreHeld):
+            syncer.api.report(report("stranger"))
+        found: Any = syncer.status()["sites"]
+        assert found["a"]["step"] == 80
+        assert found["a"]["heard_seconds_ago"] < 60
+        assert "stranger" not in syncer.tally.sites(), "only what is in the run takes memory"
+        assert len(events.of("reported")) == 1
+        syncer.core._replicated = lambda end: None
+        eventually(lambda: syncer.core.held is None, "it goes on")
 
 
 def test_a_probe_is_told_what_a_join_must_say_and_nothing_is_compared_that_it_leaves_out(tmp_path: Path) -> None:
