@@ -294,7 +294,8 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
     part.tokens_merged = standing.tokens_merged
     part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
     part.orphans = [Orphan(sequence, tokens, turn.state.epoch) for sequence, tokens in standing.undecided]
-    part.retaking = Retaking(standing.version, "an earlier process of this site had sent later work")
+    why = "what an earlier process of this site had sent after its checkpoint comes back with the syncer's version"
+    part.retaking = Retaking(standing.version, why)
     turn.note("outrun", part.retaking.why, index)
 
 

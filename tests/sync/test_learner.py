@@ -329,7 +329,7 @@ def test_a_syncer_that_must_not_lack_it_is_refused_in_words(case: str) -> None:
         site.boundary()
     effects = promoted(site, known(watermark=0), epoch=1 if case == "same epoch" else 2)
     why = only(fx.StopTraining, effects).why
-    assert "has forgotten what it acknowledged of fragment 0, as if its data were an old copy; stop the syncer, " in why
+    assert "has forgotten what it acknowledged of fragment 0, as if its data were an old copy; stop the syncer; " in why
     assert "diloco restore RUN_DIR --from-site SITE_DIR --above 1, or --from BACKUP" in why
     assert not of(fx.Send, effects)
 
