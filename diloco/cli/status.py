@@ -144,12 +144,11 @@ def leading(address: str, settings: Sequence[str]) -> tuple[str, dict[str, Statu
     if len(addresses) == 1:
         return address, {}
     found = asked_all(addresses, settings)
-    return max(addresses, key=lambda each: _reach(found[each])), found
-
-
-def _reach(status: Status) -> tuple[bool, bool, int, int]:
-    """Return whether it answers and is a syncer, and its lineage and epoch."""
-    return "unreachable" not in status, "fragments" in status, status.get("lineage", 1), status.get("epoch", 0)
+    ranks = {
+        each: ("unreachable" not in status, "fragments" in status, status.get("lineage", 1), status.get("epoch", 0))
+        for each, status in found.items()
+    }
+    return max(addresses, key=lambda each: ranks[each]), found
 
 
 @contextmanager
@@ -195,11 +194,11 @@ def _beside(leads: Status, address: str, other: Status) -> str:
         return str(other["unreachable"])
     if "fragments" not in other:
         return f"{address}: {standby_line(other)}"
-    what = f"serves another run, {other['run_id']}"
-    if other["run_id"] == leads.get("run_id", other["run_id"]):
-        what = "is AN OLD ONE: end it" if _reach(other) < _reach(leads) else "is the same one, or a copy of it"
-        what += f" (lineage {other.get('lineage', 1)}, epoch {other['epoch']})"
-    return f"the syncer at {address} {what}"
+    if other["run_id"] != leads["run_id"]:  # A standby does not lead where a syncer answers.
+        return f"the syncer at {address} serves another run, {other['run_id']}"
+    theirs, ours = ((each.get("lineage", 1), each["epoch"]) for each in (other, leads))
+    what = "AN OLD ONE: end it" if theirs < ours else "the same one, or a copy of it"
+    return f"the syncer at {address} is {what} (lineage {theirs[0]}, epoch {theirs[1]})"
 
 
 def _print(status: Status, as_json: bool) -> None:
@@ -534,21 +533,19 @@ def runs(arguments: Sequence[str]) -> ExitCode:
     found = [RunDir(place) for place in places if not place.is_symlink()]
     if not found:
         raise ConfigError(f"{str(folder)!r} holds no run: no config.yaml and no events.jsonl in any folder of it")
-    for run_dir in sorted(found, key=lambda each: (-_touched(each), each.root.name)):
+    files = {each.root: each.events if each.events.is_file() else each.config for each in found}
+    touched_s = {root: path.stat().st_mtime for root, path in files.items()}
+    for run_dir in sorted(found, key=lambda each: (-touched_s[each.root], each.root.name)):
         events = recent_events(run_dir.events, "published")[0]
         part = RunHistory(events)
         last: Mapping[str, Any] = next((each for each in reversed(events) if each["what"] == "published"), {})
-        heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_touched(run_dir)))
+        heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(touched_s[run_dir.root]))
         figures = f"version {last['version']:,}, {last['run_tokens']:,} tokens" if last else "no version here"
         if part.whole_at and part.sites:
             figures = ", ".join(f"{site.name} at step {site.step:,}" for site in part.sites.values())
         stands = f"part, syncer at {part.whole_at}" if part.whole_at else _stands(run_dir)
         print(f"{run_dir.root.name:<24} {stands:<32} {heard}  {figures}", flush=True)
     return ExitCode.OK
-
-
-def _touched(run_dir: RunDir) -> float:
-    return (run_dir.events if run_dir.events.is_file() else run_dir.config).stat().st_mtime
 
 
 def _stands(run_dir: RunDir) -> str:

@@ -427,7 +427,10 @@ class Syncer:
             if self._server is not None:
                 self._server.stop(grace_s)
                 if self.failed is None:
-                    self.keeper.last()
+                    # A last snapshot. A site may still be answered after it: the journal goes on.
+                    with suppress(Refusal):  # The loop has ended, or waits for disk space: the journal has it all.
+                        self.keeper.finish()
+                        self.core.do(self.keeper.begin)
         finally:
             had_failed = self.failed is not None
             self._taken.close()
@@ -622,12 +625,6 @@ class Keeper:
             raise Refusal(Status.UNAVAILABLE, f"the snapshot could not be kept: {error}")
         if (put_off := self._put_off) is not None:
             raise Refusal(Status.UNAVAILABLE, put_off)
-
-    def last(self) -> None:
-        """Begin a last snapshot as the process stops. A site may still be answered after it: the journal goes on."""
-        with suppress(Refusal):  # The loop has ended, or waits for disk space: the journal has it all.
-            self.finish()
-            self.syncer.core.do(self.begin)
 
     def finish(self) -> None:
         """Wait for the snapshot that is being written, if any."""

@@ -104,9 +104,8 @@ def _backs_up(what: str, data: Path, vault: str, step: str, passage: int, counts
     place = Vault(vault, disk)
     if what == MAKING:
         # The existing backup is as recent: rename it as an earlier release would, so that another one is made.
-        (Path(vault) / "past" / next(iter(place.backups("past")))).rename(
-            Path(vault) / "past" / "20261121T040317.000000Z"
-        )
+        made = Path(vault) / "past" / next(iter(place.backups("past")))
+        made.rename(made.with_name("20261121T040317.000000Z"))
         back_up(data, place)
     else:
         place.drop("past", next(iter(place.backups("past"))))

@@ -183,7 +183,7 @@ def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> N
         waits = above.bring(1, 5, dice("later", 1))
         eventually(lambda: syncer.holdings.values[1].version == 2, "fragment 1 has nothing to lose by it")
         held = list(syncer.holdings.values)
-        syncer.keeper.last = lambda: None  # type: ignore[method-assign]  # As after kill -9: no snapshot.
+        syncer.keeper.begin = lambda machine: None  # type: ignore[method-assign]  # As after kill -9: no snapshot.
     for _ in range(2):  # From the journal, and then from the snapshot that the first stop has left.
         again = SomebodyAbove()
         syncer, _ = a_region(tmp_path, again)
