@@ -277,7 +277,8 @@ def heading(status: Status) -> str:
         elif standby["following"]:
             told.append(f"standby {standby['standby']} follows")
         else:
-            told.append(f"NO STANDBY for {standby['away_seconds']:.0f} s (start it, or: diloco standby detach)")
+            advice = "" if status.get("behind") else " (start it, or: diloco standby detach)"  # A second run otherwise.
+            told.append(f"NO STANDBY for {standby['away_seconds']:.0f} s{advice}")
     return "\n".join(["  ".join([*told, *_troubles(status)]), *status.get("others", [])])
 
 

@@ -167,8 +167,9 @@ def serve(
     ending = _wait(syncer, stopping)
     if ending is not None and syncer.backups is not None:
         made = syncer.backups.status()
-        newest = f"the newest of this process is {made['last'] or 'none'}"
-        print(f"NO LAST BACKUP: {made['failing']}; {newest}" if made["failing"] else f"last backup: {made['last']}")
+        newest = f"{made['last'] or 'none'} in {made['url']}"
+        failed = f"NO LAST BACKUP: {made['failing']}; the newest of this process is {newest}"
+        print(failed if made["failing"] else f"last backup: {newest}")
     return ending
 
 

@@ -114,6 +114,9 @@ def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
     assert "  standby osl follows" in heading({**STATUS, "replication": standby})
     away = {**standby, "following": False, "away_seconds": 41.2}
     assert "NO STANDBY for 41 s (start it, or: diloco standby detach)" in heading({**STATUS, "replication": away})
+    assert "detach" not in heading({**STATUS, "replication": away, "behind": "another leads"}), (
+        "or it begins a second run"
+    )
     assert "ON ONE DISK until standby osl has" in heading({**STATUS, "replication": {**standby, "detached": True}})
     assert "ON ONE DISK without a standby (start" in heading({**STATUS, "replication": {**away, "detached": True}})
     assert "DISK" not in heading({**STATUS, "replication": {**standby, "mode": "off"}})
