@@ -254,8 +254,13 @@ def copied(tree: Path, folder: Path, commit: str = "") -> None:
         archive = subprocess.run(["git", "archive", commit], cwd=tree, capture_output=True, check=True).stdout
         subprocess.run(["tar", "-x"], input=archive, cwd=folder, check=True)
     else:
-        skipped = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "runs", "outputs", "build")
-        shutil.copytree(tree, folder, symlinks=True, ignore=skipped)
+        skipped = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__")
+        at_the_root = shutil.ignore_patterns("runs", "outputs", "build")  # ``diloco/runs`` is a package.
+
+        def ignored(place: str, names: list[str]) -> set[str]:
+            return skipped(place, names) | (at_the_root(place, names) if Path(place) == tree else set())
+
+        shutil.copytree(tree, folder, symlinks=True, ignore=ignored)
     for made in tree.glob(".venv*"):
         (folder / made.name).symlink_to(made)
     if (folder / "configs").exists():

@@ -184,6 +184,16 @@ def test_a_function_that_has_moved_is_changed_in_the_same_way(tmp_path: Path) ->
     assert {one.after for one, _ in pairs if one.operator == "integer"} == {"(2)", "(4)"}
 
 
+def test_the_copy_lacks_what_runs_leave_at_the_root_and_has_every_package(tmp_path: Path) -> None:
+    for name in ("diloco/runs", "runs", "build", "diloco/__pycache__"):
+        (tmp_path / "tree" / name).mkdir(parents=True)
+        (tmp_path / "tree" / name / "up.py").touch()
+    mutants.copied(tmp_path / "tree", tmp_path / "copy")
+    assert [str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("up.py")] == [
+        "diloco/runs/up.py"
+    ]
+
+
 def test_what_runs_at_import_and_what_is_said_is_no_place(tmp_path: Path) -> None:
     written(tmp_path, {"tiny/core/area.py": AREA})
     sites = sites_of(tmp_path, ["tiny/core"])
