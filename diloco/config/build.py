@@ -311,16 +311,19 @@ def held_of(config: RunConfig, whole: Layout | None = None) -> tuple[int, ...]:
 def whole_layout(config: RunConfig) -> Layout:
     """Return all fragments, computed without allocating the model."""
     if is_of_file(config):
-        return layout_over(config, file_shapes(config))
+        return layout_over(config, *file_shapes(config))
     with torch.device("meta"):
         model = Transformer(model_options(config))
     return layout_over(config, {name: tuple(value.shape) for name, value in named_parameters_once(model).items()})
 
 
-def layout_over(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """Return all fragments of a model whose parameters have these names and ``shapes``."""
+def layout_over(config: RunConfig, shapes: Mapping[str, tuple[int, ...]], frozen: str = "") -> Layout:
+    """Return all fragments of a model whose exchanged parameters have these names and ``shapes``.
+
+    ``frozen`` is the digest of its frozen ones.
+    """
     with section("outer"):
-        return plan_layout(list(shapes.items()), config.outer.num_fragments)
+        return plan_layout(list(shapes.items()), config.outer.num_fragments, frozen)
 
 
 def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) -> Agreement:

@@ -6,6 +6,7 @@ Sites bring the model itself, each in its own training loop (``diloco.join``); t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from diloco.codec.base import digest_of
 from diloco.config.errors import ConfigError, require
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
 from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
 from diloco.inner.parallel import put
-from diloco.outer.fragments import gather, named_parameters_once
+from diloco.outer.fragments import FROZEN, gather, named_parameters_once
 from diloco.sync.journal import parse_json
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ def shapes_in(path: Path) -> dict[str, Tensor]:
 
 KINDS = ("transformer", "file")
 WRITTEN_BY = "diloco.save_version0(model, FILE) makes one"
+NOTHING_TO_TRAIN = "model has no parameters that are trained (requires_grad): there is nothing to exchange"
 
 
 def is_of_file(config: RunConfig) -> bool:
@@ -110,8 +113,11 @@ def is_of_file(config: RunConfig) -> bool:
     return config.model.kind == "file"
 
 
-def file_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the file's parameters; values are not read.  ConfigError where one is not floating point."""
+def file_shapes(config: RunConfig) -> tuple[dict[str, tuple[int, ...]], str]:
+    """Return the shapes of the file's parameters, and the digest of the model's frozen ones, which the file lacks.
+
+    Values are not read.  ConfigError where a parameter is not floating point.
+    """
     with _opened(config) as file:
         found = {name: file.get_slice(name) for name in sorted(file.keys())}
         for name, part in found.items():
@@ -120,7 +126,8 @@ def file_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
                     f"run.init_from is {config.run.init_from!r}: {name} is {part.get_dtype()}, and only parameters of "
                     f"floating point are exchanged; {WRITTEN_BY}"
                 )
-        return {name: tuple(part.get_shape()) for name, part in found.items()}
+        about = file.metadata() or {}
+        return {name: tuple(part.get_shape()) for name, part in found.items()}, about.get(FROZEN, "")
 
 
 def file_fragments(config: RunConfig, layout: Layout) -> list[Tensor]:
@@ -136,22 +143,26 @@ def file_fragments(config: RunConfig, layout: Layout) -> list[Tensor]:
 def save_version0(model: nn.Module, path: str | Path) -> Path:
     """Write the current values of ``model`` to ``path``, a .safetensors file, as the first version of a run.
 
-    ``model`` is any ``nn.Module``, plain, compiled or wrapped; its parameters are written in fp32 under the names that
-    they have in the plain model, tied ones once, buffers not at all.  One machine does this once, and the syncer starts
-    from the file; the values that the sites' own models begin with do not matter then::
+    ``model`` is any ``nn.Module``, plain, compiled or wrapped; the parameters that it trains (``requires_grad``) are
+    written in fp32 under the names that they have in the plain model, tied ones once, buffers not at all.  One machine
+    does this once, and the syncer starts from the file; the values that the sites' own models begin with do not matter
+    then::
 
         diloco.save_version0(model, "v0.safetensors")
 
         diloco syncer run.name=mine run.tokens=2e9 model.kind=file run.init_from=v0.safetensors
 
-    Returns the path.  ``ValueError`` for a model without parameters, or with one that is not of floating point.
+    Of frozen parameters, such as the base model under LoRA, only a digest is written: a site with others is refused.
+
+    Returns the path.  ``ValueError`` for a model without trained parameters, or with one that is not of floating point.
     """
     values: dict[str, Tensor] = {}
-    for name, each in named_parameters_once(model).items():
-        gathered = each.full_tensor() if hasattr(each, "full_tensor") else each  # A collective where it is sharded.
+    trained, digests = trained_and_frozen(model)
+    for name, each in trained.items():
+        gathered = _whole(each)
         values[name] = torch.empty_like(gathered, memory_format=torch.contiguous_format).copy_(gathered)
     if not values:
-        raise ValueError("model has no parameters: there is nothing to train")
+        raise ValueError(NOTHING_TO_TRAIN)
     for name, each in values.items():
         if not each.is_floating_point():
             raise ValueError(f"model has {name}, which is {each.dtype}: only floating point is trained")
@@ -159,9 +170,37 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
     there.parent.mkdir(parents=True, exist_ok=True)
     on_host = {name: each.to("cpu", torch.float32) for name, each in values.items()}
     beside = there.with_name(f"{there.name}.new")
-    save_file(on_host, beside)
+    save_file(on_host, beside, {FROZEN: frozen_digest(digests)} if digests else None)
     beside.replace(there)
     return there
+
+
+@torch.no_grad()
+def trained_and_frozen(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the parameters with ``requires_grad`` by canonical name, and a digest of each other one.
+
+    The digest is of the whole parameter, in fp32 where it is floating point: it does not depend on which ranks hold the
+    parts, nor on the type in which a site loads it.  All ranks gather a sharded parameter, one at a time.
+    """
+    trained: dict[str, Tensor] = {}
+    digests: dict[str, str] = {}
+    for name, each in named_parameters_once(model).items():
+        if each.requires_grad:
+            trained[name] = each
+            continue
+        whole = _whole(each.detach())
+        host = whole.to("cpu", torch.float32 if whole.is_floating_point() else whole.dtype)
+        digests[name] = f"{list(whole.shape)} {digest_of(host.contiguous().view(-1).numpy().data)}"
+    return trained, digests
+
+
+def frozen_digest(digests: Mapping[str, str]) -> str:
+    """Return the digest of all frozen parameters from those of each; empty where there are none."""
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest() if digests else ""
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # A collective where sharded.
 
 
 @contextmanager

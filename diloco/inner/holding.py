@@ -124,12 +124,15 @@ class Holding:
     The constructor, ``gather`` and ``scatter`` are collectives: all ranks call them, in the same order.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], group: SiteGroup, *, in_stages: bool = False) -> None:
-        """``parameters`` are all of the model's, by canonical name; HoldingError if those of the ranks do not fit.
+    def __init__(
+        self, parameters: Mapping[str, Tensor], group: SiteGroup, *, in_stages: bool = False, frozen: str = ""
+    ) -> None:
+        """``parameters`` are all that are exchanged, by canonical name; HoldingError if those of the ranks do not fit.
 
-        With ``in_stages`` they are those of this rank's pipeline stage, and other ranks may have others.
+        With ``in_stages`` they are those of this rank's pipeline stage, and other ranks may have others.  ``frozen`` is
+        the digest of the model's frozen parameters, which this object does not hold.
         """
-        self.group = group
+        self.group, self.frozen = group, frozen
         self._parameters = dict(sorted(parameters.items()))
         told = _told(group, self._parameters)
         self.shapes, self._narrow = _agreed(told, in_stages)

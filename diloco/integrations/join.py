@@ -31,6 +31,7 @@ from diloco.config import build, connecting, syncer_settings
 from diloco.config import compose as configs
 from diloco.config.errors import ConfigError, VerbError
 from diloco.config.keys import nearest
+from diloco.config.model_files import NOTHING_TO_TRAIN, frozen_digest, trained_and_frozen
 from diloco.config.placing import towards
 from diloco.config.run_dir import RunDir, SiteDir, held
 from diloco.config.schema import SiteSection
@@ -44,7 +45,6 @@ from diloco.inner.trainer import Resumed, StepInfo
 from diloco.learner.ranks import Orders
 from diloco.learner.transfer import JoinFailed
 from diloco.observe.eventlog import EventLog
-from diloco.outer.fragments import named_parameters_once
 from diloco.runs.process import refusal
 from diloco.runs.site_agent import agent_of, follower_of, join_text
 from diloco.sync.progress import combined
@@ -203,9 +203,10 @@ def join(
     end unsent progress is sent, and the site leaves.  Where the loop raises, the site leaves at once, and the exception
     propagates with a note of the site's token counts.
 
-    ``model``: any ``nn.Module``, plain, compiled or wrapped.  Its parameters are exchanged in fp32 and should be kept
-    in fp32 (use autocast to compute): the rounding error of a coarser type is lost at every version.  A list of
-    modules: this rank's parts of one model, under pipeline parallelism, each with the whole model's parameter names.
+    ``model``: any ``nn.Module``, plain, compiled or wrapped.  What it trains (``requires_grad``) is exchanged in fp32,
+    and should be kept in fp32 (use autocast to compute): the rounding error of a coarser type is lost at every version.
+    Frozen parameters are the same at all sites.  A list of modules: this rank's parts of one model, under pipeline
+    parallelism, each with the whole model's parameter names.
     ``optimizer``: the model's optimizer, or several in the order in which they step: steps of the last one count.
     ``syncer``: ``host:port``, as in ``diloco site``: a comma before a standby's, ``/`` between several syncers.
     ``site``: this site's name on the wire; only one process, or one group of ranks, may use it.
@@ -221,25 +222,24 @@ def join(
     ``settings``: more of ``diloco site``, without ``site.``: token_file, tls_ca, tls_cert, tls_key, up_mbps, down_mbps,
     data_channels, overlap_steps, adapt, join_timeout_s, finish_timeout_s ... (``diloco site --help``).
 
-    With several ranks (DDP, FSDP2's ``fully_shard``, tensor parallel: any method that leaves whole parameters or
-    DTensors), each rank calls this with the same arguments, after wrapping its model and making its optimizer.  Rank 0
-    talks to the syncer; the other ranks follow it.
+    With several ranks (DDP, FSDP2, tensor parallel: whole parameters or DTensors), each calls this with the same
+    arguments, after wrapping its model and making its optimizer.  Rank 0 talks to the syncer; the others follow it.
 
     Raises ``ValueError`` naming a bad argument; ``diloco.JoinFailed`` where the site cannot join, with ``kind``
-    ``unreachable``, ``mismatch`` or ``refused``; and ``RuntimeError`` on systems other than Linux.
+    ``unreachable``, ``mismatch`` or ``refused``; ``RuntimeError`` on systems other than Linux.
     """
     _require_linux_and_force_kernels()
     optimizers = _optimizers(optimizer)
-    parameters = _parameters(model, optimizers)
+    group = _group()
+    parameters, frozen = _parameters(model, optimizers, group)
     if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
         raise ValueError(f"tokens_per_step is {tokens_per_step!r}: a whole number from 1 on, or None")
     leased = _data(data, samples, samples_per_step)
-    group = _group()
     config = _config(group, _own(syncer, site, settings), run, leased)
     there = RunDir(Path("runs") / (config.run.name or "")).site(site) if folder is None else SiteDir(Path(folder))
     with _naming_arguments():
-        holding = Holding(parameters, group, in_stages=not isinstance(model, nn.Module))
-        whole = build.layout_over(config, holding.shapes)
+        holding = Holding(parameters, group, in_stages=not isinstance(model, nn.Module), frozen=frozen)
+        whole = build.layout_over(config, holding.shapes, frozen)
         for part in towards(config):
             build.agent_options(part, there.agent, whole)
             build.learner_options(part, whole)
@@ -263,24 +263,36 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _parameters(model: object, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Return the exchanged parameters by canonical name; ValueError where ``optimizers`` train none of them."""
+def _parameters(
+    model: object, optimizers: Sequence[torch.optim.Optimizer], group: PresentGroup
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Return this rank's exchanged parameters by canonical name, and the digest of all ranks' frozen ones.
+
+    ValueError where ``optimizers`` train none of them, or two ranks differ in a frozen one.
+    """
     parts = list(model) if isinstance(model, Sequence) else [model]
     found: dict[str, torch.Tensor] = {}
+    digests: dict[str, str] = {}
     for part in parts:
         if not isinstance(part, nn.Module):
             raise ValueError(f"model is {model!r}: a torch.nn.Module, or the parts of one")
-        here = named_parameters_once(part)
-        for name in sorted(here.keys() & found.keys()):
+        here, frozen = trained_and_frozen(part)
+        for name in sorted((here.keys() | frozen.keys()) & (found.keys() | digests.keys())):
             raise ValueError(f"model has parts that both have a parameter {name}: the parts of one model have not")
         found |= here
+        digests |= frozen
     if not found:
-        raise ValueError("model has no parameters: there is nothing to train")
+        raise ValueError(NOTHING_TO_TRAIN)
     held = {id(each) for each in found.values()}
     trained = {id(each) for optimizer in optimizers for part in optimizer.param_groups for each in part["params"]}
     if not held & trained:
         raise ValueError("optimizer trains none of the model's parameters: make it from model.parameters()")
-    return found
+    whole: dict[str, str] = {}
+    for told in map(json.loads, group.all_gather_bytes(json.dumps(digests).encode())):
+        for name in [name for name in told if whole.get(name, told[name]) != told[name]]:
+            raise ValueError(f"model has {name}, which is frozen, with different values on two ranks of this site")
+        whole |= told
+    return found, frozen_digest(whole)
 
 
 def _own(syncer: str, site: str, settings: dict[str, object]) -> dict[str, object]:

@@ -2,7 +2,8 @@
 
 Layout.  Every site and the syncer compute the same layout from the same names and shapes, on any machine; they compare
 its fingerprint before they exchange the first byte of a tensor.  Canonical order is the order of the parameter names by
-code point, so that it does not depend on the order in which a model lists its parameters.
+code point, so that it does not depend on the order in which a model lists its parameters.  Frozen parameters are in no
+fragment; the layout has their digest, so that two sites with different ones have different fingerprints.
 
 Placement.  Where a run has several syncers, :func:`place` assigns fragments to syncers, and :func:`part_of` returns the
 layout of each syncer.  Every syncer is complete and knows only its own fragments: each fragment is synchronised on its
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 EXCHANGE_DTYPE = "float32"
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names that only wrappers use.  ``module`` is not among them: a model may use it, so it is removed only under DDP."""
+FROZEN = "frozen"
+"""The key of ``Layout.frozen`` in the metadata of a file of exchanged parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +64,21 @@ class _Stored:
     dtype: str
     fragments: list[list[tuple[str, int, int]]]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    frozen: str = ""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All parameters, (name, shape) in canonical order, and the fragments that partition their values exactly.
+    """All exchanged parameters, (name, shape) in canonical order, and the fragments that partition their values.
+
+    ``frozen`` is the digest of the model's frozen parameters, which are not exchanged; empty where it has none.
 
     A layout may come from another machine, so the constructor checks it: ``ValueError`` names the fault.
     """
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     fragments: tuple[Fragment, ...]
+    frozen: str = ""
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -116,13 +123,15 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the canonical JSON of names, shapes, the exchange dtype and the fragments."""
+        """SHA-256 (hex) over the canonical JSON of names, shapes, the exchange dtype, the fragments and ``frozen``."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """Return the canonical JSON: the same layout gives the same text, byte for byte."""
         fragments = [[(p.name, p.start, p.stop) for p in fragment.pieces] for fragment in self.fragments]
-        return canonical(_Stored(EXCHANGE_DTYPE, fragments, self.parameters)).decode()
+        stored = {"dtype": EXCHANGE_DTYPE, "fragments": fragments, "parameters": self.parameters}
+        # Without frozen parameters, the text and so the fingerprint are those of earlier releases.
+        return canonical(stored | ({"frozen": self.frozen} if self.frozen else {})).decode()
 
     @staticmethod
     def from_json(text: str) -> Layout:
@@ -136,10 +145,19 @@ class Layout:
             raise ValueError(f"layout's exchange dtype is {stored.dtype!r}: must be {EXCHANGE_DTYPE!r}")
         cut = enumerate(tuple(Piece(*piece) for piece in pieces) for pieces in stored.fragments)
         fragments = [Fragment(at, pieces, sum(each.stop - each.start for each in pieces)) for at, pieces in cut]
-        return Layout(stored.parameters, tuple(fragments))
+        return Layout(stored.parameters, tuple(fragments), stored.frozen)
 
     def first_difference(self, other: Layout) -> str | None:
         """Return as text the first difference of ``other`` (there) from this layout (here), None if equal."""
+        frozen = None
+        if self.frozen != other.frozen:
+            mine, theirs = (f"of digest {each.frozen[:12]}" if each.frozen else "none" for each in (self, other))
+            frozen = (
+                f"the frozen parameters are {mine} here and {theirs} there: they are not exchanged, so every site must "
+                "load the same base model, and version 0 must be made with diloco.save_version0(model, FILE)"
+            )
+            if not (self.frozen and other.frozen):
+                return frozen  # For this reason the other parameters differ as well.
         here, there = dict(self.parameters), dict(other.parameters)
         for name in sorted({*here, *there}):
             if name not in there:
@@ -148,6 +166,8 @@ class Layout:
                 return f"parameter {name} is there and not here"
             if here[name] != there[name]:
                 return f"parameter {name} has shape {here[name]} here and {there[name]} there"
+        if frozen:
+            return frozen
         if len(self.fragments) != len(other.fragments):
             return f"there are {len(self.fragments)} fragments here and {len(other.fragments)} there"
         for pair in zip(self.fragments, other.fragments, strict=True):
@@ -157,7 +177,7 @@ class Layout:
         return None
 
 
-def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments: int) -> Layout:
+def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments: int, frozen: str = "") -> Layout:
     """Assign whole parameters to ``num_fragments`` fragments so that the largest is small.
 
     Longest processing time first (Graham 1969): the parameters from large to small, each to the fragment that is
@@ -178,7 +198,7 @@ def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments
         names[smallest].append(name)
         numels[smallest] += sizes[name]
     pieces = [tuple(Piece(name, 0, sizes[name]) for name in sorted(mine)) for mine in names]
-    return Layout(canonical, tuple(map(Fragment, range(num_fragments), pieces, numels)))
+    return Layout(canonical, tuple(map(Fragment, range(num_fragments), pieces, numels)), frozen)
 
 
 def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
@@ -262,7 +282,7 @@ def part_of(layout: Layout, indices: Sequence[int]) -> Layout:
     """
     fragments = tuple(replace(layout.fragments[index], index=at) for at, index in enumerate(indices))
     names = {piece.name for fragment in fragments for piece in fragment.pieces}
-    return Layout(tuple(each for each in layout.parameters if each[0] in names), fragments)
+    return Layout(tuple(each for each in layout.parameters if each[0] in names), fragments, layout.frozen)
 
 
 def described(placement: Sequence[Sequence[int]]) -> str:

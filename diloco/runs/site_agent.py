@@ -47,7 +47,7 @@ def agent_of(
     """Return rank 0's agent or agents.  With ``spread`` the other ranks may own fragments too: they have an
     ``owning_follower_of``.  ``data`` identifies the data of a training loop that does not read this project's text,
     where its units are leased."""
-    whole, parts = build.layout_over(config, holding.shapes), towards(config)
+    whole, parts = build.layout_over(config, holding.shapes, holding.frozen), towards(config)
     site, voice = Orders(holding.group), OneVoice(placement_of(config, whole), emit)
     redo, agents = resumed.redo if resumed is not None else None, list[Agent]()
     for index, part in enumerate(parts):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -202,13 +203,43 @@ def test_any_model_and_type_is_written_as_the_plain_one_in_fp32(tmp_path: Path) 
     assert torch.equal(written["2.weight"], model[2].weight.float())
 
 
+def test_of_frozen_parameters_a_file_has_the_digest_of_their_values_in_whatever_type(tmp_path: Path) -> None:
+    def saved(model: nn.Sequential) -> tuple[dict[str, torch.Tensor], str]:
+        model[0].requires_grad_(False)
+        path = diloco.save_version0(model, tmp_path / "v0.safetensors")
+        layout = build.layout_of(compose([*FILE, f"run.init_from={path}"]))
+        assert layout.numel == 17, "what is exchanged"
+        return load_file(path), layout.frozen
+
+    model = small_model()
+    model[0].to(torch.bfloat16)
+    values, digest = saved(model)
+    assert sorted(values) == ["2.bias", "2.weight"]
+    model[0].float()
+    assert saved(model)[1] == digest, "the same values"
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    assert saved(model)[1] == digest, "what is trained is another matter"
+    quantised = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+    model[0].register_parameter("codes", quantised)
+    with_codes = saved(model)[1]
+    with torch.no_grad():
+        quantised[3] = 9
+    others = saved(model)[1]
+    model[0].register_parameter("codes", nn.Parameter(quantised.view(2, 4), requires_grad=False))
+    assert len({digest, with_codes, others, saved(model)[1]}) == 4, "values and shapes count"
+    assert "frozen" not in (safe_open(diloco.save_version0(small_model(), tmp_path / "all"), "pt").metadata() or {})
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model has no parameters"):
         diloco.save_version0(nn.Tanh(), tmp_path / "v0.safetensors")
-    counting = nn.Module()
-    counting.register_parameter("n", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
-    with pytest.raises(ValueError, match=r"model has n, which is torch.int64: only floating point is trained"):
-        diloco.save_version0(counting, tmp_path / "v0.safetensors")
+    turning = nn.Module()
+    turning.register_parameter("n", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(ValueError, match=r"model has n, which is torch.complex64: only floating point is trained"):
+        diloco.save_version0(turning, tmp_path / "v0.safetensors")
+    with pytest.raises(ValueError, match=r"model has no parameters that are trained \(requires_grad\)"):
+        diloco.save_version0(small_model().requires_grad_(False), tmp_path / "v0.safetensors")
     save_file({"n": torch.zeros(2, dtype=torch.int64)}, tmp_path / "ids.safetensors")
     (tmp_path / "torn.safetensors").write_bytes(b"\xff" * 9)
     for name, words in (

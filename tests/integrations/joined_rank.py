@@ -1,7 +1,7 @@
 """One rank of a site whose loop is a user's own, under torchrun: trains a model, and writes down what it then holds.
 
-Arguments: the syncer's address, the folder for results, the layout: ddp, fsdp, leased (ddp on leased data), or stages,
-where each of two ranks has a layer.
+Arguments: the syncer's address, the folder for results, the layout: ddp, fsdp, frozen (fsdp with a layer that is not
+trained), leased (ddp on leased data), or stages, where each of two ranks has a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from tests.integrations.serving import backward, cold_model, supplied
+from tests.integrations.serving import backward, cold_model, small_model, supplied
 from tests.runs.processes import wait_for
 
 
@@ -26,7 +26,7 @@ def wrapped(model: nn.Module, layout: str) -> nn.Module:
     if layout == "stages":
         mine = ("0", "2")[dist.get_rank()]
         return nn.ModuleDict({mine: model.get_submodule(mine)})
-    if layout != "fsdp":
+    if layout not in ("fsdp", "frozen"):
         return DistributedDataParallel(model)
     from torch.distributed.fsdp import fully_shard
 
@@ -38,7 +38,10 @@ def main() -> None:
     address, folder, layout = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = wrapped(cold_model(), layout)
+    model = cold_model()
+    if layout == "frozen":
+        model[0] = small_model(1)[0].requires_grad_(False)
+    model = wrapped(model, layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data: dict[str, Any] = {"data": "essays", "samples": 400, "samples_per_step": 2 * world}
     leased = data if layout == "leased" else {}

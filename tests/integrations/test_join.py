@@ -410,6 +410,10 @@ def idle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ({"model": "gpt"}, "^model is 'gpt': a torch.nn.Module"),
         ({"model": [small_model(), nn.Tanh(), small_model()]}, "^model has parts that both have a parameter 0.bias"),
         ({"model": [nn.Tanh()]}, "^model has no parameters"),
+        (
+            {"model": small_model().requires_grad_(False)},
+            r"^model has no parameters that are trained \(requires_grad\)",
+        ),
         ({"optimizer": "adam"}, "^optimizer is 'adam': a torch.optim.Optimizer, or several"),
         ({"optimizer": []}, r"^optimizer is \[\]: a torch.optim.Optimizer"),
         ({"optimizer": sgd(small_model())}, "^optimizer trains none of the model's parameters"),
@@ -467,6 +471,29 @@ def test_a_syncer_that_does_not_answer_is_named(place: Path) -> None:
     text = refused("unreachable", lambda: joined(gone, join_timeout_s=0.3))
     assert text.startswith("site fra cannot reach the syncer at 127.0.0.1:")
     assert "tried for 0.3 s (join_timeout_s); a run that is over has no syncer" in text
+
+
+def frozen_model(seed: int = 1) -> nn.Sequential:
+    """The first layer is the base model, which stays as it is; what is trained is the second one."""
+    model = small_model(seed)
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_stay_at_home_and_are_the_same_at_all_sites(place: Path) -> None:
+    with serving(place, "run.tokens=300", "outer.num_fragments=2", model=frozen_model()) as served:
+        assert served.syncer.plan.layout.numel == 17
+        loop = Loop(served, frozen_model())
+        with loop.outer:
+            until_stop(loop.step)
+        assert torch.equal(loop.model[0].weight, small_model(1)[0].weight)
+        assert torch.isfinite(loop.model[2].weight).all()
+        text = refused("mismatch", lambda: joined(served, frozen_model(2)))
+        assert re.search(r"the frozen parameters are of digest \w+ here and of digest \w+ there: .*the same base", text)
+        for other in (small_model(1), frozen_model().requires_grad_(True)):  # Such as version 0 of an earlier release.
+            assert "the frozen parameters are none here and of digest" in refused(
+                "mismatch", lambda other=other: joined(served, other)
+            )
 
 
 def test_the_parts_of_a_model_are_the_model(place: Path) -> None:
@@ -630,9 +657,10 @@ def test_what_keeps_rank_0_from_beginning_is_told_to_the_others(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "leased", "stages"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "frozen", "leased", "stages"])
 def test_two_ranks_are_one_site(tmp_path: Path, layout: str) -> None:
-    with serving(tmp_path, "run.tokens=300", PATIENT, *(LEASED if layout == "leased" else ())) as served:
+    model = frozen_model() if layout == "frozen" else None
+    with serving(tmp_path, "run.tokens=300", PATIENT, *(LEASED if layout == "leased" else ()), model=model) as served:
         first, second = both(served.address, tmp_path, layout)
     if layout == "stages":
         held = [sorted(each["held"]) for each in (first, second)]

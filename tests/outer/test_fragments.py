@@ -52,6 +52,23 @@ def test_fingerprint_differs_with_names_and_shapes(other: list[tuple[str, tuple[
     assert plan_layout([("a", (4, 8)), ("b", (3,))], 1).fingerprint != plan_layout(other, 1).fingerprint
 
 
+def test_other_frozen_parameters_are_another_layout_and_none_the_one_of_earlier_releases() -> None:
+    shapes = [("a.lora", (4, 8)), ("b.lora", (3,))]
+    plain, here, there = (plan_layout(shapes, 2, frozen) for frozen in ("", "12ab" * 16, "34cd" * 16))
+    assert "frozen" not in plain.to_json()
+    assert len({layout.fingerprint for layout in (plain, here, there)}) == 3
+    assert Layout.from_json(here.to_json()) == here
+    assert part_of(here, [1]).frozen == here.frozen
+    words = (
+        "the frozen parameters are of digest 12ab12ab12ab here and of digest 34cd34cd34cd there: they are not exchanged"
+    )
+    assert (here.first_difference(there) or "").startswith(words)
+    all_of_them = plan_layout([("a.weight", (8, 8)), *shapes], 2)
+    assert (here.first_difference(all_of_them) or "").startswith(words.replace("of digest 34cd34cd34cd", "none"))
+    other_rank = plan_layout([("a.lora", (2, 8)), ("b.lora", (3,))], 2, here.frozen)
+    assert here.first_difference(other_rank) == "parameter a.lora has shape (4, 8) here and (2, 8) there"
+
+
 def test_fragments_may_cut_a_parameter() -> None:
     layout = Layout(
         (("a", (10,)),),
