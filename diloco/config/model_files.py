@@ -159,7 +159,7 @@ def save_version0(model: nn.Module, path: str | Path) -> Path:
     values: dict[str, Tensor] = {}
     trained, digests = trained_and_frozen(model)
     for name, each in trained.items():
-        gathered = _whole(each)
+        gathered = each.full_tensor() if hasattr(each, "full_tensor") else each  # A collective where it is sharded.
         values[name] = torch.empty_like(gathered, memory_format=torch.contiguous_format).copy_(gathered)
     if not values:
         raise ValueError(NOTHING_TO_TRAIN)
@@ -188,8 +188,9 @@ def trained_and_frozen(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
         if each.requires_grad:
             trained[name] = each
             continue
-        whole = _whole(each.detach())
-        host = whole.to("cpu", torch.float32 if whole.is_floating_point() else whole.dtype)
+        whole = each.full_tensor() if hasattr(each, "full_tensor") else each
+        host = whole.cpu()  # Before it is fp32, so that the accelerator needs no room for that.
+        host = host.float() if host.is_floating_point() else host
         digests[name] = f"{list(whole.shape)} {digest_of(host.contiguous().view(-1).numpy().data)}"
     return trained, digests
 
@@ -197,10 +198,6 @@ def trained_and_frozen(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
 def frozen_digest(digests: Mapping[str, str]) -> str:
     """Return the digest of all frozen parameters from those of each; empty where there are none."""
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest() if digests else ""
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # A collective where sharded.
 
 
 @contextmanager

@@ -283,7 +283,8 @@ class SiteSection:
     """Replace a live process of this site that was started from another folder, at once. Otherwise a second process
     waits until the first is silent. A process restarted in the same folder always takes over at once."""
     finish_timeout_s: float = 20.0
-    """Longest wait at the end, in seconds, for the last updates to be sent, and again for their fates."""
+    """Longest wait at the end, in seconds, for the last updates to be sent, and again for their fates and, under
+    diloco.join, the final version."""
     tls_ca: str = ""
     """File with the authority of the syncer's certificate, or "system"; turns TLS on."""
     tls_cert: str = ""

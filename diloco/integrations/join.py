@@ -199,9 +199,9 @@ def join(
                 if outer.should_stop: break
 
     Inside the ``with`` the site has joined and ``model`` holds the run's version; after each step of ``optimizer``, due
-    updates are read from the model and versions written into it, in place, without waiting for other sites.  At its
-    end unsent progress is sent, and the site leaves.  Where the loop raises, the site leaves at once, and the exception
-    propagates with a note of the site's token counts.
+    updates are read from the model and versions written into it, in place, without waiting for other sites.  At its end
+    unsent progress is sent, the site leaves, and after a finished run ``model`` is its final version.  Where the loop
+    raises, the site leaves at once, and the exception propagates with a note of the site's token counts.
 
     ``model``: any ``nn.Module``, plain, compiled or wrapped.  What it trains (``requires_grad``) is exchanged in fp32,
     and should be kept in fp32 (use autocast to compute): the rounding error of a coarser type is lost at every version.
@@ -405,6 +405,8 @@ class Outer:
     """The run's name."""
     why = ""
     """Why the loop should stop; empty while it should not."""
+    final = False
+    """Whether the site has left a finished run with its final version in ``model``.  Equal on all ranks."""
     progress = 0.0
     """The run's last known progress, 0 to 1, for a learning-rate schedule.  Equal on all ranks."""
     steps = 0
@@ -513,7 +515,14 @@ class Outer:
         # After this, in success or failure, the loop may destroy torch's process group, or end its process.
         self._open.callback(self._group.settle)
         with self._open:
-            cursor = self._lead() if self._group.is_first else self._follow()
+            cursor = 0
+            if self._group.is_first:
+                cursor = self._lead()
+            else:
+                self._follower = follower_of(self._config, self._holding)
+                if self._follower.follow():
+                    why = json.loads(self._group.all_gather_bytes(b"")[0])
+                    raise JoinFailed(why["kind"], why["text"]) if why["kind"] else ValueError(why["text"])
             if self._counted is not None:
                 hook = self._counted.register_step_post_hook(lambda *_: self._stepped())
                 self._open.callback(hook.remove)
@@ -565,30 +574,25 @@ class Outer:
         assert self._agent is not None, "rank 0 has one, and the others ask it"
         return self._agent.units(place, count)
 
-    def _follow(self) -> int:
-        self._follower = follower_of(self._config, self._holding)
-        if self._follower.follow():
-            told = json.loads(self._group.all_gather_bytes(b"")[0])
-            raise JoinFailed(told["kind"], told["text"]) if told["kind"] else ValueError(told["text"])
-        return 0
-
     def leave(self) -> None:
         """Leave the run: send unsent progress and wait for its fate, at most ``finish_timeout_s`` for each.
 
-        ``with`` calls this at its end.  Raises ``SiteFailed``, on every rank, where the site had to leave early.
+        After a finished run ``model`` is its final version, the same at all sites; ``final`` tells whether that came in
+        time.  ``with`` calls this at its end.  Raises ``SiteFailed``, on every rank, where the site had to leave early.
         """
         if not self._begun or self._over:
             return
         self._over = True
-        failed, why = 0, "rank 0 says why"
+        failed, final, why = 0, 0, "rank 0 says why"
         with self._open:
             if self._follower is not None:
                 self._follower.finish()
             if self._agent is not None:
-                finished: Finished = self._agent.finish()
-                failed, why = int(finished.ending == "failed"), finished.why
+                finished: Finished = self._agent.finish(final=True)
+                failed, final, why = int(finished.ending == "failed"), int(finished.final), finished.why
                 self.why, self._ledger, self._agent = self.why or finished.why, finished.ledger, None
-            (failed,) = self._group.broadcast_small([failed])
+            failed, final = self._group.broadcast_small([failed, final])
+            self.final = bool(final)
         if failed:
             raise SiteFailed(f"site {self._config.site.id} stopped: {why}")
 
@@ -602,8 +606,7 @@ class Outer:
         self._open.close()
         return where
 
-    def __enter__(self) -> Self:
-        return self.start()
+    __enter__ = start
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:

@@ -51,7 +51,9 @@ from diloco.sync.effects import (
 from diloco.sync.events import (
     BaseDiffers,
     BoundaryReached,
+    Ending,
     FetchFailed,
+    FinalWanted,
     LeaveAsked,
     OverlapChosen,
     StepDone,
@@ -80,11 +82,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How the site's part ended: ``finished``, ``drained``, ``left`` or ``failed``, and its token ledger."""
+    """How the site's part ended: ``finished``, ``drained``, ``left`` or ``failed``, and its token ledger.
+
+    ``final``: the model holds the final version of a finished run.
+    """
 
     ending: str
     why: str
     ledger: dict[str, int]
+    final: bool = False
 
 
 SAMPLES_MAX = 8192
@@ -530,15 +536,19 @@ class Agent(Exchange):
         """Ask the site to stop, at the user's request.  May be called from a signal handler."""
         self._touch.leave_asked = True
 
-    def finish(self) -> Finished:
+    def finish(self, *, final: bool = False) -> Finished:
         """After the loop, send what is unsent, leave, and await the last fates.  Ends all threads.
 
         Each of the two waits lasts at most ``finish_timeout_s``.  The other ranks are in their ``finish`` meanwhile.
+        With ``final``, and if the run is finished, the model is then set to the run's final version, for which the
+        second wait waits as well.
         """
         self.meter.end()
         self.leave()
-        if not self.has_failed():
-            bound, failed = self._options.finish_timeout_s, self.has_failed
+        if final:
+            self.tell(FinalWanted())
+        bound, failed = self._options.finish_timeout_s, self.has_failed
+        if not failed():
             with contextlib.suppress(TimeoutError):  # The ledger reports what is still unsent or undecided then.
                 self._until(lambda: self.left.is_set() or failed(), time.monotonic() + bound, "its last updates")
                 self._until(lambda: self._touch.over or failed(), time.monotonic() + bound, "its last fates")
@@ -553,11 +563,14 @@ class Agent(Exchange):
             ledger = site_ledger(self.machine.state)
         assert ledger.balanced(), ledger
         found = {field: getattr(ledger, field) for field in ledger.__slots__}
+        if final and name == Ending.FINISHED.value and not self.machine.is_final():
+            why = f"it did not come within finish_timeout_s={bound:g}"
+            self.emit("note", {"note": "final_missed", "why": f"this site ends without the final version: {why}"})
         self.emit(
             "site_done", {"ledger": {f"tokens_{field}": value for field, value in found.items()}, "reason": stop.why}
         )
         self.close()
-        return Finished(name, stop.why, found)
+        return Finished(name, stop.why, found, self.machine.is_final())
 
     def withdraw(self) -> None:
         """Leave, in one attempt, when the site does not start to train, so that no round waits for it."""

@@ -170,11 +170,11 @@ class Agents:
         """Ask the site to stop, at the user's request.  May be called from a signal handler."""
         self._leave_asked = True
 
-    def finish(self) -> Finished:
+    def finish(self, *, final: bool = False) -> Finished:
         """After the loop, run ``Agent.finish`` of all agents in parallel.  Ends all threads."""
         self._meter.end()
         with ThreadPoolExecutor(len(self._agents)) as pool:
-            ended = list(pool.map(self._finished, self._agents))
+            ended = list(pool.map(lambda agent: self._finished(agent, final=final), self._agents))
         self._orders.go_on(stop=True)
         self._voice.meter()
         ledger = combined(self.ledgers())
@@ -185,13 +185,13 @@ class Agents:
         told = {f"tokens_{field}": value for field, value in found.items()}
         why = self._why if self._why and decisive.ending != "failed" else decisive.why
         self._voice.emit("site_done", {"ledger": told, "reason": why})
-        return Finished(decisive.ending, why, found)
+        return Finished(decisive.ending, why, found, all(each.final for each in ended))
 
     def _is_over(self, agent: Agent) -> bool:
         """Return whether the agent's syncer had finished before, and has not answered this process."""
         return agent in self._finished_before and not agent.has_joined
 
-    def _finished(self, agent: Agent) -> Finished:
+    def _finished(self, agent: Agent, *, final: bool) -> Finished:
         """Finish one agent.  If its syncer had finished before, it is only closed.
 
         One that ends "finished" without having joined counts as "left".
@@ -199,7 +199,7 @@ class Agents:
         if self._is_over(agent):
             agent.close()
             return Finished(Ending.FINISHED.value, "the run is finished", {})
-        ended = agent.finish()
+        ended = agent.finish(final=final)
         return replace(ended, ending="left") if ended.ending == "finished" and not agent.has_joined else ended
 
     def close(self) -> None:

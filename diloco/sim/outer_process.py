@@ -444,6 +444,8 @@ class OuterProcess(Process):
                 self.leases.watch(site, self.now_ns())
                 self._streams[site] = (answer.incarnation, tell)
                 reply(join_answered(self.machine, answer))
+                if self.final is not None and self.over():
+                    tell(FinalAnnounced(self.final.ending, self.final.versions))
             else:
                 reply(answer.reason if isinstance(answer, AnswerJoin) else answer)
 
@@ -556,6 +558,7 @@ class OuterProcess(Process):
                 self._tell_all(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self.final = effect
+                self._tell_all(FinalAnnounced(effect.ending, effect.versions))
             case DropSite():
                 incarnation, dropped = self._streams.get(effect.site, (-1, None))
                 if dropped is not None and incarnation == effect.incarnation:

@@ -58,6 +58,9 @@ def draw_plan(seed: int) -> SwarmPlan:
         # In three runs of ten, each site makes its own number of steps before it adopts a version.
         sites = [replace(site, overlap_steps=random.randrange(site.options.inner_steps)) for site in plan.sites]
         plan = replace(plan, sites=tuple(sites))
+    if not plan.outer.conserving:  # A site that takes the final version discards what the codec rounded off.
+        random = Random(f"{seed}/final")
+        plan = replace(plan, sites=tuple([replace(site, final=random.random() < 0.5) for site in plan.sites]))
     plan = _ruled(_leasing(plan, Random(f"{seed}/units")), Random(f"{seed}/rules"))
     random = Random(f"{seed}/replication")
     return _with_a_standby(plan, random) if random.random() < 0.3 else plan

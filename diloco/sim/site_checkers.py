@@ -462,6 +462,28 @@ class Farewell(Checker):
                 self.require(unsent == 0 or site.name in self.finished, site.name, "leaves", unsent, "tokens unsent")
 
 
+class Final(Checker):
+    """A site that ends with the final versions of a finished run holds exactly these."""
+
+    name = "final"
+    mutation = "a site keeps at the end what the codec rounded off"
+
+    def carried_out(self, site: SiteState, event: LearnerEvent) -> None:
+        """Nothing of the site's own is in its values."""
+        if site.machine.is_final():
+            versions, held = site.machine.state.final_versions, [version for version, _ in site.base]
+            self.require(held == versions, site.name, "ends with versions", held, "and the run with", versions)
+            own = [theta for theta, (_, value) in zip(site.theta, site.base, strict=True) if theta != value]
+            self.require(not own, site.name, "has beside the final versions", own)
+
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteState]) -> None:
+        """They are the syncer's."""
+        versions = [fragment.version for fragment in machine.state.fragments]
+        for site in sites:
+            if site.machine.is_final() and site.machine.state.lineage == machine.state.lineage:
+                self.require(site.machine.state.final_versions == versions, site.name, "was told others than", versions)
+
+
 @dataclass(eq=False)
 class Cursor(Checker):
     """No process of a site reads a batch again whose work was accepted."""
@@ -626,6 +648,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     Cold,
     Independence,
     Farewell,
+    Final,
     Cursor,
     Conservation,
     OneLeader,

@@ -45,6 +45,7 @@ from diloco.sync.events import (
     BoundaryReached,
     FateTold,
     FetchFailed,
+    FinalWanted,
     JoinAnswered,
     LearnerEvent,
     LeaveAsked,
@@ -75,6 +76,7 @@ BACKOFF_FIRST_NS = 100 * MILLISECOND_NS
 BACKOFF_MAX_NS = 1600 * MILLISECOND_NS
 REPORTS_MISSED_MAX = 2
 GOODBYES_MAX = 4
+SETTLES_MAX = 16
 EARLY_MAX = 64
 
 
@@ -168,8 +170,8 @@ class Courier:
                 self._told(outer, what)
 
     def break_off(self) -> None:
-        """Drop the connection and join again."""
-        if self.session is not None:
+        """Drop the connection and join again; not after the site has left, which another join would undo."""
+        if self.session is not None and not self.process.machine.state.left:
             self.session = None
             self.tasks.clear()
             self.later(BACKOFF_FIRST_NS, lambda: self.join(BACKOFF_FIRST_NS))
@@ -263,18 +265,27 @@ class Courier:
 
     def leave(self, tries: int) -> None:
         """Leave the syncer and exit; after ``tries`` failed attempts exit without leaving."""
-        session = self.session
+        session, site = self.session, self.process.site
+
+        def answered(answer: object) -> None:
+            if answer is None:
+                self.leave(tries - 1)
+            else:
+                self._settle(SETTLES_MAX if self.process.plan.final else 0)
+
         if tries == 0:
             self.process.exit("left without a word")
-            return
-        if session is None:
+        elif session is None:
             self.later(BACKOFF_MAX_NS, lambda: self.leave(tries - 1))
-            return
-        self._ask(
-            session.outer,
-            lambda reply: session.outer.leave(self.process.site, session.incarnation, reply),
-            lambda answer: self.leave(tries - 1) if answer is None else self.process.exit("left"),
-        )
+        else:
+            self._ask(session.outer, lambda reply: session.outer.leave(site, session.incarnation, reply), answered)
+
+    def _settle(self, looks: int) -> None:
+        """Exit when the site is settled, or after so many ``looks``."""
+        if looks == 0 or self.process.machine.settled():
+            self.process.exit("left")
+        else:
+            self.later(BACKOFF_MAX_NS, lambda: self._settle(looks - 1))
 
 
 LOCK_STEP_WAIT_NS = 3000 * MILLISECOND_NS
@@ -354,7 +365,9 @@ class SiteProcess(SiteState):
 
     def _go_on(self) -> None:
         """Begin or continue training where it is allowed."""
-        if not self.training and not self.stopping and self.machine.ready():
+        if self.stopping and self.plan.final and not self.machine.state.final_wanted:
+            self.handle(FinalWanted())
+        elif not self.training and not self.stopping and self.machine.ready():
             self.training = True
             self.next_step()
         elif self.at_rest and not self.stopping and not self._must_wait():

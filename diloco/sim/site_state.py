@@ -40,6 +40,8 @@ class SitePlan:
     checkpoint_ns: int
     report_ns: int
     overlap_steps: int = 0
+    final: bool = False
+    """Whether the site is to end a finished run with its final versions."""
     ranks: bool = False
     """Whether the site has several ranks, which decide before a step ends whether to seal or adopt after it."""
 

@@ -522,9 +522,18 @@ class UnitsTold(LearnerEvent):
 
 @dataclass(frozen=True, slots=True)
 class FinalAnnounced(FromAbove):
-    """The last round has begun: finish the step, send unsent progress, stop."""
+    """The last round has begun: finish the step, send unsent progress, stop.
+
+    ``versions`` are the final versions by fragment, once the round is over; empty before.
+    """
 
     ending: Ending
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FinalWanted(LearnerEvent):
+    """The training loop is over, and the site must end with the final versions if the run is finished."""
 
 
 @dataclass(frozen=True, slots=True)

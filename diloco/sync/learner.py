@@ -29,9 +29,11 @@ from diloco.sync.effects import Forget, Join, LearnerEffect, Leave, Release, Sen
 from diloco.sync.events import (
     BaseDiffers,
     BoundaryReached,
+    Ending,
     FateTold,
     FetchFailed,
     FinalAnnounced,
+    FinalWanted,
     JoinAnswered,
     LearnerEvent,
     LeaveAsked,
@@ -107,6 +109,7 @@ class LearnerSync:
         machine.state.tokens_processed = max(machine.state.tokens_processed, tokens_processed)
         machine.state.overlap_steps = 0  # A new process measures its link again.
         machine.state.stopping = machine.state.at_rest = machine.state.closed = machine.state.left = False
+        machine.state.final_wanted, machine.state.final_versions = False, []
         machine.state.incarnation = 0  # No sequence number is free until the syncer says what an earlier process sent.
         for index, part in enumerate(machine.state.fragments):
             part.fetching, part.fetched, part.doubt = False, part.base_version, None
@@ -187,11 +190,21 @@ class LearnerSync:
         """Return whether every update sent has its fate; in lock-step, also whether every version told of is adopted.
 
         A fate and the end of the run can overtake the download of the version, and a site in lock-step ends with the
-        model that the run ends with.
+        model that the run ends with.  So does one that wants the final versions of a run that is finished.
         """
-        parts, lock_step = self.state.fragments, self.options.lock_step
+        state, parts, lock_step = self.state, self.state.fragments, self.options.lock_step
         undecided = any(part.undecided() or part.orphans for part in parts)
-        return not undecided and not (lock_step and any(part.published > part.base_version for part in parts))
+        lacks_final = state.final_wanted and state.ending is Ending.FINISHED and not self.is_final()
+        lags = lock_step and any(part.published > part.base_version for part in parts)
+        return not (undecided or lacks_final or lags)
+
+    def is_final(self) -> bool:
+        """Return whether the site has taken the run's final versions, which it wants, and nothing else."""
+        state = self.state
+        if not (state.final_wanted and state.final_versions and state.ending is Ending.FINISHED):
+            return False
+        pairs = zip(state.fragments, state.final_versions, strict=True)
+        return all(part.retaking is None and part.base_version >= version for part, version in pairs)
 
     def must_wait(self) -> bool:
         """Lock-step only: return whether an update, also of an earlier process, has no adopted version yet.
@@ -301,6 +314,7 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
 
 def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
     """Start over after a restore of the run: updates in flight and versions here belong to the old lineage."""
+    turn.state.final_versions = []
     turn.note("started_over", f"the run was restored: lineage {event.lineage}")
     for standing in event.standings:
         index, part = standing.fragment, turn.state.fragments[standing.fragment]
@@ -385,6 +399,26 @@ def fetched(turn: SiteTurn, event: VersionFetched | FetchFailed) -> None:
     turn.want(event.fragment)
 
 
+def final(turn: SiteTurn, event: FinalAnnounced | FinalWanted) -> None:
+    """Handle the end of the run, or of the training loop: of both, if the run is finished, take the final versions.
+
+    Nothing more is merged then, so what this site's model has beyond them (unsent progress, and what a codec rounded
+    off) is discarded: every site ends with the same values.
+    """
+    state = turn.state
+    if isinstance(event, FinalWanted):
+        state.final_wanted = True
+    else:
+        turn.end(event.ending, f"the run is {event.ending.value}")
+        state.final_versions = list(event.versions)
+    if state.final_wanted and state.ending is Ending.FINISHED:
+        for index, version in enumerate(state.final_versions):
+            part = state.fragments[index]
+            part.published = max(part.published, version)
+            part.retaking = Retaking(version, "the run is finished, and this is its final version", final=True)
+            turn.want(index)
+
+
 def _overlap_chosen(turn: SiteTurn, event: OverlapChosen) -> None:
     assert 0 <= event.steps < turn.options.inner_steps, event
     assert not (event.steps and turn.options.lock_step), "lock-step adopts before it goes on"
@@ -410,7 +444,8 @@ RULES: Mapping[type[LearnerEvent], Callable[[SiteTurn, Any], None]] = {
     TurnElsewhere: _turn_elsewhere,
     JoinAnswered: joined,
     UnitsTold: units_told,
-    FinalAnnounced: lambda turn, event: turn.end(event.ending, f"the run is {event.ending.value}"),
+    FinalAnnounced: final,
+    FinalWanted: final,
     LeaveAsked: lambda turn, event: turn.end(None, "this site was asked to leave"),
 }
 """The handler of each event."""

@@ -140,12 +140,14 @@ class Ledger:
 class Retaking:
     """A pending retake: the site discards unsent progress as soon as it has fetched ``version`` or a later one.
 
-    ``cold``: until then the site has only its own initialisation, and must not train on it.
+    ``cold``: until then the site has only its own initialisation, and must not train on it.  ``final``: it is the run's
+    final version, and the site takes it once no update is undecided, so that its values are exactly the published ones.
     """
 
     version: int
     why: str
     cold: bool = False
+    final: bool = False
 
 
 @dataclass(slots=True)
@@ -242,6 +244,10 @@ class LearnerState:
     keep: bool = False
     overlap_steps: int = 0
     units: SiteUnits = field(default_factory=SiteUnits)
+    final_versions: list[int] = field(default_factory=list)
+    """The versions with which the run has ended, by fragment; empty until the syncer has told them."""
+    final_wanted: bool = False
+    """Whether the training loop is over and the site is to end with the final versions."""
     elsewhere: tuple[int, int] | None = None
     """In lock-step with several syncers: the order key of the next fragment of the others (``TurnElsewhere``)."""
 

@@ -107,7 +107,8 @@ def boundary(turn: SiteTurn) -> None:
     for index, part in enumerate(turn.state.fragments):
         if part.retaking is not None:
             here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
-            if here and not part.encoding():  # The decoded values of kept updates are subtracted.
+            # The decoded values of kept updates are subtracted; from a final version nothing may be.
+            if here and not (part.undecided() if part.retaking.final else part.encoding()):
                 _retake(turn, index, part, part.retaking.why)
         elif part.fetched > part.base_version and not is_held(turn.options, turn.state, part, turn.state.step):
             _adopt(turn, index, part)
@@ -344,7 +345,8 @@ def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
     turn.effects.append(Release(index, sent.sequence))
     if part.retaking is None and reason is not Reason.RESTORED:
         part.discards += 1  # Once for all updates in flight together: they have one cause.
-    part.retaking = Retaking(part.base_version, f"an update was refused: {reason.value}")
+    if part.retaking is None or not part.retaking.final:
+        part.retaking = Retaking(part.base_version, f"an update was refused: {reason.value}")
     if reason is Reason.NON_FINITE:  # One step of training carries a NaN into every fragment.
         for other in turn.state.fragments:
             other.retaking = other.retaking or Retaking(other.base_version, "an update of another fragment: non_finite")

@@ -54,6 +54,7 @@ from diloco.sync.events import (
 )
 from diloco.sync.fates import known_already
 from diloco.sync.options import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
+from diloco.sync.state import Phase
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import publish
 from diloco.syncer.core import CoreHeld, NotHandedIn
@@ -332,7 +333,9 @@ class Api:
                 for fate in known.lines[index].fates[-2 * machine.options.updates_in_flight_max :]:
                     feed.put(FateTold(fate))
             if machine.state.ending is not None:
-                feed.put(FinalAnnounced(machine.state.ending))
+                is_over = machine.state.phase is Phase.ENDED
+                versions = tuple(fragment.version for fragment in machine.state.fragments) if is_over else ()
+                feed.put(FinalAnnounced(machine.state.ending, versions))
             return feed
 
         return self.core.ask(begin)

@@ -467,6 +467,7 @@ class Syncer:
                 self.feeds.tell(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self.ending = effect.ending
+                self.feeds.tell(FinalAnnounced(effect.ending, effect.versions))
                 self.emit("final", {"ending": effect.ending.value, "versions": list(effect.versions)})
                 if effect.ending is Ending.FINISHED:
                     # A large model takes long to write, and sites still need answers meanwhile.

@@ -298,6 +298,7 @@ _RECORDS: Mapping[type, Mapping[str, Any]] = {
         "undecided": Annotated[tuple[_Undecided, ...], AtMost(UNDECIDED_MAX)],
         "fates": Fates,
     },
+    FinalAnnounced: {"ending": Ending, "versions": Annotated[tuple[Number, ...], AtMost(FRAGMENTS_MAX)]},
     UnitAsk: {"known": Number, "begin": Number, "upto": Number, "floor": Number, "again": Number},
     UnitsTold: {"first": Number, "pieces": Annotated[tuple[_Piece, ...], AtMost(PIECES_TOLD_MAX)]},
 }

@@ -25,6 +25,8 @@ from diloco.config import run_dir
 from diloco.durable import locked
 from diloco.inner.parallel import SiteGroup
 from diloco.integrations.join import STEPS_AHEAD_MAX, Batches, Drawing, OwnData
+from diloco.outer.fragments import gather, named_parameters_once
+from diloco.sync.events import FinalAnnounced
 from tests.integrations.serving import (
     PATIENT,
     TOKENS,
@@ -121,6 +123,48 @@ def test_a_loop_trains_a_run_to_its_end(place: Path) -> None:
         loop.step()  # It is its own again: the hook is gone, and no step is counted.
         assert loop.outer.steps == steps
         assert not all(torch.equal(before[name], each) for name, each in values(loop.model).items())
+
+
+def test_every_site_ends_with_the_final_version_of_a_finished_run_whatever_the_codec_rounds_off(place: Path) -> None:
+    torch.manual_seed(0)
+    with serving(place, "run.tokens=900", "codec.up=int4", "outer.num_fragments=2", PATIENT) as served:
+        loops = [Loop(served, small_model(), site=site) for site in ("fra", "iad")]
+
+        def trained(loop: Loop, first: int) -> None:
+            with loop.outer:
+                until_stop(lambda number: loop.step(first + number))
+
+        threads = [threading.Thread(target=trained, args=(loop, 1000 * at)) for at, loop in enumerate(loops)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        final = [each.published for each in served.syncer.holdings.values]
+    for loop in loops:
+        assert loop.outer.why == "the run is finished"
+        assert loop.outer.final
+        parameters = named_parameters_once(loop.model)
+        for fragment, last in zip(served.syncer.plan.layout.fragments, final, strict=True):
+            assert torch.equal(gather(fragment, parameters), last)
+
+
+def test_a_site_that_cannot_have_the_final_version_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a syncer of an earlier release, which does not tell the final versions.
+    monkeypatch.setattr("diloco.syncer.server.FinalAnnounced", lambda ending, versions=(): FinalAnnounced(ending))
+    monkeypatch.setattr("diloco.syncer.api.FinalAnnounced", lambda ending, versions=(): FinalAnnounced(ending))
+    events: list[dict[str, object]] = []
+    with serving(place, "run.tokens=300") as served:
+        loop = Loop(served, log=lambda what, fields: events.append(fields), finish_timeout_s=0.5)
+        with loop.outer:
+            until_stop(loop.step)
+    assert not loop.outer.final
+    notes = [str(event["why"]) for event in events if event.get("note") == "final_missed"]
+    assert [note.endswith("finish_timeout_s=0.5") for note in notes] == [True]
+    with serving(place / "again") as served:
+        loop = Loop(served)
+        with loop.outer:
+            loop.step()
+        assert not loop.outer.final, "it has left a run that goes on"
 
 
 def test_several_optimizers_are_one_step(place: Path) -> None:

@@ -80,9 +80,9 @@ class Part:
     def ledgers(self) -> list[Ledger]:
         return [self.ledger]
 
-    def finish(self) -> Finished:
+    def finish(self, *, final: bool = False) -> Finished:
         self.leave()
-        return Finished("failed" if self.stop and self.stop.failed else "finished", "it is over", {})
+        return Finished("failed" if self.stop and self.stop.failed else "finished", "it is over", {}, final)
 
     def withdraw(self) -> None:
         self.withdrawn = not self.closed

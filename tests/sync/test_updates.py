@@ -468,6 +468,50 @@ def test_an_update_that_comes_after_the_last_round_leaves_the_final_version_to_b
     assert only(fx.Adopt, site.boundary()).version == 3
 
 
+@pytest.mark.parametrize("adopt", ["rebase", "overwrite", "blend", "eager"])
+@pytest.mark.parametrize("wanted_first", [True, False])
+def test_a_site_that_wants_the_final_version_ends_with_it_and_with_nothing_of_its_own(
+    adopt: str, wanted_first: bool
+) -> None:
+    site, over = Site(adopt=adopt), ev.FinalAnnounced(Ending.FINISHED, (2,))
+    site.send(1)
+    site.train(3)
+    site.handle(ev.FinalAnnounced(Ending.FINISHED))
+    assert only(fx.Seal, site.boundary()).sequence == 2
+    site.seal(2)
+    site.fate(1, 1)
+    for event in (ev.FinalWanted(), over) if wanted_first else (over, ev.FinalWanted()):
+        assert not site.machine.is_final()
+        effects = site.handle(event)
+    assert only(fx.Fetch, effects).have_version == 0
+    site.handle(ev.VersionFetched(0, 2, ()))
+    assert not of(fx.Retake, site.boundary()), "update 2 has no answer, and would remain in the values"
+    assert not site.machine.settled()
+    site.answer(2, Outcome.REFUSED, Reason.FINISHED)
+    retake = only(fx.Retake, site.boundary())
+    assert (retake.version, retake.keep) == (2, ())
+    assert site.machine.is_final()
+    assert site.machine.settled()
+    ledger = site_ledger(site.machine.state)
+    assert (ledger.merged, ledger.overwritten, ledger.unsent, ledger.in_flight) == (150, 30, 0, 0)
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_only_of_a_finished_run_and_where_it_is_wanted_a_site_waits_for_the_final_version(ending: Ending) -> None:
+    site = sent()
+    site.answer(1)
+    site.fate(1, 1)
+    site.handle(ev.FinalAnnounced(ending))
+    assert site.machine.settled(), "nothing was wanted"
+    site.handle(ev.FinalWanted())
+    assert site.machine.settled() == (ending is Ending.DRAINED), "a paused run has no final version"
+    site.handle(ev.FinalAnnounced(ending, (1,)))
+    site.handle(ev.VersionFetched(0, 1, ()))
+    assert bool(of(fx.Retake, site.boundary())) == site.machine.is_final() == (ending is Ending.FINISHED)
+    site.restart(site.machine.snapshot())
+    assert not site.machine.is_final(), "the run may have been extended since"
+
+
 def test_site_whose_last_update_came_too_late_still_hears_of_its_other_fragment() -> None:
     site = Site(num_fragments=2, inner_steps=2)
     site.train(1)

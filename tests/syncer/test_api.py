@@ -330,8 +330,13 @@ def test_a_watch_and_a_pull_begin_with_how_everything_stands_at_one_instant(tmp_
         assert feed.get(5.0) == FinalAnnounced(Ending.DRAINED)
         late = syncer.api.watch("a", 1)
         assert FinalAnnounced(Ending.DRAINED) in [late.get(5.0) for _ in range(4)]
-        feed.close()
-        late.close()
+        syncer.api.leave("a", 1)
+        over = FinalAnnounced(Ending.DRAINED, (1, 0))
+        assert feed.get(5.0) == over, "the last round is over: these are the versions"
+        later = syncer.api.watch("a", 1)
+        assert over in [later.get(5.0) for _ in range(4)]
+        for each in (feed, late, later):
+            each.close()
         assert syncer.feeds.standing()[0] == 0
         for site, incarnation in (("a", 2), ("nobody", 1)):
             with refused(Status.FAILED_PRECONDITION, "join first"):

@@ -114,6 +114,7 @@ def everything() -> list[Sample]:
         ),
         *of("watch_event", m.Published(2, 3, 4, DIGEST, 5, 6), m.Published(2, 3, 4, DIGEST, 5, 6, 7), m.Alive()),
         *of("watch_event", FateTold(FATE), FateTold(REFUSED), *map(FinalAnnounced, Ending), *map(m.Dropped, Reason)),
+        *of("watch_event", FinalAnnounced(Ending.FINISHED, (3, 0, m.NUMBER_MAX))),
         *of(
             "report",
             report_info(),

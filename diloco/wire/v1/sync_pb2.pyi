@@ -336,10 +336,12 @@ class Published(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., lineage: _Optional[int] = ..., fastest_step_ns: _Optional[int] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("ending",)
+    __slots__ = ("ending", "versions")
     ENDING_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ending: Ending
-    def __init__(self, ending: _Optional[_Union[Ending, str]] = ...) -> None: ...
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ending: _Optional[_Union[Ending, str]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Dropped(_message.Message):
     __slots__ = ("reason",)
