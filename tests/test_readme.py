@@ -74,6 +74,7 @@ MIXED = "diloco up cluster.sites.site-a.nproc=2 cluster.sites.site-a.parallel=fs
 LAB = "diloco lab +lab=smoke"
 DOCTOR = "diloco doctor site.id=fra site.syncer=127.0.0.1:7077"
 SITES = [f"diloco site site.id={site} site.syncer=127.0.0.1:7077" for site in ("fra", "iad")]
+ADAPTER = "diloco plan parameters=20e6 step_s=2"
 LINKS = "diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json"
 MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
 SLURM = (
@@ -93,7 +94,15 @@ LOOPS = [
         ("hf_trainer", "llama", "python", "v0/model.safetensors"),
     )
 ]
-"""The commands of each tutorial: make version 0, start the syncer and start two sites."""
+LOOPS += [
+    [
+        "python examples/lora.py init base v0.safetensors",
+        f"diloco syncer run.name=lora {FROM_FILE.format('v0.safetensors')} cluster.syncer.listen=127.0.0.1:7077",
+        *(f"python examples/lora.py base 127.0.0.1:7077 {site} 2" for site in ("fra 0", "iad 1")),
+        "python examples/lora.py loss runs/lora/fra/merged",
+    ]
+]
+"""The commands of each tutorial: make version 0, start the syncer and two sites, and use the result."""
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
     "diloco up run.seconds=60 run.seed=3 network=transatlantic": UP,
@@ -115,6 +124,7 @@ SHORT: dict[str, list[str]] = {
     "diloco plan +experiment=100t_20dc": [],
     LINKS: ["chips=0"],
     "diloco plan parameters=7e9 step_s=2": [],
+    ADAPTER: [],
     "diloco runs": [],
     "diloco logs runs/latest site-a": [],
     "diloco report runs/latest": [],
@@ -235,7 +245,7 @@ AFTERWARDS = [
 
 
 LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
-PLANS = ["diloco plan +experiment=100t_20dc", "diloco plan parameters=7e9 step_s=2"]
+PLANS = ["diloco plan +experiment=100t_20dc", "diloco plan parameters=7e9 step_s=2", ADAPTER]
 
 
 LATER = [*PLANS, *MODEL, LAUNCH, SLURM, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS]
@@ -293,16 +303,19 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lines", LOOPS, ids=["plain", "fsdp", "hf"])
+@pytest.mark.parametrize("lines", LOOPS, ids=["plain", "fsdp", "hf", "lora"])
 def test_a_loop_of_ones_own(place: Place, lines: list[str]) -> None:
     ports = {":7077": f":{free_port()}"}
     made = start(place, lines[0])
     assert made.end(60.0) == 0, made.text()
     syncer = start(place, lines[1], ports)
     wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
-    for verb in [*[start(place, line, ports) for line in lines[2:]], syncer]:
+    for verb in [*[start(place, line, ports) for line in lines[2:4]], syncer]:
         assert verb.end(120.0) == 0, verb.text()
         assert verb is syncer or "the run is finished; {" in verb.text(), verb.text()
+    for line in lines[4:]:
+        after = start(place, line)
+        assert after.end(60.0) == 0, after.text()
 
 
 @pytest.mark.slow
