@@ -60,8 +60,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             progress.append(outer.progress)
-        held = {name: _whole(each).tolist() for name, each in model.named_parameters()}
-    facts = {"ledger": outer.ledger, "steps": outer.steps, "why": outer.why, "progress": progress}
+    held = {name: _whole(each).tolist() for name, each in model.named_parameters()}
+    facts = {"ledger": outer.ledger, "steps": outer.steps, "why": outer.why, "progress": progress, "final": outer.final}
     facts |= {"held": held, "read": read}
     (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()

@@ -27,6 +27,7 @@ from diloco.inner.parallel import SiteGroup
 from diloco.integrations.join import STEPS_AHEAD_MAX, Batches, Drawing, OwnData
 from diloco.outer.fragments import gather, named_parameters_once
 from diloco.sync.events import FinalAnnounced
+from diloco.syncer.snapshots import full_parameters
 from tests.integrations.serving import (
     PATIENT,
     TOKENS,
@@ -125,9 +126,12 @@ def test_a_loop_trains_a_run_to_its_end(place: Path) -> None:
         assert not all(torch.equal(before[name], each) for name, each in values(loop.model).items())
 
 
-def test_every_site_ends_with_the_final_version_of_a_finished_run_whatever_the_codec_rounds_off(place: Path) -> None:
-    torch.manual_seed(0)
-    with serving(place, "run.tokens=900", "codec.up=int4", "outer.num_fragments=2", PATIENT) as served:
+@pytest.mark.parametrize("adopt", ["rebase", "blend"])
+def test_every_site_ends_with_the_final_version_of_a_finished_run_whatever_the_codec_rounds_off(
+    place: Path, adopt: str
+) -> None:
+    rules = (f"outer.adopt={adopt}", "codec.up=int4", "outer.num_fragments=2", PATIENT)
+    with serving(place, "run.tokens=900", *rules) as served:
         loops = [Loop(served, small_model(), site=site) for site in ("fra", "iad")]
 
         def trained(loop: Loop, first: int) -> None:
@@ -704,8 +708,13 @@ def test_what_keeps_rank_0_from_beginning_is_told_to_the_others(tmp_path: Path) 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "frozen", "leased", "stages"])
 def test_two_ranks_are_one_site(tmp_path: Path, layout: str) -> None:
     model = frozen_model() if layout == "frozen" else None
-    with serving(tmp_path, "run.tokens=300", PATIENT, *(LEASED if layout == "leased" else ()), model=model) as served:
+    more = ("run.tokens=300", "codec.up=int4", PATIENT, *(LEASED if layout == "leased" else ()))
+    with serving(tmp_path, *more, model=model) as served:
         first, second = both(served.address, tmp_path, layout)
+        final = full_parameters(served.syncer.plan.layout, [each.published for each in served.syncer.holdings.values])
+    held = {name.removeprefix("module."): each for name, each in (first["held"] | second["held"]).items()}
+    assert {name: held[name] for name in final} == {name: each.tolist() for name, each in final.items()}
+    assert first["final"] is second["final"] is True
     if layout == "stages":
         held = [sorted(each["held"]) for each in (first, second)]
         assert held == [["0.bias", "0.weight"], ["2.bias", "2.weight"]]
