@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -234,7 +234,12 @@ def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(
     ours, theirs = tmp_path / "region", tmp_path / "standby"
 
     def both(pattern: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        return tuple({path.name: path.read_bytes() for path in each.glob(pattern)} for each in (ours, theirs))  # type: ignore[return-value]
+        found: tuple[dict[str, bytes], dict[str, bytes]] = {}, {}
+        for files, folder in zip(found, (ours, theirs), strict=True):
+            for path in folder.glob(pattern):
+                with suppress(FileNotFoundError):  # The process removes files meanwhile.
+                    files[path.name] = path.read_bytes()
+        return found
 
     replication = ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2)
     with ExitStack() as ending, based(ours, replication=replication) as (syncer, above, _):
