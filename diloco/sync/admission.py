@@ -10,7 +10,7 @@ Claims.  The syncer cannot count these figures of an update itself, so it bounds
   the largest values of the others bound all of them.
 - *step_ns*: at least a part of what is usual at the other sites (:func:`fastest_step_ns`), and where it sets a grace
   at most the time between the site's updates (:func:`period_ns`).
-- *cursor*: not bounded, it moves only the site's own data.  *spans*: ``fates`` knows the units leased to the site.
+- *cursor*: not bounded, because it moves only the site's own data.  *spans*: ``fates`` counts only leased units.
 - The syncer measures the norm, the cosine and the digest of the values itself.
 
 An honest site is far from each bound.  Only the first update of a run has nothing to be compared with: its steps are
@@ -43,7 +43,7 @@ different texts and batch sizes at each site, a site that joins half-way, restar
 ten times the usual steps after a partition, lock-step and asynchronous.  The largest norm ratio was 2.5.  The lowest z
 of a negative cosine was -4.3; with windows of 4 updates it was -15, and where sites pull against each other -9
 (``tests/loopback/toy.py`` under Nesterov).  With the defaults none is an outlier.  With reversed sign 28 % of the same
-updates are outliers: the cosine of most others is too close to zero to tell.
+updates are outliers: for most of the others the cosine is too close to zero to judge.
 
 Everything here uses only additions, products, quotients and square roots, so that every machine judges alike.
 
@@ -276,7 +276,7 @@ def held_updates(state: OuterState, attendance: Attendance) -> list[tuple[str, i
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``outcome`` ACCEPTED means: may enter.  ``fate`` is that of a duplicate, where it is known."""
+    """The judgement of an update: one that is ACCEPTED may enter a round.  ``fate``: of a duplicate, where known."""
 
     outcome: Outcome
     reason: Reason | None = None

@@ -125,7 +125,7 @@ class Units:
 
 
 def begun_before(fresh: int) -> Units:
-    """Return the state for unknown merges: all units before ``fresh`` count as partly, and are never leased again."""
+    """Return the state for unknown merges: the units before ``fresh`` count as partly merged; none is leased again."""
     return Units(fresh=fresh, over=added([(0, fresh)], ()), partly=fresh)
 
 

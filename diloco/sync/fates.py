@@ -268,7 +268,7 @@ def _floor(state: OuterState, unit: int, name: str, floor: int) -> int:
 
 
 def _late(units: Units, holder: Holder, index: int, spans: Sequence[Span], unit: int) -> None:
-    """Count merged data of places that the site had already given up: another process of it resumed from before that.
+    """Count merged data of places that the site had already given up: another of its processes resumed before them.
 
     Free units among them are partly merged now, so they are never leased again.  Another site has or had the others:
     they are repeats once the site has merged them in every fragment, and whenever the first fragment is merged again.

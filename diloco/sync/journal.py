@@ -312,7 +312,7 @@ def read_segment(data: bytes) -> Segment:
         marked = unit.kind == MARK
         expected = chain if marked else chain_after(chain, unit.body)
         if unit.chain != expected:
-            raise JournalError(f"unit at byte {at} does not go on from what is before it: one of them was changed")
+            raise JournalError(f"unit at byte {at} does not continue the chain of the unit before it: one was changed")
         if unit.kind == FRAME:
             frames.append(Frame(at, unit.body, unit.chain))
         at, chain = unit.end, unit.chain
@@ -326,7 +326,7 @@ def read_segment(data: bytes) -> Segment:
         if marked or not lacks_mark:
             raise JournalError(f"unit at byte {at} is damaged: the one at byte {later} after it is whole")
     if len(data) - at > UNIT.size + FRAME_BYTES_MAX:
-        raise JournalError(f"unit at byte {at} is damaged: {len(data) - at} bytes from there on are none")
+        raise JournalError(f"unit at byte {at} is damaged: the last {len(data) - at} bytes hold no whole unit")
     return Segment(header, tuple(frames), at, chain, marked)
 
 
@@ -380,7 +380,7 @@ def _parse_header(body: bytes) -> Header:
 FRAME_1 = struct.Struct("<II")
 RECORD_BYTES_MAX = 1 << 20
 BODY_START = b'{"at_ns":'
-"""Start of a body.  Inside a body no frame ends before it: four printable characters as a length exceed the bound."""
+"""Start of a body.  Inside a body no frame precedes it: four printable characters, as a length, exceed the bound."""
 EVENT_KINDS = records_in(events, OuterEvent)
 
 
@@ -406,7 +406,7 @@ def digest_effects(effects: Sequence[OuterEffect]) -> str:
 
 
 def digest_with_prose(effects: Sequence[OuterEffect]) -> str:
-    """A share of 1 is left out, for the same digest as in journals from before ``share`` existed."""
+    """Return the digest with the notes' reasons, without a share of 1: the first journals had no ``share``."""
     named = [[stored_name(type(effect)), to_plain(effect)] for effect in effects]
     for _, fields in named:
         if isinstance(fields, dict) and fields.get("share") == 1:
@@ -447,7 +447,7 @@ def read_records(data: bytes) -> tuple[list[Record], int]:
             raise JournalError(f"journal record at byte {at} is damaged: the one at byte {begin} after it is whole")
         later = data.find(BODY_START, later + 1)
     if len(data) - at > FRAME_1.size + RECORD_BYTES_MAX:
-        raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that are no record")
+        raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that hold no whole record")
     return records, at
 
 

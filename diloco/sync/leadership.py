@@ -53,8 +53,8 @@ class Claim:
     """A process' claim to the lease: the name and the lineage of its data folder, and the largest epoch it knows.
 
     ``anew``: this folder never had a lease, so a lease may be created where there is none.  ``by_itself``: no operator
-    asked for it, so only the heir of a holder that did not stop in order may have it, or that holder itself: a standby
-    that died before it learned that it had taken the lease could otherwise leave it to no process.
+    asked for it, so only a holder that did not release the lease, or its heir, may take it.  The holder is included for
+    a standby that died after it took the lease and before it learned of that: otherwise no process could take it.
     """
 
     name: str
@@ -77,8 +77,8 @@ def refusal(standing: Standing | None, claim: Claim, place: str) -> str | None:
         if claim.anew:
             return None
         return (
-            f"there is no lease at {place}, and this data folder was led under one: put it back; or, when no other "
-            "process leads the run, remove leadership.json from the data folder, and a new one is made"
+            f"there is no lease at {place}, but this data folder was led under one: restore that lease; or, when no "
+            "other process leads the run, remove leadership.json from the data folder, and a new lease is created"
         )
     if claim.lineage > standing.lineage:
         return None  # An operator began that lineage and accepted what it gives up.
@@ -146,7 +146,7 @@ class Leadership:
             self._wish = ""
         if self._possible in ("", name):
             return None
-        return f"the lease still names the standby {self._possible} as the heir: it is being taken out"
+        return f"the lease still names the standby {self._possible} as the heir: that name is being removed"
 
     def name_heir(self, name: str) -> None:
         """Request ``name`` as the heir: that standby has everything, and gets everything from now on."""
@@ -170,12 +170,12 @@ class Leadership:
         return Change(now_ns, heir)
 
     def changed(self, change: Change, *, held: bool) -> None:
-        """Take in the lease's answer; ``held``: this process held it, and ``change`` is made."""
+        """Record the lease's answer; ``held``: this process held the lease, and ``change`` is made."""
         self._renewed = change.heir is None
         if not held:
-            ran_out = "it ran out, and another process has taken it or may"
+            ran_out = "it ran out, and another process may have taken it"
             why = ran_out if change.heir is None else "another process has taken it"
-            self.lost = f"the lease of epoch {self.epoch} is lost: {why}; nothing more is told here"
+            self.lost = f"the lease of epoch {self.epoch} is lost: {why}; this process publishes nothing more"
         elif change.heir is None:
             self.confirmed_ns = change.sent_ns
             self.due_ns = change.sent_ns + int(self.ttl_ns * RENEW_SHARE)
@@ -185,7 +185,7 @@ class Leadership:
             self.trouble = None
 
     def missed(self, now_ns: int, why: str) -> None:
-        """Handle a missing answer: the change may or may not be made, and is retried soon."""
+        """Handle a missing answer: the lease may have the change or not, so the holder retries it soon."""
         self.trouble, self._renewed = why, False
         self.due_ns = now_ns + int(self.ttl_ns * RETRY_SHARE)
 

@@ -347,7 +347,7 @@ def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
 
 
 def settle(state: LearnerState) -> None:
-    """After a restart or a join: count processed tokens that are nowhere else as lost."""
+    """Count as lost the processed tokens that are nowhere else, after a restart or a join."""
     state.tokens_processed = max([state.tokens_processed, *(part.accounted() for part in state.fragments)])
     for part in state.fragments:
         part.tokens_lost = state.tokens_processed - part.accounted()

@@ -80,7 +80,7 @@ def later_rate(seen: Sequence[tuple[int, int]]) -> float:
     later half shows what the link can carry.
     """
     middle_ns = (seen[0][0] + seen[-1][0]) // 2
-    # What had come by the middle counts from the last instant before it, so that few large steps are no less exact.
+    # The later half begins at the last instant before the middle, so that a few large steps are no less exact.
     began_ns, before = max((each for each in seen if each[0] <= middle_ns), key=lambda each: each[0])
     ended_ns, total = seen[-1]
     return (total - before) * SECOND_NS / (ended_ns - began_ns) if ended_ns > began_ns else 0.0
@@ -275,7 +275,7 @@ class AdaptOptions:
         require(1 <= self.channels <= self.channels_max, "channels", self.channels, wanted)
         most = self.overlap_steps_max
         require(0 <= self.overlap_steps <= most, "overlap_steps", self.overlap_steps, f"0 to overlap_steps_max={most}")
-        # Else the next update would be measured before the version with this one may be adopted.
+        # Otherwise the site would measure its next update before it may adopt the version with this one.
         require(most < self.inner_steps, "overlap_steps_max", most, f"below inner_steps={self.inner_steps}")
 
 
@@ -370,7 +370,7 @@ class Adapter:
         if not (link.rtt_min_ns and link.up_bytes_per_s):
             return now
         held = options.window_bytes * WINDOW_SHARE_PERCENT // 100
-        # All in bytes in flight within a round trip, times nanoseconds a second.
+        # Both are bytes in flight within a round trip, times nanoseconds a second.
         under_way, one = link.up_bytes_per_s * link.rtt_min_ns, held * SECOND_NS
         if now < options.channels_max and 100 * under_way >= FULL_PERCENT * now * one:
             return now + 1

@@ -202,9 +202,9 @@ class OuterOptions:
             require(self.quorum >= 1, "quorum", self.quorum, "at least 1")
             require(self.quorum >= self.quorum_min, "quorum", self.quorum, f"not below quorum_min={self.quorum_min}")
         alone = self.round_updates == 0 or (self.quorum == 1 and self.quorum_min == 1)
-        require(alone, "round_updates", self.round_updates, f"only with quorum=1, and it is {self.quorum!r}")
+        require(alone, "round_updates", self.round_updates, f"only with quorum=1, not {self.quorum!r}")
         by_site = not self.share_weighted or self.merge_by == "site"
-        require(by_site, "share_weighted", True, "a share is one of sites, and with merge_by=update updates are merged")
+        require(by_site, "share_weighted", True, "only with merge_by=site, because a share is of sites, not of updates")
         least = self.updates_in_flight_max * (self.staleness_max + 2)
         wanted = f"from updates_in_flight_max x (staleness_max + 2) = {least} to {FATES_KEPT_LIMIT}"
         require(least <= self.fates_kept_max <= FATES_KEPT_LIMIT, "fates_kept_max", self.fates_kept_max, wanted)
@@ -322,7 +322,7 @@ def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
 
 
 def how_to_restore(lineage: int) -> str:
-    """Return advice on a syncer whose state is older than what a site, which knows ``lineage``, has seen of it."""
+    """Return advice for a syncer whose state is older than what a site has seen of it; the site knows ``lineage``."""
     return (
         "stop the syncer; unless another leads the run now, move its data folder away and take the run up from what is "
         "newer: "

@@ -78,7 +78,7 @@ class Sent:
     ``merged_version`` is set once it is known to be merged; it leaves the list when that version is adopted.
     ``since_adopt``: it was measured from the values of the latest adopt (matters to overwrite, blend and eager only).
     ``void``: it was still being encoded when the run was restored; its number is free when the encoding ends.
-    ``unwanted``: still being encoded when an earlier number became free; its progress becomes unsent when that ends.
+    ``unwanted``: still being encoded when an earlier number became free; its progress becomes unsent after that.
     ``outrun``: still being encoded when it turned out that an earlier process had sent later work; its tokens count as
     lost, so it has none any more.
     ``kept``: it was accepted, by a syncer of ``epoch``, and its bytes are still in the outbox.
@@ -152,7 +152,7 @@ class Retaking:
 
 @dataclass(slots=True)
 class Doubt:
-    """What the syncer had acknowledged when the answer to a join knew less: the next answer must know it."""
+    """What the syncer had acknowledged when its answer to a join had less: the next answer must have it."""
 
     sequence: int
     version: int

@@ -10,8 +10,8 @@ effects of the site machine on values are carried out between two outer steps of
 
 Versions from above are durable in the spool as fp32 before the machine's event, so that a replay takes the same ones.
 An update's bytes stay in the outbox as long as the site machine has it in its list, so that "what was sent since" is
-available after a crash as well: ``Release`` ends that, and ``Forget`` has no effect here.  A standby has either file
-before the record that names it, and an update before it is sent.
+available after a crash as well: ``Release`` ends that, and ``Forget`` has no effect here.  A standby gets both kinds of
+file before the records that name them, and an update before the region sends it.
 
 Until a fragment has a base its rounds stay open: progress merged without a base could never go up.  In the last round
 the region takes and sends nothing any more; after it, the rest goes up as the last update, and the region leaves.

@@ -6,8 +6,8 @@ by its share of a whole step (``share``).
 
 An update that arrives enters the fragment's round or is refused at once.  A refusal changes nothing, so that no caller
 can make the syncer store what it refuses, with one exception: for an update refused as an outlier the syncer stores its
-digest and counts it.  Every other reason holds for ever once it holds, or is found again in the same bytes.  But the
-statistics of usual updates move: an outlier that arrives twice, or again after a crash, could be refused at first, so
+digest and counts it.  Every other reason stays true, or is found again in the same bytes.  But the statistics of usual
+updates change: without the digest, an outlier that arrives twice, or again after a crash, could be refused at first, so
 that its site throws its progress away, and merged later.
 
 A ``Selection`` names a set of updates for an operator, in text that a person can type.
@@ -217,7 +217,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
 
 
 def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
-    """Judge the header first: an update that it rules out is refused whatever its values are."""
+    """Judge the header first: it may rule an update out whatever the values are.  Then judge claims and values."""
     header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
     verdict = admit(turn.state, turn.options, *header)
     if verdict.outcome is not Outcome.ACCEPTED:

@@ -190,7 +190,7 @@ def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
 
 def _units_asked(turn: Turn, event: UnitsAsked) -> None:
     if fates.refusal(turn.state, event) is None:
-        came_back(turn, event.site)  # Else it would be told a list whose units may have been given back.
+        came_back(turn, event.site)  # Otherwise the answer could list units that have been given back.
     fates.asked(turn, event)
 
 

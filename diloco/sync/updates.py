@@ -241,7 +241,7 @@ def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
     """Handle the syncer's definite answer to a push."""
     sent = turn.find(event.fragment, event.sequence)
     if sent is None or sent.state is not SentState.SEALED or event.digest not in ("", sent.digest):
-        return  # A join or a fate has told it already, or this is a late answer to an update that was taken back.
+        return  # A join or a fate has answered already, or the site has taken this update back since it was sent.
     if 0 < event.epoch < turn.state.epoch:
         return  # From a replaced syncer: the join at the new one has decided again what to send.
     if event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):

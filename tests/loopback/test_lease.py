@@ -85,7 +85,7 @@ def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_th
         first.send(signal.SIGCONT)
         assert first.wait(BOUND_S) == 1
         assert "the lease of epoch 1 is lost" in first.errors
-        assert "nothing more is told" in first.errors
+        assert "publishes nothing more" in first.errors
         since = first.log.events[told:]
         assert not {str(event["what"]) for event in since} & TELLS, since
         # It may have been frozen between the question and the telling; what it told then is older than what is new.

@@ -233,18 +233,18 @@ def test_an_edit_with_its_checksum_made_right_is_found_by_the_chain() -> None:
     honest, chain = encode_frame(body, read_segment(b"".join(pieces[:2])).chain)
     kept_chain = pieces[2][12 : UNIT.size]
     edited = journal._unit(journal.FRAME, kept_chain, body)
-    with pytest.raises(JournalError, match=f"unit at byte {at} does not go on from what is before it"):
+    with pytest.raises(JournalError, match=f"unit at byte {at} does not continue the chain of the unit before it"):
         read_segment(b"".join([*pieces[:2], edited, *pieces[3:]]))
     after = at + len(honest) + UNIT.size
-    with pytest.raises(JournalError, match=f"unit at byte {after} does not go on from what is before it"):
+    with pytest.raises(JournalError, match=f"unit at byte {after} does not continue the chain of the unit before it"):
         read_segment(b"".join([*pieces[:2], honest, encode_mark(chain), *pieces[4:]]))
 
 
 def test_a_frame_that_was_taken_out_a_second_header_and_none_show() -> None:
     pieces = units(turns())
     for damaged, words in (
-        ([*pieces[:2], *pieces[4:]], "does not go on"),
-        ([*pieces[:3], *pieces[5:]], "does not go on"),
+        ([*pieces[:2], *pieces[4:]], "does not continue the chain"),
+        ([*pieces[:3], *pieces[5:]], "does not continue the chain"),
         ([*pieces, pieces[0]], "one header, at its beginning"),
         (pieces[2:], "one header, at its beginning"),
         ([*pieces, b"\xff" * (UNIT.size + FRAME_BYTES_MAX + 1)], f"unit at byte {len(b''.join(pieces))} is damaged"),

@@ -51,7 +51,7 @@ def test_options_refuse_every_number_below_0_and_every_unknown_name_by_field_and
         (
             OuterOptions,
             {"share_weighted": True, "merge_by": "update"},
-            "share_weighted is True: a share is one of sites, and with merge_by=update",
+            "share_weighted is True: only with merge_by=site, because a share is of sites, not of updates",
         ),
         (HealthOptions, {"history_min": 1}, "history_min is 1: 2 to history=16"),
         (HealthOptions, {"history_min": 17}, "history_min is 17: 2 to history=16"),
