@@ -486,7 +486,7 @@ class PlainCodec(Codec):
 
 def check_values(values: Tensor) -> None:
     """Assert that ``values`` have the form of an exchanged fragment: flat, contiguous, fp32, on the CPU."""
-    assert sys.byteorder == "little", "the formats are little-endian, and values are read where they lie"
+    assert sys.byteorder == "little", "the formats are little-endian, and values are read in place"
     assert values.dtype == torch.float32, f"values are {values.dtype}"
     assert values.dim() == 1, f"values have shape {tuple(values.shape)}"
     assert values.is_contiguous(), "values are not contiguous"
@@ -510,7 +510,7 @@ def bytes_of(values: Tensor) -> memoryview:
 
 
 ALIGNMENT = 64
-"""Alignment of every buffer in bytes: a cache line."""
+"""Alignment of every buffer in bytes: the size of a cache line."""
 LONGER_MAX = 4 / 3
 """Largest ratio of reused memory to the size asked for: fragment sizes differ by no more."""
 
@@ -566,7 +566,7 @@ def packed_bytes(numel: int, bits: int) -> int:
 
 
 WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
-"""By number of fields in a byte, the integer type that holds them unpacked, one field in each of its bytes."""
+"""By the number of fields in a byte: the integer type that holds them unpacked, one field in each of its bytes."""
 
 
 def pack(fields: Tensor, bits: int, filling: int = 0) -> Tensor:

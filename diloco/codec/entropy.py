@@ -69,7 +69,7 @@ class EntropyCodec(Codec):
         if flag != ZSTD:
             raise DecodeError(f"{self.name} payload starts with {flag.hex() or 'nothing'}: must be 00 or 01")
         expected = self.payload_bytes(numel)
-        # The library allocates the size that the header declares and then ignores any other limit: so the header first.
+        # Check the header first: the library allocates the size that it declares, and then ignores any other limit.
         self._check_header(body, expected)
         try:
             decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
@@ -98,7 +98,7 @@ class EntropyCodec(Codec):
             yield piece
             held = staged.read(FEED_BYTES)
         if come != expected or not unpacking.eof or unpacking.unused_data or held:
-            raise DecodeError(f"{self.name} frame is damaged: it ends with {come} of {expected} bytes, or not there")
+            raise DecodeError(f"{self.name} frame is damaged: {come} of {expected} bytes, or it does not end with them")
 
     def closed(self, payload: Tensor) -> memoryview:
         """See :class:`~diloco.codec.base.Codec`."""
@@ -120,7 +120,7 @@ class EntropyCodec(Codec):
         try:
             header = zstandard.get_frame_parameters(frame)
         except zstandard.ZstdError as error:
-            raise DecodeError(f"{self.name} payload is no zstd frame: {error}") from None
+            raise DecodeError(f"{self.name} payload is not a zstd frame: {error}") from None
         if header.content_size != expected:
             raise DecodeError(f"{self.name} frame declares {header.content_size} bytes, must be {expected}")
         if header.window_size > WINDOW_BYTES_MAX:

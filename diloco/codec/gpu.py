@@ -1,6 +1,6 @@
 """Codecs on an accelerator: the bytes of ``blocks`` and ``topk``, made on the device that holds the values.
 
-So only encoded bytes need to leave the device.  Every call enqueues kernels on the current stream and returns.  A
+So only encoded bytes leave the device.  Every call enqueues kernels on the current stream and returns.  A
 kernel reports a value that is not finite in ``fault``: an int32 tensor of one value on the same device, which the
 caller copies to the host together with the payload and passes to ``check``.  On a CPU tensor the same kernels run under
 Triton's interpreter (``TRITON_INTERPRET=1``); tests use that without an accelerator, and also test that the kernels
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from diloco.codec.base import Codec
 
 TERMS_MAX = 4
-"""Terms that one pass reads; the difference of more terms is computed before it."""
+"""Most terms that one pass reads; the difference of more terms is computed before the pass."""
 BLOCK_KERNELS = (Kind.INT8, Kind.INT4, Kind.E3M0, Kind.INT2, Kind.SIGN)
 """The block codecs that have a Triton kernel; any other is encoded on the host."""
 ALIGNMENT = 16
@@ -146,7 +146,7 @@ def held_from(code_max: int) -> int:
 
 
 def launches(numel: int, block: int, width: int, rows: int) -> list[tuple[int, int, bool]]:
-    """Return (programs, first program, masked) of the launch for the whole programs, and of one for a rest."""
+    """Return (programs, first program, masked) of the launch for the whole programs, and of one for any rest."""
     whole, rest = divmod(numel, rows * block)
     if width != block:
         whole, rest = 0, numel
@@ -160,7 +160,7 @@ def new_fault(device: torch.device) -> Tensor:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context with ``device`` as the current one, because Triton launches there wherever its arguments are."""
+    """Return a context in which ``device`` is current: Triton launches on the current device, not on its arguments'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -8,7 +8,7 @@ full width.
 Where the bits could differ from the plain definition, and why they do not:
 
 - Division is ``div_rn``, IEEE round to nearest; subnormals are kept, because Triton flushes none by default.
-- Rounding half to even is adding and subtracting ``1.5 * 2**23``, exact for the quotients, which are below ``2**22``.
+- Adding and subtracting ``1.5 * 2**23`` rounds half to even, exactly for the quotients, which are below ``2**22``.
 - Peaks are compared as integers: without its sign bit an fp32 keeps its order, with infinity and NaN above all others,
   so that no maximum loses a NaN.
 - No product is contracted with a sum that follows (``enable_fp_fusion`` is off at every launch), and ``code * scale``
@@ -215,7 +215,7 @@ def _int_codes(
     _store(scales, row, (scale_bits >> 16).to(tl.int16), exists, masked)
     divisor = tl.where(scale_bits > 0, scale, 1.0)[:, None]
     quotient = tl.div_rn(x, tl.broadcast_to(divisor, [rows, width]))
-    if tl.max(peaks, axis=0) >= NEAR_TOP:  # Below it no scale times code_max overflows; above, codes are held.
+    if tl.max(peaks, axis=0) >= NEAR_TOP:  # Below it no scale times code_max overflows; above, codes are limited.
         at_top = (scale_bits >= held_from)[:, None]
         finite = tl.div_rn(tl.full([rows, 1], FP32_MAX, tl.float32), tl.where(at_top, divisor, FP32_MAX))
         most = tl.where(at_top, finite.to(tl.int32), code_max).to(tl.float32)
@@ -224,7 +224,7 @@ def _int_codes(
     return rounded.to(tl.int32, bitcast=True) - ROUNDER_BITS, (rounded - ROUNDER) * scale[:, None]
 
 
-# One build for all sizes: Triton specialises only on the alignment of addresses.
+# One compilation for all sizes: Triton specialises only on the alignment of addresses.
 @triton.jit(do_not_specialize=["numel", "first_program"])
 def encode_blocks(
     values: tl.tensor,

@@ -4,7 +4,7 @@
 names another.  Without the library everything runs on plain torch.  This module does not import torch, because a
 process forces its level before it sets how many threads torch may use.
 
-The numbers and structures are in the order of those in ``kernels.cpp``.
+The numbers and structures have the same order as in ``kernels.cpp``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Job(Structure):
     """A pass over memory."""
 
     function: ClassVar[str]
-    """The library's function that does it."""
+    """The name of the library's function that carries it out."""
 
 
 class EncodeJob(Job):

@@ -14,10 +14,10 @@ products are tensor by tensor, and include those with the momentum.  Tensors, se
 parts: sums are taken as above over each part, and added up in the order of the parts.  No bit depends on threads, nor
 on whether there are kernels.
 
-A version (:func:`outer_pass`) is made in one pass: decode the updates, mean, outer step, encode the down-link, follow
-it.  The result is bit for bit that of ``merge_mean``, ``outer_step`` and ``site_pass.publish`` one after the other, but
-computed by ranges of about ``RANGE_VALUES`` values: of updates and intermediate results only a range exists at a time,
-and it stays in the cache.
+:func:`outer_pass` makes a version in one pass: it decodes the updates, takes their mean and the outer step, encodes the
+down-link and adds it to the published values.  The result is bit for bit that of ``merge_mean``, ``outer_step`` and
+``site_pass.publish`` one after the other, but computed by ranges of about ``RANGE_VALUES`` values: of updates and
+intermediate results only a range exists at a time, and it stays in the cache.
 
 One update (:class:`Reading`) is read by ranges in order: decoded, measured and hashed in one pass, and not kept.
 """
@@ -233,7 +233,7 @@ class _Merge:
             for row, column in self.pairs(block)
         ]
         if not all(map(isfinite, found)):
-            raise NonFiniteError("updates of one site add up to what is not finite")
+            raise NonFiniteError("the updates of one site add up to values that are not finite")
         return found
 
     def decided(self, totals: Mapping[_Block, Sequence[float]]) -> tuple[dict[_Block, list[Change]], Blends]:
@@ -258,7 +258,7 @@ class _Merge:
         }
 
     def write(self, changes: Mapping[_Block, Sequence[Change]], blends: Blends, some: Ranges) -> list[float]:
-        """Merge one range into ``out``; return nothing of use."""
+        """Merge one range into ``out``; return an empty list, because ``spread`` wants one."""
         (bounds,) = some
         values, out = self._read(bounds), self.out[slice(*bounds)]
         weights, factors = [weight for weight, _ in self.sites], self.merging.factors
@@ -281,7 +281,7 @@ class _Merge:
                 first = False
             here.mul_(scale)
         if not is_finite(out):
-            raise NonFiniteError("what is merged is not finite")
+            raise NonFiniteError("the merged values are not finite")
         return []
 
     def _read(self, bounds: Range) -> list[Tensor]:
@@ -298,9 +298,9 @@ def _parts(blocks: Iterable[_Block], bounds: Range) -> list[tuple[_Block, slice]
 
 
 RANGES_AT_ONCE = 4
-"""Ranges per task of a thread with kernels: handing over a single range costs a good part of its computation."""
+"""Ranges per task of a thread with kernels: handing over a single range costs a large share of its computation."""
 THETA = "theta is not finite after the outer step"
-PUBLISHED = "what would be published is not finite"
+PUBLISHED = "the values to publish are not finite"
 REFUSED = MappingProxyType({Status.THETA_NOT_FINITE: THETA, Status.PUBLISHED_NOT_FINITE: PUBLISHED})
 RULES = MappingProxyType({"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV})
 """The outer optimizers with a kernel for a whole step."""
@@ -353,8 +353,8 @@ def outer_pass(
 
     A lossless codec sends theta itself: theta, the published values and the payload then share memory.
 
-    Memory: the results (three fragments and a payload), a copy of every payload that has an entropy stage without it,
-    and about three ranges for each thread.
+    Memory: the results (three fragments and a payload), for every payload with an entropy stage a copy without that
+    stage, and about three ranges for each thread.
     """
     numel = state.theta.numel()
     for each in (state.theta, state.published, *state.optimizer.tensors.values()):

@@ -1,8 +1,8 @@
 """The passes over memory as compiled kernels, where the package was built with a C++ compiler.
 
 ``kernels/kernels.cpp`` computes the same as the plain torch versions, bit for bit, in one pass each and without
-Python's global lock.  ``kernel_library`` loads it, chooses the instruction level that each call passes, and has the
-jobs: who needs a pass fills one in, and :meth:`Kernels.run` does it.
+Python's global lock.  ``kernel_library`` loads it, chooses the instruction level that each call passes, and defines the
+jobs: the caller fills one in, and :meth:`Kernels.run` carries it out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Kernels:
     level: int
 
     def run(self, job: Job) -> Status:
-        """Do a pass over memory, which ``kernels.cpp`` documents at the job's structure."""
+        """Carry out ``job``, a pass over memory; ``kernels.cpp`` documents it at the job's structure."""
         return Status(getattr(self.library, job.function)(self.level, byref(job)))
 
 
@@ -61,9 +61,9 @@ def pointer(values: Tensor | None) -> int | None:
 
 @functools.cache
 def torch_fuses() -> bool:
-    """Return whether torch computes ``a + alpha b`` with one rounding here: only then is the result below not 0.
+    """Return whether torch computes ``a + alpha b`` with one rounding on this machine; the kernels then do the same.
 
-    The kernels then do the same.
+    Only with one rounding is the result below not 0.
     """
     b = torch.full((64,), 1 + 2.0**-12)
     a = torch.full((64,), -1 - 2.0**-11)

@@ -74,7 +74,7 @@ def make_codec(name: str) -> Codec:
             raise ValueError(f"codec is {plain!r}: topk, or topk:<chunk>x<k>")
         codec = TopKCodec(plain, int(block or TOPK_CHUNK), int(k or TOPK_K))
     elif k is not None:
-        raise ValueError(f"codec is {plain!r}: only topk keeps so many of a chunk")
+        raise ValueError(f"codec is {plain!r}: only topk takes <chunk>x<k>")
     elif kind in BLOCKS:
         make, usual = BLOCKS[kind]
         codec = make(plain, int(block or usual))

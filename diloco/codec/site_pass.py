@@ -9,8 +9,8 @@ difference from that to its theta, sends it, and adds the decoded difference; ev
 the same bits, and the rounding error of one version is part of the next difference and never accumulates.  All tensors
 are flat fp32 of the fragment's size; results are new tensors.
 
-Arriving.  :class:`Arriving` follows a down-link while its bytes arrive: it decodes, adds and hashes those that are
-here.  So after the last byte of a version from a far link little work is left, and not a pass over the whole fragment.
+Arriving.  :class:`Arriving` follows a down-link while its bytes arrive: it decodes, adds and hashes what has arrived.
+So after the last byte of a version from a far link little work is left, and not a pass over the whole fragment.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Arriving:
         self._failed: DecodeError | None = None
 
     def come(self, count: int) -> None:
-        """Handle what the first ``count`` bytes, which are here and final, allow.  Errors are raised by ``finish``."""
+        """Handle all ranges that need only the first ``count`` bytes, which are final; ``finish`` raises any error."""
         if self._failed is not None or not count or stage_of(self._codec, self._payload) == "zstd":
             return
         try:
@@ -283,7 +283,7 @@ class Arriving:
             self._failed = error
 
     def finish(self) -> str:
-        """Do the rest once all bytes are here, and return the digest of ``out``.  ``DecodeError`` as ``follow_into``.
+        """Handle the rest once all bytes are here; return the digest of ``out``.  ``DecodeError`` as ``follow_into``.
 
         Afterwards the payload is no longer referenced.
         """

@@ -148,7 +148,7 @@ class Layout:
         return Layout(stored.parameters, tuple(fragments), stored.frozen)
 
     def first_difference(self, other: Layout) -> str | None:
-        """Return as text the first difference of ``other`` (there) from this layout (here), None if equal."""
+        """Return the first difference of ``other`` (there) from this layout (here) as text; None if equal."""
         frozen = None
         if self.frozen != other.frozen:
             mine, theirs = (f"of digest {each.frozen[:12]}" if each.frozen else "none" for each in (self, other))

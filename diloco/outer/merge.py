@@ -120,7 +120,7 @@ T = TypeVar("T")
 MERGE_KINDS = ("mean", "rda", "clip", "normalise", "clamp", "geometric_median", "trimmed_mean")
 WEISZFELD_STEPS = 64
 DEGENERATE = 1e-6
-"""As a share of the longest possible sum of unit vectors: a shorter sum has no direction."""
+"""A share of the longest possible sum of unit vectors: a shorter sum counts as without direction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,8 +243,8 @@ def blend(
 def _geometric_median(
     weights: Sequence[float], products: Sequence[Sequence[float]], lengths: Sequence[float]
 ) -> list[float]:
-    """Return the weights of the geometric median by Weiszfeld's iteration, whose points are all means of the
-    contributions; distances have a lower bound, so that an iterate that meets a contribution divides by no zero."""
+    """Return the weights of the geometric median by Weiszfeld's iteration, whose iterates are all means of the
+    contributions.  Distances have a lower bound, so that no iterate at a contribution causes a division by zero."""
     least = DEGENERATE * median(lengths)
     shares = [weight / sum(weights) for weight in weights]
     for _ in range(WEISZFELD_STEPS):

@@ -97,7 +97,7 @@ class OuterOptimizerOptions:
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
-    """An outer optimizer's state of one fragment: ``steps`` since the empty state, each counted by its share, and
+    """An outer optimizer's state for one fragment: ``steps`` since the empty state, each counted by its share, and
     ``tensors`` by name (``TENSORS_KEPT``), flat fp32 of the fragment's length.
     """
 
@@ -291,7 +291,7 @@ def evaluated(theta: Tensor, state: OuterState) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """A run's outer rule.  ``segments`` has those of each fragment; one without any is merged by the weighted mean."""
+    """A run's outer rule.  ``segments`` are by fragment; a fragment without any is merged by the weighted mean."""
 
     optimizer: OuterOptimizerOptions
     segments: tuple[tuple[Segment, ...], ...] = ()

@@ -18,8 +18,8 @@ that has only seen the site's own updates.  With Nesterov, S the momentum of the
 
     S(t) = mu S(t - 1) + d_m(t);    replica(t) = version(t - 1) - lr / M (d_m(t) + mu S(t))
 
-which is lr (1 + mu) / M of the site's own update and a tail of mu^2 of those before it.  So a site applies the run's
-outer step to its updates under way, from the version that it has and from the optimizer state of its own part.
+which applies lr (1 + mu) / M of the site's own update and a tail of mu^2 of its earlier ones.  So a site applies the
+run's outer step to its updates under way, from the version that it has and from the optimizer state of its own part.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def rebase(local: Tensor, old_base: Tensor, new_base: Tensor, merged: Sequence[T
 
 
 def overwrite(new_base: Tensor) -> Tensor:
-    """Return a copy of ``new_base``: progress since the last update is given up (Decoupled DiLoCo, 2604.21428)."""
+    """Return a copy of ``new_base``: progress since the last update is discarded (Decoupled DiLoCo, 2604.21428)."""
     return new_base.clone()
 
 

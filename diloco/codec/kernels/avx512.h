@@ -10,11 +10,11 @@ static inline __m512 flow_in(const Flow *flow, int64_t i) {
     return x;
 }
 
-// Whole blocks; one stays in registers from its values to its codes.  Values so large that codes may have to be held are
-// left to the loops: the answer is then how many blocks are done, which is all of them otherwise.
+// Encodes whole blocks, each in registers from its values to its codes; returns how many blocks are done: all, unless one
+// has values so large that codes may have to be limited, which is left with the rest to the loops.
 template <int BITS, int BLOCK, bool CARRIES>
 static int64_t encode_each(const Flow *flow, int64_t blocks, uint8_t *scales, uint8_t *codes, int *status) {
-    // With 8 on top the low four bits of the sum are the code plus 8; the added 8 is even and moves no tie.
+    // With 8 more, the low four bits of the sum are the code plus 8; 8 is even, so ties round as before.
     const __m512 rounder = _mm512_set1_ps(BITS == 8 ? ROUNDER : ROUNDER + 8.0f);
     const __m512i low = _mm512_set1_epi64(0x0F), magnitude = _mm512_set1_epi32(0x7FFFFFFF);
     for (int64_t b = 0; b < blocks; b++, codes += BLOCK * BITS / 8) {
@@ -45,7 +45,7 @@ static int64_t encode_each(const Flow *flow, int64_t blocks, uint8_t *scales, ui
             if (BITS == 8) {
                 _mm_storeu_si128((__m128i *)(codes + 16 * i), _mm512_cvtepi32_epi8(bits));
             } else {
-                // Of two neighbours the later one's four bits come to stand behind the earlier one's.
+                // Move the later value's four bits above those of the earlier value.
                 const __m512i later = _mm512_srli_epi64(bits, 28);
                 const __m512i pairs = _mm512_ternarylogic_epi64(low, bits, later, 0xCA);
                 _mm_storel_epi64((__m128i *)(codes + 8 * i), _mm512_cvtepi64_epi8(pairs));

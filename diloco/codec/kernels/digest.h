@@ -1,12 +1,12 @@
-// XXH3 of 128 bits with its usual secret, as the xxhash library computes it, of bytes that come tile by tile: what a pass
-// has in the first cache is hashed there.  Only for more than DIGEST_BYTES_MIN bytes, whose number is known before the
-// first; every tile but the last is whole blocks.
+// XXH3 of 128 bits with its default secret, as the xxhash library computes it, over bytes that arrive tile by tile: a pass
+// hashes its tile while that is in the first-level cache.  Only for at least 241 bytes (`BYTES_MIN` of base.py); the total
+// must be known before the first tile, and every tile but the last must be whole blocks.
 
-// Two lanes, which any processor with vectors adds at once.
+// Two lanes, which any processor with vector instructions adds at once.
 typedef uint64_t Pair __attribute__((vector_size(16)));
 
 static inline Pair product_of_halves(Pair value) {
-    // One instruction each, which compilers do not find: with it the digest takes a third of the time and less.
+    // One instruction each, which compilers do not find: with it the digest takes at most a third of the time.
 #if defined(X86_LEVELS)
     return (Pair)_mm_mul_epu32((__m128i)value, (__m128i)(value >> 32));
 #elif defined(__ARM_NEON)
@@ -16,7 +16,7 @@ static inline Pair product_of_halves(Pair value) {
 #endif
 }
 
-// Eight lanes take each stripe of 64 bytes: a product of its halves, mixed with the secret, and its neighbour as it is.
+// Eight lanes take each stripe of 64 bytes: a lane adds the product of its secret-mixed halves, and its neighbour as it is.
 static inline void take_stripes(uint64_t *lanes, const uint8_t *data, int64_t stripes, const uint8_t *secret) {
 #ifdef AVX512
     __m512i sums = _mm512_loadu_si512(lanes);
@@ -65,7 +65,7 @@ static inline uint64_t merged_lanes(const uint64_t *lanes, const uint8_t *secret
 static void finish_digest(Digest *digest, const uint8_t *rest, int64_t left) {
     const int64_t stripes = (left - 1) / STRIPE_BYTES;
     take_stripes(digest->lanes, rest, stripes, SECRET);
-    uint8_t last[STRIPE_BYTES];  // The last 64 bytes of all, which may begin in the tile before.
+    uint8_t last[STRIPE_BYTES];  // The last 64 bytes of the whole input, which may begin in the previous tile.
     const int64_t before = left < STRIPE_BYTES ? STRIPE_BYTES - left : 0;
     memcpy(last, digest->tail + STRIPE_BYTES - before, (size_t)before);
     memcpy(last + before, rest + left - (STRIPE_BYTES - before), (size_t)(STRIPE_BYTES - before));

@@ -1,9 +1,9 @@
-// Blocks of int8 and int4 from what they come from to the payload, and back, without a stop in between.  Loops that GCC and
-// Clang turn into vectors, of whatever width the level has: where a loop is cut in two through a small array, or kept from
-// being unrolled, it is because they make vectors of it only then.  Blocks of 32 are so short that their size has to be
-// known to the compiler; of others it is an argument, with BLOCK 0.
+// Encodes blocks of int8 and int4 from the inputs to the payload, and decodes them, in one pass without a copy of the tile.
+// GCC and Clang vectorize these loops at the level's width: where a loop is split in two with a small array in between, or
+// is not unrolled, they vectorize it only in that form.  For blocks of 32, which are short, the size must be a constant of
+// the template (BLOCK); for other sizes BLOCK is 0 and the size is an argument.
 
-// What is written may be the memory of what is read, value by value, and overlaps it in no other way.
+// An output may be the same memory as an input, value by value; they overlap in no other way.
 #if defined(__clang__)
 #define IN_ANY_ORDER _Pragma("clang loop vectorize(assume_safety) unroll(disable)")
 #else
@@ -13,10 +13,10 @@
 #ifdef AVX512
 #include "avx512.h"
 #else
-// Values whose peaks are found before the first of them is encoded: so few that memory is asked for all the time.
+// Values whose peaks are found before the first is encoded: so few that memory is requested almost continuously.
 static constexpr int64_t GROUP_VALUES = 256, GROUP_BLOCKS = 8;
 
-// The pointers of one block: a compiler that sees them in memory fears that each result changes them.
+// The pointers of one block, copied: if they stayed in memory, the compiler would assume that each store changes them.
 template <bool LESS, bool CARRIES>
 struct Terms {
     const float *a, *b, *residual;
@@ -43,14 +43,14 @@ static inline uint32_t peak_of(const Flow *flow, int64_t at, int64_t block) {
     return (uint32_t)largest;
 }
 
-// A byte for each value: the code of int8; that of int4, plus 8.
+// Writes a byte for each value: the code of int8, or the code of int4 plus 8.
 template <int BITS, bool LESS, bool CARRIES, bool TELLS>
 static inline void encode_codes(const Flow *flow, int64_t at, int64_t block, float scale, uint8_t *codes) {
-    // With 8 on top the low four bits of the sum are the code plus 8; the added 8 is even and moves no tie.
+    // With 8 more, the low four bits of the sum are the code plus 8; 8 is even, so ties round as before.
     const float rounder = BITS == 8 ? ROUNDER : ROUNDER + 8.0f, divisor = scale > 0 ? scale : 1.0f;
     const Terms<LESS, CARRIES> terms(flow, at);
     float *residual = CARRIES ? flow->residual + at : nullptr, *decoded = TELLS ? flow->decoded + at : nullptr;
-    // Asked for here, where divisions take the time that memory needs, and not where peaks are found.
+    // Prefetch here, where the divisions take as long as the memory needs, and not where peaks are found.
     ask_for(terms.a + AHEAD, block);
     if (LESS) ask_for(terms.b + AHEAD, block);
     if (CARRIES) ask_for(terms.residual + AHEAD, block);
@@ -71,8 +71,8 @@ static inline void pack_pairs(const uint8_t *fields, int64_t bytes, uint8_t *cod
     }
 }
 
-// Whole blocks, by groups.  Values so large that codes may have to be held are left to the
-// loops: the answer is then how many blocks are done, which is all of them otherwise.
+// Encodes whole blocks in groups; returns how many blocks are done: all, unless a group has values so large that codes may
+// have to be limited, which is left with the rest to the loops.
 template <int BITS, int BLOCK, bool LESS, bool CARRIES, bool TELLS>
 static int64_t encode_groups(const Flow *flow, int64_t blocks, int64_t size, uint8_t *scales, uint8_t *codes, int *status) {
     const int64_t block = BLOCK ? BLOCK : size, fitting = block < GROUP_VALUES ? GROUP_VALUES / block : 1;
@@ -114,7 +114,7 @@ static int64_t encode_flow(const Flow *flow, int64_t blocks, int64_t block, uint
 }
 #endif
 
-// The codes of int4 as those of int8; true where one of them is none that an encoder makes.
+// Writes the codes of int4 as bytes, like those of int8; returns true if an encoder never makes one of them.
 static inline bool unpack_pairs(const uint8_t *codes, int64_t bytes, uint8_t *fields) {
     for (int64_t i = 0; i < bytes; i++) {
         const uint16_t pair = (uint16_t)((codes[i] | codes[i] << 4) & 0x0F0F);
@@ -159,7 +159,7 @@ static void decode_fold(const uint8_t *codes, int64_t blocks, int64_t block, con
     else decode_codes<BLOCK, TOWARDS>(codes, blocks, block, scales, into);
 }
 
-// Decodes and folds whole blocks; false where that is left to the loops, as is all that is refused.
+// Decodes and folds whole blocks; returns false where the loops must do it, as they do for all payloads that are refused.
 template <int BITS>
 static bool decode_flow(const uint8_t *scales, const uint8_t *codes, int64_t blocks, int64_t block, const Into *into, int fold) {
     alignas(64) float scale[TILE / 2];

@@ -1,11 +1,11 @@
-// The formats of grids.py, a block at a time: the bits of fp32 and whole numbers only, so that there is nothing to
-// round.
+// e3m0, int2 and sign of blocks.py, a block at a time: only fp32 bits and whole numbers, so no floating-point operation
+// rounds.
 
 static constexpr int field_bits(int kind) { return kind == E3M0 ? 4 : kind == INT2 ? 2 : 1; }
 static constexpr int scales_bytes(int kind) { return kind == E3M0 ? 1 : kind == INT2 ? 4 : 2; }
 static constexpr int64_t FIELDS = BLOCK_LARGEST + 8;
 
-// As many bytes as a byte has fields.
+// An integer with as many bytes as a byte has fields: one field in each byte when unpacked.
 template <int BITS>
 using Word = std::conditional_t<BITS == 4, uint16_t, std::conditional_t<BITS == 2, uint32_t, uint64_t>>;
 
@@ -14,7 +14,7 @@ static inline void pack(const uint8_t *fields, int64_t count, uint8_t *packed) {
     for (int64_t i = 0; i < (count * BITS + 7) / 8; i++) {
         Word<BITS> word;
         memcpy(&word, fields + i * sizeof word, sizeof word);
-        // Each step brings neighbours together: fields, pairs of them, fours.
+        // Each step joins neighbours: fields into pairs, pairs into fours, fours into eights.
         for (unsigned step = 8 - BITS; step < 4 * sizeof word; step *= 2) word |= (Word<BITS>)(word >> step);
         packed[i] = (uint8_t)word;
     }
@@ -85,7 +85,7 @@ static inline void grid_values(Levels of, const uint8_t *fields, int64_t count, 
     }
 }
 
-// What none of the above makes.
+// Returns why the levels and fields are refused: for what no encoder makes; DONE if they are valid.
 template <int KIND>
 static inline int grid_fault(Levels of, const uint8_t *fields, int64_t count) {
     if (KIND == E3M0) {
@@ -141,7 +141,7 @@ static int decode_grid(const uint8_t *scales, const uint8_t *packed, int64_t cou
     return fault;
 }
 
-// All blocks of a tile; `x` is encoded where it is not null.
+// Encodes or, where `x` is null, decodes all blocks of a tile.
 template <int KIND>
 static int grid_tile(const Format *format, const float *x, int64_t start, int64_t count, uint8_t *payload, float *out) {
     const int64_t block = format->block;

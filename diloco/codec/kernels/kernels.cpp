@@ -1,8 +1,8 @@
 // The codecs' passes over memory, behind a plain C interface that diloco/codec/native.py calls.
 //
-// What is computed is defined by the Python modules, which have plain versions of all of it; the tests compare the bits.
-// The library knows nothing of torch or Python, keeps no state and starts no threads: a call works on the memory that
-// it is given.  One source is compiled for several levels of instructions, and the caller says which one to use.
+// The Python modules define what is computed and have plain versions of all of it; the tests compare the bits.
+// The library knows nothing of torch or Python, keeps no state and starts no threads: a call works only on the caller's
+// memory.  One source is compiled for several instruction levels, and the caller chooses the level.
 // Compile with -ffp-contract=off: a multiplication and an addition are two roundings unless the source says fmaf.
 
 #include <cmath>
@@ -29,7 +29,7 @@
 
 namespace {
 
-constexpr int64_t TILE = 4096;  // values, a multiple of every block that is handled
+constexpr int64_t TILE = 4096;  // values: the most in a tile, so also the largest block
 constexpr int64_t TILE_USUAL = 2048;
 constexpr int64_t BLOCK_LARGEST = TILE;
 constexpr int64_t SUM_BLOCK = 1024, SUM_LANES = 16;
@@ -63,7 +63,7 @@ enum Fold : int32_t { WRITE = 0, ADD = 1, TOWARDS = 2 };
 enum Place : int32_t { IN_MEAN = 1, OPENS_SITE = 2, ENDS_SITE = 4 };
 enum Rule : int32_t { WITHOUT_MOMENTUM = 0, HEAVY_BALL = 1, NESTEROV = 2, PART = 3 };
 
-// Of XXH3: its secret, what the lanes begin with, and primes.
+// Constants of XXH3: its default secret, the initial lanes, and primes.
 constexpr int64_t STRIPE_BYTES = 64, BLOCK_BYTES = 1024, SECRET_BYTES = 192;
 constexpr uint64_t PRIME_32[] = {0x9E3779B1u, 0x85EBCA77u, 0xC2B2AE3Du};
 constexpr uint64_t PRIME_64[] = {0x9E3779B185EBCA87u, 0xC2B2AE3D27D4EB4Fu, 0x165667B19E3779F9u, 0x85EBCA77C2B2AE63u,
@@ -87,20 +87,20 @@ constexpr uint8_t SECRET[SECRET_BYTES] = {
 
 }  // namespace
 
-// A payload's format: of `numel` values, in blocks of `block` (1 for casts), of which top-k keeps `kept` values each.
+// A payload's format: `numel` values in blocks of `block` (1 for casts); top-k keeps `kept` values of each.
 struct Format {
     int32_t kind, block;
     int64_t numel, kept;
 };
 
-// In the making over `total` bytes, of which `done` are in; `high` and `low` are it when all are.
+// A digest of `total` bytes, `done` of which are hashed; `high` and `low` are the result once all are.
 struct Digest {
     int64_t total, done;
     uint64_t lanes[8], high, low;
     uint8_t tail[64];
 };
 
-// values - less[0] - less[1] ... + beta residual -> payload; residual <- that less what was decoded.
+// values - less[0] - less[1] ... + beta residual -> payload; residual <- the rounding error.
 struct Encode {
     Format format;
     int64_t start, count;
@@ -158,15 +158,15 @@ struct Outer {
     int64_t culprit;
 };
 
-// A fragment's values where they lie, one piece behind the other; `ends` are how many values there are up to each end.
+// A fragment's values in place, piece after piece; `ends` are the numbers of values up to the end of each piece.
 struct Pieces {
     float *const *values;
     const int64_t *ends;
     int64_t count;
 };
 
-// base - local - sent... -> payload, for values from `start` to `stop`; digest and squares of what it decodes to, unless
-// `digest` is null.
+// base - local - sent... -> payload, for values from `start` to `stop`; unless `digest` is null, also the digest and the
+// sum of squares of the decoded values.
 struct Seal {
     Format format;
     int64_t start, stop, tile;
@@ -179,7 +179,7 @@ struct Seal {
     double squares;
 };
 
-// held + parts... -> out, or the last of the parts by itself where each is `whole`; digest of that.
+// held + parts... -> out, or only the last part where each is `whole`; digest of the result.
 struct Follow {
     int64_t start, stop, tile;
     const float *held;
@@ -245,11 +245,11 @@ namespace avx512 {
 #define AT_LEVEL(level, call) ((void)(level), baseline::call)
 #endif
 
-// Raised with every change of a structure or a meaning: kernel_library.py uses no library with another number.
+// Raise this number with every change of a structure or its meaning: kernel_library.py uses only libraries with its own.
 EXPORT int32_t diloco_interface() { return 5; }
 
-// The best level that this processor has; all below it work too.  -1: the compiler was told (-march=native, say) to use
-// everywhere what this processor lacks.  This function itself runs on any x86-64.
+// Returns the best level that this processor has; all below it work too.  -1: the library was compiled (with -march=native,
+// say) for instructions that this processor lacks.  This function itself runs on any x86-64.
 EXPORT RUNS_ANYWHERE int32_t diloco_level() {
 #ifdef X86_LEVELS
     __builtin_cpu_init();
@@ -312,7 +312,7 @@ EXPORT double diloco_sum_products(int32_t level, const float *a, const float *b,
     return AT_LEVEL(level, sum_products(a, b, count, total));
 }
 
-// What kernel_library.py takes a structure's size to be must be what it is here.
+// Returns the size of a structure, which must equal the size in kernel_library.py.
 EXPORT int64_t diloco_size(int32_t which) {
     const int64_t sizes[] = {sizeof(Format), sizeof(Encode), sizeof(Decode), sizeof(Measure),
                              sizeof(Update), sizeof(Outer),  sizeof(Digest), sizeof(Pieces),

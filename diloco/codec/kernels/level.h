@@ -1,7 +1,7 @@
-// The arithmetic, once: kernels.cpp includes this file for every level of instructions, each time in a namespace of its
-// own and with another target.  Everything works on tiles that stay in the first cache, in loops that a compiler turns
-// into vectors, on x86 and AArch64 alike; where that is not enough there is a variant for AVX-512.  Formats and orders of
-// operations are those of the Python modules; every sum, product and quotient rounds by itself unless it says fmaf.
+// The arithmetic, written once: kernels.cpp includes this file for every instruction level, each time in another namespace
+// and with another target.  All code works on tiles that stay in the first-level cache, in loops that a compiler
+// vectorizes, on x86 and AArch64 alike; where that is too slow there is a variant for AVX-512.  The Python modules define
+// the formats and the order of operations; every sum, product and quotient is rounded unless the code says fmaf.
 
 static inline float as_float(uint32_t bits) {
     float value;
@@ -21,7 +21,7 @@ static inline uint64_t word_at(const uint8_t *bytes) {
     return word;
 }
 
-// The largest bits without the sign: of finite values those of the largest magnitude, beyond INFINITE for any other.
+// Returns the largest bits without the sign: those of the largest magnitude, or at least INFINITE if a value is not finite.
 static inline uint32_t largest_bits(const float *x, int64_t count) {
     int32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -40,7 +40,7 @@ static constexpr int32_t ROUNDER_BITS = 0x4B400000;
 template <int BITS>
 static inline float largest_code() { return BITS == 8 ? 127.0f : 7.0f; }
 
-// The scales of blocks with these peaks, and the largest of the peaks.  A block's scale is 0 only where all its values are.
+// Computes the scales of blocks with these peaks; returns the largest peak.  A scale is 0 only where all values are 0.
 template <int BITS>
 static inline uint32_t scales_of(const uint32_t *peaks, int64_t blocks, float *scales, uint16_t *words) {
     uint32_t largest = 0;
@@ -56,7 +56,7 @@ static inline uint32_t scales_of(const uint32_t *peaks, int64_t blocks, float *s
     return largest;
 }
 
-// False where one of them is none that scales_of makes; `largest` has the bits of the largest.
+// Reads scales; returns false if scales_of never makes one of them.  `largest` receives the upper 16 bits of the largest.
 static inline bool read_scales(const uint8_t *bytes, int64_t blocks, float *scales, uint32_t *largest) {
     alignas(64) uint16_t words[TILE / 2];
     memcpy(words, bytes, 2 * (size_t)blocks);
@@ -71,23 +71,23 @@ static inline bool read_scales(const uint8_t *bytes, int64_t blocks, float *scal
     return !illegal;
 }
 
-// How many values ahead memory is requested: 4 KiB, which covers the memory's latency where one core streams 20 GB/s.  At
-// 512 bytes int4 encoding ran at .75 of memcpy, at 4 KiB at .9 (Zen 5).  The processor's own prefetching is too little.
+// Prefetch distance in values: 4 KiB, which covers the memory's latency where one core streams 20 GB/s.  At 512 bytes
+// int4 encoding ran at .75 of memcpy, at 4 KiB at .9 (Zen 5).  The processor's own prefetching is not enough.
 static constexpr int64_t AHEAD = 1024;
 
 static inline void ask_for(const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
 }
 
-// Where values to encode come from and what becomes of them; null for what there is not.
+// The inputs and outputs of encoding; an absent one is null.
 struct Flow {
     const float *a, *b;    // a - b
-    float *residual;       // added, times beta, and replaced by what got lost
+    float *residual;       // added, times beta; then receives the rounding error
     float beta;
     float *decoded;
 };
 
-// Where decoded values go.
+// Where decoded values go, and the values that they are folded with.
 struct Into {
     float *out;
     const float *held;
@@ -96,7 +96,7 @@ struct Into {
 
 #include "flow.h"
 
-// Encodes whole blocks.  Those that do not flow may have to hold codes, so that what they decode to stays within fp32.
+// Encodes whole blocks.  In those that encode_flow leaves, codes may have to be limited so that decoded values stay finite.
 template <int BITS>
 static int encode_blocks(const float *x, int64_t blocks, int64_t block, uint8_t *scales, uint8_t *codes, float *decoded) {
     const Flow flow = {x, nullptr, nullptr, 0.0f, decoded};
@@ -144,7 +144,7 @@ static int decode_blocks(const uint8_t *scales, const uint8_t *codes, int64_t bl
 
 // ---------------------------------------------------------------------------------------------- tiles of any format
 
-// Encodes the `count` values of a tile that stand at `start`.  The tile has room for whole blocks: the last is filled up.
+// Encodes the `count` values of a tile that begin at `start`.  The tile has room for whole blocks; zeros fill the last one.
 template <int BITS>
 static int encode_block_tile(const Format *format, float *x, int64_t start, int64_t count, uint8_t *payload, float *decoded) {
     const int64_t block = format->block, blocks = (count + block - 1) / block, whole = blocks * block;
@@ -177,7 +177,7 @@ static int decode_block_tile(const Format *format, const uint8_t *payload, int64
     return status;
 }
 
-// Copies values and returns their largest bits.  A loop, because memcpy is slow where bytes lie anywhere and are so few.
+// Copies values and returns their largest bits.  A loop, because memcpy is slow for so few bytes at unaligned addresses.
 static inline uint32_t copy_values(const uint8_t *from, int64_t count, uint8_t *to) {
     int32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -247,7 +247,7 @@ static int decode_tile(const Format *format, const uint8_t *payload, int64_t sta
     }
 }
 
-// What outer/merge.py and codec/base.py call adding and moving towards: two and three roundings.
+// `Add` and `Towards` of codec/base.py: out = held + x in one rounding, and held - share (held - x) in three.
 static inline void add(float *out, const float *held, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] = held[i] + x[i];
 }
@@ -256,7 +256,7 @@ static inline void move_towards(float *out, const float *held, const float *x, f
     for (int64_t i = 0; i < count; i++) out[i] = held[i] - (held[i] - x[i]) * share;
 }
 
-// One tile that is decoded and folded with `held`; x is room for a tile.
+// Decodes one tile and folds it with `held`; `x` is scratch memory for a tile.
 static int fold_tile(const Format *format, const uint8_t *payload, int64_t start, int64_t count, int fold, float share,
                      const float *held, float *out, float *x) {
     const int64_t block = format->block;
@@ -288,8 +288,8 @@ static inline double halves(double *lanes) {
 #ifdef AVX512
 static inline __m512d wide(const float *x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
 
-// Two blocks of 1024, a row of each at a time.  The product of two fp32 is exact in fp64, so that a fused addition rounds
-// where the plain one does.
+// Two blocks of 1024, a row of each at a time.  The product of two fp32 is exact in fp64, so a fused multiply-add rounds
+// as the plain sum does.
 static inline void add_two_blocks(const float *a, const float *b, double *lanes, double *others) {
     __m512d low = _mm512_setzero_pd(), high = low, other_low = low, other_high = low;
     for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
@@ -304,12 +304,12 @@ static inline void add_two_blocks(const float *a, const float *b, double *lanes,
     _mm512_store_pd(others + 8, other_high);
 }
 
-// The same of x x, x m and m m; the lanes of one block stand before those of the other.
+// The same for x x, x m and m m; the lanes of the first block come before those of the second.
 static inline void add_two_blocks_of_both(const float *x, const float *m, double lanes[3][2 * SUM_LANES]) {
     __m512d sums[3][4] = {};
     for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
         for (int k = 0; k < 4; k++) {
-            const int64_t at = i + (k & 1) * 8 + (k >> 1) * SUM_BLOCK;  // Requests the same place of the next two.
+            const int64_t at = i + (k & 1) * 8 + (k >> 1) * SUM_BLOCK;  // Prefetches this position of the next two blocks.
             if (k % 2 == 0) ask_for(m + at + 2 * SUM_BLOCK, 16);
             const __m512d a = wide(x + at), b = wide(m + at);
             sums[0][k] = _mm512_fmadd_pd(a, a, sums[0][k]);
@@ -346,8 +346,8 @@ static inline void add_two_blocks_of_both(const float *x, const float *m, double
 }
 #endif
 
-// merging.py: lanes, rows, halves.  `total` goes on from block to block; two blocks at a time, because each waits for
-// itself.
+// The order of merging.py: rows into lanes, then halves; each block's sum is added to `total` in order.  Two blocks at a
+// time, because the additions of one block depend on each other.
 static double sum_products(const float *a, const float *b, int64_t count, double total) {
     int64_t start = 0;
     for (; start + 2 * SUM_BLOCK <= count; start += 2 * SUM_BLOCK) {
@@ -367,7 +367,7 @@ static double sum_products(const float *a, const float *b, int64_t count, double
     return total;
 }
 
-// Writes what is not read again soon past the caches, where that can be told: it need not be read before it is written.
+// Writes values that are not read again soon, past the caches where the level allows: their lines are then not read first.
 static inline void write_out(float *out, const float *values, int64_t count) {
     int64_t i = 0;
 #if defined(AVX512)

@@ -1,7 +1,6 @@
-// What Python calls, at the level of the file that includes this one: each a loop over tiles.
+// The functions that Python calls, at the level of the file that includes this one: each is a loop over tiles.
 
-// As much of `count` values from `start` on as can flow from the terms to the payload without a stop in between; how many
-// values that are.
+// Encodes as many of `count` values from `start` on as encode_flow can in whole blocks; returns how many values that is.
 static int64_t encode_whole_blocks(const Format *format, const Flow *flow, int64_t start, int64_t count, uint8_t *payload, int *status) {
     const int64_t block = format->block, blocks = count / block;
     uint8_t *scales = payload + start / block * 2;
@@ -59,7 +58,7 @@ static int decode(const Decode *job) {
     return DONE;
 }
 
-// All three sums, two blocks at a time: each value is brought and made wide once.
+// Adds to all three sums, two blocks at a time: each value is loaded and widened to fp64 once.
 static void sum_both(Measure *job, const float *x, const float *m, int64_t count) {
     int64_t at = 0;
     for (; at + 2 * SUM_BLOCK <= count; at += 2 * SUM_BLOCK) {
@@ -96,13 +95,13 @@ static int measure(Measure *job) {
     return DONE;
 }
 
-// One tile of merge_mean.
+// Computes one tile of merge_mean; `culprit` is the update being read, or -1 at the end.
 static int mean_tile(const Outer *job, int64_t start, int64_t count, float *mean, int64_t *culprit) {
     alignas(64) float x[TILE], site[TILE];
     for (int64_t k = 0; k < job->updates_count; k++) {
         const Update *update = job->updates + k;
         *culprit = k;
-        // The first site's sum is the mean; another's is made beside it, unless it sent a single update.
+        // The first site's sum becomes the mean; another site's sum is built in `site`, unless it has a single update.
         const bool opens = update->place & OPENS_SITE, ends = update->place & ENDS_SITE, in_mean = update->place & IN_MEAN;
         float *sum = in_mean || (opens && ends) ? mean : site;
         const int fold = !opens ? ADD : sum == mean && !in_mean ? TOWARDS : WRITE;
@@ -115,8 +114,8 @@ static int mean_tile(const Outer *job, int64_t start, int64_t count, float *mean
     return DONE;
 }
 
-// One tile of outer_step: the additions with a factor are torch's, one rounding where torch has one.  Returns the
-// largest bits of theta, and writes what is to be published into x.
+// Computes one tile of outer_step.  An addition with a factor rounds once where torch's does (FUSED).  Returns the largest
+// bits of theta, and writes theta minus the published values, which a lossy down-link encodes, into x.
 template <bool FUSED, int RULE, bool FIRST>
 static inline uint32_t step_tile(const Outer *job, int64_t at, int64_t count, const float *g, float *theta, float *momentum, float *x) {
     const float mu = job->momentum_factor, minus_lr = job->minus_lr;

@@ -1,7 +1,7 @@
-// A site's passes over its fragment, which lies in pieces in the model: what it sends, what a version says, and taking
-// that version.  Updates that are in flight are read from their payloads, of which no tensor is made.
+// A site's passes over its fragment, which the model stores in pieces: encoding an update, following the down-link, and
+// taking a version.  Updates in flight are decoded tile by tile from their payloads, never into a whole tensor.
 
-// Where the values of a tile are: in place, or copied into `room` from the pieces that they lie in.
+// Returns the values of a tile: in place if one piece has all of them, otherwise copied into `room`.
 static const float *gathered(const Pieces *pieces, int64_t *piece, int64_t at, int64_t count, float *room) {
     while (at >= pieces->ends[*piece]) ++*piece;
     const int64_t begins = *piece ? pieces->ends[*piece - 1] : 0;
@@ -24,7 +24,7 @@ static void scattered(const Pieces *pieces, int64_t piece, int64_t at, int64_t c
     }
 }
 
-// x = base - local - what is in flight
+// x = base - local - the updates in `sent`
 static inline int less_sent(const float *base, const float *local, const Update *sent, int64_t sent_count, int64_t at, int64_t count, float *x) {
     alignas(64) float told[TILE];
     for (int64_t i = 0; i < count; i++) x[i] = base[i] - local[i];
@@ -36,7 +36,7 @@ static inline int less_sent(const float *base, const float *local, const Update 
     return DONE;
 }
 
-// Encodes the tile without a stop between the values and the payload; false where that is left to the loops.
+// Encodes the tile by encode_flow; returns false where the loops must do it.
 static inline bool flows(const Seal *job, const float *local, int64_t at, int64_t count, float *told, int *status) {
     if (job->sent_count || count % job->format.block) return false;
     const Flow flow = {job->base + at, local, nullptr, 0.0f, told};

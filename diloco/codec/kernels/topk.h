@@ -1,4 +1,4 @@
-// The format of topk.py, a chunk at a time; it has whole numbers only, so that there is nothing to round.
+// The format of topk.py, a chunk at a time; it uses only whole numbers, so no floating-point operation rounds.
 
 static inline int64_t kept_of(const Format *format, int64_t count) {
     const int64_t kept = (count * format->kept + 4 * format->block - 1) / (4 * format->block) * 4;
@@ -14,7 +14,7 @@ struct TopK {
     int64_t kept;
 };
 
-// Where the chunk from `start` on has its bytes: whole bytes, because all but the last keep a multiple of four.
+// Returns where the chunk at `start` has its bytes: whole bytes, because all chunks but the last keep a multiple of four.
 static inline TopK place_of(const Format *format, uint8_t *payload, int64_t start, int64_t count) {
     const int64_t bits = format->block == 256 ? 8 : 12, before = kept_before(format, start);
     uint8_t *indices = payload + 4 * ((format->numel + format->block - 1) / format->block);
@@ -24,7 +24,7 @@ static inline TopK place_of(const Format *format, uint8_t *payload, int64_t star
 
 static constexpr int32_t FIRST_BITS_END = 1 << 17;
 
-// The most that at least `kept` of them reach, without the bits below `last`.
+// Returns the largest number that at least `kept` of the units reach, with the bits below `last` left 0.
 static inline int32_t least_units(const int32_t *units, int64_t count, int64_t kept, int32_t last) {
     int32_t least = 0;
     for (int32_t bit = 1 << 23; bit >= last; bit >>= 1) {
@@ -35,8 +35,8 @@ static inline int32_t least_units(const int32_t *units, int64_t count, int64_t k
     return least;
 }
 
-// Units that all of the kept reach, though more may.  With the chunk as rows, so many columns have a value that reaches
-// them: the columns' peaks are looked at in place of all values, where there are many more columns than values to keep.
+// Returns a number of units that all kept values reach; more may reach it.  With the chunk as rows, the peaks of `kept`
+// columns reach it, so as many values do.  Peaks are searched, not values, where columns far outnumber the kept values.
 static inline int32_t near_least(const int32_t *units, int64_t count, int64_t kept) {
     alignas(64) int32_t peaks[TILE];
     int64_t columns = count;
@@ -47,7 +47,7 @@ static inline int32_t near_least(const int32_t *units, int64_t count, int64_t ke
     return least_units(peaks, columns, kept, FIRST_BITS_END);
 }
 
-// The units that are not below `least`, and where they stand, in their order.
+// Writes the units of at least `least` and their positions, in order; returns their number.
 static inline int64_t reaching(const int32_t *units, int64_t count, int32_t least, int32_t *reached, int32_t *places) {
     int64_t found = 0, i = 0;
 #ifdef AVX512
@@ -82,8 +82,8 @@ static int encode_chunk(const Format *format, const float *x, int64_t start, int
     const int32_t top = (int32_t)(largest >> 23);
     alignas(64) int32_t units[TILE];
     to_units(x, count, top, units);
-    // The least units of what is kept, bit by bit: the most that at least so many values reach.  After some bits only the
-    // values that reach so far are looked at.
+    // Find the smallest kept units, bit by bit: the largest number that at least `kept` values reach.  After the first bits
+    // only the values that reach the number found so far are searched.
     alignas(64) int32_t reached[TILE + 16];
     alignas(64) int32_t places[TILE + 16];
     const int64_t candidates = reaching(units, count, near_least(units, count, at.kept), reached, places);
